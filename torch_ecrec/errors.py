@@ -1,0 +1,38 @@
+"""Errors, one type per thing the caller does next.
+
+A caller's own mistake is a `ValueError` or `TypeError`; these are the conditions of a distributed run.
+
+    ClusterError           base of all of these
+      JoinRefused          this process does not fit the cluster: fix its arguments (exit code 2)
+      ClusterUnavailable   the coordinator or a slot did not answer in time: look at the logs, then restart (exit code 4)
+      DataLoss             more than r members of a stripe are gone: restore a checkpoint (exit code 3)
+    NonFiniteGradient      a gradient is NaN or infinite: nothing was applied; skip the batch or stop
+"""
+
+
+class ClusterError(RuntimeError):
+    """Base of the conditions that end a distributed run. `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class JoinRefused(ClusterError):
+    """The coordinator refused this process: other code parameters, another table list or another version."""
+
+    exit_code = 2
+
+
+class DataLoss(ClusterError):
+    """More losses than the code can repair. The message names slots, tables and the number of rows lost."""
+
+    exit_code = 3
+
+
+class ClusterUnavailable(ClusterError):
+    """Something that was needed did not answer within its time limit."""
+
+    exit_code = 4
+
+
+class NonFiniteGradient(FloatingPointError):
+    """A gradient holds NaN or infinity. Nothing of the step was sent; the parameters stay as they were."""

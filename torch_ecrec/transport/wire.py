@@ -1,0 +1,238 @@
+"""What processes say to each other over the data plane, and how a call may end.
+
+A *request* goes to one named process and gets at most one *answer*; both are dataclasses whose array fields are torch
+tensors. Every call ends as exactly one `Outcome`:
+
+    Ok(answer)        the peer handled it
+    Failed(reason)    it certainly was not handled (the peer is not there, or refused it)
+    Unknown(reason)   it may have been handled: time ran out or the peer died. Every request here is idempotent, so
+                      the caller makes it again.
+
+Shape legend: U records, D embedding dim, B record bytes; lists hold one tensor per slab, in the job's slab order.
+Positions are int64 indices into a slot's records (not table rows).
+
+Every request about a slot carries the slot's incarnation as the caller knows it; a host that is not that incarnation
+answers `Refused`. Requests of a source carry the source's incarnation, so that one that was replaced is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ok:
+    answer: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    reason: str
+
+
+Outcome = Union[Ok, Failed, Unknown]
+
+
+@dataclass
+class Request:
+    """Base: `slot` is the slot addressed, `incarnation` the host's incarnation as the caller knows it."""
+
+    slot: int
+    incarnation: int
+
+
+@dataclass
+class Answer:
+    """Base of all answers."""
+
+
+@dataclass
+class Refused(Answer):
+    """Not handled: stale or unknown incarnation, or a state that will pass. Ask again after the next placement."""
+
+    reason: str
+
+
+# trainer -> slot ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Lookup(Request):
+    """The weights of some records as they are after step - 1."""
+
+    step: int
+    trainer: int
+    positions: list[Tensor]  # (U,) int64 each
+
+
+@dataclass
+class Rows(Answer):
+    weights: list[Tensor]  # (U, D) float32 each
+
+
+@dataclass
+class Push(Request):
+    """One trainer's gradients of one step for one slot; answered once the step is applied and folded by all holders."""
+
+    step: int
+    trainer: int
+    positions: list[Tensor]  # (U,) int64 each, ascending, unique
+    gradients: list[Tensor]  # (U, D) float32 each
+    rates: list[float]  # learning rate per slab
+    complete: int  # all of this trainer's steps up to here are acknowledged
+
+
+@dataclass
+class Acknowledged(Answer):
+    step: int
+
+
+@dataclass
+class Snapshot(Request):
+    """One trainer's part of the dense model after a step."""
+
+    step: int
+    trainer: int
+    payload: Tensor  # (bytes,) uint8
+    header: str  # JSON: what the payload holds
+
+
+@dataclass
+class Stored(Answer):
+    step: int
+
+
+@dataclass
+class Load(Request):
+    """Overwrites records or parities before the first step: initial weights of a model."""
+
+    slab: int
+    parity: bool
+    positions: Tensor  # (U,) int64
+    records: Tensor  # (U, B) uint8
+
+
+@dataclass
+class Export(Request):
+    """Whole records as of the end of a step, for state_dict and digests."""
+
+    slab: int
+    step: int
+    positions: Tensor  # (U,) int64
+    parity: bool = False
+
+
+@dataclass
+class Records(Answer):
+    records: Tensor  # (U, B) uint8
+
+
+# slot -> slot: protection -------------------------------------------------------------------------
+
+
+@dataclass
+class Fold(Request):
+    """What one step changed in the records of `source`: to be folded into the parities that the addressed slot holds."""
+
+    source: int
+    source_incarnation: int
+    step: int
+    floor: int  # the source's log goes back to here; the holder may forget older steps
+    positions: list[Tensor]  # (U,) int64 each: positions at the source, ascending
+    deltas: list[Tensor]  # (U, B) uint8 each: old XOR new
+
+
+@dataclass
+class Folded(Answer):
+    step: int  # cumulative: everything of the source up to here is folded
+
+
+@dataclass
+class Attach(Request):
+    """A source meets a holder's new incarnation (or the source is new itself)."""
+
+    source: int
+    source_incarnation: int
+    base: int  # a holder that knows nothing of the source starts here
+    acknowledged: int  # the holder has caught up once it has folded this
+
+
+@dataclass
+class Attached(Answer):
+    folded: int  # the last step of the source that the holder has folded
+
+
+@dataclass
+class Adopt(Request):
+    """The new host of a lost slot asks a holder what it has folded of it, and fences the old incarnation."""
+
+    lost: int
+    lost_incarnation: int  # the new one
+
+
+@dataclass
+class Adopted(Answer):
+    folded: int | None  # None: knows nothing of the lost slot
+    caught_up: bool  # has everything the lost slot ever acknowledged
+    fold_floor: int  # its fold log holds every later step
+
+
+@dataclass
+class Cut(Request):
+    """The cut of a lost slot: holders undo what they folded after it and hand over their log of its earlier steps."""
+
+    lost: int
+    lost_incarnation: int
+    cut: int
+
+
+@dataclass
+class CutLog(Answer):
+    steps: list[int]
+    positions: list[list[Tensor]]  # per step, per slab: (U,) int64, positions at the lost slot
+    deltas: list[list[Tensor]]  # per step, per slab: (U, B) uint8
+
+
+# slot -> slot: recovery ---------------------------------------------------------------------------
+
+
+@dataclass
+class Versions(Request):
+    """Which step of each source the parities of the addressed slot stand for."""
+
+
+@dataclass
+class VersionsAre(Answer):
+    folded: dict[int, int]  # source -> step
+    whole: bool  # nothing of the slot is missing
+
+
+@dataclass
+class Fetch(Request):
+    """Records of a stripe's member as of given steps, to decode another member from."""
+
+    slab: int
+    parity: bool
+    positions: Tensor  # (U,) int64
+    as_of: dict[int, int]  # source -> step; for data: the slot's own step
+
+
+@dataclass
+class FetchSnapshots(Request):
+    """All dense snapshots that a slot holds, for the new host of another one."""
+
+
+@dataclass
+class Snapshots(Answer):
+    steps: list[int] = field(default_factory=list)
+    trainers: list[int] = field(default_factory=list)
+    headers: list[str] = field(default_factory=list)
+    payloads: list[Tensor] = field(default_factory=list)
