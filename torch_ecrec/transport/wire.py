@@ -199,6 +199,8 @@ class CutLog(Answer):
     steps: list[int]
     positions: list[list[Tensor]]  # per step, per slab: (U,) int64, positions at the lost slot
     deltas: list[list[Tensor]]  # per step, per slab: (U, B) uint8
+    floor: int  # the log holds every step after this one, up to the cut
+    caught_up: bool  # false: this holder does not know all of it
 
 
 # slot -> slot: recovery ---------------------------------------------------------------------------
@@ -236,3 +238,30 @@ class Snapshots(Answer):
     trainers: list[int] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
     payloads: list[Tensor] = field(default_factory=list)
+
+
+# placement ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlotPlace:
+    """Where a slot lives. `healthy`: all its records are there; otherwise a rebuild is under way."""
+
+    server: str
+    incarnation: int
+    healthy: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Slot -> server, as of an epoch. Newer epochs replace older ones."""
+
+    epoch: int
+    slots: tuple[SlotPlace, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "slots": [[p.server, p.incarnation, p.healthy] for p in self.slots]}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Placement:
+        return Placement(value["epoch"], tuple(SlotPlace(*p) for p in value["slots"]))

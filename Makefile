@@ -1,0 +1,129 @@
+# The commands of the project; CI (.ci/run) calls the same ones. `make` alone lists them.
+# Needs Python 3.11 with venv, and a registry that pip can reach; everything else goes into .venv.
+# Another interpreter: make PYTHON=/path/to/python3.11. Arguments for a command: make demo ARGS="--steps 60".
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# -qq: errors only.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
+SAY := printf '[setup] %s\n'
+
+# What .venv must hold, and where: it is remade when a requirement changes, and when the folder was moved or copied
+# (its scripts would go on running the original's code).
+REQUIREMENTS := $(sort $(wildcard requirements/*.txt))
+WANTED := $(CURDIR) $(shell cat $(REQUIREMENTS) | cksum)
+ifneq ($(strip $(WANTED)),$(strip $(shell cat $(VENV)/.pinned 2>/dev/null)))
+.PHONY: $(VENV)/.pinned
+endif
+KERNELS := $(wildcard torch_ecrec/layout.py torch_ecrec/codec/*.py torch_ecrec/storage/*.py)
+
+# Do they load together? (An FBGEMM of another torch, or the CUDA one over the CPU one, does not.)
+define LOADED
+import torch, fbgemm_gpu, torchrec
+print("torch", torch.__version__, "| fbgemm", fbgemm_gpu.__version__, "| torchrec", torchrec.__version__)
+endef
+export LOADED
+
+.PHONY: help setup demo test lint fmt type bench docs wheel clean distclean
+
+help:
+	@echo "make setup      .venv with the pinned set, the package (editable), the kernels compiled"
+	@echo "make demo       train a DLRM, kill a server, compare with the undisturbed run   ARGS=\"--steps 60 ...\""
+	@echo "make test       the test suite                                                  ARGS=\"-k layout ...\""
+	@echo "make lint       ruff: rules and format      make fmt   ruff: repair both"
+	@echo "make type       mypy, strict                make docs  links of the documents resolve"
+	@echo "make bench      measure                                                         ARGS=..."
+	@echo "make wheel      build dist/*.whl            make clean caches and build outputs (distclean: .venv too)"
+
+setup: $(VENV)/.warm
+	@:
+
+demo: setup
+	@$(BIN)/torch-ecrec demo $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+fmt: $(VENV)/.installed
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+type: $(VENV)/.installed
+	@$(BIN)/mypy
+
+bench: setup
+	@$(BIN)/torch-ecrec bench $(ARGS)
+
+docs: $(VENV)/.installed
+	@$(BIN)/python -m pytest -q tests/test_docs.py
+
+# build/lib is removed first: setuptools would ship modules deleted since the last build.
+wheel: $(VENV)/.installed
+	@rm -rf build/lib build/bdist.*
+	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+	@ls -l dist/*.whl
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find torch_ecrec examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(VENV)/.warm
+
+distclean: clean
+	rm -rf $(VENV) demo
+
+# --- .venv, in three stages, each with its stamp ---------------------------------------------------------------------
+
+# 1. The interpreter and the pinned set. A .venv without a stamp was interrupted or made by hand: pip completes it.
+$(VENV)/.pinned:
+	@python=""; \
+	for candidate in $(or $(PYTHON),python3.11 python3); do \
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        python=$$candidate; break; \
+	    fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "error: needs Python 3.11 or later, found none as: $(or $(PYTHON),python3.11 python3)" >&2; \
+	    echo "       install it, or name it: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3.11" >&2; exit 1; \
+	fi; \
+	if ! $$python -c 'import venv, ensurepip' 2>/dev/null; then \
+	    echo "error: $$python has no venv module (Debian and Ubuntu: apt install python3.11-venv)" >&2; exit 1; \
+	fi; \
+	version=$$($$python -c 'import platform; print(platform.python_version())'); \
+	case $$version in 3.11.*) ;; *) version="$$version (only 3.11 is tested)";; esac; \
+	$(SAY) "Python $$version -> $(VENV)"; \
+	if [ -e $(VENV)/.pinned ] || ! $(BIN)/python -c 'import pip' 2>/dev/null; then $$python -m venv --clear $(VENV); fi; \
+	$(SAY) "torch (the big one)"; \
+	$(PIP) -c requirements/constraints.txt -r requirements/torch.txt; \
+	$(SAY) "FBGEMM (CPU build), Numba, galois and what TorchRec needs"; \
+	$(PIP) -c requirements/constraints.txt -r requirements/cpu.txt; \
+	$(SAY) "TorchRec, without its dependencies"; \
+	$(PIP) --no-deps -r requirements/torchrec.txt; \
+	$(SAY) "tools: plot, lint, types, tests"; \
+	$(PIP) -c requirements/constraints.txt -r requirements/demo.txt -r requirements/dev.txt; \
+	$(SAY) "loaded: $$($(BIN)/python -W ignore -c "$$LOADED")"; \
+	echo "$(WANTED)" > $@; \
+	$(SAY) "pinned set complete after $$SECONDS s"
+
+# 2. The package itself, editable, with its console script.
+$(VENV)/.installed: $(VENV)/.pinned setup.py pyproject.toml
+	@$(SAY) "torch-ecrec (editable)"
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# 3. The Numba kernels, compiled into the cache once, so that no process of a job compiles (or all of them at once do).
+$(VENV)/.warm: $(VENV)/.installed $(KERNELS)
+	@$(SAY) "compiling the kernels"
+	@$(BIN)/torch-ecrec warm
+	@touch $@

@@ -1,0 +1,1 @@
+"""Scripts as a user writes them. Each runs alone, under torchrun."""

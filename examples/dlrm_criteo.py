@@ -1,0 +1,179 @@
+"""Trains TorchRec's DLRM on Criteo click logs, its embedding tables on erasure-coded servers or in plain TorchRec.
+
+    torchrun --nproc-per-node 2 examples/dlrm_criteo.py --data train.tsv.gz --steps 200
+    torchrun --nproc-per-node 2 examples/dlrm_criteo.py --backend torchrec
+
+The two differ in `wrap`, and nowhere else. Without `--data` it trains on synthetic lines of the same shape. The last 20 % of
+the lines are held out; the area under the ROC curve on them is the last thing printed. Runs are reproducible: the same
+arguments give the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torchrec
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from torch_ecrec.demo.criteo import CATEGORIES, INTEGERS, Clicks, auc, read, synthetic
+
+TABLE_OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
+FEATURES = [f"C{i}" for i in range(1, CATEGORIES + 1)]
+CPU = torch.device("cpu")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=["ecrec", "torchrec"], default="ecrec")
+    parser.add_argument("--data", help="click log, FILE.tsv or FILE.tsv.gz (default: synthetic)")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=512, help="of each trainer")
+    parser.add_argument("--optimizer", choices=sorted(TABLE_OPTIMIZERS), default="rowwise_adagrad", help="of the tables")
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--embedding-dim", type=int, default=16)
+    parser.add_argument("--rows-per-table", type=int, default=20_000, help="categories are hashed into so many rows")
+    parser.add_argument("--same-init", action="store_true", help="the same first weights under either backend (slower start)")
+    parser.add_argument("--pipeline", action="store_true", help="use TorchRec's TrainPipelineSparseDist")
+    parser.add_argument("--report", type=Path, help="write results of trainer I to FILE with .I before its suffix")
+    return parser.parse_args()
+
+
+def seeded_uniform(weight: Tensor, seed: int) -> None:
+    """Fills a table in a way that does not depend on who owns it."""
+    bound = weight.shape[0] ** -0.5
+    with torch.no_grad():
+        weight.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed)))
+
+
+def build(args: argparse.Namespace) -> DLRMTrain:
+    """The model, tables on the meta device."""
+    tables = [
+        torchrec.EmbeddingBagConfig(
+            name=f"table_{name}",
+            embedding_dim=args.embedding_dim,
+            num_embeddings=args.rows_per_table,
+            feature_names=[name],
+            init_fn=functools.partial(seeded_uniform, seed=args.seed + i) if args.same_init else None,
+        )
+        for i, name in enumerate(FEATURES)
+    ]
+    collection = torchrec.EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    apply_optimizer_in_backward(TABLE_OPTIMIZERS[args.optimizer], collection.parameters(), {"lr": args.lr})
+    torch.manual_seed(args.seed)
+    return DLRMTrain(DLRM(collection, INTEGERS, [64, args.embedding_dim], [64, 32, 1]))
+
+
+def wrap(model: DLRMTrain, args: argparse.Namespace) -> nn.Module:
+    """Makes the model a distributed one: the only difference between the backends."""
+    if args.backend == "ecrec":
+        import torch_ecrec.nn
+
+        return torch_ecrec.nn.DistributedModelParallel(model, device=CPU, seed=args.seed)
+    # On CPU, TorchRec would plan small tables as data-parallel, without a fused optimizer.
+    path, collection = next((p, m) for p, m in model.named_modules() if isinstance(m, torchrec.EmbeddingBagCollection))
+    ranks = {f"table_{name}": table_wise(rank=i % dist.get_world_size()) for i, name in enumerate(FEATURES)}
+    entries = construct_module_sharding_plan(collection, ranks, EmbeddingBagCollectionSharder(), device_type="cpu")
+    return torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=ShardingPlan({path: entries}))
+
+
+def to_batch(clicks: Clicks) -> Batch:
+    categories = torch.from_numpy(clicks.categories.astype(np.int64)).t().reshape(-1)
+    lengths = torch.ones(len(categories), dtype=torch.int32)
+    sparse = torchrec.KeyedJaggedTensor.from_lengths_sync(FEATURES, categories, lengths)
+    return Batch(torch.from_numpy(clicks.dense), sparse, torch.from_numpy(clicks.labels))
+
+
+def batches(clicks: Clicks, args: argparse.Namespace, trainer: int, trainers: int) -> Iterator[Batch]:
+    """Step after step, the next lines of the log: trainer 0's share, then trainer 1's; from the start again at its end."""
+    for step in range(args.steps):
+        first = (step * trainers + trainer) * args.batch_size
+        yield to_batch(clicks[(first + np.arange(args.batch_size)) % len(clicks)])
+
+
+def held_out_auc(model: nn.Module, clicks: Clicks, batch_size: int, trainer: int, trainers: int) -> float:
+    """Each trainer scores an equal share of the lines."""
+    share = len(clicks) // trainers
+    mine = clicks[trainer * share : (trainer + 1) * share]
+    model.eval()
+    scores = []
+    with torch.no_grad():
+        for first in range(0, share, batch_size):
+            _, (_, logits, _) = model(to_batch(mine[first : first + batch_size]))
+            scores.append(logits.numpy())
+    everyone: list[Any] = [None] * trainers
+    dist.all_gather_object(everyone, (mine.labels, np.concatenate(scores) if scores else np.empty(0, np.float32)))
+    return auc(np.concatenate([labels for labels, _ in everyone]), np.concatenate([s for _, s in everyone]))
+
+
+def dense_digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, parameter in sorted(in_backward_optimizer_filter(model.named_parameters())):
+        digest.update(name.encode() + parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(1)
+    clicks = read(args.data, args.rows_per_table) if args.data else synthetic(100_000, args.seed, args.rows_per_table)
+    train, test = clicks.split()
+    dist.init_process_group("gloo")
+    trainer, trainers = dist.get_rank(), dist.get_world_size()
+
+    model = wrap(build(args), args)
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense_class = torch.optim.SGD if args.optimizer == "sgd" else torch.optim.Adagrad
+    dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: dense_class(parameters, lr=args.lr))
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
+    pipeline_class = TrainPipelineSparseDist if args.pipeline else TrainPipelineBase
+    pipeline = pipeline_class(model, optimizer, CPU)
+
+    stream = batches(train, args, trainer, trainers)
+    losses, begin = [], time.perf_counter()
+    for step in range(1, args.steps + 1):
+        step_begin = time.perf_counter()
+        loss, _, _ = pipeline.progress(stream)
+        losses.append(float(loss))
+        rate = args.batch_size * trainers / (time.perf_counter() - step_begin)
+        if hasattr(model, "session") and hasattr(model.session, "report"):
+            model.session.report(step=step, loss=losses[-1], samples_per_s=rate)
+        elif trainer == 0 and step % 20 == 0:
+            print(f"step {step}  loss {losses[-1]:.4f}  {rate:.0f} samples/s", flush=True)
+    samples_per_s = args.steps * args.batch_size * trainers / (time.perf_counter() - begin)
+
+    if args.pipeline:
+        pipeline.detach()
+    area = held_out_auc(model, test, args.batch_size, trainer, trainers)
+    if trainer == 0:
+        print(f"auc {area:.4f} on {len(test)} held-out lines, {samples_per_s:.0f} samples/s", flush=True)
+    if args.report:
+        report = {"losses": losses, "auc": area, "samples_per_s": samples_per_s, "dense_digest": dense_digest(model)}
+        args.report.with_suffix(f".{trainer}{args.report.suffix}").write_text(json.dumps(report))
+    if args.backend == "ecrec":
+        model.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Metadata of the distribution `torch-ecrec`; the tools' settings are in pyproject.toml.
+
+Two things need saying.
+
+TorchRec is not in `install_requires`: its metadata asks for the CUDA build of FBGEMM, which overwrites the CPU build in
+the same folder. On a CPU it goes in afterwards with `pip install --no-deps -r requirements/torchrec.txt`, as
+`make setup` does. The extra `gpu` can name it, since there the metadata is right.
+
+The top-level folder `examples` is installed as the package `torch_ecrec.examples`, so that the demo of an installed
+wheel finds the script that it trains; in an editable install it stays where it is, beside the package.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+README = ROOT / "README.md"
+
+
+def version() -> str:
+    """The one place is `__version__` in torch_ecrec/__init__.py; read, not imported: nothing is installed yet."""
+    source = (ROOT / "torch_ecrec" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
+    if found is None:
+        raise SystemExit('torch_ecrec/__init__.py has no line `__version__ = "..."`')
+    return found[1]
+
+
+setup(
+    name="torch-ecrec",
+    version=version(),
+    description="Erasure-coded fault tolerance for TorchRec embeddings: kill any r servers, lose not one bit",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    python_requires=">=3.11",
+    packages=[*find_packages(include=["torch_ecrec", "torch_ecrec.*"]), "torch_ecrec.examples"],
+    package_dir={"torch_ecrec": "torch_ecrec", "torch_ecrec.examples": "examples"},
+    package_data={"torch_ecrec": ["py.typed"]},
+    include_package_data=False,
+    zip_safe=False,
+    install_requires=[
+        # FBGEMM's extension loads under one release of torch only.
+        "torch==2.13.0",
+        "numpy>=2",
+        "numba>=0.61",
+        "galois>=0.4.4",
+        # What TorchRec 1.8.0 needs besides FBGEMM.
+        "tensordict",
+        "torchmetrics==1.0.3",
+        "pyre-extensions",
+        "tqdm",
+        "iopath",
+    ],
+    extras_require={
+        "cpu": ["fbgemm-gpu-cpu==1.8.0"],
+        "gpu": ["fbgemm-gpu==1.8.0", "torchrec==1.8.0"],
+        "demo": ["matplotlib"],
+        "dev": ["hypothesis", "mypy", "py-spy", "pytest", "pytest-timeout", "ruff"],
+    },
+    entry_points={"console_scripts": ["torch-ecrec = torch_ecrec.__main__:main"]},
+)

@@ -1,0 +1,119 @@
+"""What every test gets: reproducible Hypothesis runs, the real rows where they are, and no process left behind.
+
+Hypothesis runs under the profile `ci`: the same examples in every run (derandomised), no deadline (two shared cores).
+To look further, `--hypothesis-profile explore` draws new examples and prints the seed of a failure
+(`--hypothesis-seed N` draws them again).
+
+A process that outlives the session fails it, and is killed. It is known by its ancestry or, when its parent died first,
+by a mark in the environment that it inherited.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CRITEO = ROOT.parent / "shared" / "data" / "criteo_kaggle_10k.tsv.gz"
+
+MARK = "PYTEST_ECREC_SESSION"
+LEAVE_S = 10.0
+"""How long a process may take to end after the last test."""
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
+hypothesis.settings.load_profile("ci")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """States how examples are drawn and whether the real rows are there."""
+    profile = config.getoption("--hypothesis-profile") or "ci"
+    settings = hypothesis.settings.get_profile(profile)
+    seed = config.getoption("--hypothesis-seed")
+    drawn = (
+        "the same examples every run" if settings.derandomize else f"new examples, seed {seed or 'printed on failure'}"
+    )
+    return [
+        f"hypothesis: profile {profile!r}, {drawn}, max_examples={settings.max_examples}, deadline={settings.deadline}",
+        f"criteo rows: {CRITEO if CRITEO.is_file() else f'absent ({CRITEO}); the tests that need them skip'}",
+    ]
+
+
+@pytest.fixture(scope="session")
+def criteo_path() -> Path:
+    """The 10,731 real rows, in Criteo's format; skips where the checkout has no `../shared` beside it."""
+    if not CRITEO.is_file():
+        pytest.skip(f"no Criteo rows at {CRITEO}")
+    return CRITEO
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> None:
+    """One thread for torch, where a test has imported it: the processes of a cluster share the cores."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_left_behind() -> Iterator[None]:
+    mark = f"{os.getpid()}.{time.time_ns()}"
+    os.environ[MARK] = mark
+    yield
+    left = wait_for_none(lambda: leftover(os.getpid(), mark), LEAVE_S)
+    del os.environ[MARK]
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    if left:
+        lines = [f"  {pid}: {command}" for pid, command in sorted(left.items())]
+        pytest.fail(f"left running {LEAVE_S:g} s after the last test (killed now):\n" + "\n".join(lines), pytrace=False)
+
+
+def wait_for_none(find: Callable[[], dict[int, str]], timeout_s: float) -> dict[int, str]:
+    """Asks until nothing is found or the time is up; returns what was found last."""
+    end_s = time.monotonic() + timeout_s
+    while (found := find()) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return found
+
+
+def leftover(root: int, mark: str) -> dict[int, str]:
+    """Living processes under `root` or with the session's mark: pid -> command line. Linux only (/proc), else empty."""
+    parents: dict[int, int] = {}
+    commands: dict[int, str] = {}
+    marked: set[int] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        try:
+            # "pid (name) state ppid ...", where the name may hold spaces and brackets.
+            state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it ended meanwhile, or it is another user's
+            continue
+        # A zombie runs no more; the resource tracker of multiprocessing ends with this process by design.
+        if state in "ZX" or "multiprocessing.resource_tracker" in command:
+            continue
+        parents[pid], commands[pid] = int(parent), command
+        if f"{MARK}={mark}".encode() in environment:
+            marked.add(pid)
+    found = {pid for pid in parents if _descends(pid, root, parents)} | marked
+    return {pid: commands[pid] for pid in found - {root}}
+
+
+def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
+    seen = set()
+    while pid in parents and pid not in seen:
+        seen.add(pid)
+        pid = parents[pid]
+        if pid == root:
+            return True
+    return False

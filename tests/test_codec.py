@@ -1,0 +1,288 @@
+"""The field against galois, exhaustively; the code by every submatrix and erasure pattern; folds against encoding."""
+
+import itertools
+
+import galois
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_ecrec import codec
+from torch_ecrec.codec import LinearCode, fold_rows_, multiply_add_, xor_rows_
+from torch_ecrec.codec.field import PRODUCT
+
+GF = galois.GF(2**8)
+WIDTHS = (4, 8, 12, 64, 68, 260)
+
+
+def random_bytes(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+# ---------------------------------------------------------------------------------------------------------------- field
+
+
+def test_product_table_is_that_of_galois():
+    everything = GF(np.arange(256, dtype=np.uint8))
+    assert GF.irreducible_poly == galois.Poly.Int(0x11D)
+    assert np.array_equal(PRODUCT, np.asarray(np.multiply.outer(everything, everything)))
+
+
+def test_field_axioms_hold_for_all_elements():
+    a = np.arange(256)
+    assert np.array_equal(PRODUCT, PRODUCT.T)
+    assert np.array_equal(PRODUCT[1], a) and not PRODUCT[0].any()
+    assert all(sorted(PRODUCT[c]) == list(range(256)) for c in range(1, 256)), "multiplying by c != 0 is a bijection"
+    for c in range(256):
+        assert np.array_equal(PRODUCT[c][PRODUCT], PRODUCT[PRODUCT[c]]), "associative"
+        assert np.array_equal(PRODUCT[c][a[:, None] ^ a[None, :]], PRODUCT[c][:, None] ^ PRODUCT[c][None, :]), (
+            "distributive"
+        )
+
+
+def test_multiply_add_of_every_pair_of_elements():
+    source = np.arange(256, dtype=np.uint8).reshape(4, 64)
+    start = random_bytes(1, 4, 64)
+    for c in range(256):
+        target = start.copy()
+        multiply_add_(target, source, c)
+        assert np.array_equal(target, start ^ PRODUCT[c][source]), c
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_row_kernels_match_the_table(width):
+    rows = np.array([5, -1, 0, 19, 7, 3, -1, 18, 2, 11, 12, 13, 14], np.int64)
+    target, source = random_bytes(2, 20, width), random_bytes(3, len(rows), width)
+    coefficients = np.array([1, 7, 0, 255, 2, 1, 1, 29, 128, 3, 1, 0, 77], np.uint8)
+    wanted = target.copy()
+    for row, value, c in zip(rows, source, coefficients, strict=True):
+        if row >= 0:
+            wanted[row] ^= PRODUCT[c][value]
+    folded = target.copy()
+    fold_rows_(folded, rows, source, coefficients)
+    assert np.array_equal(folded, wanted)
+
+    wanted = target.copy()
+    wanted[rows[rows >= 0]] ^= source[rows >= 0]
+    xored = target.copy()
+    xor_rows_(xored, rows, source)
+    assert np.array_equal(xored, wanted)
+
+
+def test_a_row_that_comes_twice_is_changed_twice():
+    target, source = random_bytes(4, 2, 8), random_bytes(5, 3, 8)
+    changed = target.copy()
+    xor_rows_(changed, np.array([1, 1, 1]), source)
+    assert np.array_equal(changed[1], target[1] ^ source[0] ^ source[1] ^ source[2])
+    assert np.array_equal(changed[0], target[0])
+
+
+def test_sources_may_be_strided_misaligned_or_read_only():
+    target, wide = random_bytes(6, 5, 8), random_bytes(7, 4, 16)
+    rows = np.array([4, 0, 1, 2])
+    misaligned = np.frombuffer(b"x" + wide[:, :8].tobytes(), np.uint8)[1:].reshape(4, 8)
+    frozen = wide[:, :8].copy()
+    frozen.setflags(write=False)
+    wanted = target.copy()
+    wanted[rows] ^= wide[:, :8]
+    for source in (wide[:, :8], misaligned, frozen):
+        changed = target.copy()
+        xor_rows_(changed, rows, source)
+        assert np.array_equal(changed, wanted)
+
+
+def test_empty_batches_change_nothing():
+    target = random_bytes(8, 3, 8)
+    before = target.copy()
+    empty_rows, empty = np.zeros(0, np.int64), np.zeros((0, 8), np.uint8)
+    xor_rows_(target, empty_rows, empty)
+    fold_rows_(target, empty_rows, empty, np.zeros(0, np.uint8))
+    multiply_add_(target[:0], empty, 3)
+    assert np.array_equal(target, before)
+
+
+def test_kernels_refuse_what_does_not_fit():
+    target, source, rows = random_bytes(9, 3, 8), random_bytes(10, 2, 8), np.array([0, 1])
+    before = target.copy()
+    for outside in (3, -2, 2**40):
+        with pytest.raises(IndexError, match=rf"rows_U\[1\].*-1\.\.2.*{outside}"):
+            xor_rows_(target, np.array([0, outside]), source)
+        with pytest.raises(IndexError):
+            fold_rows_(target, np.array([0, outside]), source, np.ones(2, np.uint8))
+    with pytest.raises(ValueError, match="multiple of 4"):
+        xor_rows_(random_bytes(9, 3, 6), rows, random_bytes(9, 2, 6))
+    with pytest.raises(ValueError, match="source_UB"):
+        xor_rows_(target, rows, source[:1])
+    with pytest.raises(ValueError, match="int64"):
+        xor_rows_(target, rows.astype(np.int32), source)
+    with pytest.raises(ValueError, match="uint8"):
+        xor_rows_(target.view(np.uint32), rows, source)
+    with pytest.raises(ValueError, match="contiguous"):
+        xor_rows_(random_bytes(9, 3, 16)[:, :8], rows, source)
+    with pytest.raises(ValueError, match="coefficients_U"):
+        fold_rows_(target, rows, source, np.ones(3, np.uint8))
+    with pytest.raises(ValueError, match="coefficient"):
+        multiply_add_(target, target.copy(), 256)
+    with pytest.raises(ValueError, match="shape"):
+        multiply_add_(target, source, 2)
+    assert np.array_equal(target, before)
+
+
+# ----------------------------------------------------------------------------------------------------------------- code
+
+
+@pytest.mark.parametrize("r", (1, 2, 3, 4))
+def test_every_k_of_n_submatrix_is_invertible(r):
+    for k in range(1, 11):
+        code = LinearCode(k, r)
+        # The rows of identity that are kept only strike columns: what is left to prove is that every square
+        # submatrix of the coefficients is regular.
+        for size in range(1, min(k, r) + 1):
+            if size == 1:
+                assert code.coefficients.all()
+                continue
+            for rows in itertools.combinations(range(r), size):
+                for columns in itertools.combinations(range(k), size):
+                    assert np.linalg.det(GF(code.coefficients[np.ix_(rows, columns)])) != 0, (k, r, rows, columns)
+
+
+def test_every_k_of_n_submatrix_literally_for_small_codes():
+    for k, r in itertools.product(range(1, 5), range(1, 4)):
+        code = LinearCode(k, r)
+        for have in itertools.combinations(range(k + r), k):
+            assert np.linalg.matrix_rank(GF(code.generator[list(have)])) == k, (k, r, have)
+
+
+@pytest.mark.parametrize("k, r", [(1, 0), (3, 0), (1, 1), (2, 1), (10, 1), (2, 2), (10, 4), (100, 100)])
+def test_the_generator_is_systematic_and_its_first_parity_plain_xor(k, r):
+    code = LinearCode(k, r)
+    assert (code.k, code.r, code.n) == (k, r, k + r)
+    assert code.coefficients.shape == (r, k) and code.generator.shape == (k + r, k)
+    assert np.array_equal(code.generator[:k], np.eye(k)) and np.array_equal(code.generator[k:], code.coefficients)
+    assert (code.coefficients[:1] == 1).all() and (code.coefficients[:, :1] == 1).all()
+    assert code.generator.dtype == code.coefficients.dtype == np.uint8
+    assert len({row.tobytes() for row in code.generator}) == code.n or k == 1, "no two parities alike"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    k=st.integers(1, 6),
+    r=st.integers(0, 3),
+    records=st.integers(0, 9),
+    words=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_encode_matches_galois(k, r, records, words, seed):
+    code = LinearCode(k, r)
+    data = random_bytes(seed, k, records, 4 * words)
+    parity = code.encode(data)
+    assert parity.shape == (r, records, 4 * words) and parity.dtype == np.uint8
+    if r and records:
+        wanted = GF(code.coefficients) @ GF(data.reshape(k, -1))
+        assert np.array_equal(parity.reshape(r, -1), np.asarray(wanted))
+    assert np.array_equal(parity, code.encode(list(data)))
+
+
+@pytest.mark.parametrize("k, r", [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (4, 1), (4, 2), (3, 3), (5, 3)])
+def test_decode_every_member_from_every_k_others(k, r):
+    code = LinearCode(k, r)
+    data = random_bytes(k + 10 * r, k, 700 if k + r < 5 else 9, 260)  # 700 are more than one block
+    members = [*data, *code.encode(data)]
+    assert all(member.any() for member in members)
+    for have in itertools.combinations(range(k + r), k):
+        shuffled = have[1:] + have[:1]
+        values = [members[m] for m in shuffled]
+        for want in set(range(k + r)) - set(have):
+            assert np.array_equal(code.decode(shuffled, values, want), members[want]), (have, want)
+
+
+def test_decode_matches_galois_solve():
+    code = LinearCode(4, 3)
+    data = random_bytes(11, 4, 3, 8)
+    members = [*data, *code.encode(data)]
+    have = [6, 1, 5, 4]
+    solved = np.linalg.solve(GF(code.generator[have]), GF(np.stack([members[m] for m in have]).reshape(4, -1)))
+    for want in (0, 2, 3):
+        assert np.array_equal(code.decode(have, [members[m] for m in have], want).reshape(-1), np.asarray(solved[want]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    k=st.integers(1, 5),
+    r=st.integers(1, 3),
+    seed=st.integers(0, 99),
+    steps=st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 7), unique=True)), min_size=1, max_size=6),
+)
+def test_folding_every_change_equals_encoding_again(k, r, seed, steps):
+    code = LinearCode(k, r)
+    data = random_bytes(seed, k, 8, 20)
+    parity = code.encode(data)
+    generator = np.random.default_rng(seed + 1)
+    for member, changed in steps:
+        member %= k
+        rows = np.array(changed, np.int64)
+        new = generator.integers(0, 256, (len(rows), 20), dtype=np.uint8)
+        delta = code.delta(data[member, rows], new)
+        data[member, rows] = new
+        for i in range(r):
+            code.fold_(parity[i], rows, delta, np.full(len(rows), code.coefficients[i, member], np.uint8))
+    assert np.array_equal(parity, code.encode(data))
+
+
+def test_missing_members_count_as_zeros():
+    code = LinearCode(3, 2)
+    data = random_bytes(12, 3, 4, 8)
+    data[2] = 0
+    parity = code.encode(data)
+    assert np.array_equal(code.decode([1, 2, 4], [data[1], data[2], parity[1]], 0), data[0])
+
+
+def test_the_code_refuses_what_does_not_fit():
+    for k, r, name in ((0, 1, "k"), (1, -1, "r"), (200, 57, r"k \+ r")):
+        with pytest.raises(ValueError, match=name):
+            LinearCode(k, r)
+    with pytest.raises(TypeError, match="k"):
+        LinearCode(2.0, 1)
+    code = LinearCode(2, 1)
+    value = random_bytes(13, 3, 8)
+    for have, want, message in (
+        ([0], 2, "k = 2"),
+        ([0, 0], 2, "distinct"),
+        ([0, 3], 2, r"0\.\.2"),
+        ([0, 1], 1, "want"),
+        ([0, 1], 3, "want"),
+        ([0, 1], -1, "want"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            code.decode(have, [value] * len(have), want)
+    with pytest.raises(ValueError, match="values"):
+        code.decode([0, 1], [value], 2)
+    with pytest.raises(ValueError, match="one shape"):
+        code.decode([0, 1], [value, value[:2]], 2)
+    with pytest.raises(ValueError, match="k = 2"):
+        code.encode(random_bytes(13, 3, 2, 8))
+    with pytest.raises(ValueError, match="one shape"):
+        code.delta(value, value[:1])
+
+
+def test_decode_coefficients_are_cached_and_read_only():
+    code = LinearCode(3, 2)
+    first = code.decode_row([0, 3, 4], 2)
+    assert code.decode_row((0, 3, 4), 2) is first
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 1
+
+
+def test_warm_leaves_nothing_to_compile():
+    from torch_ecrec.codec import field
+
+    codec.warm()
+    kernels = (field._xor_rows, field._fold_rows, field._multiply_add, field._xor)
+    before = [len(kernel.signatures) for kernel in kernels]
+    target, source, rows = np.zeros((2, 260), np.uint8), np.ones((2, 260), np.uint8), np.arange(2)
+    xor_rows_(target, rows, source)
+    fold_rows_(target, rows, source, np.array([1, 2], np.uint8))
+    multiply_add_(target, source, 1)
+    multiply_add_(target, source, 9)
+    assert all(before) and before == [len(kernel.signatures) for kernel in kernels]

@@ -1,0 +1,537 @@
+"""Optimizers against plain references, bit for bit; the shard; the delta log against a plain search."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_ecrec import storage
+from torch_ecrec.layout import Layout
+from torch_ecrec.storage import DeltaLog, Shard, initialise_, merge, update_
+
+KINDS = ("sgd", "adagrad", "rowwise_adagrad")
+F32 = np.float32
+
+
+def state_floats(kind, dim):
+    return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1}[kind]
+
+
+def make_records(kind, rows, dim, seed=0):
+    random = np.random.default_rng(seed)
+    records = random.standard_normal((rows, dim + state_floats(kind, dim))).astype(F32)
+    records[:, dim:] = np.abs(records[:, dim:])
+    return records
+
+
+def make_gradients(count, dim, seed=1):
+    return np.random.default_rng(seed).standard_normal((count, dim)).astype(F32)
+
+
+def as_bytes(array):
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+# --------------------------------------------------------------------------------------------------------------- update
+
+
+def reference_step(kind, records, positions, gradients, lr, eps):
+    """The formulas in NumPy float32, one rounding per operation, squares summed in 8 lanes and a fixed tree."""
+    records, lr, eps = records.copy(), F32(lr), F32(eps)
+    dim = gradients.shape[1]
+    for position, g in zip(positions, gradients, strict=True):
+        w, state = records[position, :dim], records[position, dim:]
+        if kind == "sgd":
+            w -= lr * g
+        elif kind == "adagrad":
+            state += g * g
+            w -= lr * g / (np.sqrt(state) + eps)
+        else:
+            lanes = [functools.reduce(lambda a, x: F32(a + F32(x * x)), g[lane::8], F32(0)) for lane in range(8)]
+            a, b, c, d, e, f, h, i = lanes
+            total = F32(F32(F32(a + e) + F32(c + h)) + F32(F32(b + f) + F32(d + i)))
+            state += total / F32(dim)
+            w -= (lr / (np.sqrt(state[0]) + eps)) * g
+    return records
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", (1, 3, 4, 7, 8, 13, 16, 33, 64, 100))
+def test_update_is_the_reference_bit_for_bit_and_its_delta_exact(kind, dim):
+    records = make_records(kind, 40, dim, seed=dim)
+    positions = np.random.default_rng(dim).permutation(40)[:23].astype(np.int64)
+    gradients = make_gradients(23, dim, seed=dim + 1)
+    old = records.copy()
+    delta = update_(kind, records, positions, gradients, 0.1, 1e-8)
+    assert np.array_equal(as_bytes(records), as_bytes(reference_step(kind, old, positions, gradients, 0.1, 1e-8)))
+    assert delta.shape == (23, 4 * records.shape[1]) and delta.dtype == np.uint8
+    assert np.array_equal(delta, as_bytes(old[positions]) ^ as_bytes(records[positions]))
+    assert delta.any(axis=1).all()
+    untouched = np.setdiff1d(np.arange(40), positions)
+    assert np.array_equal(records[untouched], old[untouched])
+    undone = as_bytes(records)
+    undone[positions] ^= delta
+    assert np.array_equal(undone, as_bytes(old)), "the delta undoes"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_steps_stay_close_to_torch(kind):
+    """Against torch.optim, and for row-wise Adagrad against the formula in float64."""
+    rows, dim, lr, eps = 30, 24, 0.05, 1e-6
+    records = make_records(kind, rows, dim)
+    records[:, dim:] = 0
+    weight = torch.nn.Parameter(torch.tensor(records[:, :dim]))
+    rowwise = torch.zeros(rows, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD([weight], lr=lr) if kind == "sgd" else torch.optim.Adagrad([weight], lr=lr, eps=eps)
+    random = np.random.default_rng(3)
+    for step in range(10):
+        positions = np.sort(random.permutation(rows)[:17]).astype(np.int64)
+        gradients = make_gradients(17, dim, seed=step)
+        update_(kind, records, positions, gradients, lr, eps)
+        dense = torch.zeros(rows, dim)
+        dense[torch.tensor(positions)] = torch.tensor(gradients)
+        if kind == "rowwise_adagrad":
+            rowwise += dense.double().square().mean(1, keepdim=True)
+            with torch.no_grad():
+                weight -= (lr / (rowwise.sqrt() + eps) * dense.double()).float()
+        else:
+            weight.grad = dense
+            optimizer.step()
+    torch.testing.assert_close(torch.tensor(records[:, :dim]), weight.detach(), rtol=1e-5, atol=1e-6)
+    if kind == "rowwise_adagrad":
+        torch.testing.assert_close(torch.tensor(records[:, dim:]), rowwise.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_update_rounds_after_every_operation():
+    """A fused multiply-add would keep 2^-24 of the product: other bits on a CPU that has it."""
+    rate = F32(1 + 2**-12)
+    records = np.full((64, 64), rate * rate, F32)  # the product, rounded
+    update_("sgd", records, np.arange(64), np.full((64, 64), rate, F32), float(rate), 0.0)
+    assert not records.any()
+    exact = float(rate) * float(rate)
+    assert float(rate * rate) != exact, "the case tells the two apart"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_update_writes_into_out_and_accepts_empty_steps(kind):
+    records = make_records(kind, 9, 5)
+    positions, gradients = np.array([8, 0, 3]), make_gradients(3, 5)
+    wanted = update_(kind, records.copy(), positions, gradients, 0.1, 1e-8)
+    out = np.full_like(wanted, 77)
+    assert update_(kind, records, positions, gradients, 0.1, 1e-8, out=out) is out
+    assert np.array_equal(out, wanted)
+    before = records.copy()
+    empty = update_(kind, records, positions[:0], gradients[:0], 0.1, 1e-8)
+    assert empty.shape == (0, 4 * records.shape[1]) and np.array_equal(records, before)
+
+
+def test_update_keeps_the_order_of_operations_whatever_the_batch():
+    """One record at a time gives the same bits as all at once."""
+    for kind in KINDS:
+        together, apart = make_records(kind, 20, 19), make_records(kind, 20, 19)
+        gradients = make_gradients(20, 19)
+        update_(kind, together, np.arange(20), gradients, 0.3, 1e-8)
+        for i in reversed(range(20)):
+            update_(kind, apart, np.array([i]), gradients[i : i + 1], 0.3, 1e-8)
+        assert np.array_equal(as_bytes(together), as_bytes(apart))
+
+
+def test_update_refuses_what_does_not_fit():
+    records, positions, gradients = make_records("sgd", 5, 4), np.array([0, 4]), make_gradients(2, 4)
+    before = records.copy()
+    with pytest.raises(ValueError, match=r"unknown optimizer 'adam'.*sgd"):
+        update_("adam", records, positions, gradients, 0.1, 0.0)
+    with pytest.raises(ValueError, match="8 floats, got 4"):
+        update_("adagrad", records, positions, gradients, 0.1, 0.0)
+    for outside in (5, -1):
+        with pytest.raises(IndexError, match=f"position {outside} .* 5 records"):
+            update_("sgd", records, np.array([0, outside]), gradients, 0.1, 0.0)
+    with pytest.raises(ValueError, match="float32"):
+        update_("sgd", records, positions, gradients.astype(np.float64), 0.1, 0.0)
+    with pytest.raises(ValueError, match="2 rows"):
+        update_("sgd", records, positions, gradients[:1], 0.1, 0.0)
+    with pytest.raises(ValueError, match="contiguous"):
+        update_("sgd", np.asfortranarray(records), positions, gradients, 0.1, 0.0)
+    with pytest.raises(ValueError, match="out"):
+        update_("sgd", records, positions, gradients, 0.1, 0.0, out=np.zeros((2, 4), np.uint8))
+    assert np.array_equal(records, before)
+
+
+# ---------------------------------------------------------------------------------------------------------------- merge
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=6),
+    dim=st.sampled_from([1, 5, 16]),
+    seed=st.integers(0, 99),
+)
+def test_merge_adds_in_list_order(parts, dim, seed):
+    random = np.random.default_rng(seed)
+    inputs = []
+    for part in parts:
+        scale = 10.0 ** random.integers(-4, 5, (len(part), dim))  # so that the order of addition shows
+        gradients = (random.standard_normal((len(part), dim)) * scale).astype(F32)
+        inputs.append((np.array(sorted(part), np.int64), gradients))
+    sums = {}
+    for positions, gradients in inputs:
+        for position, gradient in zip(positions.tolist(), gradients, strict=True):
+            sums[position] = gradient if position not in sums else sums[position] + gradient
+    positions, merged = merge(inputs)
+    assert positions.tolist() == sorted(sums) and positions.dtype == np.int64
+    assert merged.dtype == F32 and merged.shape == (len(sums), dim)
+    for position, gradient in zip(positions.tolist(), merged, strict=True):
+        assert np.array_equal(as_bytes(gradient), as_bytes(sums[position]))
+
+
+def test_merge_is_not_associative_and_keeps_trainer_order():
+    big, one = np.full((1, 4), 2.0**24, F32), np.ones((1, 4), F32)
+    position = np.array([3])
+    _, merged = merge([(position, big), (position, one), (position, one)])
+    assert (merged == 2.0**24).all()
+    _, merged = merge([(position, one), (position, one), (position, big)])
+    assert (merged == 2.0**24 + 2).all()
+
+
+def test_merge_returns_a_single_part_as_it_is():
+    positions, gradients = np.array([1, 5]), make_gradients(2, 3)
+    empty = (np.zeros(0, np.int64), np.zeros((0, 3), F32))
+    for parts in ([(positions, gradients)], [empty, (positions, gradients), empty]):
+        merged = merge(parts)
+        assert merged[0] is positions and merged[1] is gradients
+    nothing = merge([empty, empty])
+    assert nothing[0].shape == (0,) and nothing[1].shape == (0, 3)
+
+
+def test_merge_changes_no_input_and_keeps_negative_zeros():
+    a, b = (np.array([1, 2]), np.full((2, 2), -0.0, F32)), (np.array([2, 4]), make_gradients(2, 2))
+    before = [array.copy() for array in (*a, *b)]
+    positions, merged = merge([a, b])
+    assert positions.tolist() == [1, 2, 4] and np.signbit(merged[0]).all()
+    assert all(np.array_equal(x, y) for x, y in zip((*a, *b), before, strict=True))
+
+
+def test_merge_refuses_what_does_not_fit():
+    positions, gradients = np.array([1, 5]), make_gradients(2, 3)
+    with pytest.raises(ValueError, match="at least one"):
+        merge([])
+    for wrong in (np.array([5, 1]), np.array([1, 1])):
+        with pytest.raises(ValueError, match=r"parts\[1\].*ascending"):
+            merge([(positions, gradients), (wrong, gradients)])
+    with pytest.raises(ValueError, match=r"parts\[1\].*float32.*\(2, 3\)"):
+        merge([(positions, gradients), (positions, gradients[:, :2])])
+    with pytest.raises(ValueError, match="float32"):
+        merge([(positions, gradients.astype(np.float64))])
+
+
+# ----------------------------------------------------------------------------------------------------------- initialise
+
+TABLES = {
+    "first_rows": np.array([0, 50, 80]),
+    "low": np.array([-0.5, 0.0, 10.0]),
+    "high": np.array([0.5, 0.001, 10.0]),
+    "table_indices": np.array([4, 0, 7]),
+}
+
+
+def initial(rows, seed=1, dim=6, width=7, **changes):
+    records = np.full((len(rows), width), 9, F32)
+    initialise_(records, np.asarray(rows, np.int64), seed, **{**TABLES, **changes}, dim=dim)
+    return records
+
+
+def test_initial_weights_do_not_depend_on_the_layout():
+    wanted = initial(np.arange(120))
+    for slots, k, r in ((3, 2, 1), (5, 3, 2), (4, 4, 0), (7, 2, 1)):
+        layout = Layout(slots, k, r, 120)
+        for slot in range(slots):
+            rows = layout.row_at(slot, np.arange(layout.data_rows(slot)))
+            assert np.array_equal(initial(rows), wanted[rows])
+    shuffled = np.random.default_rng(0).permutation(120)
+    assert np.array_equal(initial(shuffled), wanted[shuffled])
+    assert np.array_equal(initial(np.arange(120), width=12)[:, :6], wanted[:, :6]), "nor on the optimizer"
+
+
+def test_initial_weights_depend_on_seed_table_row_and_column():
+    base = initial(np.arange(50))
+    assert len(np.unique(base[:, :6])) > 295, "no two elements alike, but for chance"
+    assert not np.array_equal(base, initial(np.arange(50), seed=2))
+    other = initial(np.arange(50), table_indices=np.array([5, 0, 7]))
+    assert (base[:, :6] != other[:, :6]).all(axis=1).sum() > 45
+    moved = initial(np.arange(7, 57), first_rows=np.array([0, 7, 57]), low=TABLES["low"][[1, 0, 2]],
+                    high=TABLES["high"][[1, 0, 2]], table_indices=np.array([0, 4, 7]))  # fmt: skip
+    assert np.array_equal(moved, base), "a table is the same wherever it starts in the slab"
+
+
+def test_initial_weights_are_uniform_within_bounds_and_the_state_zero():
+    records = initial(np.arange(120))
+    assert not records[:, 6:].any()
+    assert (records[80:, :6] == 10).all()
+    assert (records[50:80, :6] >= 0).all() and (records[50:80, :6] <= 0.001).all() and records[50:80, :6].any()
+    bounds = {"first_rows": [0], "low": [-1], "high": [3], "table_indices": [0]}
+    many = initial(np.arange(20_000), dim=7, **{name: np.array(value) for name, value in bounds.items()})
+    assert many.min() >= -1 and many.max() <= 3
+    histogram, _ = np.histogram(many, bins=20, range=(-1, 3))
+    assert np.abs(histogram / many.size - 0.05).max() < 0.003
+    assert abs(np.corrcoef(many[:, 0], many[:, 1])[0, 1]) < 0.03
+    assert abs(np.corrcoef(many[:-1, 0], many[1:, 0])[0, 1]) < 0.03
+
+
+def test_initial_weights_are_these_and_no_others():
+    """Other bits would be another job: checkpoints and parity made before would not fit."""
+
+    def mix(x):
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    def weight(seed, table, row, column, low, high):
+        golden, key = 0x9E3779B97F4A7C15, seed
+        for part in (0, table, row):
+            key = mix(((key ^ part) + golden) % 2**64)
+        u = mix((key + (column + 1) * golden) % 2**64) >> 40
+        return F32(low) + F32(F32(high) - F32(low)) * F32(u * 2.0**-24)
+
+    for seed in (0, 12345, 2**64 - 1):
+        records = initial([3, 49, 61], seed=seed, dim=3, width=3)
+        places = ((4, 3, -0.5, 0.5), (4, 49, -0.5, 0.5), (0, 11, 0.0, 0.001))
+        wanted = [[weight(seed, t, row, j, low, high) for j in range(3)] for t, row, low, high in places]
+        assert np.array_equal(records, np.array(wanted, F32))
+    assert initial([3], seed=0, dim=3, width=3)[0].tolist() == [
+        0.4496115446090698,
+        0.3694521188735962,
+        -0.18718105554580688,
+    ]
+
+
+def test_initialise_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="dim"):
+        initial([0], dim=8)
+    with pytest.raises(ValueError, match="negative"):
+        initial([-1])
+    with pytest.raises(ValueError, match="low"):
+        initial([0], low=np.zeros(2))
+    with pytest.raises(ValueError, match="start with 0"):
+        initial([0], first_rows=np.array([1, 2, 3]))
+    with pytest.raises(ValueError, match="rows_P"):
+        initialise_(np.zeros((2, 3), F32), np.zeros(3, np.int64), 0, **TABLES, dim=3)
+
+
+# ---------------------------------------------------------------------------------------------------------------- shard
+
+
+@pytest.mark.parametrize("dim, width", ((4, 4), (5, 6), (16, 32), (64, 65)))
+def test_shard_moves_bytes_unchanged(dim, width):
+    shard = Shard(50, 20, dim, width)
+    assert shard.records.shape == (50, width) and shard.parity.shape == (20, 4 * width)
+    assert not shard.bytes.any() and not shard.parity.any()
+    assert shard.nbytes == 70 * 4 * width
+    random = np.random.default_rng(0)
+    for parity, count in ((False, 50), (True, 20)):
+        values = random.integers(0, 256, (count, 4 * width), dtype=np.uint8)  # NaNs included
+        order = random.permutation(count).astype(np.int64)
+        shard.scatter_(order, values, parity=parity)
+        held = shard.parity if parity else shard.bytes
+        assert np.array_equal(held[order], values)
+        asked = random.integers(0, count, 33)
+        assert np.array_equal(shard.gather(asked, parity=parity), held[asked])
+    asked = random.integers(0, 50, 33)
+    assert np.array_equal(as_bytes(shard.gather_weights(asked)), as_bytes(shard.records[asked, :dim]))
+    assert shard.gather_weights(asked).shape == (33, dim)
+    assert np.shares_memory(shard.bytes, shard.records)
+
+
+def test_shard_results_are_copies_and_empty_requests_work():
+    shard = Shard(4, 0, 2, 3)
+    shard.gather(np.array([1]))[:] = 7
+    shard.gather_weights(np.array([1]))[:] = 7
+    assert not shard.records.any()
+    nothing = np.zeros(0, np.int64)
+    assert shard.gather(nothing, parity=True).shape == (0, 12) and shard.gather_weights(nothing).shape == (0, 2)
+    shard.scatter_(nothing, np.zeros((0, 12), np.uint8))
+    assert Shard(0, 0, 2, 3).gather(nothing).shape == (0, 12)
+
+
+def test_shard_refuses_what_does_not_fit():
+    shard = Shard(5, 3, 2, 2)
+    values = np.ones((2, 8), np.uint8)
+    for outside, parity, limit in ((5, False, 5), (-1, False, 5), (3, True, 3)):
+        positions = np.array([0, outside])
+        with pytest.raises(IndexError, match=f"position {outside} .*{limit} records"):
+            shard.gather(positions, parity=parity)
+        with pytest.raises(IndexError, match=f"position {outside} "):
+            shard.scatter_(positions, values, parity=parity)
+    with pytest.raises(IndexError):
+        shard.gather_weights(np.array([5]))
+    with pytest.raises(ValueError, match="values_UB"):
+        shard.scatter_(np.array([0, 1]), values[:, :4])
+    with pytest.raises(ValueError, match="int64"):
+        shard.gather(np.array([0], np.int32))
+    with pytest.raises(ValueError, match="width"):
+        Shard(1, 1, 4, 3)
+    assert not shard.bytes.any() and not shard.parity.any()
+
+
+# ------------------------------------------------------------------------------------------------------------ delta log
+
+
+def entry(seed, universe=40, width=12):
+    random = np.random.default_rng(seed)
+    positions = np.sort(random.permutation(universe)[: random.integers(0, universe)]).astype(np.int64)
+    return positions, random.integers(0, 256, (len(positions), width), dtype=np.uint8)
+
+
+def filled(steps, slabs=2, floor=0):
+    log = DeltaLog(slabs, floor=floor)
+    for step in range(floor + 1, floor + steps + 1):
+        parts = [entry(10 * step + slab) for slab in range(slabs)]
+        log.append(step, [p for p, _ in parts], [d for _, d in parts])
+    return log
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.integers(0, 5),
+    drop=st.integers(0, 3),
+    floor=st.integers(0, 9),
+    seed=st.integers(0, 99),
+    ascending=st.booleans(),
+)
+def test_changes_match_a_plain_search(steps, drop, floor, seed, ascending):
+    log = filled(steps, floor=floor)
+    log.forget(floor + drop)
+    random = np.random.default_rng(seed)
+    queries = random.integers(-3, 45, 25)
+    queries = np.sort(queries) if ascending else queries
+    for slab, (after, through) in itertools.product(
+        range(2), itertools.combinations_with_replacement(range(log.floor, log.last + 1), 2)
+    ):
+        wanted, touched = np.zeros((25, 12), np.uint8), False
+        for step in range(after + 1, through + 1):
+            positions, deltas = log.get(step)[slab]
+            for q, query in enumerate(queries.tolist()):
+                for index in np.flatnonzero(positions == query):
+                    wanted[q] ^= deltas[index]
+                    touched = True
+        found = log.changes(slab, queries, after, through)
+        assert (found is not None) == touched
+        assert found is None or np.array_equal(found, wanted)
+
+
+def test_long_logs_are_searched_correctly():
+    positions = np.cumsum(np.random.default_rng(0).integers(1, 9, 5000)).astype(np.int64)
+    deltas = np.random.default_rng(1).integers(0, 256, (5000, 8), dtype=np.uint8)
+    log = DeltaLog(1)
+    log.append(1, [positions], [deltas])
+    everything = np.arange(positions[-1] + 10)
+    wanted = np.zeros((len(everything), 8), np.uint8)
+    wanted[positions] = deltas
+    assert np.array_equal(log.changes(0, everything, 0, 1), wanted)
+    backwards = everything[::-1]
+    assert np.array_equal(log.changes(0, backwards, 0, 1), wanted[::-1])
+    few = np.array([positions[0], positions[-1], positions[2500], positions[2500]])
+    assert np.array_equal(log.changes(0, few, 0, 1), wanted[few])
+
+
+def test_the_log_undoes_an_optimizer_to_any_step_it_holds():
+    records, log = make_records("rowwise_adagrad", 30, 8), DeltaLog(1)
+    history = [records.copy()]
+    for step in range(1, 6):
+        positions = np.sort(np.random.default_rng(step).permutation(30)[:11]).astype(np.int64)
+        delta = update_("rowwise_adagrad", records, positions, make_gradients(11, 8, seed=step), 0.1, 1e-8)
+        log.append(step, [positions], [delta])
+        history.append(records.copy())
+    rows = np.arange(30)
+    for step in range(5):
+        changes = log.changes(0, rows, step, 5)
+        assert np.array_equal(as_bytes(records) ^ changes, as_bytes(history[step]))
+    assert log.changes(0, rows, 5, 5) is None
+
+
+def test_append_forget_and_pop_keep_the_bounds():
+    log = DeltaLog(1)
+    assert (log.floor, log.last, log.bytes) == (0, 0, 0)
+    sizes = [0]
+    for step in range(1, 6):
+        positions, deltas = entry(step)
+        log.append(step, [positions], [deltas])
+        sizes.append(positions.nbytes + deltas.nbytes)
+        assert log.bytes == sum(sizes)
+        assert log.get(step)[0][0] is positions and log.get(step)[0][1] is deltas
+    log.forget(2)
+    assert (log.floor, log.last, log.bytes) == (2, 5, sum(sizes[3:]))
+    log.forget(1)
+    assert log.floor == 2, "the floor never falls"
+    wanted = entry(5)
+    popped = log.pop()
+    assert np.array_equal(popped[0][0], wanted[0]) and np.array_equal(popped[0][1], wanted[1])
+    assert (log.last, log.bytes) == (4, sum(sizes[3:5]))
+    log.append(5, [wanted[0]], [wanted[1]])
+    log.forget(100)
+    assert (log.floor, log.last, log.bytes) == (5, 5, 0)
+    with pytest.raises(LookupError, match="no step after 5"):
+        log.pop()
+
+
+def test_the_log_may_start_anywhere():
+    log = DeltaLog(1, floor=7)
+    assert (log.floor, log.last) == (7, 7)
+    with pytest.raises(ValueError, match="8"):
+        log.append(1, *([x] for x in entry(1)))
+    log.append(8, *([x] for x in entry(1)))
+    assert log.last == 8
+
+
+def test_the_log_refuses_what_does_not_fit():
+    log = filled(3)
+    log.forget(1)
+    positions, deltas = entry(99)
+    size = log.bytes
+    for step in (3, 5):
+        with pytest.raises(ValueError, match="`step` must be 4"):
+            log.append(step, [positions] * 2, [deltas] * 2)
+    with pytest.raises(ValueError, match="2 slabs"):
+        log.append(4, [positions], [deltas])
+    with pytest.raises(ValueError, match=r"positions\[1\].*ascending"):
+        log.append(4, [positions, positions[::-1]], [deltas] * 2)
+    with pytest.raises(ValueError, match=r"deltas\[0\]"):
+        log.append(4, [positions] * 2, [deltas[:-1], deltas])
+    assert (log.floor, log.last, log.bytes) == (1, 3, size)
+    query = np.arange(3)
+    for after, through in ((0, 3), (1, 4), (0, 4)):
+        with pytest.raises(LookupError, match=r"2\.\.3"):
+            log.changes(0, query, after, through)
+    for step in (1, 4):
+        with pytest.raises(LookupError, match=rf"step {step} .*2\.\.3"):
+            log.get(step)
+    with pytest.raises(ValueError, match="slab"):
+        log.changes(2, query, 1, 3)
+    with pytest.raises(ValueError, match="int64"):
+        log.changes(0, query.astype(np.int32), 1, 3)
+
+
+def test_warm_leaves_nothing_to_compile():
+    from torch_ecrec.storage import delta_log, optim, shard
+
+    storage.warm()
+    modules = (shard, optim, delta_log)
+    kernels = [f for m in modules for f in vars(m).values() if hasattr(f, "signatures") and f.__module__ == m.__name__]
+    before = [len(kernel.signatures) for kernel in kernels]
+    assert len(kernels) > 10
+    log = DeltaLog(1)
+    for kind in KINDS:
+        store = Shard(9, 3, 8, 8 + state_floats(kind, 8))
+        initialise_(store.records, np.arange(9), 3, **TABLES, dim=8)
+        part = (np.arange(4), make_gradients(4, 8))
+        positions, gradients = merge([part, part, part])
+        delta = update_(kind, store.records, positions, gradients, 0.1, 1e-8)
+        store.scatter_(positions, store.gather(positions))
+        store.gather_weights(positions)
+        log = DeltaLog(1)
+        log.append(1, [positions], [delta])
+        log.changes(0, positions, 0, 1)
+    assert [len(kernel.signatures) for kernel in kernels] == before

@@ -1,0 +1,195 @@
+"""Command line: `torch-ecrec demo | serve | up | status | warm`, also as `python -m torch_ecrec`.
+
+Exit codes: 0 done, 1 failed, 2 bad arguments or refused by the cluster, 3 data lost beyond what the code repairs, 4 the
+cluster cannot be reached or did not answer, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch_ecrec
+from torch_ecrec.config import OPTIMIZERS, PROTECTIONS, CodeSpec, Settings
+from torch_ecrec.coordinator import WITHOUT_SPARE
+from torch_ecrec.errors import ClusterError
+
+
+def add_code(parser: argparse.ArgumentParser, servers: bool = True) -> None:
+    """Arguments that describe the code."""
+    if servers:
+        parser.add_argument("--servers", type=int, default=3, metavar="S", help="slots, one server each (default 3)")
+        parser.add_argument("--spares", type=int, default=1, metavar="P", help="servers in reserve (default 1)")
+    parser.add_argument("-k", type=int, default=2, help="data records in a stripe (default 2)")
+    parser.add_argument("-r", type=int, default=1, help="parity records in a stripe: losses tolerated (default 1)")
+    parser.add_argument("--protection", choices=PROTECTIONS, default="parity", help="default parity")
+    parser.add_argument(
+        "--without-spare",
+        choices=WITHOUT_SPARE,
+        default="survivor",
+        help="who takes the slots of a lost server when there is no spare: a survivor, or the process that is started"
+        " in its place (wait); default survivor",
+    )
+
+
+def code_of(arguments: argparse.Namespace) -> CodeSpec:
+    return CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="torch-ecrec", description="Erasure-coded parameter servers for TorchRec.")
+    top.add_argument("--version", action="version", version=f"torch-ecrec {torch_ecrec.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train a DLRM, kill servers, compare with the undisturbed run")
+    add_code(demo)
+    demo.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows (.tsv or .tsv.gz); default: made-up rows")
+    demo.add_argument("--steps", type=int, default=120, metavar="N")
+    demo.add_argument("--batch-size", type=int, default=256, metavar="B", help="samples per trainer and step")
+    demo.add_argument("--trainers", type=int, default=2, metavar="T")
+    demo.add_argument(
+        "--kill",
+        action="append",
+        metavar="server:SLOT@STEP[+MS]",
+        help="SIGKILL the process that hosts SLOT when STEP is complete (MS milliseconds later); may be given again;"
+        " default server:1 in the middle; 'none' for no kill",
+    )
+    demo.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="of the tables")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="also run undisturbed")
+    demo.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR")
+
+    serve = commands.add_parser("serve", help="one server process")
+    serve.add_argument("--join", metavar="HOST:PORT", help="the coordinator (default: $TORCH_ECREC_JOIN)")
+    serve.add_argument("--servers", type=int, metavar="S", help="insist on this number of slots")
+    serve.add_argument("-k", type=int, help="insist on this k")
+    serve.add_argument("-r", type=int, help="insist on this r")
+    serve.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
+
+    up = commands.add_parser("up", help="a local cluster: coordinator and servers, supervised")
+    add_code(up)
+    up.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    up.add_argument("--port", type=int, default=0, help="the coordinator's port (default: a free one)")
+    up.add_argument("--no-restart", action="store_true", help="do not start killed servers again")
+    up.add_argument("--logs", type=Path, metavar="DIR", help="folder for the processes' logs (default: to the terminal)")
+    up.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
+
+    status = commands.add_parser("status", help="slots, servers, epoch, step, watermark, rebuild progress, memory")
+    status.add_argument("--join", metavar="HOST:PORT", help="the coordinator (default: $TORCH_ECREC_JOIN)")
+    status.add_argument("--json", action="store_true")
+
+    coordinator = commands.add_parser("coordinator", help="the coordinator alone")
+    add_code(coordinator)
+    coordinator.add_argument("--host", default="127.0.0.1")
+    coordinator.add_argument("--port", type=int, default=0)
+    coordinator.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
+
+    commands.add_parser("warm", help="compile the kernels now, so that the first run does not")
+    return top
+
+
+def run_up(arguments: argparse.Namespace) -> int:
+    from torch_ecrec.launch import Supervisor, end_with_parent, warm
+
+    warm()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if arguments.end_with_parent:
+        end_with_parent()
+    with Supervisor(
+        code_of(arguments),
+        arguments.spares,
+        arguments.host,
+        arguments.port,
+        arguments.without_spare,
+        restart=not arguments.no_restart,
+        logs=arguments.logs,
+    ) as cluster:
+        print(json.dumps({"address": list(cluster.address)}) if arguments.end_with_parent else
+              f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}); Ctrl-C ends it", flush=True)
+        while not stop.wait(0.5):
+            code = cluster.coordinator.poll()
+            if code is not None:
+                print(f"the coordinator ended with {code}", file=sys.stderr)
+                return 4
+    return 0
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    from torch_ecrec.demo.report import format_status
+    from torch_ecrec.member import parse_address
+    from torch_ecrec.transport.control import request
+
+    join = Settings.from_environment(**({"join": arguments.join} if arguments.join else {})).join
+    if join is None:
+        raise ValueError("name the coordinator: --join HOST:PORT")
+    try:
+        answer = request(*parse_address(join), {"type": "status"}, timeout_s=10.0)
+    except OSError as error:
+        print(f"torch-ecrec: no coordinator at {join}: {error}", file=sys.stderr)
+        return 4
+    print(json.dumps(answer, indent=2) if arguments.json else format_status(answer))
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs one command; see the module's docstring for what it returns."""
+    if arguments.command == "demo":
+        from torch_ecrec.demo.run import run_demo
+
+        return run_demo(arguments)
+    from torch_ecrec import launch
+
+    if arguments.command == "warm":
+        launch.warm()
+        return 0
+    if arguments.command == "up":
+        return run_up(arguments)
+    if arguments.command == "status":
+        return run_status(arguments)
+    if arguments.end_with_parent:
+        launch.end_with_parent()
+    if arguments.command == "serve":
+        overrides: dict[str, Any] = {"join": arguments.join} if arguments.join else {}
+        wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}
+        return launch.run_server(Settings.from_environment(**overrides), wanted)
+    try:
+        return launch.run_coordinator(
+            arguments.host,
+            arguments.port,
+            code_of(arguments),
+            arguments.spares,
+            arguments.without_spare,
+            Settings.from_environment(),
+            sys.stdout,
+        )
+    except OSError as error:
+        print(json.dumps({"error": str(error)}), flush=True)  # for the supervisor
+        raise
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the console script."""
+    arguments = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except ClusterError as error:
+        print(f"torch-ecrec: {error}", file=sys.stderr)
+        return error.exit_code
+    except (ValueError, TypeError, OSError) as error:
+        print(f"torch-ecrec: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

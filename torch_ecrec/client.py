@@ -1,0 +1,460 @@
+"""A trainer's side of the data plane: routes rows to slots, keeps pushes until they are acknowledged, sends them again.
+
+`Client` is the protocol: it never blocks, and runs the same over RPC and in the simulated cluster. `Session` wraps it for
+the user's thread: it waits, with a time limit, and raises what went wrong in the background.
+
+A step t of one trainer:
+    lookup(rows)   asks every slot concerned for the weights after t - 1
+    push(...)      gradients to every slot, empty ones included; ends the step. Not waited for: a trainer may run
+                   `window_steps` ahead of what is acknowledged, and keeps what is not
+    snapshot(...)  the dense model after t, to the r + 1 snapshot slots
+
+Shape legend: U unique rows of a slab, D embedding dim, W record width in floats, B record bytes; lists hold one tensor
+per slab. Rows are slab rows: first row of the table in its slab, plus the id.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.config import JobSpec, Settings
+from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.layout import Layout
+from torch_ecrec.transport import wire
+from torch_ecrec.transport.node import Node, Port
+from torch_ecrec.transport.wire import Answer, Placement
+
+
+@dataclass
+class Route:
+    """Rows of one slab, sorted by slot: `positions[s]` on slot s belong to `order[starts[s]:starts[s + 1]]` of the rows."""
+
+    rows: Tensor
+    order: np.ndarray
+    starts: np.ndarray
+    positions: list[Tensor]
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Per slot, the rows of `values` (U, ...) that belong to it."""
+        ordered = values[torch.from_numpy(self.order)]
+        return [ordered[a:b] for a, b in zip(self.starts[:-1], self.starts[1:], strict=True)]
+
+    def join(self, parts: Sequence[Tensor], out: Tensor) -> Tensor:
+        """Inverse of `split`, into `out`."""
+        out[torch.from_numpy(self.order)] = torch.cat(list(parts))
+        return out
+
+
+@dataclass
+class _StepState:
+    """What is not confirmed yet of one step of this trainer."""
+
+    unacknowledged: set[int]  # slots
+    unstored: set[int] | None = None  # snapshot slots; None: its snapshot was not taken yet
+    snapshot: tuple[Tensor, str] | None = None
+    since: dict[int, int] = field(default_factory=dict)  # snapshot slot -> incarnation that stored it
+
+
+class Client(Node):
+    """The protocol of one trainer. Call its methods inside `run`.
+
+    Args:
+        name, port: see `Node`.
+        job: what is trained.
+        trainer: this trainer's index, 0 <= trainer < job.trainers.
+        takes_snapshots: whether `snapshot` is called after every step; then a step is complete only once it is stored.
+    """
+
+    def __init__(
+        self, name: str, port: Port, job: JobSpec, trainer: int, settings: Settings, takes_snapshots: bool = True
+    ) -> None:
+        super().__init__(name, port, settings.call_timeout_s)
+        self.job, self.trainer, self.settings = job, trainer, settings
+        self.slots = job.code.slots
+        self.code = LinearCode(job.code.k, job.code.parities)
+        self.layouts = [Layout(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
+        self.snapshot_slots = range(min(job.code.parities + 1, self.slots))
+        self.step = 1
+        self.complete = 0  # everything of this trainer up to here is acknowledged and stored
+        self.takes_snapshots = takes_snapshots
+        self.open: dict[int, _StepState] = {}
+        self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
+
+    def route(self, slab: int, rows_U: Tensor) -> Route:
+        slots, positions = self.layouts[slab].locate(rows_U.numpy())
+        order = np.argsort(slots, kind="stable")
+        starts = np.concatenate([[0], np.cumsum(np.bincount(slots, minlength=self.slots))])
+        ordered = torch.from_numpy(positions[order])
+        parts = [ordered[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        return Route(rows_U, order, starts, parts)
+
+    # steps --------------------------------------------------------------------------------------
+
+    def lookup(self, routes: Sequence[Route], done: Callable[[list[Tensor]], None]) -> None:
+        """Weights (U, D) of the routed rows after step - 1, per slab, to `done`."""
+        step, waiting = self.step, dict.fromkeys(range(self.slots))
+        answers: dict[int, wire.Rows] = {}
+
+        def ask(slot: int) -> None:
+            positions = [route.positions[slot] for route in routes]
+
+            def on_answer(answer: Answer) -> None:
+                assert isinstance(answer, wire.Rows)
+                answers[slot] = answer
+                if len(answers) == len(waiting):
+                    done(self._join(routes, answers))
+
+            self.ask(slot, lambda i: wire.Lookup(slot, i, step, self.trainer, positions), on_answer)
+
+        waiting = {s: None for s in waiting if any(len(route.positions[s]) for route in routes)}
+        if not waiting:
+            done(self._join(routes, answers))
+        for slot in waiting:
+            ask(slot)
+
+    def _join(self, routes: Sequence[Route], answers: dict[int, wire.Rows]) -> list[Tensor]:
+        weights = []
+        for s, (slab, route) in enumerate(zip(self.job.slabs, routes, strict=True)):
+            out_UD = torch.empty((len(route.rows), slab.dim), dtype=torch.float32)
+            parts = [answers[slot].weights[s] for slot in sorted(answers)]
+            weights.append(route.join(parts, out_UD) if parts else out_UD)
+        return weights
+
+    def may_push(self) -> bool:
+        """A trainer runs at most `window_steps` ahead of what is acknowledged."""
+        return self.complete >= self.step - self.settings.window_steps
+
+    def push(self, routes: Sequence[Route], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
+        """Sends the gradients (U, D) of this step to every slot and ends the step."""
+        step = self.step
+        state = self.open[step] = _StepState(unacknowledged=set(range(self.slots)))
+        if not self.takes_snapshots:
+            state.unstored = set()
+        parts = [route.split(gradient) for route, gradient in zip(routes, gradients, strict=True)]
+
+        def send(slot: int) -> None:
+            positions = [route.positions[slot] for route in routes]
+            mine = [part[slot] for part in parts]
+
+            def make(incarnation: int) -> wire.Request:
+                return wire.Push(slot, incarnation, step, self.trainer, positions, mine, list(rates), self.complete)
+
+            def on_answer(_: Answer) -> None:
+                state.unacknowledged.discard(slot)
+                self._advance()
+
+            self.ask(slot, make, on_answer)
+
+        self.step = step + 1
+        for slot in range(self.slots):
+            send(slot)
+
+    def snapshot(self, payload: Tensor, header: str) -> None:
+        """Sends this trainer's part of the dense model after step - 1 to the snapshot slots."""
+        step = self.step - 1
+
+        state = self.open.get(step)
+        if state is None:
+            return  # complete already: a snapshot of it cannot be needed
+        state.snapshot = (payload, header)
+        state.unstored = set(self.snapshot_slots)
+        for slot in self.snapshot_slots:
+            self._send_snapshot(step, state, slot)
+
+    def _send_snapshot(self, step: int, state: _StepState, slot: int) -> None:
+        assert state.snapshot is not None and state.unstored is not None
+        unstored, (payload, header) = state.unstored, state.snapshot
+        unstored.add(slot)
+        sent_to = -1
+
+        def make(incarnation: int) -> wire.Request:
+            nonlocal sent_to
+            sent_to = incarnation
+            return wire.Snapshot(slot, incarnation, step, self.trainer, payload, header)
+
+        def on_answer(_: Answer) -> None:
+            unstored.discard(slot)
+            state.since[slot] = sent_to
+            self._advance()
+
+        self.ask(slot, make, on_answer)
+
+    def _advance(self) -> None:
+        """Moves `complete` over the steps of which nothing is open, and lets go of what they kept."""
+        while (state := self.open.get(self.complete + 1)) is not None:
+            if state.unacknowledged or state.unstored or state.unstored is None:
+                break
+            self.complete += 1
+            del self.open[self.complete]
+        self.on_change()
+
+    def place(self, placement: Placement) -> bool:
+        """A snapshot that a lost holder had stored is sent again to its new incarnation, until its step is complete."""
+        if not super().place(placement):
+            return False
+        for step, state in self.open.items():
+            for slot, incarnation in list(state.since.items()):
+                if incarnation < placement.slots[slot].incarnation:
+                    del state.since[slot]
+                    self._send_snapshot(step, state, slot)
+        self.on_change()
+        return True
+
+    # whole records ------------------------------------------------------------------------------
+
+    def read(self, slab: int, route: Route, done: Callable[[Tensor], None]) -> None:
+        """(U, B) record bytes of the routed rows after step - 1, to `done`."""
+        step = self.step - 1
+        asked = [slot for slot in range(self.slots) if len(route.positions[slot])]
+        answers: dict[int, Tensor] = {}
+        out_UB = torch.empty((len(route.rows), self.job.slabs[slab].record_bytes), dtype=torch.uint8)
+
+        def ask(slot: int) -> None:
+            def on_answer(answer: Answer) -> None:
+                assert isinstance(answer, wire.Records)
+                answers[slot] = answer.records
+                if len(answers) == len(asked):
+                    done(route.join([answers[s] for s in asked], out_UB))
+
+            self.ask(slot, lambda i: wire.Export(slot, i, slab, step, route.positions[slot]), on_answer)
+
+        if not asked:
+            done(out_UB)
+        for slot in asked:
+            ask(slot)
+
+    def load(self, slab: int, parity: bool, slot: int, positions: Tensor, records: Tensor, done: Callable[[], None]) -> None:
+        """Overwrites records or parities of one slot before the first step."""
+        self.ask(slot, lambda i: wire.Load(slot, i, slab, parity, positions, records), lambda _: done())
+
+
+class Session:
+    """What a model's sharded modules talk to: blocking calls on one trainer's thread.
+
+    Args:
+        client: the protocol.
+        tell: sends a message to the coordinator.
+        on_close: called once by `close`.
+
+    Every wait ends within `settings.give_up_s` seconds of the last progress with `ClusterUnavailable` (stacks of all
+    threads go to stderr), or with the error that the background reported.
+    """
+
+    def __init__(self, client: Client, tell: Callable[[dict[str, Any]], None], on_close: Callable[[], None]) -> None:
+        self.client = client
+        self.job, self.trainer, self.trainers = client.job, client.trainer, client.job.trainers
+        self._tell, self._on_close = tell, on_close
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._error: BaseException | None = None
+        self._loaded = False
+        self._closed = False
+        self._pending_load: dict[int, tuple[Tensor, Tensor]] = {}
+        self._routes: list[Route] = []
+        client.on_change = self._notify
+
+    # the background -----------------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Something went wrong in the background: the next or present wait raises it."""
+        if self._error is None:
+            self._error = error
+        self._notify()
+
+    def on_control(self, message: dict[str, Any]) -> None:
+        """A message of the coordinator to this trainer."""
+        if message["type"] == "placement":
+            self.client.run(self.client.place, Placement.from_json(message["placement"]))
+        elif message["type"] == "loaded":
+            self._loaded = True
+            self._notify()
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        limit_s = self.client.settings.give_up_s
+        deadline = time.monotonic() + limit_s
+        with self._changed:
+            seen = self._changes
+            while not condition():
+                if self._error is not None:
+                    raise self._error
+                if self._changes != seen:
+                    seen, deadline = self._changes, time.monotonic() + limit_s
+                if time.monotonic() > deadline:
+                    faulthandler.dump_traceback(file=sys.stderr)
+                    raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s")
+                self._changed.wait(0.5)
+        if self._error is not None:
+            raise self._error
+
+    def _run_and_wait(self, action: Callable[..., None], *args: Any, what: str) -> Any:
+        """Runs a client method whose last argument is a callback; returns what the callback gets."""
+        result: list[Any] = []
+
+        def done(*values: Any) -> None:
+            result.append(values[0] if values else None)
+            self._notify()
+
+        self.client.run(action, *args, done)
+        self._wait(lambda: bool(result), what)
+        return result[0]
+
+    # steps --------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The step being worked on, from 1."""
+        return self.client.step
+
+    def _route(self, rows: Sequence[Tensor]) -> list[Route]:
+        """Routes rows; a push of the rows just looked up routes them once."""
+        routes = []
+        for slab, rows_U in enumerate(rows):
+            known = next((route for route in self._routes if route.rows is rows_U), None)
+            routes.append(known if known is not None else self.client.route(slab, rows_U))
+        self._routes = routes
+        return routes
+
+    def lookup(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Weights of rows as they are after the previous step.
+
+        Args:
+            rows: per slab, (U,) int64, ascending and unique.
+
+        Returns:
+            Per slab, (U, D) float32.
+        """
+        return self._run_and_wait(self.client.lookup, self._route(rows), what=f"lookup of step {self.step}")
+
+    def push(self, rows: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
+        """Sends this trainer's gradients and ends the step.
+
+        Args:
+            rows: per slab, (U,) int64, ascending and unique.
+            gradients: per slab, (U, D) float32, summed over this trainer's batch.
+            rates: learning rate per slab.
+
+        Waits only if `window_steps` steps are not acknowledged yet.
+        """
+        routes = self._route(rows)
+        self._wait(self.client.may_push, f"push of step {self.step}: earlier steps are not acknowledged")
+        self.client.run(self.client.push, routes, list(gradients), list(rates))
+        self._routes = []
+
+    def snapshot(self, payload: Tensor, header: str) -> None:
+        """Replicates this trainer's part of the dense model after the previous step; does not wait."""
+        self.client.run(self.client.snapshot, payload, header)
+
+    def flush(self) -> None:
+        """Waits until everything sent is acknowledged: survives r losses."""
+        self._wait(lambda: not self.client.exchanges, f"flush after step {self.step - 1}")
+
+    # whole records ------------------------------------------------------------------------------
+
+    def read(self, slab: int, rows: Tensor) -> Tensor:
+        """(U, W) float32 records (weights, then optimizer state) of slab rows (U,) as of the previous step."""
+        route = self.client.route(slab, rows)
+        return self._run_and_wait(self.client.read, slab, route, what="reading records").view(torch.float32)
+
+    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
+        """Overwrites records (U, W) float32 before the first step, parities included. Trainer 0 only."""
+        if self.trainer != 0:
+            raise ValueError(f"only trainer 0 loads initial values, this is trainer {self.trainer}")
+        if self.step != 1:
+            raise ValueError(f"initial values can be loaded before the first step only, this is step {self.step}")
+        self._check_nothing_lost()
+        values = records.contiguous().view(torch.uint8)
+        self._send_load(slab, False, self.client.route(slab, rows), values)
+        if self.job.code.parities:
+            if slab in self._pending_load:
+                before = self._pending_load[slab]
+                rows, values = torch.cat([before[0], rows]), torch.cat([before[1], values])
+                order = torch.argsort(rows, stable=True)
+                rows, values = rows[order], values[order]
+            self._pending_load[slab] = self._load_parity(slab, rows, values, whole=False)
+
+    def _send_load(self, slab: int, parity: bool, route: Route, values: Tensor) -> None:
+        left = [slot for slot in range(self.client.slots) if len(route.positions[slot])]
+        parts = route.split(values)
+        for slot in left:
+            self._run_and_wait(
+                self.client.load, slab, parity, slot, route.positions[slot], parts[slot], what="loading initial values"
+            )
+
+    def _load_parity(self, slab: int, rows: Tensor, values: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+        """Encodes and sends the parities of the stripes that are complete in `rows` (ascending); returns the rest.
+
+        With `whole`, members that were not loaded are read from the servers, and nothing is left.
+        """
+        layout, k = self.client.layouts[slab], self.client.code.k
+        stripes, counts = torch.unique_consecutive(rows // k, return_counts=True)
+        expected = torch.clamp(layout.rows - stripes * k, max=k)
+        done = torch.ones_like(counts, dtype=torch.bool) if whole else counts == expected
+        chosen = torch.repeat_interleave(done, counts)
+        if bool(done.any()):
+            stripes_C = stripes[done]
+            data = torch.zeros((len(stripes_C), k, values.shape[1]), dtype=torch.uint8)
+            if whole and not bool((counts == expected).all()):
+                every = (stripes_C[:, None] * k + torch.arange(k)).flatten()
+                every = every[every < layout.rows]
+                have = self.read(slab, every).view(torch.uint8)
+                data[torch.searchsorted(stripes_C, every // k), every % k] = have
+            data[torch.searchsorted(stripes_C, rows[chosen] // k), rows[chosen] % k] = values[chosen]
+            parity = self.client.code.encode(data.transpose(0, 1).contiguous().numpy())
+            for j in range(self.client.code.n - k):
+                base = (stripes_C % layout.slots).numpy()
+                rotations = (stripes_C // layout.slots).numpy()
+                slots = layout.member_slot[base, k + j]
+                ranks = layout.member_rank[base, k + j]
+                positions = rotations * self.job.code.parities + ranks
+                for slot in np.unique(slots).tolist():
+                    mine = slots == slot
+                    at = torch.from_numpy(np.ascontiguousarray(positions[mine]))
+                    part = torch.from_numpy(np.ascontiguousarray(parity[j][mine]))
+                    self._run_and_wait(self.client.load, slab, True, slot, at, part, what="loading initial parities")
+        return rows[~chosen], values[~chosen]
+
+    def loaded(self) -> None:
+        """Ends the loading of initial values; every trainer calls it once and waits for trainer 0."""
+        if self.trainer == 0:
+            for slab, (rows, values) in list(self._pending_load.items()):
+                if len(rows):
+                    self._load_parity(slab, rows, values, whole=True)
+            self._pending_load = {}
+            self._check_nothing_lost()
+            self._tell({"type": "loaded"})
+        self._wait(lambda: self._loaded, "waiting for trainer 0 to load initial values")
+
+    def _check_nothing_lost(self) -> None:
+        """A server lost while initial values are loaded takes some of them along: loading has to start again."""
+        self._wait(lambda: self.client.placement is not None, "waiting for the cluster")
+        placement = self.client.placement
+        if placement is not None and self._pending_load and any(place.incarnation for place in placement.slots):
+            raise ClusterUnavailable("a server was lost while the initial values were loaded; start the job again")
+
+    # the rest -----------------------------------------------------------------------------------
+
+    def report(self, **figures: Any) -> None:
+        """Tells the coordinator how training goes (step, loss, samples_per_s ...), for status and progress lines."""
+        self._tell({"type": "progress", "trainer": self.trainer, **figures})
+
+    def close(self) -> None:
+        """Leaves the cluster. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._on_close()

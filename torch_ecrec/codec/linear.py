@@ -1,0 +1,196 @@
+"""The systematic (k, r) code: r parity records of k data records, any k of the n = k + r give back the rest.
+
+Terms. Member j of a stripe is data for j < k and parity for k <= j < n. `generator` has a row of k coefficients for
+each member: the identity for data, `coefficients` for parity. Member j is the sum over m of generator[j, m] * data[m].
+Example: k = 2, r = 1 has coefficients [[1, 1]], so the parity of 0x0F and 0xF0 is 0xFF; with member 0 lost,
+`decode([1, 2], [0xF0, 0xFF], want=0)` is 0xF0 ^ 0xFF = 0x0F.
+
+Construction. With r = 1 every coefficient is 1 and the code is XOR. With more, a Cauchy matrix 1 / (x_i + y_j): all
+its square submatrices are invertible, hence so is every k-of-n submatrix of the generator (Bloemer et al., "An
+XOR-based erasure-resilient coding scheme", 1995). Scaling rows and columns keeps that, and is used to make the first
+row and the first column ones, which are the cheap coefficients.
+
+Invariants. Linear over XOR: parity(old) ^ g * (old ^ new) == parity(new), so a change is folded without its siblings.
+Exact on bytes; no dtype, no rounding.
+
+Shapes: K members given, N parity rows held, U records, B bytes in a record (a multiple of 4).
+
+Does not know where members live; missing members of a partial stripe are zeros that the caller passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torch_ecrec.codec.field import Bytes, Rows, fold_rows_, multiply_add_
+from torch_ecrec.config import FIELD_SIZE, require, require_int
+
+BLOCK_BYTES = 1 << 17  # of one member; k + 1 of them share the second-level cache
+
+
+def _galois_field() -> Any:
+    """The field of the kernels, in galois. Only codes that need more than XOR load it, as that takes seconds."""
+    import galois
+
+    return galois.GF(FIELD_SIZE)
+
+
+class LinearCode:
+    """A systematic maximum-distance-separable code over GF(2^8).
+
+    Args:
+        k: data members of a stripe, at least 1.
+        r: parity members, 0 (no protection) or more; k + r at most 256.
+
+    Attributes:
+        n: k + r.
+        coefficients: (r, k) uint8, read-only; row 0 is all ones.
+        generator: (n, k) uint8, read-only; identity above `coefficients`.
+    """
+
+    def __init__(self, k: int, r: int) -> None:
+        require_int("k", k, 1)
+        require_int("r", r, 0)
+        require(k + r <= FIELD_SIZE, f"`k + r` must be at most {FIELD_SIZE}, got {k + r}")
+        self.k, self.r, self.n = k, r, k + r
+        self.coefficients: Bytes = _cauchy(k, r) if r > 1 else np.ones((r, k), np.uint8)
+        self.generator: Bytes = np.concatenate([np.eye(k, dtype=np.uint8), self.coefficients])
+        self.coefficients.setflags(write=False)
+        self.generator.setflags(write=False)
+        # (have, want) -> k coefficients. Only grows; written by any thread, always with the same value.
+        self._decode_rows: dict[tuple[tuple[int, ...], int], Bytes] = {}
+        if r > 1:
+            self.decode_row((*range(1, k), k), 0)  # so that the first loss does not wait for galois to compile
+
+    def encode(self, data_KUB: Sequence[Bytes] | Bytes) -> Bytes:
+        """Parity of whole stripes.
+
+        Args:
+            data_KUB: k arrays (U, B) uint8, or one (k, U, B).
+
+        Returns:
+            (r, U, B) uint8, fresh.
+
+        Raises:
+            ValueError: not k arrays, or their shapes or dtypes do not fit.
+        """
+        self._check_values("data_KUB", data_KUB)
+        parity = np.zeros((self.r, *data_KUB[0].shape), np.uint8)
+        _combine_(parity, self.coefficients, data_KUB)
+        return parity
+
+    def delta(self, old_UB: Bytes, new_UB: Bytes) -> Bytes:
+        """The change of a data member that parity needs: old XOR new.
+
+        Raises:
+            ValueError: the shapes or dtypes differ or are not uint8.
+        """
+        if old_UB.shape != new_UB.shape or old_UB.dtype != np.uint8 or new_UB.dtype != np.uint8:
+            raise ValueError(
+                f"`old_UB` and `new_UB` must be uint8 of one shape, got {old_UB.dtype} {old_UB.shape} and"
+                f" {new_UB.dtype} {new_UB.shape}"
+            )
+        return np.bitwise_xor(old_UB, new_UB)
+
+    def fold_(self, parity_NB: Bytes, rows_U: Rows, delta_UB: Bytes, coefficients_U: Bytes) -> None:
+        """Folds changes of data members into their stripes' parity, in place.
+
+        Args:
+            parity_NB: (N, B) uint8, contiguous. Mutated. Must not alias `delta_UB`.
+            rows_U: (U,) int64, the parity record of each delta; -1 skips one.
+            delta_UB: (U, B) uint8, old XOR new of the record bytes.
+            coefficients_U: (U,) uint8, `coefficients[parity index, member]` of each delta.
+
+        Raises:
+            ValueError: a shape or a dtype does not fit.
+            IndexError: a row is out of range. Nothing was changed then.
+
+        Not checked: that a delta is folded exactly once. The step rule owns that.
+        """
+        fold_rows_(parity_NB, rows_U, delta_UB, coefficients_U)
+
+    def decode_row(self, have: Sequence[int], want: int) -> Bytes:
+        """The k coefficients that make member `want` from the members `have`, (k,) uint8, read-only.
+
+        Raises:
+            ValueError: `have` is not k distinct members, or `want` is not another member.
+        """
+        members = tuple(int(member) for member in have)
+        key = (members, int(want))
+        row = self._decode_rows.get(key)
+        if row is None:
+            require(len(members) == self.k, f"`have` must name k = {self.k} members, got {len(members)}: {members}")
+            require(len(set(members)) == self.k, f"`have` must name distinct members, got {members}")
+            require(
+                all(0 <= member < self.n for member in members), f"`have` must be in 0..{self.n - 1}, got {members}"
+            )
+            require(0 <= key[1] < self.n, f"`want` must be in 0..{self.n - 1}, got {want}")
+            require(key[1] not in members, f"`want` must not be one of `have`, got {want} and {members}")
+            row = self._solve(members, key[1])
+            row.setflags(write=False)
+            self._decode_rows[key] = row
+        return row
+
+    def decode(self, have: Sequence[int], values: Sequence[Bytes], want: int) -> Bytes:
+        """Any member of the stripes, from any k others.
+
+        Args:
+            have: k distinct members in 0..n-1, in the order of `values`.
+            values: k arrays (U, B) uint8.
+            want: member to compute, not one of `have`.
+
+        Returns:
+            (U, B) uint8, fresh.
+
+        Raises:
+            ValueError: a member, a shape or a dtype does not fit.
+
+        Not checked: that all values are of one stripe and as of matching steps. Recovery owns that.
+        """
+        row = self.decode_row(have, want)
+        self._check_values("values", values)
+        result = np.zeros((1, *values[0].shape), np.uint8)
+        _combine_(result, row[None, :], values)
+        return result[0]
+
+    def _solve(self, have: tuple[int, ...], want: int) -> Bytes:
+        if self.r == 1:
+            return np.ones(self.k, np.uint8)
+        field = _galois_field()
+        inverse = np.linalg.inv(field(self.generator[list(have)]))
+        row = field(self.generator[want][None, :]) @ inverse
+        return np.array(row[0], dtype=np.uint8)
+
+    def _check_values(self, name: str, values: Sequence[Bytes] | Bytes) -> None:
+        require(len(values) == self.k, f"`{name}` must hold k = {self.k} arrays, got {len(values)}")
+        shape = values[0].shape
+        for member, value in enumerate(values):
+            if value.ndim != 2 or value.dtype != np.uint8 or value.shape != shape:
+                raise ValueError(
+                    f"`{name}` must hold 2-D uint8 arrays of one shape, got {value.dtype} {value.shape} at {member},"
+                    f" wanted uint8 {shape}"
+                )
+
+
+def _cauchy(k: int, r: int) -> Bytes:
+    """(r, k) uint8: 1 / (x_i + y_j) with x = k.. and y = 0..k-1, scaled to ones in the first row and column."""
+    field = _galois_field()
+    x, y = field(np.arange(k, k + r)), field(np.arange(k))
+    matrix = field(np.ones((r, k), np.uint8)) / (x[:, None] + y[None, :])
+    matrix = matrix / matrix[:1, :]
+    matrix = matrix / matrix[:, :1]
+    return np.array(matrix, dtype=np.uint8)
+
+
+def _combine_(results: Bytes, coefficients: Bytes, values: Sequence[Bytes] | Bytes) -> None:
+    """results[i] ^= sum of coefficients[i, m] * values[m], block by block so that a block is read from memory once."""
+    records, width = values[0].shape
+    block = max(1, BLOCK_BYTES // max(1, width))
+    for first in range(0, records, block):
+        for member, value in enumerate(values):
+            source = value[first : first + block]
+            for i in range(len(results)):
+                multiply_add_(results[i, first : first + block], source, int(coefficients[i, member]))

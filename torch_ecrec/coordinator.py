@@ -1,0 +1,396 @@
+"""Membership and placement: who is there, which slot lives where, and what follows when a process comes or goes.
+
+`Coordinator` is a pure state machine: events in (`on_*`, with the time as an argument), messages out. No sockets, no
+clock, no threads: `launch.py` runs it behind a `ControlServer`, the simulated cluster behind virtual messages. It is
+never in the path of the data.
+
+Terms: *member*: a server or trainer process that has joined. *generation*: a version of the RPC world, a list of
+members; a new one is formed when somebody joins who is not in it, never because somebody died. *epoch*: a version of
+the placement. *spare*: a server in the present generation without slots.
+
+Life of a job: servers join -> trainers join with the same job -> a generation is formed -> slots are placed (epoch 1) ->
+training. A lost server: its slots go to a spare, else to the survivor with the fewest slots (or wait for a process to
+come, as `without_spare` says), epoch + 1, incarnation + 1. A process that joins later becomes a spare in a new
+generation; if a server holds several slots and all slots are healthy, one is moved to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch_ecrec
+from torch_ecrec import recovery
+from torch_ecrec.config import CodeSpec, JobSpec, require
+from torch_ecrec.layout import Layout
+from torch_ecrec.transport.wire import Placement, SlotPlace
+
+Message = dict[str, Any]
+FORMING_LIMIT_S = 20.0
+WITHOUT_SPARE = ("survivor", "wait")
+
+
+@dataclass
+class Member:
+    """A process that has joined. `generation`: the last RPC world it said it is in."""
+
+    name: str
+    role: str
+    rank: int
+    pid: int
+    joined_s: float
+    heard_s: float
+    generation: int = 0
+    alive: bool = True
+    left: bool = False
+    report: Message = field(default_factory=dict)
+
+
+class Coordinator:
+    """The decisions. Every `on_*` returns nothing; what is to be sent goes to `send(name, message)`.
+
+    Args:
+        code: code parameters of the cluster; a job brings its tables, not its code.
+        spares: servers that are waited for beyond one per slot before the first generation is formed.
+        store: (host, port) of the store that RPC generations meet at.
+        send: sends a message to a member by name.
+        announce: tells observers and the log of an event, with its time.
+        without_spare: "survivor" or "wait": who gets the slots of a lost server when there is no spare.
+        lease_s: a member that was not heard of for so long is taken for lost.
+    """
+
+    def __init__(
+        self,
+        code: CodeSpec,
+        spares: int,
+        store: tuple[str, int],
+        send: Callable[[str, Message], None],
+        announce: Callable[[Message], None],
+        without_spare: str = "survivor",
+        lease_s: float = 30.0,
+    ) -> None:
+        require(without_spare in WITHOUT_SPARE, f"`without_spare` must be one of {WITHOUT_SPARE}, got {without_spare!r}")
+        self.code, self.spares, self.store = code, spares, store
+        self.send, self.announce = send, announce
+        self.without_spare, self.lease_s = without_spare, lease_s
+        self.members: dict[str, Member] = {}
+        self.job: JobSpec | None = None
+        self.epoch = 0
+        self.slots: list[SlotPlace] = []
+        self.generation = 0
+        self.world: list[str] = []  # members of the present generation, in rank order
+        self.forming_until_s: float | None = None
+        self.loaded = False
+        self.fatal: str | None = None
+        self.step = 0
+        self._names = 0
+
+    # members ------------------------------------------------------------------------------------
+
+    def refusal(self, message: Message) -> str | None:
+        """Why a process may not join, or None."""
+        if message.get("version") != torch_ecrec.__version__:
+            return f"version {message.get('version')} joins a cluster of version {torch_ecrec.__version__}"
+        wanted = message.get("code") or {}
+        for name, mine in (("k", self.code.k), ("r", self.code.r), ("slots", self.code.slots)):
+            if wanted.get(name) is not None and wanted[name] != mine:
+                return f"code parameter {name} is {mine} in this cluster, got {wanted[name]}"
+        if self.fatal is not None:
+            return f"the cluster has stopped: {self.fatal}"
+        digest = message.get("job_digest")
+        if digest is not None and self.job is not None and digest != self.job.digest:
+            return "this cluster trains other tables (the table list, optimizers or seed differ)"
+        if message["role"] == "trainer":
+            return self._trainer_refusal(message)
+        return None
+
+    def _trainer_refusal(self, message: Message) -> str | None:
+        try:
+            job = JobSpec.from_json({**message["job"], "code": self._code_json()})
+        except (KeyError, TypeError, ValueError) as error:
+            return f"not a job: {error}"
+        if self.job is not None and job.digest != self.job.digest:
+            return "this cluster trains other tables (the table list, optimizers, seed or number of trainers differ)"
+        if not 0 <= message["rank"] < job.trainers:
+            return f"trainer rank must be below {job.trainers}, got {message['rank']}"
+        if any(m.role == "trainer" and m.rank == message["rank"] for m in self.members.values()):
+            return f"trainer {message['rank']} has joined before; restart of trainers needs a new cluster"
+        return None
+
+    def _code_json(self) -> Message:
+        return {"slots": self.code.slots, "k": self.code.k, "r": self.code.r, "protection": self.code.protection}
+
+    def name_for(self, message: Message) -> str:
+        """A name for a process that was not refused."""
+        if message["role"] == "trainer":
+            return f"trainer-{message['rank']}"
+        self._names += 1
+        return f"server-{self._names - 1}"
+
+    def on_join(self, name: str, message: Message, now_s: float) -> None:
+        """A process that was not refused joins under a name from `name_for`."""
+        role = message["role"]
+        if role == "trainer" and self.job is None:
+            self.job = JobSpec.from_json({**message["job"], "code": self._code_json()})
+        member = Member(name, role, message.get("rank", -1), message["pid"], now_s, now_s)
+        self.members[name] = member
+        self.send(name, {"type": "welcome", "name": name, "code": self._code_json()})
+        self.announce({"event": "joined", "member": name, "pid": member.pid})
+        if self.slots:
+            self._send_placement(name)
+        self._form(now_s)
+
+    def on_heard(self, name: str, now_s: float, report: Message | None = None) -> None:
+        """A sign of life, with figures for `status`."""
+        member = self.members[name]
+        member.heard_s = now_s
+        if report is not None:
+            member.report = report
+
+    def on_left(self, name: str, now_s: float) -> None:
+        """A trainer that is done, or a server that was told to stop."""
+        self.members[name].left = True
+        self.announce({"event": "left", "member": name})
+
+    def on_lost(self, name: str, now_s: float, why: str) -> None:
+        """A member's connection ended, or its lease ran out."""
+        member = self.members[name]
+        if not member.alive:
+            return
+        member.alive = False
+        if member.left or self.fatal is not None:
+            return
+        slots = [i for i, place in enumerate(self.slots) if place.server == name]
+        self.announce({"event": "lost", "member": name, "why": why, "slots": slots})
+        if member.role == "trainer":
+            if self.slots:
+                self.stop(f"{name} was lost ({why}); trainers cannot be restored yet", "trainer_lost")
+            else:
+                del self.members[name]
+            return
+        if self._forming and name in self.world:
+            self.forming_until_s = None
+            self._form(now_s, even_if_complete=True)
+        if slots:
+            self._lose(slots)
+
+    def on_tick(self, now_s: float) -> None:
+        """Called about every `heartbeat_s`: leases, and generations that were not formed in time."""
+        for member in list(self.members.values()):
+            if member.alive and not member.left and now_s - member.heard_s > self.lease_s:
+                self.on_lost(member.name, now_s, f"not heard of for {self.lease_s:g} s")
+        if self._forming and self.forming_until_s is not None and now_s > self.forming_until_s:
+            self.forming_until_s = None
+            self._form(now_s, even_if_complete=True)
+        self._form(now_s)
+
+    # the RPC world ------------------------------------------------------------------------------
+
+    def _present(self, role: str | None = None) -> list[Member]:
+        return [m for m in self.members.values() if m.alive and not m.left and role in (None, m.role)]
+
+    @property
+    def _forming(self) -> bool:
+        return self.forming_until_s is not None
+
+    def _form(self, now_s: float, even_if_complete: bool = False) -> None:
+        """Forms a new generation if somebody who is there is not in the present one."""
+        if self._forming or self.fatal is not None or self.job is None:
+            return
+        present = self._present()
+        servers, trainers = self._present("server"), self._present("trainer")
+        everybody = len(trainers) == self.job.trainers or bool(self.slots)
+        if not everybody or (not self.slots and len(servers) < self.code.slots):
+            return
+        waited = now_s - max(m.joined_s for m in present)
+        if not self.slots and len(servers) < self.code.slots + self.spares and waited < 5.0:
+            return  # spares are on their way
+        if not even_if_complete and {m.name for m in present} <= set(self.world):
+            return
+        self.generation += 1
+        self.world = [m.name for m in present]
+        self.forming_until_s = now_s + FORMING_LIMIT_S
+        for name in self.world:
+            self.send(
+                name,
+                {
+                    "type": "generation",
+                    "generation": self.generation,
+                    "members": self.world,
+                    "store": list(self.store),
+                    "timeout_s": FORMING_LIMIT_S,
+                },
+            )
+
+    def on_in_generation(self, name: str, generation: int, now_s: float) -> None:
+        """A member has joined the RPC world of a generation."""
+        self.members[name].generation = generation
+        members = [self.members[n] for n in self.world]
+        if generation != self.generation or any(m.alive and m.generation != generation for m in members):
+            return
+        self.forming_until_s = None
+        self.announce({"event": "generation", "generation": generation, "members": self.world})
+        if not self.slots:
+            self._place_all()
+        self._place_waiting()
+        self._rebalance()
+        self._form(now_s)
+
+    # placement ----------------------------------------------------------------------------------
+
+    def _in_world(self) -> list[str]:
+        """Servers that can be given slots, in order of arrival."""
+        world = set(self.world)
+        return [m.name for m in self._present("server") if m.name in world and m.generation == self.generation]
+
+    def _load_of(self, server: str) -> int:
+        return sum(place.server == server for place in self.slots)
+
+    def _choose_host(self) -> str | None:
+        """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come)."""
+        servers = self._in_world()
+        spares = [s for s in servers if self._load_of(s) == 0]
+        if spares:
+            return spares[0]
+        if self.without_spare == "wait" or not servers:
+            return None
+        return min(servers, key=self._load_of)
+
+    def _place_all(self) -> None:
+        servers = self._in_world()
+        if len(servers) < self.code.slots:
+            return
+        self.slots = [SlotPlace(servers[i], 0, True) for i in range(self.code.slots)]
+        self._new_epoch("placed")
+
+    def _lose(self, slots: list[int]) -> None:
+        """Slots whose host died: checks that the code can repair them, then finds them new hosts."""
+        gone = {i for i, place in enumerate(self.slots) if not place.healthy} | set(slots)
+        if self._is_data_loss(gone):
+            return
+        for i in slots:
+            host = self._choose_host()
+            place = self.slots[i]
+            self.slots[i] = SlotPlace(host or "", place.incarnation + 1, False)
+        self._new_epoch("re-placed")
+
+    def _is_data_loss(self, gone: set[int]) -> bool:
+        assert self.job is not None
+        rows = 0
+        tables: list[str] = []
+        for slab in self.job.slabs:
+            layout = Layout(self.code.slots, self.code.k, self.code.parities, slab.rows)
+            if recovery.unrecoverable_bases(layout, gone):
+                rows += recovery.rows_lost(layout, gone, layout.data_rows)
+                tables += [table.name for table in slab.tables]
+        if not tables:
+            return False
+        code = f"(k, r) = ({self.code.k}, {self.code.r})" if self.code.parities else "no protection"
+        self.stop(
+            f"slots {sorted(gone)} are lost together, which {code} cannot repair: {rows} rows of {len(tables)} tables"
+            f" ({', '.join(tables[:4])}{', ...' if len(tables) > 4 else ''}); restore a checkpoint",
+            "data_loss",
+        )
+        return True
+
+    def _place_waiting(self) -> None:
+        """Slots that wait for a process to come get it."""
+        changed = False
+        for i, place in enumerate(self.slots):
+            if place.server == "" and (host := self._choose_host()) is not None:
+                self.slots[i] = SlotPlace(host, place.incarnation, False)
+                changed = True
+        if changed:
+            self._new_epoch("re-placed")
+
+    def _rebalance(self) -> None:
+        """A spare takes a slot from a server that holds several, once nothing is being rebuilt."""
+        spares = [s for s in self._in_world() if self._load_of(s) == 0]
+        crowded = [i for i, place in enumerate(self.slots) if self._load_of(place.server) > 1]
+        if not spares or not crowded or not all(place.healthy for place in self.slots) or not self.code.parities:
+            return
+        i = crowded[-1]
+        self.slots[i] = SlotPlace(spares[0], self.slots[i].incarnation + 1, False)
+        self._new_epoch("moved")
+
+    def _new_epoch(self, why: str) -> None:
+        self.epoch += 1
+        self.announce({"event": why, "epoch": self.epoch, "slots": [[p.server, p.incarnation] for p in self.slots]})
+        for member in self._present():
+            self._send_placement(member.name)
+
+    def _send_placement(self, name: str) -> None:
+        assert self.job is not None
+        self.send(name, {"type": "job", "job": self.job.to_json()})
+        self.send(name, {"type": "placement", "placement": Placement(self.epoch, tuple(self.slots)).to_json()})
+        if self.loaded:
+            self.send(name, {"type": "loaded"})
+
+    def on_ready(self, slot: int, incarnation: int) -> None:
+        """A slot's new host serves."""
+        if self.slots[slot].incarnation == incarnation:
+            self.announce({"event": "re-hosted" if incarnation else "ready", "slot": slot, "incarnation": incarnation})
+
+    def on_rebuilt(self, slot: int, incarnation: int) -> None:
+        """All records of a slot are there again."""
+        place = self.slots[slot]
+        if place.incarnation != incarnation or place.healthy:
+            return
+        self.slots[slot] = SlotPlace(place.server, incarnation, True)
+        self._new_epoch("rebuilt")
+        self.announce({"event": "slot rebuilt", "slot": slot, "incarnation": incarnation})
+        self._rebalance()
+
+    def on_unrecoverable(self, slot: int) -> None:
+        """A new host found that nobody has what it needs."""
+        self._is_data_loss({slot} | {i for i, place in enumerate(self.slots) if not place.healthy})
+        if self.fatal is None:
+            self.stop(f"slot {slot} is lost: no holder of its parities has caught up with it", "data_loss")
+
+    # the job ------------------------------------------------------------------------------------
+
+    def on_loaded(self) -> None:
+        """Trainer 0 has loaded the initial values."""
+        self.loaded = True
+        for member in self._present("trainer"):
+            self.send(member.name, {"type": "loaded"})
+
+    def on_progress(self, message: Message) -> None:
+        self.step = max(self.step, int(message.get("step", 0)))
+
+    def stop(self, reason: str, kind: str) -> None:
+        """Ends the job for everybody: kinds are data_loss, trainer_lost, stopped."""
+        self.fatal = reason
+        self.announce({"event": "fatal", "kind": kind, "reason": reason})
+        for member in self._present():
+            self.send(member.name, {"type": "fatal", "kind": kind, "reason": reason})
+
+    def status(self, now_s: float) -> Message:
+        """Everything that `torch-ecrec status` shows."""
+        return {
+            "version": torch_ecrec.__version__,
+            "code": self._code_json(),
+            "generation": self.generation,
+            "epoch": self.epoch,
+            "step": self.step,
+            "fatal": self.fatal,
+            "tables": len(self.job.tables) if self.job else 0,
+            "slots": [
+                {"slot": i, "server": p.server, "incarnation": p.incarnation, "healthy": p.healthy}
+                for i, p in enumerate(self.slots)
+            ],
+            "members": [
+                {
+                    "name": m.name,
+                    "role": m.role,
+                    "pid": m.pid,
+                    "alive": m.alive,
+                    "left": m.left,
+                    "spare": m.role == "server" and self._load_of(m.name) == 0,
+                    "silent_s": round(now_s - m.heard_s, 3),
+                    "report": m.report,
+                }
+                for m in self.members.values()
+            ],
+        }

@@ -1,0 +1,1 @@
+"""What the demonstration needs beside the library: click logs to train on."""

@@ -1,0 +1,422 @@
+"""The composition root: coordinator, server and trainer processes, and a supervisor that runs a local cluster of them.
+
+    run_coordinator   one process: membership behind a control server, and the store RPC generations meet at
+    run_server        one process: a `Host` on the network
+    connect           in a trainer: a `Session`, in the cluster named or in a local one of its own
+    Supervisor        starts a coordinator and servers as processes, starts killed servers again, ends them all
+
+A process that was started by a supervisor holds the read end of a pipe to it (its standard input): when the supervisor
+is gone, however it ended, the pipe closes and the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+from torch_ecrec import codec, storage
+from torch_ecrec.client import Client, Session
+from torch_ecrec.config import CodeSpec, JobSpec, Settings
+from torch_ecrec.coordinator import Coordinator
+from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.member import Member, exit_code_of
+from torch_ecrec.server.service import Host
+from torch_ecrec.transport.control import Connection, ControlServer, request
+from torch_ecrec.transport.node import Node
+
+log = logging.getLogger(__name__)
+
+STOP_S = 3.0  # between a polite and an impolite end of a child
+START_S = 60.0
+
+
+def end_with_parent() -> None:
+    """Ends this process when its standard input closes: the supervisor that holds the other end is gone."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def warm() -> None:
+    """Compiles the kernels, or loads them from the cache, so that the first step does not."""
+    codec.warm()
+    storage.warm()
+
+
+# coordinator ------------------------------------------------------------------------------------------
+
+
+def run_coordinator(
+    host: str, port: int, code: CodeSpec, spares: int, without_spare: str, settings: Settings, out: IO[str]
+) -> int:
+    """Runs the coordinator until it is told to stop; prints its address to `out` as a line of JSON once it listens.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    connections: dict[str, Connection] = {}
+    watchers: list[Connection] = []
+    stopped = threading.Event()
+
+    def announce(event: dict[str, Any]) -> None:
+        line = {"type": "event", "time_s": time.time(), **event}
+        log.info("%s", json.dumps(event))
+        for watcher in list(watchers):
+            watcher.send(line)
+
+    def send(name: str, message: dict[str, Any]) -> None:
+        if name in connections:
+            connections[name].send(message)
+
+    def on_message(connection: Connection, message: dict[str, Any]) -> None:
+        kind, now_s = message.get("type"), time.monotonic()
+        name = connection.tag
+        if kind == "join":
+            refusal = core.refusal(message)
+            if refusal is not None:
+                connection.send({"type": "refused", "reason": refusal})
+                return
+            name = connection.tag = core.name_for(message)
+            connections[name] = connection
+            core.on_join(name, message, now_s)
+        elif kind == "status":
+            connection.send({"type": "status", **core.status(now_s)})
+        elif kind == "watch":
+            watchers.append(connection)
+            connection.send({"type": "status", **core.status(now_s)})
+        elif kind == "stop":
+            core.stop("stopped", "stopped")
+            server.call_later(0.2, server.close)
+        elif name is None:
+            connection.send({"type": "refused", "reason": f"not a question: {kind!r}"})
+        else:
+            core.on_heard(name, now_s, message.get("report"))
+            if kind == "in_generation":
+                core.on_in_generation(name, message["generation"], now_s)
+            elif kind == "ready":
+                core.on_ready(message["slot"], message["incarnation"])
+            elif kind == "rebuilt":
+                core.on_rebuilt(message["slot"], message["incarnation"])
+            elif kind == "unrecoverable":
+                core.on_unrecoverable(message["slot"])
+            elif kind == "loaded":
+                core.on_loaded()
+            elif kind == "leave":
+                core.on_left(name, now_s)
+            elif kind == "progress":
+                core.on_progress(message)
+                for watcher in list(watchers):
+                    watcher.send({**message, "time_s": time.time()})
+
+    def on_closed(connection: Connection) -> None:
+        if connection in watchers:
+            watchers.remove(connection)
+        if connection.tag is not None:
+            core.on_lost(connection.tag, time.monotonic(), "its connection ended")
+
+    def tick() -> None:
+        core.on_tick(time.monotonic())
+        server.call_later(settings.heartbeat_s / 4, tick)
+
+    server = ControlServer(host, port, on_message, on_closed)
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
+    core = Coordinator(
+        code, spares, (host, store.port), send, announce, without_spare=without_spare, lease_s=settings.lease_s
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.call_soon(server.close))
+    print(json.dumps({"address": list(server.address)}), file=out, flush=True)
+    server.call_later(0.0, tick)
+    server.serve_forever()
+    stopped.set()
+    return 0
+
+
+# server -----------------------------------------------------------------------------------------------
+
+
+def run_server(settings: Settings, code: dict[str, int | None] | None = None) -> int:
+    """Runs one server process until the cluster ends; returns its exit code.
+
+    Args:
+        settings: `settings.join` names the coordinator.
+        code: code parameters this server insists on (k, r, slots), for a refusal where the cluster's differ.
+
+    Raises:
+        JoinRefused, ClusterUnavailable: see `Member`.
+    """
+    warm()
+    ended = threading.Event()
+    reasons: list[BaseException] = []
+
+    def on_end(error: BaseException) -> None:
+        reasons.append(error)
+        ended.set()
+
+    hosts: list[Host] = []
+
+    def make(name: str, member: Member, _: CodeSpec) -> Node:
+        hosts.append(Host(name, member, settings))
+        return hosts[0]
+
+    member = Member(
+        settings,
+        {"role": "server", "code": code or {}},
+        make,
+        on_control=lambda message: hosts[0].on_control(message),
+        on_end=on_end,
+        report=lambda: hosts[0].status() if hosts else {},
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: on_end(KeyboardInterrupt()))
+    log.info("%s joined %s (pid %d)", member.name, settings.join, os.getpid())
+    while not ended.wait(1.0):
+        pass
+    reason = reasons[0]
+    member.close()
+    if isinstance(reason, KeyboardInterrupt):
+        return 0
+    log.info("%s ends: %s", member.name, reason)
+    return exit_code_of(reason)
+
+
+# trainer ----------------------------------------------------------------------------------------------
+
+
+def connect(
+    job: JobSpec,
+    settings: Settings | None = None,
+    trainer: int = 0,
+    code: CodeSpec | None = None,
+    takes_snapshots: bool = True,
+) -> Session:
+    """Joins the cluster that `settings.join` names as one of its trainers; with none named, trainer 0 starts a local one.
+
+    The local one is shut down when trainer 0 closes its session, and goes with its process however that ends. All
+    trainers must be on one host for it, in one default process group.
+
+    Args:
+        job: tables, seed and number of trainers; its code parameters are replaced by the cluster's.
+        settings: None reads the environment.
+        trainer: this trainer's index.
+        code: of a local cluster; None takes the defaults. A cluster that is named has its own.
+        takes_snapshots: whether `Session.snapshot` will be called after every step.
+
+    Raises:
+        JoinRefused, ClusterUnavailable: see `Member`.
+    """
+    settings = settings or Settings.from_environment()
+    warm()
+    own: Supervisor | None = None
+    if settings.join is None:
+        own, address = _start_local(job, trainer, code or CodeSpec())
+        settings = dataclasses.replace(settings, join=address)
+    clients: list[Client] = []
+    sessions: list[Session] = []
+    early: list[Callable[[Session], None]] = []
+
+    def make(name: str, member: Member, code: CodeSpec) -> Node:
+        agreed = JobSpec(job.tables, code, job.trainers, job.seed)
+        clients.append(Client(name, member, agreed, trainer, settings, takes_snapshots))
+        sessions.append(Session(clients[0], member.tell, on_close=lambda: close(member)))
+        return clients[0]
+
+    def close(member: Member) -> None:
+        member.close()
+        if own is not None:
+            _wait_for_trainers(own)
+            own.close()
+
+    member = Member(
+        settings,
+        {"role": "trainer", "rank": trainer, "job": job.to_json()},
+        make,
+        on_control=lambda message: sessions[0].on_control(message),
+        on_end=lambda error: sessions[0].fail(error) if sessions else early.append(lambda s: s.fail(error)),
+    )
+    return sessions[0]
+
+
+def _start_local(job: JobSpec, trainer: int, code: CodeSpec) -> tuple[Supervisor | None, str]:
+    """Trainer 0 starts a local cluster and tells the others its address."""
+    import torch.distributed as dist
+
+    if job.trainers > 1 and not dist.is_initialized():
+        raise ValueError("no cluster named (TORCH_ECREC_JOIN) and no process group to share a local one in")
+    own = Supervisor(code, spares=1, restart=True) if trainer == 0 else None
+    if own is not None:
+        atexit.register(own.close)
+    address = [own.join if own is not None else ""]
+    if job.trainers > 1:
+        dist.broadcast_object_list(address, src=0)
+    return own, address[0]
+
+
+def _wait_for_trainers(cluster: Supervisor) -> None:
+    """Until no trainer is left, 10 s at most."""
+    for _ in range(100):
+        try:
+            members = cluster.status()["members"]
+        except OSError:
+            return
+        if not any(m["role"] == "trainer" and m["alive"] and not m["left"] for m in members):
+            return
+        time.sleep(0.1)
+
+
+# supervisor -------------------------------------------------------------------------------------------
+
+
+class Supervisor:
+    """A local cluster: a coordinator and servers as child processes.
+
+    Args:
+        code: code parameters; one server per slot.
+        spares: servers beyond that.
+        host, port: where the coordinator listens; port 0 takes a free one.
+        without_spare: see `Coordinator`.
+        restart: start a server again that died by itself.
+        logs: folder for the children's standard error; None lets them write to ours.
+        environment: extra environment for the children.
+
+    Use as a context manager: leaving ends all children, by their pids.
+
+    Raises:
+        OSError: the port is in use.
+        ClusterUnavailable: the coordinator did not start.
+    """
+
+    def __init__(
+        self,
+        code: CodeSpec,
+        spares: int = 0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        without_spare: str = "survivor",
+        restart: bool = True,
+        logs: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.code, self.spares, self.restart, self.logs = code, spares, restart, logs
+        self._environment = {**os.environ, **(environment or {})}
+        self._lock = threading.Lock()  # guards the children
+        self._children: list[subprocess.Popen[Any]] = []
+        self._stopping = False
+        self._started = 0
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+        arguments = ["coordinator", "--host", host, "--port", str(port), "--servers", str(code.slots)]
+        arguments += ["--spares", str(spares), "-k", str(code.k), "-r", str(code.r), "--protection", code.protection]
+        arguments += ["--without-spare", without_spare]
+        self.coordinator = self._start("coordinator", arguments, stdout=subprocess.PIPE)
+        try:
+            self.address = self._read_address()
+            for _ in range(code.slots + spares):
+                self.start_server()
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._supervise, name="supervisor", daemon=True).start()
+
+    @property
+    def join(self) -> str:
+        """HOST:PORT of the coordinator."""
+        return f"{self.address[0]}:{self.address[1]}"
+
+    def _start(self, name: str, arguments: list[str], stdout: int | None = None) -> subprocess.Popen[Any]:
+        error = open(self.logs / f"{name}.log", "ab") if self.logs is not None else None  # noqa: SIM115
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "torch_ecrec", *arguments, "--end-with-parent"],
+                stdin=subprocess.PIPE,
+                stdout=stdout if stdout is not None else error,
+                stderr=error,
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C reaches us, and we end them
+            )
+        finally:
+            if error is not None:
+                error.close()
+        with self._lock:
+            self._children.append(child)
+        return child
+
+    def _read_address(self) -> tuple[str, int]:
+        """The coordinator's address, or the reason why there is none."""
+        result: list[str] = []
+        assert self.coordinator.stdout is not None
+        out = self.coordinator.stdout
+        reader = threading.Thread(target=lambda: result.append(out.readline().decode()), daemon=True)
+        reader.start()
+        reader.join(START_S)
+        if not result or not result[0]:
+            code = self.coordinator.wait(STOP_S) if result else None
+            raise ClusterUnavailable(f"the coordinator did not start (exit code {code})")
+        answer = json.loads(result[0])
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return answer["address"][0], int(answer["address"][1])
+
+    def start_server(self) -> subprocess.Popen[Any]:
+        self._started += 1
+        return self._start(f"server-{self._started - 1}", ["serve", "--join", self.join])
+
+    def _supervise(self) -> None:
+        """Starts servers again that were killed. Their exit code 2 or 3 means that another try is useless."""
+        while not self._stopping:
+            time.sleep(0.2)
+            with self._lock:
+                dead = [c for c in self._children if c.poll() is not None]
+                self._children = [c for c in self._children if c not in dead]
+            for child in dead:
+                if child is self.coordinator:
+                    return
+                if self.restart and not self._stopping and child.returncode not in (0, 2, 3, 4):
+                    log.info("server process %d ended with %d; starting another", child.pid, child.returncode)
+                    self.start_server()
+
+    def status(self) -> dict[str, Any]:
+        return request(*self.address, {"type": "status"}, timeout_s=10.0)
+
+    def close(self) -> None:
+        """Ends all children: politely, then with SIGKILL. Idempotent."""
+        self._stopping = True
+        with self._lock:
+            children = list(self._children)
+        for child in children:
+            if child.poll() is None:
+                child.terminate()
+        deadline = time.monotonic() + STOP_S
+        for child in children:
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+            if child.stdin is not None:
+                child.stdin.close()
+            if child.stdout is not None:
+                child.stdout.close()
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

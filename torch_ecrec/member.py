@@ -1,0 +1,208 @@
+"""A server or trainer process in the cluster: control connection, RPC generations, heartbeats, and the node they carry.
+
+`Member` joins the coordinator, builds its node (a `Host` or a `Client`) once it has a name, follows the generations that
+the coordinator forms, and hands it everything else. It is the real `Port` of its node.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch_ecrec
+from torch_ecrec.config import CodeSpec, Settings
+from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, JoinRefused
+from torch_ecrec.transport.control import ControlClient
+from torch_ecrec.transport.node import Node
+from torch_ecrec.transport.rpc import RpcTransport
+from torch_ecrec.transport.timers import Timers
+from torch_ecrec.transport.wire import Outcome, Request
+
+log = logging.getLogger(__name__)
+
+# which of the wire's messages carry what, for the figures of bytes sent
+KINDS = {
+    "Lookup": "lookup",
+    "Rows": "lookup",
+    "Push": "push",
+    "Fold": "fold",
+    "Snapshot": "snapshot",
+    "Versions": "rebuild",
+    "VersionsAre": "rebuild",
+    "Fetch": "rebuild",
+    "Records": "rebuild",
+    "CutLog": "rebuild",
+    "Snapshots": "rebuild",
+}
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """"host:port" -> (host, port)."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"an address must be HOST:PORT, got {text!r}")
+    return host, int(port)
+
+
+class Member:
+    """One process's membership. Implements `Port`.
+
+    Args:
+        settings: `settings.join` names the coordinator.
+        hello: what this process says of itself: role, and rank and job for a trainer.
+        make_node: builds the node, given its name, its port and the cluster's code parameters.
+        on_control: gets the coordinator's messages that are not about membership.
+        on_end: called once when the cluster ends for this process, with the reason.
+
+    Raises:
+        JoinRefused: the coordinator refused.
+        ClusterUnavailable: it cannot be reached, or did not answer.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        hello: dict[str, Any],
+        make_node: Callable[[str, Member, CodeSpec], Node],
+        on_control: Callable[[dict[str, Any]], None],
+        on_end: Callable[[BaseException], None],
+        report: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        if settings.join is None:
+            raise ValueError("no cluster named: `settings.join` (TORCH_ECREC_JOIN) must be HOST:PORT")
+        self.settings, self._on_control, self._on_end, self._report = settings, on_control, on_end, report
+        self._make_node = make_node
+        self.name = ""
+        self.transport: RpcTransport | None = None
+        self._timers = Timers(self.on_error)
+        self._welcome = threading.Event()
+        self._joining = threading.Event()
+        self._refusal: str | None = None
+        self._ended = False
+        self._lock = threading.Lock()  # guards _wanted and _ended
+        self._wanted: dict[str, Any] | None = None
+        try:
+            host, port = parse_address(settings.join)
+            self._control = ControlClient(host, port, self._on_message, self._on_closed, settings.give_up_s)
+        except OSError as error:
+            raise ClusterUnavailable(f"no coordinator at {settings.join}: {error}") from error
+        self.tell({"type": "join", "version": torch_ecrec.__version__, "pid": os.getpid(), **hello})
+        if not self._welcome.wait(settings.give_up_s):
+            raise ClusterUnavailable(f"the coordinator at {settings.join} did not answer in {settings.give_up_s:g} s")
+        if self._refusal is not None:
+            self.close()
+            raise JoinRefused(f"refused by the cluster at {settings.join}: {self._refusal}")
+        threading.Thread(target=self._follow_generations, name="generations", daemon=True).start()
+        self._timers.later(settings.heartbeat_s, self._beat)
+
+    # Port ---------------------------------------------------------------------------------------
+
+    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None:
+        assert self.transport is not None
+        self.transport.call(peer, request, timeout_s, done)
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._timers.later(delay_s, action)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self._control.send(message)
+
+    # the coordinator ----------------------------------------------------------------------------
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "welcome":
+            self.name = message["name"]
+            self.node = self._make_node(self.name, self, CodeSpec(**message["code"]))
+            self.transport = RpcTransport(self.name, self.node.handle, on_error=self.on_error)
+            self._welcome.set()
+        elif kind == "refused":
+            self._refusal = message["reason"]
+            self._welcome.set()
+        elif kind == "generation":
+            with self._lock:
+                self._wanted = message
+            self._joining.set()
+        elif kind == "fatal":
+            loss = message["kind"] == "data_loss"
+            self.end(DataLoss(message["reason"]) if loss else ClusterUnavailable(message["reason"]))
+        elif kind == "stop":
+            self.end(ClusterUnavailable("the cluster was stopped"))
+        else:
+            try:
+                self._on_control(message)
+            except Exception as error:  # the seam: a message that cannot be handled ends this process's membership
+                self.on_error(error)
+
+    def _on_closed(self, reason: str) -> None:
+        self.end(ClusterUnavailable(f"the coordinator is gone ({reason})"))
+
+    def _follow_generations(self) -> None:
+        while True:
+            self._joining.wait()
+            self._joining.clear()
+            with self._lock:
+                wanted, self._wanted = self._wanted, None
+                if self._ended:
+                    return
+            if wanted is None:
+                continue
+            assert self.transport is not None
+            try:
+                self.transport.join(
+                    wanted["generation"], wanted["members"], tuple(wanted["store"]), wanted["timeout_s"]
+                )
+                self.tell({"type": "in_generation", "generation": wanted["generation"]})
+            except ClusterUnavailable as error:
+                log.warning("%s: %s", self.name, error)  # the coordinator forms the next one
+            except Exception as error:  # the seam: this thread has no caller
+                self.on_error(error)
+
+    def _beat(self) -> None:
+        figures = self._report()
+        if self.transport is not None:
+            figures["bytes_sent"] = self.bytes_sent()
+        self.tell({"type": "beat", "report": figures})
+        self._timers.later(self.settings.heartbeat_s, self._beat)
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""
+        assert self.transport is not None
+        kinds = dict.fromkeys([*KINDS.values(), "other"], 0)
+        for name, size in self.transport.bytes_sent.items():
+            kinds[KINDS.get(name, "other")] += size
+        return kinds
+
+    # the end ------------------------------------------------------------------------------------
+
+    def on_error(self, error: BaseException) -> None:
+        """Something went wrong where nobody could be told: it ends this process's membership."""
+        log.error("%s: %r", self.name, error, exc_info=error)
+        self.end(error)
+
+    def end(self, error: BaseException) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        self._joining.set()
+        self._on_end(error)
+
+    def close(self) -> None:
+        """Leaves. Idempotent."""
+        with self._lock:
+            self._ended = True
+        self._joining.set()
+        self._timers.close()
+        if self.transport is not None:
+            self.tell({"type": "leave"})
+            self.transport.close()
+        self._control.close()
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What a process returns that ended with `error`."""
+    return error.exit_code if isinstance(error, ClusterError) else 1

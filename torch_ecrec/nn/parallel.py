@@ -1,0 +1,186 @@
+"""`DistributedModelParallel`: TorchRec's own, with the embedding tables on erasure-coded servers.
+
+    model = torch_ecrec.DistributedModelParallel(DLRMTrain(...), device=torch.device("cpu"))
+
+It lists the tables of all `EmbeddingBagCollection`s in a `JobSpec`, gets a session of the cluster, replaces the collections'
+entries in the plan, and leaves the rest to TorchRec: the dense part becomes data-parallel, pipelines and checkpoints work.
+
+Subclassed, not imitated: TorchRec checks for its own class in many places.
+
+Does not shard other module types: they are data-parallel unless the given plan names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchrec.distributed
+from torch import nn
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from torch_ecrec.config import CodeSpec, JobSpec, Settings
+from torch_ecrec.dense import DenseSnapshot
+from torch_ecrec.nn.embedding import EmbeddingBackend, SparseStep
+from torch_ecrec.nn.sharder import ErasureCodedSharder, job_names, table_specs
+
+
+class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
+    """Drop-in for `torchrec.distributed.DistributedModelParallel`.
+
+    Args:
+        module, env, device, plan, sharders, init_data_parallel: as in TorchRec. A plan made with stock sharders is taken; its
+            entries for `EmbeddingBagCollection`s are replaced. Of `sharders`, those for other modules are used.
+        session: the backend to use. None connects to the cluster that `settings` names, or starts a local one.
+        settings: time limits and the cluster's address; None reads the environment.
+        code: k, r and number of slots; None takes the cluster's, or the defaults for a local one.
+        seed: of the tables' first weights.
+        nan_gradients: "raise" refuses a step with NaN or infinite embedding gradients on any trainer, on every trainer, with
+            `NonFiniteGradient` out of its backward: no row has changed, and a trainer that skips its optimizer step may go
+            on. "pass" applies them, as TorchRec does.
+        dense_snapshots: whether the dense part is replicated to the servers every step.
+        **kwargs: passed to TorchRec.
+
+    Raises:
+        ValueError: no `EmbeddingBagCollection` in the module, or one that cannot be served (see `table_specs`); a `session`
+            of another job.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
+        init_data_parallel: bool = True,
+        *,
+        session: EmbeddingBackend | None = None,
+        settings: Settings | None = None,
+        code: CodeSpec | None = None,
+        seed: int = 0,
+        nan_gradients: str = "raise",
+        dense_snapshots: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if env is None:
+            if not dist.is_initialized():
+                raise ValueError("no process group: call torch.distributed.init_process_group first, or pass `env`")
+            env = ShardingEnv.from_process_group(dist.group.WORLD)
+        collections = {
+            path: child for path, child in module.named_modules() if type(child) is EmbeddingBagCollection
+        }
+        if not collections:
+            raise ValueError("the module holds no EmbeddingBagCollection: there is nothing to serve")
+        names = job_names(collections)
+        tables = tuple(spec for path, child in collections.items() for spec in table_specs(child, names[path]))
+        if session is None:
+            job = JobSpec(tables=tables, code=code or CodeSpec(), trainers=env.world_size, seed=seed)
+            session = _connect(job, settings, code, env)
+            owns_session = True
+        else:
+            owns_session = False
+        _check_session(session, tables, env)
+        group = None
+        if env.world_size > 1:
+            ranks = dist.get_process_group_ranks(env.process_group)
+            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        step = SparseStep(session, group, nan_gradients)
+        others = get_default_sharders() if sharders is None else sharders
+        super().__init__(
+            module,
+            env=env,
+            device=device,
+            plan=_plan(collections, plan, env.world_size),
+            sharders=[ErasureCodedSharder(step, names), *(s for s in others if s.module_type is not EmbeddingBagCollection)],
+            init_data_parallel=init_data_parallel,
+            **kwargs,
+        )
+        self._step = step
+        self._owns_session = owns_session
+        self._closed = False
+        self._snapshotted = 0
+        self._dense = DenseSnapshot(self, session.trainer, session.trainers) if dense_snapshots else None
+        if self._dense is not None:
+            self._step.on_training_lookup = self._take_snapshot
+
+    @property
+    def session(self) -> EmbeddingBackend:
+        """The backend."""
+        return self._step.session
+
+    def flush(self) -> None:
+        """Waits until everything done so far survives r losses. Every trainer calls it."""
+        self._step.open()
+        if self._dense is not None:
+            self._take_snapshot()
+        self.session.flush()
+
+    def close(self) -> None:
+        """Flushes, and leaves the cluster if this object has joined it. Every trainer calls it; twice is once."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.flush()
+        finally:
+            if self._dense is not None:
+                self._dense.close()
+            if self._owns_session:
+                self.session.close()
+
+    def _take_snapshot(self) -> None:
+        """Hands this trainer's part of the dense state over, once per finished step.
+
+        The end of a backward ends a sparse step, but the dense optimizer runs after it: the state of step t is complete when
+        the rows of t + 1 are asked for, or at a flush.
+        """
+        step = self.session.step - 1
+        if step > self._snapshotted and self._dense is not None:
+            self.session.snapshot(*self._dense.pack(step))
+            self._snapshotted = step
+
+
+def _plan(collections: dict[str, EmbeddingBagCollection], given: ShardingPlan | None, world_size: int) -> ShardingPlan:
+    """The given plan with our modules' entries replaced."""
+    ranks = list(range(world_size))
+    plan = dict(given.plan) if given is not None else {}
+    for path, module in collections.items():
+        plan[path] = EmbeddingModuleShardingPlan(
+            {
+                config.name: ParameterSharding("erasure_coded", "parameter_server", ranks=ranks)
+                for config in module.embedding_bag_configs()
+            }
+        )
+    return ShardingPlan(plan)
+
+
+def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: ShardingEnv) -> None:
+    if (session.trainer, session.trainers) != (env.rank, env.world_size):
+        raise ValueError(
+            f"the session is of trainer {session.trainer} of {session.trainers},"
+            f" but this process is rank {env.rank} of {env.world_size}"
+        )
+    if session.job.tables != tables:
+        raise ValueError(
+            f"the session's job has other tables: {[t.name for t in session.job.tables]}"
+            f" there, {[t.name for t in tables]} here, or their sizes or optimizers differ"
+        )
+
+
+def _connect(job: JobSpec, settings: Settings | None, code: CodeSpec | None, env: ShardingEnv) -> EmbeddingBackend:
+    """Joins the cluster as trainer `env.rank`. Imported late: only whoever trains needs the composition root."""
+    from torch_ecrec import launch
+
+    session: EmbeddingBackend = launch.connect(job, settings or Settings.from_environment(), code=code, trainer=env.rank)
+    return session

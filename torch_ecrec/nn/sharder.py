@@ -1,0 +1,179 @@
+"""Turns TorchRec's `EmbeddingBagCollection`s into tables of a job, and into their sharded form.
+
+Optimizers are given the TorchRec way, attached to the parameters before sharding:
+
+    apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.02})
+
+Missing values are TorchRec's defaults (those of FBGEMM): lr 0.01, eps 1e-8.
+
+First weights. A module on the meta device whose table has no `init_fn` is initialised by the servers, uniform between the
+config's bounds, seeded per row. One with an `init_fn`, and one that holds weights, is loaded by trainer 0 in chunks. An
+`init_fn` runs on the CPU under a random state seeded by the job's seed and the table's name, one table at a time.
+
+Does not decide where rows live and does not step: see `layout` and `embedding`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torchrec.optim as torchrec_optim
+from torch import Tensor, nn
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from torch_ecrec.config import OptimizerSpec, TableSpec
+from torch_ecrec.nn.embedding import ErasureCodedEmbeddingBagCollection, SparseStep
+
+KIND_OF_OPTIMIZER: dict[type, str] = {
+    torch.optim.SGD: "sgd",
+    torchrec_optim.SGD: "sgd",
+    torch.optim.Adagrad: "adagrad",
+    torchrec_optim.Adagrad: "adagrad",
+    torchrec_optim.RowWiseAdagrad: "rowwise_adagrad",
+}
+_SUPPORTED = "SGD, Adagrad and RowWiseAdagrad with `lr` and `eps`"
+_WITHOUT_EFFECT = ("foreach", "fused", "differentiable", "capturable")
+
+
+def optimizer_spec(table: str, parameter: nn.Parameter) -> OptimizerSpec:
+    """What `apply_optimizer_in_backward` attached to a table.
+
+    Raises:
+        ValueError: nothing, several optimizers, or one that the servers do not run.
+    """
+    classes = getattr(parameter, "_optimizer_classes", [])
+    if not classes:
+        raise ValueError(
+            f"table {table} has no optimizer; attach one before sharding, for example"
+            " apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {'lr': 0.01})"
+        )
+    names = " and ".join(cls.__name__ for cls in classes)
+    if len(classes) > 1:
+        raise ValueError(f"table {table} has several optimizers, {names}; one is supported")
+    kind = KIND_OF_OPTIMIZER.get(classes[0])
+    if kind is None:
+        raise ValueError(f"table {table}: optimizer {names} is not supported; supported are {_SUPPORTED}")
+    arguments = dict(parameter._optimizer_kwargs[0])
+    lr = arguments.pop("lr", arguments.pop("learning_rate", OptimizerSpec.lr))
+    eps = arguments.pop("eps", OptimizerSpec.eps)
+    unsupported = [f"{k}={v}" for k, v in arguments.items() if k not in _WITHOUT_EFFECT and v]
+    if unsupported:
+        raise ValueError(
+            f"table {table}: optimizer {names} with {', '.join(unsupported)} is not supported; supported are {_SUPPORTED}"
+        )
+    return OptimizerSpec(kind=kind, lr=float(lr), eps=float(eps) if kind != "sgd" else OptimizerSpec.eps)
+
+
+def table_specs(module: EmbeddingBagCollection, job_names: Mapping[str, str]) -> list[TableSpec]:
+    """The tables of a collection, under their names in the job.
+
+    Raises:
+        ValueError: a data type, a pooling or an optimizer that is not supported.
+    """
+    specs = []
+    for config in module.embedding_bag_configs():
+        if config.data_type is not DataType.FP32:
+            raise ValueError(f"table {config.name}: data type {config.data_type} is not supported; supported is FP32")
+        if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+            raise ValueError(f"table {config.name}: pooling {config.pooling} is not supported; supported are SUM and MEAN")
+        specs.append(
+            TableSpec(
+                name=job_names[config.name],
+                rows=config.num_embeddings,
+                dim=config.embedding_dim,
+                low=config.get_weight_init_min(),
+                high=config.get_weight_init_max(),
+                optimizer=optimizer_spec(config.name, module.embedding_bags[config.name].weight),
+            )
+        )
+    return specs
+
+
+def job_names(modules: Mapping[str, EmbeddingBagCollection]) -> dict[str, dict[str, str]]:
+    """Path -> table -> its name in the job: its own where that is unique in the model, else with the path before it."""
+    count: dict[str, int] = {}
+    for module in modules.values():
+        for config in module.embedding_bag_configs():
+            count[config.name] = count.get(config.name, 0) + 1
+    return {
+        path: {c.name: c.name if count[c.name] == 1 else f"{path}.{c.name}" for c in module.embedding_bag_configs()}
+        for path, module in modules.items()
+    }
+
+
+class ErasureCodedSharder(ModuleSharder[EmbeddingBagCollection]):
+    """Puts the tables of `EmbeddingBagCollection`s on the servers.
+
+    Args:
+        step: shared by all modules that this sharder makes.
+        names: path of a module -> table -> its name in the job.
+
+    `shard` takes the weights of the original module away (its parameters are left with no rows): they are on the servers.
+    """
+
+    def __init__(self, step: SparseStep, names: Mapping[str, Mapping[str, str]]) -> None:
+        super().__init__()
+        self._step, self._names = step, names
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ErasureCodedEmbeddingBagCollection:
+        names = self._names[module_fqn or ""]
+        sharded = ErasureCodedEmbeddingBagCollection(module, self._step, names)
+        session = self._step.session
+        for config in module.embedding_bag_configs():
+            parameter = module.embedding_bags[config.name].weight
+            if session.trainer == 0:
+                weights = _first_weights(config, parameter, session.job.seed, names[config.name])
+                if weights is not None:
+                    sharded.load_initial(config.name, weights)
+                    del weights
+            if parameter.device.type != "meta":
+                # The optimizer attached to a parameter keeps it alive for good: its storage must go by hand.
+                parameter.data = parameter.data.new_empty(0, config.embedding_dim)
+        return sharded
+
+    @property
+    def module_type(self) -> type[EmbeddingBagCollection]:
+        return EmbeddingBagCollection
+
+    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        return {name.split(".")[0]: parameter for name, parameter in module.embedding_bags.named_parameters()}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return ["erasure_coded"]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return ["parameter_server"]
+
+
+def _first_weights(config: EmbeddingBagConfig, parameter: nn.Parameter, seed: int, job_name: str) -> Tensor | None:
+    """Weights (rows, D) to load, or None where the servers' own uniform initialisation is meant."""
+    if parameter.device.type != "meta":
+        return parameter.detach().cpu()
+    if config.init_fn is None or _is_default(config):
+        return None
+    digest = hashlib.sha256(f"{seed}/{job_name}".encode()).digest()
+    weights = torch.empty(config.num_embeddings, config.embedding_dim)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(int.from_bytes(digest[:7], "little"))
+        config.init_fn(weights)
+    return weights
+
+
+def _is_default(config: EmbeddingBagConfig) -> bool:
+    """Whether `init_fn` is the uniform one that TorchRec's configs fill in."""
+    fn: Any = config.init_fn
+    bounds = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
+    return isinstance(fn, functools.partial) and fn.func is nn.init.uniform_ and not fn.args and fn.keywords == bounds

@@ -1,0 +1,365 @@
+"""Parity between slots: folds sent as a source, folds received as a holder, and the cut of a lost slot.
+
+Each slot is a source (its records' deltas go to the holders of their parities) and a holder (it folds other slots'
+deltas into its parities and keeps them, per source, in a fold log: redo for nobody, undo for cuts and readers).
+
+One `FoldStream` per holder sends steps in order once the holder is attached. A new incarnation on either side detaches
+it; the source then attaches again, and the holder says from where (docs/design.md, rules 1 to 5).
+
+Without protection there are no holders and no sources, and every step is settled as soon as it is applied.
+
+Shape legend: U records, B record bytes; lists hold one array per slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from torch_ecrec.layout import StripeGroup
+from torch_ecrec.server.step import FoldVerdict, choose_cut
+from torch_ecrec.storage.delta_log import DeltaLog
+from torch_ecrec.transport import wire
+from torch_ecrec.transport.node import Exchange
+from torch_ecrec.transport.wire import Answer, Refused
+
+if TYPE_CHECKING:
+    from torch_ecrec.server.slot import Slot
+
+Reply = Callable[[Answer], None]
+
+
+class FoldStream:
+    """The ordered stream of one slot's deltas to one holder."""
+
+    def __init__(self, slot: Slot, holder: int, attached: bool) -> None:
+        self.slot, self.holder, self.attached = slot, holder, attached
+        self.sent = 0
+        self.under_way: dict[int, Exchange] = {}
+        self.attaching: Exchange | None = None
+        self.parity_rank, _, _ = slot.layouts[0].fold_map(slot.index, holder)
+
+    def stop(self) -> None:
+        self.attached = False
+        for exchange in [*self.under_way.values(), self.attaching]:
+            if exchange is not None:
+                exchange.cancel()
+        self.under_way, self.attaching = {}, None
+
+    def attach(self) -> None:
+        """Meets the holder's present incarnation; folds flow once it has answered."""
+        self.stop()
+        slot = self.slot
+        incarnation = slot.rule.incarnations[self.holder]
+
+        def make(_: int) -> wire.Request:
+            floor, acknowledged = slot.log.floor, slot.rule.acknowledged
+            return wire.Attach(self.holder, incarnation, slot.index, slot.incarnation, floor, acknowledged)
+
+        def done(answer: Answer) -> None:
+            assert isinstance(answer, wire.Attached)
+            self.attaching = None
+            self.attached, self.sent = True, answer.folded
+            self._on_folded(incarnation, answer.folded)
+            self.pump()
+
+        self.attaching = slot.host.ask(self.holder, make, done, bound_to=incarnation)
+
+    def pump(self) -> None:
+        """Sends every applied step that the holder was not sent yet."""
+        while self.attached and self.sent < self.slot.rule.applied:
+            self.sent += 1
+            self._send(self.sent)
+
+    def _send(self, step: int) -> None:
+        slot = self.slot
+        incarnation = slot.rule.incarnations[self.holder]
+        positions, deltas = self._part(step)
+        fold = wire.Fold(
+            self.holder, incarnation, slot.index, slot.incarnation, step, slot.log.floor, positions, deltas
+        )
+
+        def done(answer: Answer) -> None:
+            assert isinstance(answer, wire.Folded)
+            self._on_folded(incarnation, answer.step)
+
+        self.under_way[step] = slot.host.ask(self.holder, lambda _: fold, done, bound_to=incarnation)
+
+    def _part(self, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The deltas of a step whose parities the holder has."""
+        positions, deltas = [], []
+        for positions_U, deltas_UB in self.slot.log.get(step):
+            theirs = self.parity_rank[positions_U % self.slot.code.k] >= 0
+            positions.append(torch.from_numpy(positions_U[theirs]))
+            deltas.append(torch.from_numpy(deltas_UB[theirs]))
+        return positions, deltas
+
+    def _on_folded(self, incarnation: int, step: int) -> None:
+        for done in [t for t in self.under_way if t <= step]:
+            self.under_way.pop(done).cancel()
+        self.slot.rule.on_confirmed(self.holder, incarnation, step)
+        self.slot.acknowledge()
+
+
+class Protection:
+    """What a slot does to protect others' records and to have its own protected."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        rule = slot.rule
+        self.streams = {holder: FoldStream(slot, holder, slot.ready) for holder in rule.holders}
+        self.fold_logs = {source: DeltaLog(len(slot.shards)) for source in rule.folded}
+        self.early: dict[int, dict[int, tuple[wire.Fold, Reply]]] = {}
+        self.maps = {source: slot.layouts[0].fold_map(source, slot.index) for source in rule.sources}
+        self.adopting: list[Exchange] = []
+
+    @property
+    def log_bytes(self) -> int:
+        return sum(log.bytes for log in self.fold_logs.values())
+
+    def stop(self) -> None:
+        for stream in self.streams.values():
+            stream.stop()
+        for exchange in self.adopting:
+            exchange.cancel()
+        for source in list(self.early):
+            self._drop_early(source)
+
+    # as a source --------------------------------------------------------------------------------
+
+    def on_applied(self, step: int) -> None:
+        for stream in self.streams.values():
+            stream.pump()
+
+    def attach_all(self) -> None:
+        for stream in self.streams.values():
+            stream.attach()
+
+    def meet(self, slot: int, incarnation: int) -> None:
+        """Another slot has a new incarnation: the old one is fenced, on both sides."""
+        if not self.slot.rule.learn(slot, incarnation, self.slot.log.floor):
+            return
+        self._drop_early(slot)
+        if slot in self.streams:
+            self.streams[slot].stop()
+            if self.slot.ready:
+                self.streams[slot].attach()
+
+    # as a holder --------------------------------------------------------------------------------
+
+    def on_attach(self, request: wire.Attach, reply: Reply) -> None:
+        self.meet(request.source, request.source_incarnation)
+        rule = self.slot.rule
+        if not rule.is_current(request.source, request.source_incarnation):
+            reply(Refused(f"slot {request.source} has been replaced"))
+            return
+        if rule.on_attached(request.source, request.base, request.acknowledged):
+            self.fold_logs[request.source] = DeltaLog(len(self.slot.shards), floor=request.base)
+        reply(wire.Attached(rule.folded[request.source]))
+        self.slot.rebuild.check_done()
+
+    def on_fold(self, request: wire.Fold, reply: Reply) -> None:
+        rule, source = self.slot.rule, request.source
+        verdict = rule.judge_fold(source, request.source_incarnation, request.step)
+        if verdict is FoldVerdict.NEXT:
+            self._fold(request)
+            reply(wire.Folded(request.step))
+            while (turn := self.early.get(source, {}).pop(rule.folded[source] + 1, None)) is not None:
+                self._fold(turn[0])
+                turn[1](wire.Folded(turn[0].step))
+            self.slot.rebuild.check_done()
+        elif verdict is FoldVerdict.DUPLICATE:
+            reply(wire.Folded(rule.folded[source]))
+        elif verdict is FoldVerdict.EARLY:
+            waiting = self.early.setdefault(source, {})
+            if request.step in waiting:
+                waiting[request.step][1](Refused("sent again"))
+            waiting[request.step] = (request, reply)
+        else:
+            reply(Refused(f"fold of step {request.step} is {verdict.value}"))
+
+    def _fold(self, request: wire.Fold) -> None:
+        source = request.source
+        positions = [p.numpy() for p in request.positions]
+        deltas = [d.numpy() for d in request.deltas]
+        self._fold_in(source, positions, deltas)
+        log = self.fold_logs[source]
+        log.append(request.step, positions, deltas)
+        log.forget(request.floor)
+        self.slot.rule.folded[source] = request.step
+
+    def _fold_in(self, source: int, positions: list[np.ndarray], deltas: list[np.ndarray]) -> None:
+        """XORs a source's deltas, times their coefficients, into the parities that are there. Its own inverse."""
+        code = self.slot.code
+        parity_rank, parity_index, member = self.maps[source]
+        for slab, (shard, positions_U, deltas_UB) in enumerate(zip(self.slot.shards, positions, deltas, strict=True)):
+            if len(positions_U) == 0:
+                continue
+            rank = positions_U % code.k
+            parities = positions_U // code.k * code.r + parity_rank[rank]
+            present = self.slot.rebuild.parity_present(slab, parities)
+            if present is not None:
+                parities = np.where(present, parities, -1)
+            code.fold_(shard.parity, parities, deltas_UB, code.coefficients[parity_index[rank], member[rank]])
+
+    def _drop_early(self, source: int) -> None:
+        for _, reply in self.early.pop(source, {}).values():
+            reply(Refused(f"slot {source} has been replaced"))
+
+    # the cut of a lost slot, at a holder --------------------------------------------------------------
+
+    def on_adopt(self, request: wire.Adopt, reply: Reply) -> None:
+        self.meet(request.lost, request.lost_incarnation)
+        rule, lost = self.slot.rule, request.lost
+        if not rule.is_current(lost, request.lost_incarnation):
+            reply(Refused(f"slot {lost} has been replaced"))
+        elif lost not in rule.folded:
+            reply(wire.Adopted(None, False, 0))
+        else:
+            reply(wire.Adopted(rule.folded[lost], rule.is_caught_up(lost), self.fold_logs[lost].floor))
+
+    def on_cut(self, request: wire.Cut, reply: Reply) -> None:
+        rule, lost = self.slot.rule, request.lost
+        if not rule.is_current(lost, request.lost_incarnation):
+            reply(Refused(f"slot {lost} has been replaced"))
+            return
+        if lost not in rule.folded:
+            reply(wire.CutLog([], [], [], floor=0, caught_up=False))
+            return
+        self.undo_after(lost, request.cut)
+        log = self.fold_logs[lost]
+        steps = list(range(log.floor + 1, log.last + 1))
+        entries = [log.get(step) for step in steps]
+        reply(
+            wire.CutLog(
+                steps,
+                [[torch.from_numpy(positions_U) for positions_U, _ in entry] for entry in entries],
+                [[torch.from_numpy(deltas_UB) for _, deltas_UB in entry] for entry in entries],
+                floor=log.floor,
+                caught_up=rule.is_caught_up(lost),
+            )
+        )
+
+    def undo_after(self, source: int, cut: int) -> None:
+        """Takes back what was folded of a source after `cut`: its new host applies those steps again."""
+        rule, log = self.slot.rule, self.fold_logs[source]
+        while rule.folded[source] > cut:
+            entry = log.pop()
+            self._fold_in(source, [p for p, _ in entry], [d for _, d in entry])
+            rule.folded[source] -= 1
+
+    # the cut of a lost slot, at its new host ----------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Asks every holder what it has folded of this slot; the cut follows from that."""
+        slot, reports = self.slot, {}
+        holders = slot.rule.holders
+
+        def ask(holder: int) -> Exchange:
+            def done(answer: Answer) -> None:
+                assert isinstance(answer, wire.Adopted)
+                reports[holder] = (answer.folded, answer.caught_up)
+                if len(reports) == len(holders):
+                    cut = choose_cut(reports.values())
+                    if cut is None:
+                        slot.host.unrecoverable(slot.index)
+                    else:
+                        self._cut(cut)
+
+            return slot.host.ask(holder, lambda i: wire.Adopt(holder, i, slot.index, slot.incarnation), done)
+
+        self.adopting = [ask(holder) for holder in holders]
+
+    def _cut(self, cut: int) -> None:
+        slot, logs = self.slot, {}
+        holders = slot.rule.holders
+
+        def ask(holder: int) -> Exchange:
+            def done(answer: Answer) -> None:
+                assert isinstance(answer, wire.CutLog)
+                logs[holder] = answer
+                if len(logs) == len(holders):
+                    self._on_logs(cut, {h: log for h, log in logs.items() if log.caught_up})
+
+            return slot.host.ask(holder, lambda i: wire.Cut(holder, i, slot.index, slot.incarnation, cut), done)
+
+        self.adopting = [ask(holder) for holder in holders]
+
+    def _on_logs(self, cut: int, logs: dict[int, wire.CutLog]) -> None:
+        """Puts this slot's own log together: each holder has the deltas of the records it keeps parity of."""
+        slot = self.slot
+        layout, k = slot.layouts[0], slot.code.k
+        known = np.zeros(k, dtype=bool)
+        for holder in logs:
+            known |= layout.fold_map(slot.index, holder)[0] >= 0
+        if not known.all():
+            slot.host.unrecoverable(slot.index)
+            return
+        floor = min(cut, max(log.floor for log in logs.values()))
+        own = DeltaLog(len(slot.shards), floor=floor)
+        for step in range(floor + 1, cut + 1):
+            at = [(log, log.steps.index(step)) for log in logs.values()]
+            positions, deltas = [], []
+            for slab in range(len(slot.shards)):
+                every = np.concatenate([log.positions[i][slab].numpy() for log, i in at])
+                parts = np.concatenate([log.deltas[i][slab].numpy() for log, i in at])
+                positions_U, first = np.unique(every, return_index=True)  # with r > 1 several holders have the same
+                positions.append(positions_U)
+                deltas.append(np.ascontiguousarray(parts[first]))
+            own.append(step, positions, deltas)
+        self.adopting = []
+        slot.become_ready(cut, floor, own)
+
+    # reads for recovery -------------------------------------------------------------------------
+
+    def on_versions(self, _request: wire.Versions, reply: Reply) -> None:
+        reply(wire.VersionsAre(dict(self.slot.rule.folded), self.slot.rebuild.whole))
+
+    def on_fetch(self, request: wire.Fetch, reply: Reply) -> None:
+        """Records of one member of some stripes (all with the same base) as of given steps."""
+        slot, rule, positions = self.slot, self.slot.rule, request.positions.numpy()
+        rebuild = slot.rebuild
+        if not slot.ready or rebuild.lacks(request.slab, request.parity, positions):
+            reply(Refused("not rebuilt yet"))
+        elif not request.parity:
+            step = request.as_of[slot.index]
+            if not slot.log.floor <= step <= rule.applied and step != rule.applied:
+                reply(Refused(f"cannot present step {step}"))
+            else:
+                reply(wire.Records(torch.from_numpy(slot.records_as_of(request.slab, positions, step))))
+        else:
+            parity = slot.shards[request.slab].gather(positions, parity=True)
+            group = slot.layouts[request.slab].group(slot.index, True, positions)[0]
+            if self.move_parity_(parity, request.slab, group, request.as_of):
+                reply(wire.Records(torch.from_numpy(parity)))
+            else:
+                reply(Refused("cannot present these steps"))
+
+    def move_parity_(self, parity_UB: np.ndarray, slab: int, group: StripeGroup, other: dict[int, int]) -> bool:
+        """Moves parities between what is folded now and the steps `other` (either direction: XOR), in place.
+
+        Returns:
+            False, leaving `parity_UB` undefined, where the fold logs do not reach.
+        """
+        slot, code = self.slot, self.slot.code
+        layout = slot.layouts[slab]
+        for member in range(code.k):
+            source = int(layout.member_slot[group.base, member])
+            if source not in slot.rule.folded or not (
+                self.fold_logs[source].floor <= other[source] <= slot.rule.folded[source]
+            ):
+                return False
+            if other[source] == slot.rule.folded[source]:
+                continue
+            exists = layout.exists(group.base, member, group.rotations)
+            positions = layout.position(group.base, member, group.rotations)
+            positions = np.where(exists, positions, -1)
+            change = self.fold_logs[source].changes(slab, positions, other[source], slot.rule.folded[source])
+            if change is not None:
+                coefficient = code.coefficients[group.member - code.k, member]
+                rows = np.arange(len(positions), dtype=np.int64)
+                code.fold_(parity_UB, rows, change, np.full(len(rows), coefficient, dtype=np.uint8))
+        return True

@@ -1,0 +1,98 @@
+"""A server process on the data plane: the slots it hosts, the messages for them, and the placement.
+
+The coordinator says which slots live here (`on_control`); requests are handed to their slot. A slot of another
+incarnation than the caller means is refused, which fences both stale callers and stale hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.config import JobSpec, Settings
+from torch_ecrec.layout import Layout
+from torch_ecrec.server.slot import Slot
+from torch_ecrec.transport import wire
+from torch_ecrec.transport.node import Node, Port
+from torch_ecrec.transport.wire import Answer, Placement, Refused
+
+
+class Host(Node):
+    """All slots of one server process."""
+
+    def __init__(self, name: str, port: Port, settings: Settings) -> None:
+        super().__init__(name, port, settings.call_timeout_s)
+        self.settings = settings
+        self.job: JobSpec | None = None
+        self.slots: dict[int, Slot] = {}
+        self.code = LinearCode(1, 0)
+        self.layouts: tuple[Layout, ...] = ()
+
+    # from the coordinator -----------------------------------------------------------------------
+
+    def on_control(self, message: dict[str, Any]) -> None:
+        """A message of the coordinator. Types: job, placement; others are not for the data plane."""
+        if message["type"] == "job":
+            self.run(self._take_job, JobSpec.from_json(message["job"]))
+        elif message["type"] == "placement":
+            self.run(self._take_placement, Placement.from_json(message["placement"]))
+
+    def _take_job(self, job: JobSpec) -> None:
+        if self.job is not None and self.job.digest != job.digest:
+            raise ValueError("this server already serves another job; start the cluster anew")
+        self.job = job
+        self.code = LinearCode(job.code.k, job.code.parities)
+        self.layouts = tuple(Layout(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs)
+
+    def _take_placement(self, placement: Placement) -> None:
+        if self.job is None or not self.place(placement):
+            return
+        incarnations = [p.incarnation for p in placement.slots]
+        for slot in self.slots.values():
+            for other, incarnation in enumerate(incarnations):
+                if other != slot.index:
+                    slot.protection.meet(other, incarnation)
+        for index, place in enumerate(placement.slots):
+            mine = self.slots.get(index)
+            if mine is not None and place.incarnation > mine.incarnation:
+                del self.slots[index]
+                mine.die()
+            if place.server == self.name and index not in self.slots:
+                fresh = place.incarnation == 0
+                slot = self.slots[index] = Slot(self, self.job, index, place.incarnation, incarnations, fresh)
+                if fresh:
+                    self.tell({"type": "ready", "slot": slot.index, "incarnation": slot.incarnation})
+
+    # from other processes -----------------------------------------------------------------------
+
+    def handle(self, request: wire.Request, reply: Callable[[Answer], None]) -> None:
+        self.run(self._handle, request, lambda answer: self.emit(lambda: reply(answer)))
+
+    def _handle(self, request: wire.Request, reply: Callable[[Answer], None]) -> None:
+        slot = self.slots.get(request.slot)
+        if slot is None:
+            reply(Refused(f"slot {request.slot} is not on {self.name}"))
+        elif slot.incarnation != request.incarnation:
+            reply(Refused(f"slot {request.slot} is incarnation {slot.incarnation} here, not {request.incarnation}"))
+        else:
+            slot.handle(request, reply)
+
+    # for slots ----------------------------------------------------------------------------------
+
+    @property
+    def snapshot_slots(self) -> tuple[int, ...]:
+        """The r + 1 slots whose hosts keep the dense snapshots."""
+        return tuple(range(min(self.code.n - self.code.k + 1, len(self.placement.slots)))) if self.placement else ()
+
+    def unhealthy_slots(self) -> list[int]:
+        return [i for i, place in enumerate(self.placement.slots) if not place.healthy] if self.placement else []
+
+    def unrecoverable(self, slot: int) -> None:
+        """No caught-up holder knows a lost slot: more is lost than the code repairs."""
+        self.tell({"type": "unrecoverable", "slot": slot})
+
+    def status(self) -> dict[str, object]:
+        report: dict[str, object] = {}
+        self.run(lambda: report.update(slots=[slot.status() for slot in self.slots.values()]))
+        return report

@@ -1,0 +1,331 @@
+"""One incarnation of a slot: its records and parities, the steps it applies, and what it answers.
+
+A slot runs inside its node (`Node.run`), so nothing here locks. It owns
+
+    shards        records and parities, one `Shard` per slab
+    rule          which steps are applied, folded, acknowledged (`step.py`)
+    log           the deltas of its recent steps: redo for holders, undo for readers
+    pushes        gradients that wait for their step, by step and trainer
+    protection    folds sent and received (`protection.py`)
+    rebuild       what is missing, on the new host of a lost slot (`rebuild.py`)
+
+A request that cannot be answered yet is parked (`waiting`) and looked at again when something changed: a step was
+applied, a record was repaired, the slot became ready. Its caller has the time limit.
+
+Shape legend: U records, D embedding dim, B record bytes; lists hold one array per slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.config import JobSpec, Settings
+from torch_ecrec.layout import Layout
+from torch_ecrec.server.protection import Protection
+from torch_ecrec.server.rebuild import Rebuild
+from torch_ecrec.server.step import StepRule
+from torch_ecrec.storage import optim
+from torch_ecrec.storage.delta_log import DeltaLog
+from torch_ecrec.storage.shard import Shard
+from torch_ecrec.transport import wire
+from torch_ecrec.transport.wire import Answer, Refused
+
+if TYPE_CHECKING:
+    from torch_ecrec.server.service import Host
+
+Reply = Callable[[Answer], None]
+
+
+class Slot:
+    """One incarnation of one slot.
+
+    Args:
+        host: the server process it lives in.
+        job: what is trained.
+        index: which slot.
+        incarnation: which life of it.
+        incarnations: the incarnation of every slot, known from birth.
+        fresh: true at the start of a job: records get their initial values, parities encode them. False on the new
+            host of a lost slot: everything is missing until it is rebuilt.
+    """
+
+    def __init__(
+        self, host: Host, job: JobSpec, index: int, incarnation: int, incarnations: Sequence[int], fresh: bool
+    ) -> None:
+        self.host = host
+        self.job = job
+        self.index = index
+        self.incarnation = incarnation
+        self.settings: Settings = host.settings
+        self.code: LinearCode = host.code
+        self.layouts: tuple[Layout, ...] = host.layouts
+        first = self.layouts[0]
+        holders, sources = first.holders(index), first.sources(index)
+        self.rule = StepRule(
+            slot=index,
+            holders=holders,
+            sources=sources,
+            trainers=job.trainers,
+            incarnations=dict(enumerate(incarnations)),
+            confirmed=dict.fromkeys(holders, 0),
+            folded=dict.fromkeys(sources, 0) if fresh else {},
+            catch_up=dict.fromkeys(sources, 0) if fresh else {},
+        )
+        self.shards = [
+            Shard(layout.data_rows(index), layout.parity_rows(index), slab.dim, slab.width)
+            for slab, layout in zip(job.slabs, self.layouts, strict=True)
+        ]
+        self.log = DeltaLog(len(job.slabs))
+        self.pushes: dict[int, dict[int, wire.Push]] = {}
+        self.push_replies: dict[int, list[Reply]] = {}
+        self.merged: tuple[int, list[tuple[np.ndarray, np.ndarray]]] | None = None
+        self.waiting: list[tuple[Callable[[], Answer | None], Reply]] = []
+        self.snapshots: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+        self.ready = fresh
+        self.protection = Protection(self)
+        self.rebuild = Rebuild(self, whole=fresh)
+        if fresh:
+            self.initialise_()
+        else:
+            self.protection.adopt()
+
+    def initialise_(self) -> None:
+        """Gives every record its initial value and every parity the code of its stripe's initial values."""
+        for slab, layout, shard in zip(self.job.slabs, self.layouts, self.shards, strict=True):
+            positions = np.arange(layout.data_rows(self.index), dtype=np.int64)
+            self._fill_(slab, shard.records, layout.row_at(self.index, positions))
+            parities = np.arange(layout.parity_rows(self.index), dtype=np.int64)
+            for group in layout.group(self.index, True, parities):
+                j = group.member - layout.k
+                for member in range(layout.k):
+                    exists = layout.exists(group.base, member, group.rotations)
+                    stripes = group.rotations[exists] * layout.slots + group.base
+                    values = np.zeros((len(stripes), slab.width), dtype=np.float32)
+                    self._fill_(slab, values, stripes * layout.k + member)
+                    coefficient = self.code.coefficients[j, member]
+                    self.code.fold_(
+                        shard.parity,
+                        np.ascontiguousarray(parities[group.where][exists]),
+                        values.view(np.uint8),
+                        np.full(len(stripes), coefficient, dtype=np.uint8),
+                    )
+
+    def _fill_(self, slab: object, records: np.ndarray, rows: np.ndarray) -> None:
+        optim.initialise_(
+            records,
+            rows,
+            self.job.seed,
+            np.array(slab.first_rows, dtype=np.int64),
+            np.array([t.low for t in slab.tables], dtype=np.float32),
+            np.array([t.high for t in slab.tables], dtype=np.float32),
+            np.array(slab.table_indices, dtype=np.int64),
+            slab.dim,
+        )
+
+    # requests -----------------------------------------------------------------------------------
+
+    def handle(self, request: wire.Request, reply: Reply) -> None:
+        """Dispatches a request; `reply` is called now or when it can be answered."""
+        handlers: dict[type, Callable[..., None]] = {
+            wire.Lookup: self._on_lookup,
+            wire.Push: self._on_push,
+            wire.Snapshot: self._on_snapshot,
+            wire.Load: self._on_load,
+            wire.Export: self._on_export,
+            wire.Fold: self.protection.on_fold,
+            wire.Attach: self.protection.on_attach,
+            wire.Adopt: self.protection.on_adopt,
+            wire.Cut: self.protection.on_cut,
+            wire.Versions: self.protection.on_versions,
+            wire.Fetch: self.protection.on_fetch,
+            wire.FetchSnapshots: self._on_fetch_snapshots,
+        }
+        handlers[type(request)](request, reply)
+
+    def park(self, attempt: Callable[[], Answer | None], reply: Reply) -> None:
+        """Answers now if `attempt` yields an answer, else when it first does."""
+        answer = attempt() if self.ready else None
+        if answer is None:
+            self.waiting.append((attempt, reply))
+        else:
+            reply(answer)
+
+    def progress(self) -> None:
+        """Something changed: applies what can be applied and answers what can be answered."""
+        self.try_apply()
+        if not self.ready:
+            return
+        waiting, self.waiting = self.waiting, []
+        for attempt, reply in waiting:
+            self.park(attempt, reply)
+
+    def become_ready(self, cut: int, floor: int, log: DeltaLog) -> None:
+        """The new host of a lost slot knows the cut and the slot's own log before it: it serves from now on."""
+        self.log = log
+        self.rule.applied = self.rule.acknowledged = cut
+        self.rule.confirmed = dict.fromkeys(self.rule.holders, floor)
+        self.ready = True
+        self.host.tell({"type": "ready", "slot": self.index, "incarnation": self.incarnation})
+        self.protection.attach_all()
+        self.rebuild.start()
+        self.progress()
+
+    def die(self) -> None:
+        """This incarnation has been replaced: everyone who waits is told to ask again."""
+        self.ready = False
+        self.protection.stop()
+        self.rebuild.stop()
+        replies = [reply for _, reply in self.waiting] + [r for rs in self.push_replies.values() for r in rs]
+        self.waiting, self.push_replies = [], {}
+        for reply in replies:
+            reply(Refused(f"slot {self.index} moved"))
+
+    def _on_lookup(self, request: wire.Lookup, reply: Reply) -> None:
+        positions = [p.numpy() for p in request.positions]
+
+        def attempt() -> Answer | None:
+            before = request.step - 1
+            if self.rule.applied < before or self.rebuild.is_missing(positions):
+                return None
+            if before < self.log.floor and before < self.rule.applied:
+                return Refused(f"step {request.step} was looked up after it was forgotten")
+            weights = []
+            for s, (shard, rows) in enumerate(zip(self.shards, positions, strict=True)):
+                if self.rule.applied == before:
+                    weights.append(torch.from_numpy(shard.gather_weights(rows)))
+                else:
+                    records = self.records_as_of(s, rows, before)
+                    weights.append(torch.from_numpy(records.view(np.float32)[:, : self.job.slabs[s].dim].copy()))
+            return wire.Rows(weights)
+
+        self.park(attempt, reply)
+
+    def _on_push(self, request: wire.Push, reply: Reply) -> None:
+        rule = self.rule
+        rule.on_complete(request.trainer, request.complete)
+        if rule.is_acknowledged(request.step):
+            reply(wire.Acknowledged(request.step))
+        else:
+            self.push_replies.setdefault(request.step, []).append(reply)
+            if request.step > rule.applied:
+                self.pushes.setdefault(request.step, {})[request.trainer] = request
+                self.progress()
+        self.forget()
+
+    def _on_snapshot(self, request: wire.Snapshot, reply: Reply) -> None:
+        self.snapshots[request.step, request.trainer] = (request.header, request.payload)
+        reply(wire.Stored(request.step))
+
+    def _on_fetch_snapshots(self, _request: wire.FetchSnapshots, reply: Reply) -> None:
+        def attempt() -> Answer | None:
+            answer = wire.Snapshots()
+            for (step, trainer), (header, payload) in sorted(self.snapshots.items()):
+                answer.steps.append(step)
+                answer.trainers.append(trainer)
+                answer.headers.append(header)
+                answer.payloads.append(payload)
+            return answer
+
+        self.park(attempt, reply)
+
+    def _on_load(self, request: wire.Load, reply: Reply) -> None:
+        if self.rule.applied > 0 or not self.rebuild.whole:
+            reply(Refused(f"slot {self.index} is in training: initial values come too late"))
+            return
+        self.shards[request.slab].scatter_(request.positions.numpy(), request.records.numpy(), parity=request.parity)
+        reply(wire.Stored(0))
+
+    def _on_export(self, request: wire.Export, reply: Reply) -> None:
+        """Whole records as of a step; parities only when nothing is under way (they are for checks)."""
+        positions = request.positions.numpy()
+        asked = [positions if s == request.slab else positions[:0] for s in range(len(self.shards))]
+
+        def attempt() -> Answer | None:
+            if request.parity:
+                whole = self.rebuild.whole and all(step >= request.step for step in self.rule.folded.values())
+                parity = self.shards[request.slab].gather(positions, parity=True) if whole else None
+                return None if parity is None else wire.Records(torch.from_numpy(parity))
+            if self.rule.applied < request.step or self.rebuild.is_missing(asked):
+                return None
+            return wire.Records(torch.from_numpy(self.records_as_of(request.slab, positions, request.step)))
+
+        self.park(attempt, reply)
+
+    def records_as_of(self, slab: int, positions: np.ndarray, step: int) -> np.ndarray:
+        """(U, B) record bytes after `step`; raises LookupError if the log does not go back that far."""
+        records = self.shards[slab].gather(positions)
+        if step < self.rule.applied:
+            undo = self.log.changes(slab, positions, step, self.rule.applied)
+            if undo is not None:
+                np.bitwise_xor(records, undo, out=records)
+        return records
+
+    # steps --------------------------------------------------------------------------------------
+
+    def try_apply(self) -> None:
+        """Applies every step whose pushes are all here and whose records are all there, in order."""
+        while self.ready:
+            step = self.rule.applied + 1
+            got = self.pushes.get(step, {})
+            if len(got) < self.rule.trainers:
+                return
+            if self.merged is None or self.merged[0] != step:
+                self.merged = (step, self._merge(got))
+            merged = self.merged[1]
+            if self.rebuild.is_missing([positions for positions, _ in merged]):
+                return
+            rates = got[0].rates
+            deltas = []
+            for slab, shard, rate, (positions, gradients) in zip(self.job.slabs, self.shards, rates, merged, strict=True):
+                kind, eps = slab.optimizer.kind, slab.optimizer.eps
+                deltas.append(optim.update_(kind, shard.records, positions, gradients, rate, eps))
+            self.rule.on_applied(step)
+            self.log.append(step, [positions for positions, _ in merged], deltas)
+            self.merged = None
+            del self.pushes[step]
+            self.protection.on_applied(step)
+            self.acknowledge()
+
+    def _merge(self, got: dict[int, wire.Push]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Sums gradients of the same record in trainer order, so that the bits do not depend on who came first."""
+        return [
+            optim.merge([(got[i].positions[s].numpy(), got[i].gradients[s].numpy()) for i in sorted(got)])
+            for s in range(len(self.shards))
+        ]
+
+    def acknowledge(self) -> None:
+        """Tells the trainers what now survives r losses."""
+        if self.rule.acknowledge():
+            for step in [t for t in self.push_replies if self.rule.is_acknowledged(t)]:
+                for reply in self.push_replies.pop(step):
+                    reply(wire.Acknowledged(step))
+        self.forget()
+
+    def forget(self) -> None:
+        self.log.forget(self.rule.may_forget())
+        watermark = self.rule.watermark
+        for key in [key for key in self.snapshots if key[0] < watermark]:
+            del self.snapshots[key]
+
+    # reports ------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, object]:
+        """Figures for `torch-ecrec status`."""
+        return {
+            "slot": self.index,
+            "incarnation": self.incarnation,
+            "ready": self.ready,
+            "step": self.rule.applied,
+            "acknowledged": self.rule.acknowledged,
+            "watermark": self.rule.watermark,
+            "rebuilt": self.rebuild.done_fraction,
+            "record_bytes": sum(shard.bytes.nbytes for shard in self.shards),
+            "parity_bytes": sum(shard.parity.nbytes for shard in self.shards),
+            "log_bytes": self.log.bytes + self.protection.log_bytes,
+            "snapshot_bytes": sum(payload.numel() for _, payload in self.snapshots.values()),
+        }

@@ -1,0 +1,377 @@
+"""The control channel between the members and the coordinator: TCP, one JSON object per line, both ways.
+
+It carries membership, placements and status: small messages, some per second. What matters is that the end of a
+process is noticed at once: the kernel of a killed process closes its connections, so the other side sees the end within
+milliseconds. A host that vanishes is noticed by keepalive, in about 15 s. A process that hangs is not noticed here: that
+takes a lease.
+
+    server = ControlServer("127.0.0.1", 0, on_message, on_closed)     # in the coordinator
+    client = ControlClient(*server.address, on_message, on_closed, timeout_s=10)
+    client.send({"type": "hello"})          # the server calls on_message(connection, {"type": "hello"})
+    request(*server.address, {"type": "status"}, timeout_s=5)       # a question and its answer
+
+Invariants.
+- Everything of a server runs on the thread in `serve_forever`: its callbacks need no lock. What a callback raises ends
+  `serve_forever` with that error: a coordinator with half a change in its state must not go on.
+- A line that is not a JSON object, or is longer than `LINE_MOST_BYTES`, closes its connection, with a reason in the
+  log, and changes nothing else.
+- Nothing blocks for long: a peer that does not read is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch_ecrec.errors import ClusterUnavailable
+
+Message = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+LINE_MOST_BYTES = 64 << 20
+BACKLOG_MOST_BYTES = 64 << 20  # what may wait for a peer that does not read
+SEND_TIMEOUT_S = 5.0  # how long a member's `send` may block on a coordinator that does not read
+CHUNK_BYTES = 1 << 18
+RETRY_LEAST_S, RETRY_MOST_S = 0.02, 0.5
+
+
+class BadLine(ValueError):
+    """What arrived is not a line of this protocol."""
+
+
+def encode_line(message: Message) -> bytes:
+    """A message as a line. Raises TypeError or ValueError if it is not a JSON object."""
+    if not isinstance(message, dict):
+        raise TypeError(f"`message` must be a dict, got {type(message).__name__}")
+    return json.dumps(message, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+class Lines:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []  # of the line that has not ended yet
+        self._size = 0
+
+    def feed(self, data: bytes) -> Iterable[Message]:
+        """The messages that `data` completes. Raises BadLine after those before the bad one."""
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            self._add(end)
+            line, self._parts, self._size = b"".join(self._parts), [], 0
+            yield _parse(line)
+        self._add(rest)
+
+    def _add(self, part: bytes) -> None:
+        self._size += len(part)
+        if self._size > LINE_MOST_BYTES:
+            raise BadLine(f"a line of more than {LINE_MOST_BYTES} bytes")
+        self._parts.append(part)
+
+
+def _parse(line: bytes) -> Message:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"not JSON: {line[:80]!r}") from error
+    if not isinstance(message, dict):
+        raise BadLine(f"not a JSON object: {line[:80]!r}")
+    return message
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000)):
+        if hasattr(socket, option):  # not all systems have all of them
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+# the coordinator's side -----------------------------------------------------------------------------
+
+
+class Connection(asyncio.Protocol):
+    """One peer, as the server sees it. `tag` is free for the server's owner; None at first."""
+
+    def __init__(self, server: ControlServer) -> None:
+        self.tag: Any = None
+        self.peer = "?"  # host:port
+        self._server = server
+        self._lines = Lines()
+        self._transport: asyncio.Transport | None = None  # None before the connection and after its end
+
+    def send(self, message: Message) -> None:
+        """Sends a message; does nothing if the connection has ended. On the server's thread; never blocks."""
+        line = encode_line(message)
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(line)
+        if self._transport.get_write_buffer_size() > BACKLOG_MOST_BYTES:
+            log.warning("control channel: %s does not read; its connection is closed", self.peer)
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Ends the connection after what was sent; `on_closed` follows. On the server's thread."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.peer = "{}:{}".format(*transport.get_extra_info("peername")[:2])
+        _tune(transport.get_extra_info("socket"))
+        self._server._connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._lines.feed(data):
+                self._server._guard(self._server._on_message, self, message)
+                if self._transport is None or self._transport.is_closing():
+                    return
+        except BadLine as error:
+            log.warning("control channel: %s: %s; its connection is closed", self.peer, error)
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._server._connections.discard(self)
+        self._server._guard(self._server._on_closed, self)
+
+
+class ControlServer:
+    """Listens from construction on; serves in `serve_forever`.
+
+    Args:
+        host, port: where to listen; port 0 takes any that is free.
+        on_message: `on_message(connection, message)`.
+        on_closed: `on_closed(connection)`, once for every connection that was made, unless the server's own close ended it.
+
+    Raises:
+        OSError: nobody can listen there; the message says where.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        on_message: Callable[[Connection, Message], None],
+        on_closed: Callable[[Connection], None],
+    ) -> None:
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._connections: set[Connection] = set()
+        self._error: BaseException | None = None  # what a callback raised
+        try:
+            self._listener = socket.create_server((host, port), backlog=1024)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise OSError(error.errno, f"port {port} on {host} is in use") from error
+            raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._lock = threading.Lock()  # guards the two below
+        self._closed = False
+        self._serving = False
+
+    def call_soon(self, action: Callable[[], None]) -> None:
+        """Runs `action` on the server's thread. From any thread; does nothing after the server's end."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._guard, action)
+
+    def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Runs `action` on the server's thread in `delay_s`. From any thread; does nothing after the server's end."""
+        due_s = self._loop.time() + delay_s
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.call_at, due_s, self._guard, action)
+
+    def serve_forever(self) -> None:
+        """Serves on this thread until `close`. Raises what a callback raised. Once only."""
+        with self._lock:
+            if self._serving:
+                raise RuntimeError("`serve_forever` was called twice")
+            self._serving = True
+            if self._closed:
+                return
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Stops serving, soon, and frees the port. From any thread, callbacks included. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if not self._serving:
+                self._listener.close()
+                self._loop.close()
+                return
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    async def _serve(self) -> None:
+        server = await self._loop.create_server(lambda: Connection(self), sock=self._listener)
+        try:
+            await self._stop.wait()
+        finally:
+            server.close()
+            with self._lock:
+                self._closed = True
+            for connection in list(self._connections):
+                connection.close()
+            await asyncio.sleep(0)  # one round, in which connections that owe nothing are closed
+            for connection in list(self._connections):
+                if connection._transport is not None:
+                    connection._transport.abort()
+            await asyncio.sleep(0)
+
+    def _guard(self, action: Callable[..., None], *args: Any) -> None:
+        if self._closed:
+            return
+        try:
+            action(*args)
+        except BaseException as error:
+            self._error = error
+            self._stop.set()
+
+
+# the members' side ----------------------------------------------------------------------------------
+
+
+def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """A connection, tried for until `timeout_s` is over, since the coordinator may be starting."""
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = RETRY_LEAST_S
+    while True:
+        try:
+            sock = socket.create_connection((host, port), timeout=max(deadline_s - time.monotonic(), 0.001))
+            _tune(sock)
+            return sock
+        except OSError as error:
+            if time.monotonic() + pause_s > deadline_s:
+                reason = error.strerror or str(error)
+                raise ClusterUnavailable(f"no coordinator at {host}:{port} within {timeout_s:g} s: {reason}") from error
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, RETRY_MOST_S)
+
+
+class ControlClient:
+    """A member's connection to the coordinator. Connects on construction.
+
+    Args:
+        host, port: the coordinator's.
+        on_message: `on_message(message)`, on the client's own thread.
+        on_closed: `on_closed(reason)`, on the same thread, once and last, unless `close` ended the connection.
+        timeout_s: how long to try to connect.
+
+    Raises:
+        ClusterUnavailable: nobody answered within `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        on_message: Callable[[Message], None],
+        on_closed: Callable[[str], None],
+        timeout_s: float,
+    ) -> None:
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._sock = _connect(host, port, timeout_s)
+        self._sock.settimeout(None)
+        seconds, rest = divmod(SEND_TIMEOUT_S, 1)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
+        self._sending = threading.Lock()  # keeps lines whole
+        self._closed = False  # by `close`; only grows
+        self._reason = "the coordinator closed the connection"  # told when the connection ends
+        self._reader = threading.Thread(target=self._read, name="control-client", daemon=True)
+        self._reader.start()
+
+    def send(self, message: Message) -> None:
+        """Sends a message; if the connection has ended, nothing happens but `on_closed`. From any thread."""
+        line = encode_line(message)
+        with self._sending:
+            try:
+                self._sock.sendall(line)
+            except OSError as error:  # a part of the line may be out: nothing can follow it
+                if not self._closed:
+                    self._reason = f"cannot send to the coordinator: {error.strerror or error}"
+                self._shut()
+
+    def close(self) -> None:
+        """Ends the connection without a call of `on_closed`. From any thread. May be called again."""
+        self._closed = True
+        self._shut()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended already
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        reason = None
+        lines = Lines()
+        try:
+            while data := self._sock.recv(CHUNK_BYTES):
+                for message in lines.feed(data):
+                    if self._closed:
+                        break
+                    self._on_message(message)
+        except BadLine as error:
+            reason = f"the coordinator sent {error}"
+            log.warning("control channel: %s", reason)
+        except OSError as error:
+            reason = f"the connection to the coordinator broke: {error.strerror or error}"
+        except Exception as error:  # the seam: it would vanish with this thread
+            reason = f"error in a message handler: {error!r}"
+            log.exception("control channel: %s", reason)
+        self._shut()
+        with self._sending:
+            self._sock.close()
+        if not self._closed:
+            self._on_closed(reason or self._reason)
+
+
+def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
+    """Asks one question on a connection of its own and returns the answer.
+
+    Raises:
+        ClusterUnavailable: no answer within `timeout_s`.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    where = f"the coordinator at {host}:{port}"
+    lines = Lines()
+    with _connect(host, port, timeout_s) as sock:
+        try:
+            sock.settimeout(max(deadline_s - time.monotonic(), 0.001))
+            sock.sendall(encode_line(message))
+            while True:
+                sock.settimeout(max(deadline_s - time.monotonic(), 0.001))
+                data = sock.recv(CHUNK_BYTES)
+                if not data:
+                    raise ClusterUnavailable(f"{where} closed the connection without an answer")
+                for answer in lines.feed(data):
+                    return answer
+        except TimeoutError as error:
+            raise ClusterUnavailable(f"{where} did not answer within {timeout_s:g} s") from error
+        except (OSError, BadLine) as error:
+            raise ClusterUnavailable(f"{where}: {error}") from error

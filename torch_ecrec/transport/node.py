@@ -1,0 +1,189 @@
+"""A process on the data plane: one lock, an outbox, and calls to slots that are made again until they are answered.
+
+Everything that a node does happens inside `run`: a message that arrives, an answer, a timer, a call from the user's
+thread. State needs no other lock. What a node wants done outside (calls, answers, timers) goes into the outbox and is
+done after the lock is released, so no lock is ever held across a call and two nodes in one process cannot deadlock.
+
+The same code runs over RPC (threads, real time) and in the simulated cluster (one thread, virtual time): both are a `Port`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch_ecrec.transport.wire import Answer, Ok, Outcome, Placement, Refused, Request
+
+RETRY_S = 0.02  # pause before a call that failed is made again
+RETRY_MOST_S = 0.5
+
+
+class Port(Protocol):
+    """What a node needs of the world. None of these blocks or raises for network conditions."""
+
+    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None: ...
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None: ...
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends `message` to the coordinator."""
+
+
+class Exchange:
+    """One request to a slot, wherever it lives, repeated until it is answered or cancelled.
+
+    Not repeated across incarnations when it was made for one in particular: `lost` is called instead.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        slot: int,
+        make: Callable[[int], Request],
+        done: Callable[[Answer], None],
+        bound_to: int | None,
+        lost: Callable[[], None] | None,
+    ) -> None:
+        self.node, self.slot, self.make, self.done, self.bound_to, self.lost = node, slot, make, done, bound_to, lost
+        self.attempt = 0  # only the newest attempt may ask for another
+        self.failures = 0
+        self.incarnation = -1
+
+    def send(self) -> None:
+        placement = self.node.placement
+        place = placement.slots[self.slot] if placement is not None else None
+        if place is None or (self.bound_to is not None and place.incarnation < self.bound_to):
+            self.node.later(RETRY_S, self._retry_of(self.attempt))  # the placement that names it is on its way
+            return
+        if self.bound_to is not None and place.incarnation > self.bound_to:
+            self._end()
+            if self.lost is not None:
+                self.lost()
+            return
+        self.attempt += 1
+        self.incarnation = place.incarnation
+        attempt = self.attempt
+        request = self.make(place.incarnation)
+        self.node.call(place.server, request, lambda outcome: self._on_outcome(attempt, outcome))
+
+    def cancel(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self.node.exchanges.pop(self, None)
+
+    def _on_outcome(self, attempt: int, outcome: Outcome) -> None:
+        if self not in self.node.exchanges:
+            return
+        if isinstance(outcome, Ok) and not isinstance(outcome.answer, Refused):
+            self._end()
+            self.done(outcome.answer)
+        elif attempt == self.attempt:
+            self.failures += 1
+            delay_s = min(RETRY_S * 2 ** min(self.failures - 1, 6), RETRY_MOST_S)
+            self.node.later(delay_s, self._retry_of(attempt))
+
+    def _retry_of(self, attempt: int) -> Callable[[], None]:
+        def retry() -> None:
+            if self in self.node.exchanges and attempt == self.attempt:
+                self.send()
+
+        return retry
+
+
+class Node:
+    """Base of server and client processes.
+
+    Args:
+        name: the process's name in the placement and on the network.
+        port: the way out.
+        call_timeout_s: a call not answered by then counts as unknown.
+    """
+
+    def __init__(self, name: str, port: Port, call_timeout_s: float) -> None:
+        self.name = name
+        self.port = port
+        self.call_timeout_s = call_timeout_s
+        self.placement: Placement | None = None
+        self.exchanges: dict[Exchange, None] = {}  # in order of creation
+        self._lock = threading.Lock()
+        self._outbox: list[Callable[[], None]] = []
+
+    def run(self, action: Callable[..., None], *args: Any) -> None:
+        """Runs `action` as this node, then does what it put into the outbox. Not reentrant."""
+        with self._lock:
+            try:
+                action(*args)
+            finally:
+                effects, self._outbox = self._outbox, []
+        for effect in effects:
+            effect()
+
+    # inside run ---------------------------------------------------------------------------------
+
+    def emit(self, effect: Callable[[], None]) -> None:
+        self._outbox.append(effect)
+
+    def call(self, peer: str, request: Request, done: Callable[[Outcome], None]) -> None:
+        if peer == self.name:
+            self.emit(lambda: self.handle(request, lambda answer: self.run(done, Ok(answer))))
+        else:
+            self.emit(lambda: self.port.call(peer, request, self.call_timeout_s, lambda o: self.run(done, o)))
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.emit(lambda: self.port.later(delay_s, lambda: self.run(action)))
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self.emit(lambda: self.port.tell(message))
+
+    def ask(
+        self,
+        slot: int,
+        make: Callable[[int], Request],
+        done: Callable[[Answer], None],
+        *,
+        bound_to: int | None = None,
+        lost: Callable[[], None] | None = None,
+    ) -> Exchange:
+        """Asks a slot until it answers.
+
+        Args:
+            slot: whom.
+            make: builds the request for a given incarnation of the slot.
+            done: called once, inside `run`, with an answer that is not `Refused`.
+            bound_to: only this incarnation is meant; when it has been replaced, `lost` is called and nothing is sent.
+        """
+        exchange = Exchange(self, slot, make, done, bound_to, lost)
+        self.exchanges[exchange] = None
+        exchange.send()
+        return exchange
+
+    def ask_once(self, slot: int, make: Callable[[int], Request], done: Callable[[Answer | None], None]) -> None:
+        """Asks a slot once; `done` gets its answer, or None if it refused or could not be reached."""
+        assert self.placement is not None
+        place = self.placement.slots[slot]
+
+        def on_outcome(outcome: Outcome) -> None:
+            answer = outcome.answer if isinstance(outcome, Ok) else None
+            done(None if isinstance(answer, Refused) else answer)
+
+        self.call(place.server, make(place.incarnation), on_outcome)
+
+    def place(self, placement: Placement) -> bool:
+        """Takes a newer placement; what was under way to slots that moved is sent again. True if it was newer."""
+        old = self.placement
+        if old is not None and placement.epoch <= old.epoch:
+            return False
+        self.placement = placement
+        for exchange in list(self.exchanges):
+            if exchange in self.exchanges and exchange.incarnation != placement.slots[exchange.slot].incarnation:
+                exchange.failures = 0
+                exchange.send()
+        return True
+
+    # outside run --------------------------------------------------------------------------------
+
+    def handle(self, request: Request, reply: Callable[[Answer], None]) -> None:
+        """A request from another process. `reply` is called once, at any later time."""
+        raise NotImplementedError(f"{type(self).__name__} serves no requests")

@@ -1,0 +1,49 @@
+"""One thread that does things later: retries and pauses of a node."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable
+
+
+class Timers:
+    """Runs actions after a delay, on one daemon thread, in order of their time.
+
+    Args:
+        on_error: gets what an action raised; the thread goes on.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self._on_error = on_error
+        self._changed = threading.Condition()  # guards all below
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._closed = False
+        threading.Thread(target=self._run, name="timers", daemon=True).start()
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        with self._changed:
+            self._count += 1
+            heapq.heappush(self._due, (time.monotonic() + delay_s, self._count, action))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """What is not due yet is not done."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (not self._due or self._due[0][0] > time.monotonic()):
+                    self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
+                if self._closed:
+                    return
+                action = heapq.heappop(self._due)[2]
+            try:
+                action()
+            except Exception as error:  # the seam: a failed action must not stop the others
+                self._on_error(error)
