@@ -233,7 +233,7 @@ class Layout:
         return np.asarray(rotations_G, dtype=np.int64) * per_rotation + self.member_rank[base, member]
 
     def exists(self, base: int, member: int, rotations_G: Integers) -> NDArray[np.bool_]:
-        """Whether the member exists, (G,) bool: False for missing members of the last stripe and for stripes past the end."""
+        """Whether the member exists, (G,) bool: False for what the last stripe lacks and for stripes past the end."""
         self._check_member(base, member)
         stripes_G = np.asarray(rotations_G, dtype=np.int64) * self.slots + base
         if member >= self.k:
@@ -282,3 +282,8 @@ class Layout:
     def _check_member(self, base: int, member: int) -> None:
         require(0 <= base < self.slots, f"`base` must be in 0..{self.slots - 1}, got {base}")
         require(0 <= member < self.n, f"`member` must be in 0..{self.n - 1}, got {member}")
+
+
+def warm() -> None:
+    """Compiles or loads the kernel."""
+    Layout(1, 1, 0, 1).locate(np.zeros(1, np.int64))

@@ -1,9 +1,9 @@
 """The control channel between the members and the coordinator: TCP, one JSON object per line, both ways.
 
 It carries membership, placements and status: small messages, some per second. What matters is that the end of a
-process is noticed at once: the kernel of a killed process closes its connections, so the other side sees the end within
-milliseconds. A host that vanishes is noticed by keepalive, in about 15 s. A process that hangs is not noticed here: that
-takes a lease.
+process is noticed at once: the kernel of a killed process closes its connections, so the other side sees the end
+within milliseconds. A host that vanishes is noticed by keepalive, in about 15 s. A process that hangs is not noticed
+here: that takes a lease.
 
     server = ControlServer("127.0.0.1", 0, on_message, on_closed)     # in the coordinator
     client = ControlClient(*server.address, on_message, on_closed, timeout_s=10)
@@ -157,7 +157,7 @@ class ControlServer:
     Args:
         host, port: where to listen; port 0 takes any that is free.
         on_message: `on_message(connection, message)`.
-        on_closed: `on_closed(connection)`, once for every connection that was made, unless the server's own close ended it.
+        on_closed: `on_closed(connection)`, once for every connection that ended before the server's own close.
 
     Raises:
         OSError: nobody can listen there; the message says where.
@@ -206,8 +206,14 @@ class ControlServer:
             self._serving = True
             if self._closed:
                 return
+        task = self._loop.create_task(self._serve())
         try:
-            self._loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(task)
+        except BaseException:  # Ctrl-C: end in order, then let it pass
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(task)
+            raise
         finally:
             self._loop.close()
         if self._error is not None:

@@ -26,13 +26,14 @@ Not done here: retries, leases, the choice of members. A hung peer is noticed by
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import inspect
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -191,8 +192,7 @@ class RpcTransport:
         threads: RPC threads. They run `handle` and most `done`s, so neither should block for long.
         on_error: gets what `handle`, `done` or the encoding of an answer raised; logged if not given.
 
-    `join` and `close` wait for handlers and `done`s that run: call them neither from these nor with a lock held that
-    these need.
+    `join` and `close` wait for handlers and `done`s that run: do not call them with a lock held that these need.
     """
 
     def __init__(
@@ -210,6 +210,7 @@ class RpcTransport:
         self._handle = handle
         self._threads = threads
         self._on_error = on_error
+        self._callback = threading.local()  # .runs: this thread is in `handle` or `done`
         self._joining = threading.Lock()  # held by the join or close under way; taken before _gate
         self._gate = threading.Condition()  # guards all below
         self._world: World | None = None  # where calls go; None between generations
@@ -298,10 +299,20 @@ class RpcTransport:
         self._finish(done, outcome)
 
     def _finish(self, done: Callable[[Outcome], None], outcome: Outcome) -> None:
+        with self._in_callback():
+            try:
+                done(outcome)
+            except Exception as error:  # the seam: it would vanish in torch's thread
+                self._report(error)
+
+    @contextlib.contextmanager
+    def _in_callback(self) -> Iterator[None]:
+        outer = getattr(self._callback, "runs", False)
+        self._callback.runs = True
         try:
-            done(outcome)
-        except Exception as error:  # the seam: it would vanish in torch's thread
-            self._report(error)
+            yield
+        finally:
+            self._callback.runs = outer
 
     # requests ---------------------------------------------------------------------------------------
 
@@ -310,11 +321,12 @@ class RpcTransport:
         if generation != self._serving:
             reply(Refused(f"not in generation {generation}"))
             return
-        try:
-            self._handle(decode(encoded, REQUESTS), reply)
-        except Exception as error:  # the seam: the caller gets a reason instead of waiting for its timeout
-            self._report(error)
-            reply.unless_replied(Refused(f"internal: {_first_line(error)}"))
+        with self._in_callback():
+            try:
+                self._handle(decode(encoded, REQUESTS), reply)
+            except Exception as error:  # the seam: the caller gets a reason instead of waiting for its timeout
+                reply.unless_replied(Refused(f"internal: {_first_line(error)}"))
+                self._report(error)
 
     def _answer(self, generation: int, answer: Answer, future: Future[Encoded]) -> None:
         try:
@@ -363,8 +375,10 @@ class RpcTransport:
         Raises:
             ClusterUnavailable: not formed within `timeout_s`, or overtaken. Join a higher generation next.
             ValueError: `generation` or `members` cannot be.
-            RuntimeError: torch RPC of this process is in other hands.
+            RuntimeError: called from `handle` or `done`, or torch RPC of this process is in other hands.
         """
+        if getattr(self._callback, "runs", False):
+            raise RuntimeError("`join` was called from `handle` or `done`, which it would wait for")
         world = World(generation, tuple(members), {})
         if self.name not in world.members or len(set(world.members)) != len(world.members):
             raise ValueError(f"`members` must be different names, {self.name} among them, got {list(members)}")
@@ -389,10 +403,16 @@ class RpcTransport:
                 raise ClusterUnavailable(f"generation {generation} was not formed: {_first_line(error)}") from error
 
     def close(self) -> None:
-        """Leaves the cluster for good. Calls under way end as `Unknown`. May be called again."""
+        """Leaves the cluster for good. Calls under way end as `Unknown`. May be called again.
+
+        Called from `handle` or `done` it does not wait: the cluster is left soon after.
+        """
         global _active
         with self._gate:
             self._closed = True
+        if getattr(self._callback, "runs", False):
+            threading.Thread(target=self.close, name="rpc-close").start()
+            return
         with self._joining:
             self._leave()
             if _active is self:

@@ -1,0 +1,265 @@
+"""A member process for tests of the RPC transport. Commands come as JSON lines on stdin, answers go to stdout.
+
+Run: python rpc_child.py NAME STORE_PORT
+
+What its handler does with a request depends on the request's slot:
+
+    slot < 100      answers with the slot-th answer class's sample, if the request equals its own class's sample
+    PROMPT          answers `VersionsAre` at once
+    LATE            answers when told to `release`, from another thread
+    NEVER           keeps the request
+    RAISES          raises ValueError("boom")
+    BAD_ANSWER      answers with a message that cannot be sent
+    TWICE           answers twice
+    CLOSES          closes its transport from the handler, then answers
+"""
+
+import dataclasses
+import faulthandler
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import typing
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.transport import wire
+from torch_ecrec.transport.rpc import ANSWERS, REQUESTS, RpcTransport
+
+PROMPT, LATE, NEVER, RAISES, BAD_ANSWER, TWICE, CLOSES = range(100, 107)
+REQUEST_CLASSES = [cls for name, cls in sorted(REQUESTS.items()) if cls is not wire.Request]
+ANSWER_CLASSES = [cls for name, cls in sorted(ANSWERS.items()) if cls is not wire.Answer]
+
+
+def sample(cls: type, **given: Any) -> Any:
+    """A message with every field filled according to its type, the same in every process."""
+    hints = typing.get_type_hints(cls)
+    values = {field.name: _fill(hints[field.name], seed) for seed, field in enumerate(dataclasses.fields(cls))}
+    return cls(**{**values, **given})
+
+
+def _fill(hint: Any, seed: int) -> Any:
+    if hint is torch.Tensor:
+        return _tensor(seed)
+    if hint in (int, float, str, bool):
+        return {int: 2**40 + seed, float: math.pi + seed, str: f"text {seed} \u00e4", bool: seed % 2 == 1}[hint]
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        return [_fill(parts[0], seed + i) for i in range(3 + seed % 2)]
+    if origin is dict:
+        return {i: _fill(parts[1], seed + i) for i in range(4)}
+    if type(None) in parts:
+        return None if seed % 2 else _fill(parts[0], seed)
+    raise TypeError(f"no sample of {hint}")
+
+
+def _tensor(seed: int) -> torch.Tensor:
+    numbers = torch.arange(60, dtype=torch.float32).mul(1.7).sub(seed)
+    return [
+        numbers.view(6, 10),
+        torch.arange(seed, seed + 7, dtype=torch.int64),
+        numbers.view(torch.uint8).view(-1, 16)[:3],  # a small part of its storage
+        torch.empty((0, 5)),
+        numbers.view(6, 10).t()[::2],  # strided
+        torch.nn.Parameter(numbers[:10].clone()),
+        torch.tensor([float("nan"), -0.0, float("inf")]),
+    ][seed % 7]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type, and bit for bit where there are tensors."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return (
+            a.dtype == b.dtype and a.shape == b.shape and a.detach().numpy().tobytes() == b.detach().numpy().tobytes()
+        )
+    if type(a) is not type(b):
+        return False
+    if dataclasses.is_dataclass(a):
+        return all(same(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a))
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+class Child:
+    def __init__(self, name: str, store_port: int) -> None:
+        self.store = ("127.0.0.1", store_port)
+        self.errors: list[str] = []
+        self.kept: list[Any] = []  # replies not made yet
+        self.handled = threading.Condition()  # guards kept and errors
+        self.out = threading.Lock()
+        self.hammering = False
+        self.hammers: list[threading.Thread] = []
+        self.transport = RpcTransport(name, self.handle, on_error=self.on_error)
+
+    def handle(self, request: Any, reply: Any) -> None:
+        if request.slot < 100:
+            equal = same(request, sample(type(request), slot=request.slot))
+            reply(sample(ANSWER_CLASSES[request.slot]) if equal else wire.Refused(f"differs: {request}"))
+        elif request.slot == PROMPT:
+            reply(wire.VersionsAre({1: 2}, True))
+        elif request.slot in (LATE, NEVER):
+            with self.handled:
+                self.kept.append(reply)
+                self.handled.notify_all()
+        elif request.slot == RAISES:
+            raise ValueError("boom")
+        elif request.slot == BAD_ANSWER:
+            reply(wire.Records(object()))  # type: ignore[arg-type]
+        elif request.slot == TWICE:
+            reply(wire.Acknowledged(1))
+            reply(wire.Acknowledged(2))
+        elif request.slot == CLOSES:
+            self.transport.close()
+            reply(wire.Acknowledged(1))
+
+    def on_error(self, error: BaseException) -> None:
+        with self.handled:
+            self.errors.append(repr(error))
+            self.handled.notify_all()
+
+    def call(self, peer: str, request: Any, timeout_s: float) -> wire.Outcome:
+        ended = threading.Event()
+        outcomes: list[wire.Outcome] = []
+
+        def done(outcome: wire.Outcome) -> None:
+            outcomes.append(outcome)
+            ended.set()
+
+        self.transport.call(peer, request, timeout_s, done)
+        if not ended.wait(timeout_s + 20):
+            raise TimeoutError(f"`done` was not called: {peer} {request}")
+        (outcome,) = outcomes
+        return outcome
+
+    # commands: each runs on its own thread and returns what is printed
+
+    def do_join(self, generation: int, members: list[str], timeout_s: float, store_port: int | None = None) -> Any:
+        store = self.store if store_port is None else ("127.0.0.1", store_port)
+        start_s = time.monotonic()
+        try:
+            self.transport.join(generation, members, store, timeout_s)
+        except ClusterUnavailable as error:
+            return {"error": str(error), "took_s": time.monotonic() - start_s}
+        return {"error": None, "took_s": time.monotonic() - start_s}
+
+    def do_call(self, peer: str, slot: int, timeout_s: float) -> Any:
+        start_s = time.monotonic()
+        outcome = self.call(peer, wire.Versions(slot, 0), timeout_s)
+        reason = outcome.answer if isinstance(outcome, wire.Ok) else outcome.reason
+        return {"outcome": type(outcome).__name__, "detail": str(reason), "took_s": time.monotonic() - start_s}
+
+    def do_round_trips(self, peer: str) -> Any:
+        """All requests and answers; returns the classes that came through and what did not."""
+        through, wrong = set(), []
+        for i in range(max(len(REQUEST_CLASSES), len(ANSWER_CLASSES))):
+            request = sample(REQUEST_CLASSES[i % len(REQUEST_CLASSES)], slot=i % len(ANSWER_CLASSES))
+            expected = sample(ANSWER_CLASSES[request.slot])
+            outcome = self.call(peer, request, 10)
+            if isinstance(outcome, wire.Ok) and same(outcome.answer, expected):
+                through |= {type(request).__name__, type(expected).__name__}
+            else:
+                wrong.append(f"{request}: {outcome}")
+        return {"through": sorted(through), "wrong": wrong}
+
+    def do_wait_kept(self, count: int) -> Any:
+        """Returns when `count` requests wait for their answer."""
+        with self.handled:
+            return self.handled.wait_for(lambda: len(self.kept) >= count, 20)
+
+    def do_release(self) -> Any:
+        with self.handled:
+            kept, self.kept = self.kept, []
+        for reply in kept:
+            reply(wire.VersionsAre({}, False))
+        return len(kept)
+
+    def do_hammer(self, peers: list[str]) -> Any:
+        """Starts a thread per peer that calls it all the time."""
+        self.hammering = True
+        self.counts = {peer: {"Ok": 0, "Failed": 0, "Unknown": 0} for peer in peers}
+        self.progress = threading.Condition()
+        self.hammers = [threading.Thread(target=self._hammer, args=(peer,), daemon=True) for peer in peers]
+        for thread in self.hammers:
+            thread.start()
+
+    def _hammer(self, peer: str) -> None:
+        while self.hammering:
+            outcome = self.call(peer, wire.Versions(PROMPT, 0), 5)
+            with self.progress:
+                self.counts[peer][type(outcome).__name__] += 1
+                self.progress.notify_all()
+                if not isinstance(outcome, wire.Ok):
+                    self.progress.wait(0.005)
+
+    def do_wait_hammered(self, peer: str, more: int) -> Any:
+        """Returns when `peer` has answered that many more calls."""
+        with self.progress:
+            least = self.counts[peer]["Ok"] + more
+            return self.progress.wait_for(lambda: self.counts[peer]["Ok"] >= least, 20)
+
+    def do_stop_hammer(self) -> Any:
+        self.hammering = False
+        for thread in self.hammers:
+            thread.join(20)
+        return self.counts
+
+    def do_status(self) -> Any:
+        return {
+            "generation": self.transport.generation,
+            "members": self.transport.members,
+            "bytes_sent": self.transport.bytes_sent,
+            "calls": len(self.transport._calls),
+            "threads": len(os.listdir("/proc/self/task")),
+        }
+
+    def do_wait_errors(self, count: int) -> Any:
+        with self.handled:
+            self.handled.wait_for(lambda: len(self.errors) >= count, 20)
+            errors, self.errors = self.errors, []
+            return errors
+
+    def do_default_group(self, rank: int, world: int) -> Any:
+        store = dist.PrefixStore("group", dist.TCPStore(*self.store, is_master=False, wait_for_workers=False))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+    def do_all_reduce(self) -> Any:
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        return ones.tolist()
+
+    def do_close(self) -> Any:
+        self.transport.close()
+
+    def run(self, command: dict[str, Any]) -> None:
+        arguments = {key: value for key, value in command.items() if key not in ("id", "do")}
+        try:
+            answer = {"id": command["id"], "value": getattr(self, f"do_{command['do']}")(**arguments)}
+        except Exception as error:
+            answer = {"id": command["id"], "raised": repr(error)}
+        with self.out:
+            print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # the test asks for the stacks before it gives up
+    child = Child(sys.argv[1], int(sys.argv[2]))
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "end":  # the main thread returns; what still runs must not keep or crash the process
+            break
+        threading.Thread(target=child.run, args=(command,), daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

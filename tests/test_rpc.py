@@ -1,0 +1,443 @@
+"""The RPC transport with real processes (rpc_child.py): messages, outcomes, generations formed while members die."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rpc_child import (
+    ANSWER_CLASSES,
+    BAD_ANSWER,
+    CLOSES,
+    LATE,
+    NEVER,
+    PROMPT,
+    RAISES,
+    REQUEST_CLASSES,
+    TWICE,
+    same,
+    sample,
+)
+
+from torch_ecrec.transport import wire
+from torch_ecrec.transport.rpc import ANSWERS, REQUESTS, RpcTransport, decode, encode
+
+REPO = Path(__file__).resolve().parent.parent
+WAIT_S = 60.0  # for anything at all; a child's start takes some seconds on a busy machine
+PROMPTLY_S = 2.0
+
+
+class Child:
+    """A member process, and the commands it is given."""
+
+    def __init__(self, name: str, store_port: int) -> None:
+        self.name = name
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the child has failed
+        self.process = subprocess.Popen(
+            [sys.executable, str(REPO / "tests" / "rpc_child.py"), name, str(store_port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        )
+        self.ids = itertools.count()
+        self.news = threading.Condition()
+        self.answers: dict[int, dict[str, Any]] = {}
+        self.ended = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            answer = json.loads(line)
+            with self.news:
+                self.answers[answer["id"]] = answer
+                self.news.notify_all()
+        with self.news:
+            self.ended = True
+            self.news.notify_all()
+
+    def start(self, do: str, **arguments: Any) -> int:
+        """Gives a command; its answer is had with `answer`."""
+        number = next(self.ids)
+        assert self.process.stdin is not None
+        print(json.dumps({"id": number, "do": do, **arguments}), file=self.process.stdin, flush=True)
+        return number
+
+    def answer(self, number: int) -> Any:
+        with self.news:
+            come = self.news.wait_for(lambda: number in self.answers or self.ended, WAIT_S)
+            answer = self.answers.pop(number, None)
+        if answer is None:
+            raise AssertionError(f"{self.name} {'ended' if come else 'hangs'}\n{self.stacks()}")
+        if "raised" in answer:
+            raise AssertionError(f"{self.name}: {answer['raised']}\n{self.stacks()}")
+        return answer["value"]
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        return self.answer(self.start(do, **arguments))
+
+    def call(self, peer: "Child | str", slot: int, timeout_s: float = 20) -> Any:
+        return self.ask("call", peer=getattr(peer, "name", peer), slot=slot, timeout_s=timeout_s)
+
+    def stacks(self) -> str:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)
+            with self.news:
+                self.news.wait_for(lambda: self.ended, 1)
+        self.log.seek(0)
+        return f"exit code {self.process.poll()}\n{self.log.read()[-8000:]}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+    def end(self) -> int:
+        """Lets the main thread return; the exit code."""
+        self.start("end")
+        return self.process.wait(WAIT_S)
+
+
+class Cluster:
+    """Children that live through all tests of this module, in one new generation after another."""
+
+    def __init__(self) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.generation = 0
+        self.names = (f"n{i}" for i in itertools.count())
+        self.children: list[Child] = []
+
+    def take(self, count: int) -> list[Child]:
+        """That many living children, started if need be."""
+        self.children = [child for child in self.children if child.process.poll() is None]
+        while len(self.children) < count:
+            self.another()
+        return self.children[:count]
+
+    def another(self) -> Child:
+        child = Child(next(self.names), self.store.port)
+        self.children.append(child)
+        return child
+
+    def next_generation(self) -> int:
+        self.generation += 1
+        return self.generation
+
+    def start_join(self, children: list[Child], members: list[str], timeout_s: float = 30, **more: Any) -> list[int]:
+        arguments = {"generation": self.next_generation(), "members": members, "timeout_s": timeout_s, **more}
+        return [child.start("join", **arguments) for child in children]
+
+    def form(self, children: list[Child], timeout_s: float = 30, **more: Any) -> float:
+        """Forms the next generation of these; the time it took the slowest."""
+        numbers = self.start_join(children, [child.name for child in children], timeout_s, **more)
+        results = [child.answer(number) for child, number in zip(children, numbers, strict=True)]
+        assert [result["error"] for result in results] == [None] * len(children)
+        return max(result["took_s"] for result in results)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    try:
+        cluster.take(4)
+        yield cluster
+    finally:
+        for child in cluster.children:
+            child.kill()
+            child.log.close()
+
+
+# messages -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [*REQUEST_CLASSES, *ANSWER_CLASSES], ids=lambda cls: cls.__name__)
+def test_encode_gives_plain_values_and_decode_the_message(cls: type) -> None:
+    message = sample(cls)
+    encoded, size = encode(message)
+    tensors: list[torch.Tensor] = []
+
+    def check(value: Any) -> None:
+        if type(value) is torch.Tensor:
+            tensors.append(value)
+        elif type(value) in (list, tuple):
+            for item in value:
+                check(item)
+        elif type(value) is dict:
+            check(list(value))
+            check(list(value.values()))
+        else:
+            assert type(value) in (int, float, str, bool, type(None))
+
+    check(encoded)
+    assert size == sum(tensor.nbytes for tensor in tensors)
+    assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in tensors)
+    assert all(tensor.untyped_storage().nbytes() <= 1.25 * tensor.nbytes for tensor in tensors)
+    assert same(decode(encoded, {**REQUESTS, **ANSWERS}), message)
+
+
+def test_only_messages_are_encoded_and_decoded() -> None:
+    with pytest.raises(TypeError, match="SlotPlace"):
+        encode(wire.SlotPlace("a", 1, True))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="plain values and tensors, got object"):
+        encode(wire.Records(object()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown message 'Placement'"):
+        decode(("Placement", (1, ())), REQUESTS)
+    with pytest.raises(ValueError, match="unknown message 'Rows'"):
+        decode(("Rows", ([],)), REQUESTS)
+
+
+def test_large_tensors_are_not_copied() -> None:
+    records = torch.zeros(1000, 64, dtype=torch.uint8)
+    (_, values), size = encode(wire.Records(records))
+    assert values[0].data_ptr() == records.data_ptr()
+    assert size == 64_000
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="`name`"):
+        RpcTransport("a b", lambda request, reply: None)
+    transport = RpcTransport("a", lambda request, reply: None)
+    with pytest.raises(ValueError, match="a among them"):
+        transport.join(1, ["b", "c"], ("127.0.0.1", 1), 1)
+    with pytest.raises(ValueError, match="`generation` must be higher than 0"):
+        transport.join(0, ["a"], ("127.0.0.1", 1), 1)
+    outcomes: list[wire.Outcome] = []
+    transport.call("b", wire.Versions(0, 0), 1, outcomes.append)
+    assert outcomes == [wire.Failed("between generations")]
+    transport.close()
+
+
+def test_every_message_crosses(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    cluster.form([a, b])
+    for sender, receiver in ((a, b), (b, a), (a, a)):
+        result = sender.ask("round_trips", peer=receiver.name)
+        assert result["wrong"] == []
+        assert result["through"] == sorted(cls.__name__ for cls in [*REQUEST_CLASSES, *ANSWER_CLASSES])
+    status = a.ask("status")
+    assert status["generation"] == cluster.generation and status["members"] == [a.name, b.name]
+    assert set(status["bytes_sent"]) == set(result["through"])
+    assert status["bytes_sent"]["Push"] > 0 == status["bytes_sent"]["Acknowledged"]
+
+
+# outcomes -------------------------------------------------------------------------------------------
+
+
+def test_late_answers_block_no_thread(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    cluster.form([a, b])
+    numbers = [a.start("call", peer=b.name, slot=LATE, timeout_s=30) for _ in range(30)]  # of 8 threads
+    assert b.ask("wait_kept", count=30)
+    assert a.call(b, PROMPT)["outcome"] == "Ok"
+    assert b.ask("release") == 30
+    assert {a.answer(number)["outcome"] for number in numbers} == {"Ok"}
+
+
+def test_time_out_is_unknown(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    cluster.form([a, b])
+    result = a.call(b, NEVER, timeout_s=0.5)
+    assert result["outcome"] == "Unknown" and 0.4 < result["took_s"] < 0.5 + PROMPTLY_S
+    assert b.ask("release") == 1  # too late: nothing comes of it
+    assert a.call(b, PROMPT)["outcome"] == "Ok"
+
+
+def test_errors_in_a_handler_are_answered_and_recorded(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    cluster.form([a, b])
+    result = a.call(b, RAISES)
+    assert result["outcome"] == "Ok" and "Refused(reason='internal: boom')" in result["detail"]
+    assert b.ask("wait_errors", count=1) == ["ValueError('boom')"]
+    result = a.call(b, BAD_ANSWER)
+    assert result["outcome"] == "Ok" and "Refused(reason='internal: " in result["detail"]
+    (error,) = b.ask("wait_errors", count=1)
+    assert error.startswith("TypeError")
+    result = a.call(b, TWICE)
+    assert result["outcome"] == "Ok" and result["detail"] == "Acknowledged(step=1)"
+    (error,) = b.ask("wait_errors", count=1)
+    assert "called twice" in error
+
+
+def test_strangers_are_failed_calls(cluster: Cluster) -> None:
+    a, b, c = cluster.take(3)
+    cluster.form([a, b])
+    assert a.call(c, PROMPT)["outcome"] == "Failed"
+    assert a.call("nobody", PROMPT)["outcome"] == "Failed"
+    b.ask("close")
+    assert b.call(a, PROMPT)["outcome"] == "Failed"
+    result = a.call(b, PROMPT)
+    assert result["outcome"] in ("Failed", "Unknown") and result["took_s"] < PROMPTLY_S
+    assert b.end() == 0
+
+
+def test_killed_peer_ends_calls_at_once(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    cluster.form([a, b])
+    number = a.start("call", peer=b.name, slot=NEVER, timeout_s=30)
+    assert b.ask("wait_kept", count=1)
+    killed_s = time.monotonic()
+    b.kill()
+    assert a.answer(number)["outcome"] == "Unknown"
+    assert time.monotonic() - killed_s < PROMPTLY_S
+    result = a.call(b, PROMPT)
+    assert result["outcome"] in ("Failed", "Unknown") and result["took_s"] < PROMPTLY_S
+
+
+# generations ----------------------------------------------------------------------------------------
+
+
+def test_a_member_is_replaced_while_the_others_go_on(cluster: Cluster) -> None:
+    members = cluster.take(4)
+    cluster.form(members)
+    for child in members:
+        child.ask("hammer", peers=[other.name for other in members if other is not child])
+    for child in members:
+        assert all(child.ask("wait_hammered", peer=other.name, more=20) for other in members if other is not child)
+    survivors, victim = members[:3], members[3]
+    kept = survivors[0].start("call", peer=survivors[1].name, slot=LATE, timeout_s=60)
+    assert survivors[1].ask("wait_kept", count=1)
+
+    victim.kill()
+    for child in survivors:  # the survivors still reach each other
+        assert all(child.ask("wait_hammered", peer=other.name, more=20) for other in survivors if other is not child)
+    new = cluster.another()
+    new.ask("status")  # it runs
+    took_s = cluster.form([*survivors, new])
+    print(f"generation of 4 formed in {took_s:.3f} s")
+
+    ended = survivors[0].answer(kept)
+    assert ended["outcome"] == "Unknown" and "ended" in ended["detail"]
+    assert survivors[1].ask("release") == 1  # an answer to the generation before: dropped
+    for child in survivors:
+        assert all(child.ask("wait_hammered", peer=other.name, more=20) for other in survivors if other is not child)
+        assert child.call(new, PROMPT)["outcome"] == "Ok"
+        assert new.call(child, PROMPT)["outcome"] == "Ok"
+    for child in survivors:
+        counts = child.ask("stop_hammer")
+        assert counts[victim.name]["Failed"] > 0  # it is no member any more
+        assert child.ask("status")["calls"] == 0
+        assert child.ask("wait_errors", count=0) == []
+
+
+def test_a_generation_without_one_of_its_members_fails_in_time(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    cluster.form([a, b])
+    for members in ([a.name, b.name, "ghost"], ["ghost", a.name, b.name]):
+        for child, number in zip([a, b], cluster.start_join([a, b], members, timeout_s=0.5), strict=True):
+            result = child.answer(number)
+            assert "not arrived in time: ghost" in result["error"]
+            assert result["took_s"] < 0.5 + PROMPTLY_S
+        assert a.call(b, PROMPT)["detail"] == "between generations"
+    cluster.form([a, b])
+    assert a.call(b, PROMPT)["outcome"] == "Ok"
+
+
+@pytest.mark.parametrize("last_sign", ["arrived", "named", "started"])
+def test_a_member_that_dies_while_joining_fails_the_generation_in_time(cluster: Cluster, last_sign: str) -> None:
+    """The store shows a ghost that came as far as `last_sign` and no further."""
+    a, b = cluster.take(2)
+    members = [a.name, b.name, "ghost"]
+    ghost = dist.PrefixStore(f"generation-{cluster.generation + 1}", cluster.store)
+    ghost.set("arrived/ghost", ",".join(members))
+    if last_sign != "arrived":
+        ghost.set("names/2", f"ghost:{cluster.generation + 1}")
+    if last_sign == "started":
+        ghost.set(f"addrs/ghost:{cluster.generation + 1}", "127.0.0.1")
+    for child, number in zip([a, b], cluster.start_join([a, b], members, timeout_s=1), strict=True):
+        result = child.answer(number)
+        assert result["error"] is not None
+        assert result["took_s"] < 1 + PROMPTLY_S
+    cluster.form([a, b])
+    assert a.call(b, PROMPT)["outcome"] == "Ok" == b.call(a, PROMPT)["outcome"]
+
+
+def test_a_member_killed_in_the_middle_of_joining(cluster: Cluster) -> None:
+    """Kills at random points of forming; whatever the survivors saw, the next generation forms."""
+    rng_seed = 7
+    delays_s = [((rng_seed * i * 37) % 60) / 1000 for i in range(3)]
+    for delay_s in delays_s:
+        a, b, victim = cluster.take(3)
+        cluster.form([a, b, victim])
+        numbers = cluster.start_join([a, b, victim], [a.name, b.name, victim.name], timeout_s=2)
+        threading.Timer(delay_s, victim.process.kill).start()
+        for child, number in zip([a, b], numbers, strict=False):
+            assert child.answer(number)["took_s"] < 2 + PROMPTLY_S
+        victim.process.wait(WAIT_S)
+        cluster.form([a, b])
+        assert a.call(b, PROMPT)["outcome"] == "Ok" == b.call(a, PROMPT)["outcome"]
+
+
+def test_a_newer_generation_overtakes_one_that_waits(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    waiting = cluster.start_join([a, b], [a.name, b.name, "ghost"], timeout_s=60)
+    start_s = time.monotonic()
+    while not cluster.store.check([f"generation-{cluster.generation}/arrived/{name.name}" for name in (a, b)]):
+        assert time.monotonic() - start_s < WAIT_S
+    cluster.form([a, b])
+    for child, number in zip([a, b], waiting, strict=True):
+        assert "overtaken" in child.answer(number)["error"]
+    assert time.monotonic() - start_s < 10
+    assert a.call(b, PROMPT)["outcome"] == "Ok"
+
+
+def test_the_store_may_go_and_come_back(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    cluster.form([a, b], store_port=port)
+    del store
+    assert a.call(b, PROMPT)["outcome"] == "Ok"
+    members = [a.name, b.name]
+    for child, number in zip([a, b], cluster.start_join([a, b], members, timeout_s=1, store_port=port), strict=True):
+        result = child.answer(number)
+        assert result["error"] is not None and result["took_s"] < 1 + PROMPTLY_S
+    cluster.form([a, b])
+    assert a.call(b, PROMPT)["outcome"] == "Ok"
+
+
+def test_the_default_process_group_is_not_disturbed(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    for number, child in [(child.start("default_group", rank=i, world=2), child) for i, child in enumerate((a, b))]:
+        child.answer(number)
+    for _ in range(2):
+        cluster.form([a, b])
+        for number, child in [(child.start("all_reduce"), child) for child in (a, b)]:
+            assert child.answer(number) == [2, 2, 2]
+    assert a.call(b, PROMPT)["outcome"] == "Ok"
+
+
+def test_generations_leave_nothing_behind(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    cluster.form([a, b])
+    assert a.call(b, PROMPT)["outcome"] == "Ok"
+    before = a.ask("status")["threads"]
+    for _ in range(20):
+        cluster.form([a, b])
+        assert a.call(b, PROMPT)["outcome"] == "Ok"
+    assert a.ask("status")["threads"] <= before + 2
+
+
+def test_processes_end_without_crash(cluster: Cluster) -> None:
+    """No `close`, calls under way both ways, a member of a living generation; and a close from a handler."""
+    a, b, c = cluster.take(3)
+    cluster.form([a, b, c])
+    a.start("call", peer=b.name, slot=NEVER, timeout_s=60)
+    a.start("hammer", peers=[b.name])
+    b.start("call", peer=a.name, slot=NEVER, timeout_s=60)
+    assert a.ask("wait_kept", count=1) and b.ask("wait_kept", count=1)
+    assert a.end() == 0, a.stacks()
+    assert c.call(b, CLOSES)["outcome"] in ("Ok", "Unknown")
+    assert b.end() == 0, b.stacks()
+    assert c.end() == 0, c.stacks()
