@@ -48,33 +48,37 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", help="click log, FILE.tsv or FILE.tsv.gz (default: synthetic)")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=512, help="of each trainer")
-    parser.add_argument("--optimizer", choices=sorted(TABLE_OPTIMIZERS), default="rowwise_adagrad", help="of the tables")
+    parser.add_argument(
+        "--optimizer", choices=sorted(TABLE_OPTIMIZERS), default="rowwise_adagrad", help="of the tables"
+    )
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--embedding-dim", type=int, default=16)
     parser.add_argument("--rows-per-table", type=int, default=20_000, help="categories are hashed into so many rows")
-    parser.add_argument("--same-init", action="store_true", help="the same first weights under either backend (slower start)")
+    parser.add_argument(
+        "--same-init", action="store_true", help="the same first weights under either backend (slower start)"
+    )
     parser.add_argument("--pipeline", action="store_true", help="use TorchRec's TrainPipelineSparseDist")
     parser.add_argument("--report", type=Path, help="write results of trainer I to FILE with .I before its suffix")
     return parser.parse_args()
 
 
-def seeded_uniform(weight: Tensor, seed: int) -> None:
+def seeded_uniform(weight: Tensor, bound: float, seed: int) -> None:
     """Fills a table in a way that does not depend on who owns it."""
-    bound = weight.shape[0] ** -0.5
     with torch.no_grad():
         weight.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed)))
 
 
 def build(args: argparse.Namespace) -> DLRMTrain:
     """The model, tables on the meta device."""
+    bound = args.rows_per_table**-0.5
     tables = [
         torchrec.EmbeddingBagConfig(
             name=f"table_{name}",
             embedding_dim=args.embedding_dim,
             num_embeddings=args.rows_per_table,
             feature_names=[name],
-            init_fn=functools.partial(seeded_uniform, seed=args.seed + i) if args.same_init else None,
+            init_fn=functools.partial(seeded_uniform, bound=bound, seed=args.seed + i) if args.same_init else None,
         )
         for i, name in enumerate(FEATURES)
     ]

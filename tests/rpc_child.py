@@ -98,6 +98,7 @@ class Child:
         self.handled = threading.Condition()  # guards kept and errors
         self.out = threading.Lock()
         self.hammering = False
+        self.pause = threading.Event()  # never set
         self.hammers: list[threading.Thread] = []
         self.transport = RpcTransport(name, self.handle, on_error=self.on_error)
 
@@ -198,8 +199,7 @@ class Child:
             with self.progress:
                 self.counts[peer][type(outcome).__name__] += 1
                 self.progress.notify_all()
-                if not isinstance(outcome, wire.Ok):
-                    self.progress.wait(0.005)
+            self.pause.wait(0.002)  # leaves the machine to others
 
     def do_wait_hammered(self, peer: str, more: int) -> Any:
         """Returns when `peer` has answered that many more calls."""

@@ -26,6 +26,7 @@ PACKAGE = ROOT / "torch_ecrec"
 RANKS = {
     "errors": 0,
     "config": 1,
+    "prefetch": 1,
     "codec": 2,
     "layout": 2,
     "storage": 2,

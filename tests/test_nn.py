@@ -44,7 +44,11 @@ from torch_ecrec.nn.sharder import job_names, optimizer_spec, table_specs
 
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 CPU, META = torch.device("cpu"), torch.device("meta")
-OPTIMIZERS: dict[str, type] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
+OPTIMIZERS: dict[str, type] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+}
 LR, EPS = 0.05, 1e-8
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 
@@ -75,7 +79,8 @@ class FakeSession:
             assert rows_U.dtype == torch.int64 and rows_U.device == CPU
             assert (rows_U.diff() > 0).all() and (rows_U >= 0).all() and (rows_U < slab.rows).all()
         return [
-            records[rows_U, : slab.dim] for slab, records, rows_U in zip(self.job.slabs, self.records, rows, strict=True)
+            records[rows_U, : slab.dim]
+            for slab, records, rows_U in zip(self.job.slabs, self.records, rows, strict=True)
         ]
 
     def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
@@ -157,7 +162,9 @@ class Net(nn.Module):
         return nn.functional.mse_loss(logits, batch.labels), logits
 
 
-def table(name: str, rows: int, dim: int, *features: str, pooling: PoolingType = SUM, **more: Any) -> EmbeddingBagConfig:
+def table(
+    name: str, rows: int, dim: int, *features: str, pooling: PoolingType = SUM, **more: Any
+) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(
         name=name, num_embeddings=rows, embedding_dim=dim, feature_names=list(features), pooling=pooling, **more
     )
@@ -187,7 +194,9 @@ def batch_of(size: int, seed: int, most: int = 3, weighted: bool = False, rows: 
     return Batch(torch.randn(size, 2, generator=random), sparse, torch.randn(size, generator=random))
 
 
-def collection(kind: str = "sgd", configs: list[EmbeddingBagConfig] | None = None, device: torch.device = CPU, **more: Any):
+def collection(
+    kind: str = "sgd", configs: list[EmbeddingBagConfig] | None = None, device: torch.device = CPU, **more: Any
+):
     torch.manual_seed(0)
     made = EmbeddingBagCollection(tables=configs or tables(), device=device, **more)
     arguments = {"lr": LR} if kind == "sgd" else {"lr": LR, "eps": EPS}
@@ -343,7 +352,9 @@ def test_several_collections_are_one_step() -> None:
 def test_a_collection_used_twice_gets_the_sum() -> None:
     original = collection("sgd", [table("t", 10, 4, "f0")])
     model, session = shard(original)
-    one, two = (KeyedJaggedTensor.from_lengths_sync(["f0"], torch.tensor(v), torch.tensor([2])) for v in ([1, 2], [2, 5]))
+    one, two = (
+        KeyedJaggedTensor.from_lengths_sync(["f0"], torch.tensor(v), torch.tensor([2])) for v in ([1, 2], [2, 5])
+    )
     (model(one).values().sum() + 10 * model(two).values().sum()).backward()
     rows, gradients = session.pushed[0]
     assert session.step == 2 and rows[0].tolist() == [1, 2, 5]
@@ -358,6 +369,18 @@ def test_an_unused_collection_does_not_hold_the_step_up() -> None:
     used.sum().backward()
     assert session.step == 2 and len(session.pushed[0][0][0]) and not len(session.pushed[0][0][1])
     assert unused.requires_grad
+
+
+def test_the_push_does_not_wait_for_the_rest_of_the_backward() -> None:
+    model, session = shard(collection("sgd", [table("t", 10, 4, "f0")]))
+    features = KeyedJaggedTensor.from_lengths_sync(["f0"], torch.tensor([1]), torch.tensor([1]))
+    bottom = torch.ones(1, requires_grad=True)
+    scaled = bottom * 2  # made before the lookup: its backward comes after that of the lookup
+    steps = []
+    scaled.register_hook(lambda _: steps.append(session.step))
+    for _ in range(2):
+        (model(features).values().sum() * scaled).sum().backward(retain_graph=True)
+    assert steps == [2, 3]
 
 
 def test_running_a_graph_twice_is_two_steps() -> None:
@@ -445,7 +468,9 @@ def plain_torchrec(module: nn.Module, trainers: int) -> nn.Module:
     for path, child in module.named_modules():
         if isinstance(child, EmbeddingBagCollection):
             ranks = {c.name: table_wise(rank=i % trainers) for i, c in enumerate(child.embedding_bag_configs())}
-            plans[path] = construct_module_sharding_plan(child, ranks, EmbeddingBagCollectionSharder(), device_type="cpu")
+            plans[path] = construct_module_sharding_plan(
+                child, ranks, EmbeddingBagCollectionSharder(), device_type="cpu"
+            )
     return torchrec.distributed.DistributedModelParallel(module, device=CPU, plan=ShardingPlan(plans))
 
 
@@ -563,7 +588,14 @@ def run_example(trainer: int, folder: str) -> None:
     enter, dist.init_process_group = dist.init_process_group, lambda backend: None
     for backend, more in [("ecrec", []), ("torchrec", []), ("piped", ["--pipeline"])]:
         out = Path(folder) / f"{backend}.json"
-        sys.argv = ["dlrm_criteo.py", "--backend", backend.replace("piped", "ecrec"), "--same-init", "--report", str(out)]
+        sys.argv = [
+            "dlrm_criteo.py",
+            "--backend",
+            backend.replace("piped", "ecrec"),
+            "--same-init",
+            "--report",
+            str(out),
+        ]
         sys.argv += ["--steps", "12", "--batch-size", "64", "--rows-per-table", "300", *more]
         dlrm_criteo.main()
         reports[backend] = json.loads(out.with_suffix(f".{trainer}.json").read_text())
@@ -597,7 +629,9 @@ def test_a_stock_plan_is_taken() -> None:
     module = Net(collection("sgd", device=META))
     path = "collections.0"
     ranks = {config.name: table_wise(rank=0) for config in tables()}
-    stock = construct_module_sharding_plan(module.collections[0], ranks, EmbeddingBagCollectionSharder(), device_type="cpu")
+    stock = construct_module_sharding_plan(
+        module.collections[0], ranks, EmbeddingBagCollectionSharder(), device_type="cpu"
+    )
     plan = ShardingPlan({path: stock})
     model, session = shard(module, plan=plan, sharders=[EmbeddingBagCollectionSharder()])
     model(batch_of(3, 0))[0].backward()
@@ -735,7 +769,9 @@ def attached(cls: type, arguments: dict[str, Any]) -> nn.Parameter:
 def test_optimizers_are_understood() -> None:
     assert optimizer_spec("t", attached(torch.optim.SGD, {"lr": 0.5})) == OptimizerSpec("sgd", 0.5)
     assert optimizer_spec("t", attached(torch.optim.SGD, {})) == OptimizerSpec("sgd", 0.01)
-    assert optimizer_spec("t", attached(torch.optim.Adagrad, {"lr": 1, "eps": 0.1})) == OptimizerSpec("adagrad", 1.0, 0.1)
+    assert optimizer_spec("t", attached(torch.optim.Adagrad, {"lr": 1, "eps": 0.1})) == OptimizerSpec(
+        "adagrad", 1.0, 0.1
+    )
     spec = optimizer_spec("t", attached(RowWiseAdagrad, {"lr": 0.02, "weight_decay": 0.0}))
     assert spec == OptimizerSpec("rowwise_adagrad", 0.02, 1e-8)
 

@@ -223,7 +223,9 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return iter(model.named_buffers())
 
 
-def _collect(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[list[tuple[str, Tensor]], list[dict[str, Any]]]:
+def _collect(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[list[tuple[str, Tensor]], list[dict[str, Any]]]:
     """Every tensor of the state under its name, and everything else as JSON values."""
     named = list(_parameters(model))
     tensors: list[tuple[str, Tensor]] = [(f"parameter/{name}", parameter.detach()) for name, parameter in named]

@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from torch_ecrec import codec, storage
+from torch_ecrec import codec, layout, storage
 from torch_ecrec.client import Client, Session
 from torch_ecrec.config import CodeSpec, JobSpec, Settings
 from torch_ecrec.coordinator import Coordinator
@@ -55,6 +55,7 @@ def end_with_parent() -> None:
 def warm() -> None:
     """Compiles the kernels, or loads them from the cache, so that the first step does not."""
     codec.warm()
+    layout.warm()
     storage.warm()
 
 

@@ -223,9 +223,7 @@ def write_synthetic(path: str | os.PathLike[str], rows: int, seed: int) -> None:
             file.write("\t".join(fields) + "\n")
 
 
-def _draw(
-    rows: int, seed: int
-) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.bool_], NDArray[np.uint64]]:
+def _draw(rows: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.bool_], NDArray[np.uint64]]:
     """Labels, integers (0 where missing), which integers are missing, and categories."""
     if rows < 1:
         raise ValueError(f"`rows` must be at least 1, got {rows}")

@@ -116,7 +116,9 @@ class SparseStep:
         self._pass = -1  # id of the backward pass that the fields below belong to
         self._gathered: list[tuple[list[Tensor], Sequence[Tensor | None]]] = []
         self._sent = False
-        self._repeated = False  # the pass runs a graph for the second time (retain_graph): nothing tells when it is complete
+        self._repeated = (
+            False  # the pass runs a graph for the second time (retain_graph): nothing tells when it is complete
+        )
         self._refusal: NonFiniteGradient | None = None
 
     def open(self) -> None:
@@ -224,7 +226,9 @@ class SparseStep:
                 lr = float(group["lr"])
                 if rates.setdefault(slab, lr) != lr:
                     names = ", ".join(table.name for table in self.session.job.slabs[slab].tables)
-                    raise ValueError(f"tables {names} share one optimizer but got learning rates {rates[slab]} and {lr}")
+                    raise ValueError(
+                        f"tables {names} share one optimizer but got learning rates {rates[slab]} and {lr}"
+                    )
         return [rates[slab] for slab in range(len(self.session.job.slabs))]
 
 
@@ -318,12 +322,16 @@ class _Slice:
         if weighted:
             pooled = pooled * features.weights().unsqueeze(1)
         if not bool((lengths == 1).all()):
-            bags_N = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=len(inverse_N))
+            bags_N = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
+                lengths, output_size=len(inverse_N)
+            )
             pooled = pooled.new_zeros(len(lengths), self.dim).index_add(0, bags_N, pooled)
         pooled = pooled.view(len(self.features), features.stride(), self.dim)
         if self.mean_F is not None:
             lengths_FB = lengths.view(len(self.features), -1).clamp(min=1)
-            divisor_FB = torch.where(self.mean_F.to(lengths.device).unsqueeze(1), lengths_FB, torch.ones_like(lengths_FB))
+            divisor_FB = torch.where(
+                self.mean_F.to(lengths.device).unsqueeze(1), lengths_FB, torch.ones_like(lengths_FB)
+            )
             pooled = pooled / divisor_FB.unsqueeze(2)
         return pooled
 

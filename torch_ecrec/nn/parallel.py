@@ -77,9 +77,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             if not dist.is_initialized():
                 raise ValueError("no process group: call torch.distributed.init_process_group first, or pass `env`")
             env = ShardingEnv.from_process_group(dist.group.WORLD)
-        collections = {
-            path: child for path, child in module.named_modules() if type(child) is EmbeddingBagCollection
-        }
+        collections = {path: child for path, child in module.named_modules() if type(child) is EmbeddingBagCollection}
         if not collections:
             raise ValueError("the module holds no EmbeddingBagCollection: there is nothing to serve")
         names = job_names(collections)
@@ -102,7 +100,10 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             env=env,
             device=device,
             plan=_plan(collections, plan, env.world_size),
-            sharders=[ErasureCodedSharder(step, names), *(s for s in others if s.module_type is not EmbeddingBagCollection)],
+            sharders=[
+                ErasureCodedSharder(step, names),
+                *(s for s in others if s.module_type is not EmbeddingBagCollection),
+            ],
             init_data_parallel=init_data_parallel,
             **kwargs,
         )
@@ -182,5 +183,7 @@ def _connect(job: JobSpec, settings: Settings | None, code: CodeSpec | None, env
     """Joins the cluster as trainer `env.rank`. Imported late: only whoever trains needs the composition root."""
     from torch_ecrec import launch
 
-    session: EmbeddingBackend = launch.connect(job, settings or Settings.from_environment(), code=code, trainer=env.rank)
+    session: EmbeddingBackend = launch.connect(
+        job, settings or Settings.from_environment(), code=code, trainer=env.rank
+    )
     return session

@@ -81,7 +81,9 @@ def table_specs(module: EmbeddingBagCollection, job_names: Mapping[str, str]) ->
         if config.data_type is not DataType.FP32:
             raise ValueError(f"table {config.name}: data type {config.data_type} is not supported; supported is FP32")
         if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
-            raise ValueError(f"table {config.name}: pooling {config.pooling} is not supported; supported are SUM and MEAN")
+            raise ValueError(
+                f"table {config.name}: pooling {config.pooling} is not supported; supported are SUM and MEAN"
+            )
         specs.append(
             TableSpec(
                 name=job_names[config.name],

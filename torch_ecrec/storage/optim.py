@@ -31,7 +31,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from torch_ecrec.config import OPTIMIZERS, require
-from torch_ecrec.storage.shard import Bytes, Floats, Positions, check_positions, prefetch_row
+from torch_ecrec.prefetch import prefetch_row
+from torch_ecrec.storage.shard import Bytes, Floats, Positions, check_positions
 
 Part = tuple[Positions, Floats]
 
