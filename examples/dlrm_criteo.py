@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/dlrm_criteo.py --data train.tsv.gz --steps 200
     torchrun --nproc-per-node 2 examples/dlrm_criteo.py --backend torchrec
 
-The two differ in `wrap`, and nowhere else. Without `--data` it trains on synthetic lines of the same shape. The last 20 % of
-the lines are held out; the area under the ROC curve on them is the last thing printed. Runs are reproducible: the same
-arguments give the same losses.
+The two differ in `wrap`, and nowhere else. Without `--data` it trains on synthetic lines of the same shape. The last 20
+% of the lines are held out; the area under the ROC curve on them is the last thing printed. Runs are reproducible: the
+same arguments give the same losses.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def to_batch(clicks: Clicks) -> Batch:
 
 
 def batches(clicks: Clicks, args: argparse.Namespace, trainer: int, trainers: int) -> Iterator[Batch]:
-    """Step after step, the next lines of the log: trainer 0's share, then trainer 1's; from the start again at its end."""
+    """Step after step, the next lines of the log: trainer 0's share, then trainer 1's. After its end, the start."""
     for step in range(args.steps):
         first = (step * trainers + trainer) * args.batch_size
         yield to_batch(clicks[(first + np.arange(args.batch_size)) % len(clicks)])
@@ -160,9 +160,9 @@ def main() -> None:
         loss, _, _ = pipeline.progress(stream)
         losses.append(float(loss))
         rate = args.batch_size * trainers / (time.perf_counter() - step_begin)
-        if hasattr(model, "session") and hasattr(model.session, "report"):
+        if hasattr(model, "session") and hasattr(model.session, "report"):  # what `torch-ecrec status` shows
             model.session.report(step=step, loss=losses[-1], samples_per_s=rate)
-        elif trainer == 0 and step % 20 == 0:
+        if trainer == 0 and step % 20 == 0:
             print(f"step {step}  loss {losses[-1]:.4f}  {rate:.0f} samples/s", flush=True)
     samples_per_s = args.steps * args.batch_size * trainers / (time.perf_counter() - begin)
 

@@ -286,7 +286,7 @@ def test_request_asks_once(running: Running) -> None:
     host, port = running.server.address
     assert request(host, port, {"echo": True, "what": "status"}, WAIT_S) == {"echo": True, "what": "status"}
     running.closed.get(timeout=WAIT_S)
-    with pytest.raises(ClusterUnavailable, match="did not answer within 0.2 s"):
+    with pytest.raises(ClusterUnavailable, match="did not answer within"):
         request(host, port, {"echo": False}, 0.2)
 
 

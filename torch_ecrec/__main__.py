@@ -77,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     up.add_argument("--port", type=int, default=0, help="the coordinator's port (default: a free one)")
     up.add_argument("--no-restart", action="store_true", help="do not start killed servers again")
-    up.add_argument("--logs", type=Path, metavar="DIR", help="folder for the processes' logs (default: to the terminal)")
+    up.add_argument(
+        "--logs", type=Path, metavar="DIR", help="folder for the processes' logs (default: to the terminal)"
+    )
     up.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
 
     status = commands.add_parser("status", help="slots, servers, epoch, step, watermark, rebuild progress, memory")
@@ -112,8 +114,12 @@ def run_up(arguments: argparse.Namespace) -> int:
         restart=not arguments.no_restart,
         logs=arguments.logs,
     ) as cluster:
-        print(json.dumps({"address": list(cluster.address)}) if arguments.end_with_parent else
-              f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}); Ctrl-C ends it", flush=True)
+        print(
+            json.dumps({"address": list(cluster.address)})
+            if arguments.end_with_parent
+            else f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}); Ctrl-C ends it",
+            flush=True,
+        )
         while not stop.wait(0.5):
             code = cluster.coordinator.poll()
             if code is not None:

@@ -1,7 +1,7 @@
-"""A trainer's side of the data plane: routes rows to slots, keeps pushes until they are acknowledged, sends them again.
+"""A trainer's side of the data plane: routes rows to slots, keeps pushes until acknowledged, sends them again.
 
-`Client` is the protocol: it never blocks, and runs the same over RPC and in the simulated cluster. `Session` wraps it for
-the user's thread: it waits, with a time limit, and raises what went wrong in the background.
+`Client` is the protocol: it never blocks, and runs the same over RPC and in the simulated cluster. `Session` wraps it
+for the user's thread: it waits, with a time limit, and raises what went wrong in the background.
 
 A step t of one trainer:
     lookup(rows)   asks every slot concerned for the weights after t - 1
@@ -16,6 +16,7 @@ per slab. Rows are slab rows: first row of the table in its slab, plus the id.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import sys
 import threading
 import time
@@ -38,7 +39,7 @@ from torch_ecrec.transport.wire import Answer, Placement
 
 @dataclass
 class Route:
-    """Rows of one slab, sorted by slot: `positions[s]` on slot s belong to `order[starts[s]:starts[s + 1]]` of the rows."""
+    """Rows of one slab, sorted by slot: `positions[s]` on slot s are those of rows `order[starts[s]:starts[s + 1]]`."""
 
     rows: Tensor
     order: np.ndarray
@@ -48,7 +49,7 @@ class Route:
     def split(self, values: Tensor) -> list[Tensor]:
         """Per slot, the rows of `values` (U, ...) that belong to it."""
         ordered = values[torch.from_numpy(self.order)]
-        return [ordered[a:b] for a, b in zip(self.starts[:-1], self.starts[1:], strict=True)]
+        return [ordered[a:b] for a, b in itertools.pairwise(self.starts)]
 
     def join(self, parts: Sequence[Tensor], out: Tensor) -> Tensor:
         """Inverse of `split`, into `out`."""
@@ -96,7 +97,7 @@ class Client(Node):
         order = np.argsort(slots, kind="stable")
         starts = np.concatenate([[0], np.cumsum(np.bincount(slots, minlength=self.slots))])
         ordered = torch.from_numpy(positions[order])
-        parts = [ordered[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        parts = [ordered[a:b] for a, b in itertools.pairwise(starts)]
         return Route(rows_U, order, starts, parts)
 
     # steps --------------------------------------------------------------------------------------
@@ -234,7 +235,9 @@ class Client(Node):
         for slot in asked:
             ask(slot)
 
-    def load(self, slab: int, parity: bool, slot: int, positions: Tensor, records: Tensor, done: Callable[[], None]) -> None:
+    def load(
+        self, slab: int, parity: bool, slot: int, positions: Tensor, records: Tensor, done: Callable[[], None]
+    ) -> None:
         """Overwrites records or parities of one slot before the first step."""
         self.ask(slot, lambda i: wire.Load(slot, i, slab, parity, positions, records), lambda _: done())
 
@@ -261,6 +264,7 @@ class Session:
         self._loaded = False
         self._closed = False
         self._pending_load: dict[int, tuple[Tensor, Tensor]] = {}
+        self._has_loaded = False
         self._routes: list[Route] = []
         client.on_change = self._notify
 
@@ -339,7 +343,10 @@ class Session:
         Returns:
             Per slab, (U, D) float32.
         """
-        return self._run_and_wait(self.client.lookup, self._route(rows), what=f"lookup of step {self.step}")
+        weights: list[Tensor] = self._run_and_wait(
+            self.client.lookup, self._route(rows), what=f"lookup of step {self.step}"
+        )
+        return weights
 
     def push(self, rows: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
         """Sends this trainer's gradients and ends the step.
@@ -369,7 +376,8 @@ class Session:
     def read(self, slab: int, rows: Tensor) -> Tensor:
         """(U, W) float32 records (weights, then optimizer state) of slab rows (U,) as of the previous step."""
         route = self.client.route(slab, rows)
-        return self._run_and_wait(self.client.read, slab, route, what="reading records").view(torch.float32)
+        records_UB: Tensor = self._run_and_wait(self.client.read, slab, route, what="reading records")
+        return records_UB.view(torch.float32)
 
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
         """Overwrites records (U, W) float32 before the first step, parities included. Trainer 0 only."""
@@ -377,6 +385,7 @@ class Session:
             raise ValueError(f"only trainer 0 loads initial values, this is trainer {self.trainer}")
         if self.step != 1:
             raise ValueError(f"initial values can be loaded before the first step only, this is step {self.step}")
+        self._has_loaded = True
         self._check_nothing_lost()
         values = records.contiguous().view(torch.uint8)
         self._send_load(slab, False, self.client.route(slab, rows), values)
@@ -444,7 +453,7 @@ class Session:
         """A server lost while initial values are loaded takes some of them along: loading has to start again."""
         self._wait(lambda: self.client.placement is not None, "waiting for the cluster")
         placement = self.client.placement
-        if placement is not None and self._pending_load and any(place.incarnation for place in placement.slots):
+        if placement is not None and self._has_loaded and any(place.incarnation for place in placement.slots):
             raise ClusterUnavailable("a server was lost while the initial values were loaded; start the job again")
 
     # the rest -----------------------------------------------------------------------------------

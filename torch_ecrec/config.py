@@ -1,4 +1,4 @@
-"""What a job is: tables, optimizers, code parameters. Frozen, validated on construction, the same bytes on every process.
+"""What a job is: tables, optimizers, code parameters. Frozen, validated on construction, equal on every process.
 
 Terms. A *slab* is the set of all tables whose records look alike (same dimension, same optimizer): their rows are laid
 end to end in one row space, striped and stored together. Example: tables `a` (100 rows, dim 16) and `b` (50 rows,
@@ -14,10 +14,12 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+_NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 PROTECTIONS = ("parity", "none")
 FIELD_SIZE = 256
@@ -89,12 +91,14 @@ class TableSpec:
         require(bool(self.name), "`name` of a table must not be empty")
         require_int(f"rows of table {self.name}", self.rows, 1)
         require_int(f"dim of table {self.name}", self.dim, 1)
-        require(self.low <= self.high, f"table {self.name}: `low` must not exceed `high`, got {self.low} and {self.high}")
+        require(
+            self.low <= self.high, f"table {self.name}: `low` must not exceed `high`, got {self.low} and {self.high}"
+        )
 
 
 @dataclass(frozen=True)
 class CodeSpec:
-    """How records are protected: `slots` logical shards, stripes of k data and r parity records on k + r different slots.
+    """How records are protected: `slots` shards; stripes of k data and r parity records on k + r different slots.
 
     With `protection="none"` there is no parity (r is 0 in effect): a baseline, where any loss is final.
     """
@@ -116,7 +120,7 @@ class CodeSpec:
         if self.protection == "parity":
             require(
                 self.k + self.r <= self.slots,
-                f"a stripe of k + r = {self.k + self.r} records needs as many slots, got {self.slots} servers: two members"
+                f"a stripe of k + r = {self.k + self.r} records needs as many slots, got {self.slots} servers:"
                 " on one server would be lost together; use more servers or a smaller k or r",
             )
 
@@ -241,17 +245,19 @@ class Settings:
         for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"):
             require(getattr(self, name) > 0, f"`{name}` must be positive, got {getattr(self, name)}")
         require_int("rebuild_chunk_bytes", self.rebuild_chunk_bytes, 1)
-        require(self.rebuild_bytes_per_s >= 0, f"`rebuild_bytes_per_s` must not be negative, got {self.rebuild_bytes_per_s}")
+        require(
+            self.rebuild_bytes_per_s >= 0, f"`rebuild_bytes_per_s` must not be negative, got {self.rebuild_bytes_per_s}"
+        )
 
     @staticmethod
     def from_environment(**overrides: Any) -> Settings:
-        """Reads TORCH_ECREC_<NAME> for every field (e.g. TORCH_ECREC_JOIN); an explicit argument wins over the environment."""
+        """Reads TORCH_ECREC_<NAME> for every field (e.g. TORCH_ECREC_JOIN); an explicit argument wins."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(Settings):
             text = os.environ.get(f"TORCH_ECREC_{field.name.upper()}")
             if text is not None and field.name not in overrides:
                 try:
-                    values[field.name] = text if field.name == "join" else type(field.default)(text)
+                    values[field.name] = _NUMBERS[type(field.default)](text) if field.name != "join" else text
                 except ValueError:
                     raise ValueError(f"TORCH_ECREC_{field.name.upper()} must be a number, got {text!r}") from None
         return Settings(**{**values, **overrides})

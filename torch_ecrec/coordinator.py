@@ -8,8 +8,8 @@ Terms: *member*: a server or trainer process that has joined. *generation*: a ve
 members; a new one is formed when somebody joins who is not in it, never because somebody died. *epoch*: a version of
 the placement. *spare*: a server in the present generation without slots.
 
-Life of a job: servers join -> trainers join with the same job -> a generation is formed -> slots are placed (epoch 1) ->
-training. A lost server: its slots go to a spare, else to the survivor with the fewest slots (or wait for a process to
+Life of a job: servers join -> trainers join with the same job -> a generation is formed -> slots are placed (epoch 1)
+-> training. A lost server: its slots go to a spare, else to the survivor with the fewest slots (or wait for a process to
 come, as `without_spare` says), epoch + 1, incarnation + 1. A process that joins later becomes a spare in a new
 generation; if a server holds several slots and all slots are healthy, one is moved to it.
 """
@@ -70,7 +70,9 @@ class Coordinator:
         without_spare: str = "survivor",
         lease_s: float = 30.0,
     ) -> None:
-        require(without_spare in WITHOUT_SPARE, f"`without_spare` must be one of {WITHOUT_SPARE}, got {without_spare!r}")
+        require(
+            without_spare in WITHOUT_SPARE, f"`without_spare` must be one of {WITHOUT_SPARE}, got {without_spare!r}"
+        )
         self.code, self.spares, self.store = code, spares, store
         self.send, self.announce = send, announce
         self.without_spare, self.lease_s = without_spare, lease_s

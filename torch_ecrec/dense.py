@@ -1,7 +1,9 @@
-"""The dense part of a model as bytes: parameters, buffers and the state of its optimizers, in equal parts for the trainers.
+"""The dense part of a model as bytes: parameters, buffers and the state of its optimizers, in equal parts for the
+trainers.
 
-Every trainer holds the same dense state (data parallel), so each hands over one part of it: with 1,000 bytes and 3 trainers,
-trainer 0 packs bytes [0, 334), 1 [334, 668), 2 [668, 1000). `unpack` joins the parts, `load_` puts them into a model.
+Every trainer holds the same dense state (data parallel), so each hands over one part of it: with 1,000 bytes and 3
+trainers, trainer 0 packs bytes [0, 334), 1 [334, 668), 2 [668, 1000). `unpack` joins the parts, `load_` puts them into
+a model.
 
     payload  uint8, contiguous: tensors one behind the other, in the order of the header, without padding
     header   JSON: step, part, parts, bytes, begin; `tensors` (name, dtype, shape, offset); `optimizers`: class,
@@ -19,6 +21,7 @@ counts by itself. Does not send anything.
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,18 +92,20 @@ class DenseSnapshot:
         if model is None:
             raise RuntimeError("the model of this snapshot is gone")
         tensors, optimizers = _collect(model, self.optimizers)
-        index, total = [], 0
-        for name, tensor in tensors:
-            index.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), total])
-            total += tensor.nbytes
+        offsets = list(itertools.accumulate((tensor.nbytes for _, tensor in tensors), initial=0))
+        total = offsets.pop()
         size = -(-total // self.parts)
         begin = min(self.part * size, total)
         end = min(begin + size, total)
         payload = torch.empty(end - begin, dtype=torch.uint8)
-        for (_, tensor), (_, _, _, offset) in zip(tensors, index, strict=True):
+        for (_, tensor), offset in zip(tensors, offsets, strict=True):
             low, high = max(begin, offset), min(end, offset + tensor.nbytes)
             if low < high:
                 payload[low - begin : high - begin] = _as_bytes(tensor)[low - offset : high - offset]
+        index = [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
+            for (name, tensor), offset in zip(tensors, offsets, strict=True)
+        ]
         header = {
             "step": step,
             "part": self.part,

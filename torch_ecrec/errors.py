@@ -4,7 +4,7 @@ A caller's own mistake is a `ValueError` or `TypeError`; these are the condition
 
     ClusterError           base of all of these
       JoinRefused          this process does not fit the cluster: fix its arguments (exit code 2)
-      ClusterUnavailable   the coordinator or a slot did not answer in time: look at the logs, then restart (exit code 4)
+      ClusterUnavailable   the coordinator or a slot did not answer in time: see the logs, restart (exit code 4)
       DataLoss             more than r members of a stripe are gone: restore a checkpoint (exit code 3)
     NonFiniteGradient      a gradient is NaN or infinite: nothing was applied; skip the batch or stop
 """

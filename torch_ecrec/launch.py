@@ -46,7 +46,8 @@ def end_with_parent() -> None:
     """Ends this process when its standard input closes: the supervisor that holds the other end is gone."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 4096):  # not sys.stdin: its lock is taken when the interpreter ends
+            pass
         os._exit(0)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
@@ -208,9 +209,9 @@ def connect(
     code: CodeSpec | None = None,
     takes_snapshots: bool = True,
 ) -> Session:
-    """Joins the cluster that `settings.join` names as one of its trainers; with none named, trainer 0 starts a local one.
+    """Joins the cluster that `settings.join` names as one of its trainers; without a name, trainer 0 starts one.
 
-    The local one is shut down when trainer 0 closes its session, and goes with its process however that ends. All
+    That local one is shut down when trainer 0 closes its session, and goes with its process however that ends. All
     trainers must be on one host for it, in one default process group.
 
     Args:
@@ -245,7 +246,7 @@ def connect(
             _wait_for_trainers(own)
             own.close()
 
-    member = Member(
+    Member(
         settings,
         {"role": "trainer", "rank": trainer, "job": job.to_json()},
         make,
@@ -316,7 +317,8 @@ class Supervisor:
         environment: dict[str, str] | None = None,
     ) -> None:
         self.code, self.spares, self.restart, self.logs = code, spares, restart, logs
-        self._environment = {**os.environ, **(environment or {})}
+        # a peer that dies is routine here: RPC's own complaints would drown what matters
+        self._environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(environment or {})}
         self._lock = threading.Lock()  # guards the children
         self._children: list[subprocess.Popen[Any]] = []
         self._stopping = False

@@ -1,7 +1,7 @@
 """A server or trainer process in the cluster: control connection, RPC generations, heartbeats, and the node they carry.
 
-`Member` joins the coordinator, builds its node (a `Host` or a `Client`) once it has a name, follows the generations that
-the coordinator forms, and hands it everything else. It is the real `Port` of its node.
+`Member` joins the coordinator, builds its node (a `Host` or a `Client`) once it has a name, follows the generations
+that the coordinator forms, and hands it everything else. It is the real `Port` of its node.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KINDS = {
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """"host:port" -> (host, port)."""
+    """ "host:port" -> (host, port)."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"an address must be HOST:PORT, got {text!r}")
@@ -92,11 +92,14 @@ class Member:
         self.tell({"type": "join", "version": torch_ecrec.__version__, "pid": os.getpid(), **hello})
         if not self._welcome.wait(settings.give_up_s):
             raise ClusterUnavailable(f"the coordinator at {settings.join} did not answer in {settings.give_up_s:g} s")
-        if self._refusal is not None:
-            self.close()
-            raise JoinRefused(f"refused by the cluster at {settings.join}: {self._refusal}")
+        self._raise_if_refused()
         threading.Thread(target=self._follow_generations, name="generations", daemon=True).start()
         self._timers.later(settings.heartbeat_s, self._beat)
+
+    def _raise_if_refused(self) -> None:
+        if self._refusal is not None:
+            self.close()
+            raise JoinRefused(f"refused by the cluster at {self.settings.join}: {self._refusal}")
 
     # Port ---------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A hint to the processor for kernels that visit rows scattered over memory much larger than the caches.
 
-What is done to a row outlasts the processor's own look-ahead, so without a hint every row costs a full miss (measured: 3
-to 4 times slower). The only place that touches LLVM beneath Numba.
+What is done to a row outlasts the processor's own look-ahead, so without a hint every row costs a full miss (measured:
+3 to 4 times slower). The only place that touches LLVM beneath Numba.
 """
 
 from __future__ import annotations

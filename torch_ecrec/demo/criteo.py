@@ -1,7 +1,7 @@
 """Click logs in Criteo's format: a reader, a synthetic stand-in, and the area under the ROC curve.
 
-A line is tab-separated, 40 columns, no header: label (0 or 1), 13 integers (may be empty or negative), 26 categories (at most 8
-hex digits, may be empty). Files may be gzipped.
+A line is tab-separated, 40 columns, no header: label (0 or 1), 13 integers (may be empty or negative), 26 categories
+(at most 8 hex digits, may be empty). Files may be gzipped.
 
     1 <tab> 5 <tab> <tab> -2 ... <tab> 68fd1e64 <tab> ... <tab> (empty)
     label       1.0
@@ -33,9 +33,8 @@ _TAB, _NEWLINE, _RETURN, _MINUS, _ZERO = (ord(c) for c in "\t\n\r-0")
 _EMPTY = np.uint64(1 << 32)  # the category that stands for an empty field
 _NO_DIGIT = 255
 _DIGIT = np.full(256, _NO_DIGIT, dtype=np.uint8)
-for _value, _digits in enumerate("0 1 2 3 4 5 6 7 8 9 aA bB cC dD eE fF".split()):
-    for _digit in _digits:
-        _DIGIT[ord(_digit)] = _value
+for _place, _digit in enumerate("0123456789abcdef0123456789ABCDEF"):
+    _DIGIT[ord(_digit)] = _place % 16
 
 # Distinct categories per column in the Kaggle data set; they shape the synthetic data.
 _CARDINALITIES = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306]
@@ -72,8 +71,8 @@ def read(path: str | os.PathLike[str], rows_per_table: int, limit: int | None = 
         limit: read at most so many lines.
 
     Raises:
-        ValueError: the file is missing, empty, a truncated or damaged gzip file, or a line is not in the format; the message
-            names the file and the line.
+        ValueError: the file is missing, empty, a truncated or damaged gzip file, or a line is not in the format; the
+            message names the file and the line.
     """
     if rows_per_table < 1:
         raise ValueError(f"`rows_per_table` must be at least 1, got {rows_per_table}")
@@ -173,7 +172,7 @@ def _parse(text: NDArray[np.uint8], path: str, lines_before: int, rows_per_table
 def _digits(
     text: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64], base: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """Values of the numbers at `starts` (0 where empty), and whether each has digits only. At most 18 digits are read."""
+    """Values of the numbers at `starts` (0 where empty), and whether each has digits only. Reads at most 18 digits."""
     values = np.zeros(starts.shape, dtype=np.uint64)
     valid = np.ones(starts.shape, dtype=bool)
     flat_values, flat_valid = values.reshape(-1), valid.reshape(-1)
@@ -204,7 +203,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def synthetic(rows: int, seed: int, rows_per_table: int) -> Clicks:
-    """Made-up lines with Criteo's shape: skewed categories (Zipf), a quarter clicks, labels that depend on the features.
+    """Made-up lines of Criteo's shape: skewed categories (Zipf), a quarter clicks, labels that features predict.
 
     The same as writing them with `write_synthetic` and reading that file.
     """

@@ -1,6 +1,7 @@
 """Erasure-coded embedding bags: TorchRec's sharded `EmbeddingBagCollection` whose rows live on the servers.
 
-A forward asks the backend for the unique rows of the batch and pools them here; the backward hands their gradients back.
+A forward asks the backend for the unique rows of the batch and pools them here; the backward hands their gradients
+back.
 
     table `a`: 100 rows, table `b`: 50 rows, same dim and optimizer: one slab of 150 rows
     batch      a: [[7], [7, 2]]   b: [[3], []]       bags of two samples
@@ -8,12 +9,12 @@ A forward asks the backend for the unique rows of the batch and pools them here;
     pooled     a: [w7], [w7 + w2]   b: [w103], [0]   sum; mean divides by the number of ids
     pushed     rows [2, 7, 103] with d(loss)/d(row), divided by the number of trainers as TorchRec does
 
-Terms. `SparseStep` is shared by all sharded modules of a model: an optimizer step ends once per backward, however many modules
-took part. A *lookup in training* is one made with grad enabled; others read and change nothing.
+Terms. `SparseStep` is shared by all sharded modules of a model: an optimizer step ends once per backward, however many
+modules took part. A *lookup in training* is one made with grad enabled; others read and change nothing.
 
-Invariants. One backward pass is one push, of every trainer, also when it has no rows. Rows are looked up in `compute`, never in
-`input_dist`, which pipelines run one batch ahead: a row is never a step old. A refused step (non-finite gradients) is refused
-by all trainers, before anything is sent.
+Invariants. One backward pass is one push, of every trainer, also when it has no rows. Rows are looked up in `compute`,
+never in `input_dist`, which pipelines run one batch ahead: a row is never a step old. A refused step (non-finite
+gradients) is refused by all trainers, before anything is sent.
 
 Does not hold weights, talk to servers (`EmbeddingBackend` does) or change the dense part of the model.
 
@@ -29,10 +30,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
@@ -65,7 +66,10 @@ class EmbeddingBackend(Protocol):
     job: JobSpec
     trainer: int
     trainers: int
-    step: int  # being worked on, from 1
+
+    @property
+    def step(self) -> int:
+        """The step being worked on, from 1."""
 
     def lookup(self, rows: list[Tensor]) -> list[Tensor]:
         """Weights (U, D) after `step - 1`, per slab. May be called several times in a step; does not end it."""
@@ -93,14 +97,15 @@ class EmbeddingBackend(Protocol):
 class SparseStep:
     """What the sharded modules of one model gather in an optimizer step.
 
-    A backward pass ends the step: as soon as every lookup that is still waiting for its gradient has got it, so that the
-    servers work while the rest of the backward runs; or else (some output was not used in the loss) when the pass is over.
+    A backward pass ends the step: as soon as every lookup that is still waiting for its gradient has got it, so that
+    the servers work while the rest of the backward runs; or else (some output was not used in the loss) when the pass
+    is over.
 
     Args:
         session: the backend.
         group: a process group of the trainers, used for nothing else; None with one trainer.
-        nan_gradients: "raise" refuses a step in which any trainer has a NaN or infinite gradient: `NonFiniteGradient` on
-            every trainer when its backward is over, nothing sent. "pass" sends them, as TorchRec does.
+        nan_gradients: "raise" refuses a step in which any trainer has a NaN or infinite gradient: `NonFiniteGradient`
+            on every trainer when its backward is over, nothing sent. "pass" sends them, as TorchRec does.
     """
 
     def __init__(self, session: EmbeddingBackend, group: dist.ProcessGroup | None = None, nan_gradients: str = "raise"):
@@ -147,7 +152,7 @@ class SparseStep:
         return ticket
 
     def receive(self, ticket: _Ticket, rows: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Takes the gradients (U, D) of one lookup, per slab; None where nothing depends on the slab. Inside a backward."""
+        """Inside a backward: gradients (U, D) of one lookup, per slab; None where the loss does not use the slab."""
         task = torch._C._current_graph_task_id()
         if task != self._pass:
             self._pass, self._gathered, self._sent, self._repeated, self._refusal = task, [], False, False, None
@@ -184,10 +189,10 @@ class SparseStep:
         self.session.push(rows, gradients, self.rates())
 
     def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Rows and gradients per slab, gradients of a row that several lookups asked for summed in the order they came."""
+        """Rows and gradients per slab; where several lookups asked for a row, its gradients are summed as they came."""
         rows, gradients = [], []
         for s, slab in enumerate(self.session.job.slabs):
-            parts = [(r[s], g[s]) for r, g in self._gathered if g[s] is not None and len(r[s])]
+            parts = [(r[s], g) for r, gradients_S in self._gathered if (g := gradients_S[s]) is not None and len(r[s])]
             if len(parts) == 1:
                 rows_U, gradient_UD = parts[0][0], parts[0][1].contiguous()
             elif parts:
@@ -205,7 +210,8 @@ class SparseStep:
         job = self.session.job
         flags = torch.zeros(len(job.tables), dtype=torch.int32)
         for slab, rows_U, gradient_UD in zip(job.slabs, rows, gradients, strict=True):
-            if not torch.isfinite(gradient_UD).all():
+            # A sum costs a tenth of looking at each. It is finite only if all are; if it overflowed, a look tells.
+            if not torch.isfinite(gradient_UD.sum()):
                 bad_rows = rows_U[~torch.isfinite(gradient_UD).all(dim=1)]
                 at = torch.bucketize(bad_rows, torch.tensor(slab.first_rows), right=True) - 1
                 flags[torch.tensor(slab.table_indices)[at]] = 1
@@ -215,7 +221,8 @@ class SparseStep:
         if not names:
             return None
         return NonFiniteGradient(
-            f"step {self.session.step}: gradients of {', '.join(names)} hold NaN or infinity; nothing of the step was applied"
+            f"step {self.session.step}: gradients of {', '.join(names)} hold NaN or infinity;"
+            " nothing of the step was applied"
         )
 
     def rates(self) -> list[float]:
@@ -341,8 +348,8 @@ class ErasureCodedEmbeddingBagCollection(
 ):
     """An `EmbeddingBagCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSharder`.
 
-    Takes a `KeyedJaggedTensor` and returns a `KeyedTensor` with the keys, order and values of the unsharded module. It has no
-    parameters: `state_dict` reads every row from the servers, on every trainer.
+    Takes a `KeyedJaggedTensor` and returns a `KeyedTensor` with the keys, order and values of the unsharded module. It
+    has no parameters: `state_dict` reads every row from the servers, on every trainer.
 
     Args:
         module: the collection to serve. Not kept.
@@ -458,7 +465,7 @@ class ErasureCodedEmbeddingBagCollection(
         return out
 
     def load_columns(self, name: str, first: int, last: int, values: Tensor) -> None:
-        """Overwrites columns [first, last) with `values` (rows, last - first), before the first step. Every trainer calls it.
+        """Overwrites columns [first, last) with `values` (rows, last - first). Every trainer calls it, before step 1.
 
         Raises:
             ValueError: another shape, or training has begun.
@@ -523,8 +530,8 @@ class ErasureCodedEmbeddingBagCollection(
 class ServerOptimizer(FusedOptimizer):
     """The optimizer that the servers run, as TorchRec's schedulers and checkpoints expect it: one group per slab.
 
-    `param_groups[i]["lr"]` at the time of a backward is the learning rate of that step. `state_dict` and `load_state_dict`
-    read and load the state on the servers, under TorchRec's names (`<table>.momentum1`).
+    `param_groups[i]["lr"]` at the time of a backward is the learning rate of that step. `state_dict` and
+    `load_state_dict` read and load the state on the servers, under TorchRec's names (`<table>.momentum1`).
     """
 
     def __init__(self, module: ErasureCodedEmbeddingBagCollection) -> None:

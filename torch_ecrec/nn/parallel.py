@@ -2,8 +2,9 @@
 
     model = torch_ecrec.DistributedModelParallel(DLRMTrain(...), device=torch.device("cpu"))
 
-It lists the tables of all `EmbeddingBagCollection`s in a `JobSpec`, gets a session of the cluster, replaces the collections'
-entries in the plan, and leaves the rest to TorchRec: the dense part becomes data-parallel, pipelines and checkpoints work.
+It lists the tables of all `EmbeddingBagCollection`s in a `JobSpec`, gets a session of the cluster, replaces the
+collections' entries in the plan, and leaves the rest to TorchRec: the dense part becomes data-parallel, pipelines and
+checkpoints work.
 
 Subclassed, not imitated: TorchRec checks for its own class in many places.
 
@@ -39,21 +40,22 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
     """Drop-in for `torchrec.distributed.DistributedModelParallel`.
 
     Args:
-        module, env, device, plan, sharders, init_data_parallel: as in TorchRec. A plan made with stock sharders is taken; its
-            entries for `EmbeddingBagCollection`s are replaced. Of `sharders`, those for other modules are used.
+        module, env, device, plan, sharders, init_data_parallel: as in TorchRec. A plan made with stock sharders is
+            taken; its entries for `EmbeddingBagCollection`s are replaced. Of `sharders`, those for other modules are
+            used.
         session: the backend to use. None connects to the cluster that `settings` names, or starts a local one.
         settings: time limits and the cluster's address; None reads the environment.
         code: k, r and number of slots; None takes the cluster's, or the defaults for a local one.
         seed: of the tables' first weights.
-        nan_gradients: "raise" refuses a step with NaN or infinite embedding gradients on any trainer, on every trainer, with
-            `NonFiniteGradient` out of its backward: no row has changed, and a trainer that skips its optimizer step may go
-            on. "pass" applies them, as TorchRec does.
+        nan_gradients: "raise" refuses a step with NaN or infinite embedding gradients on any trainer, on every trainer,
+            with `NonFiniteGradient` out of its backward: no row has changed, and a trainer that skips its optimizer
+            step may go on. "pass" applies them, as TorchRec does.
         dense_snapshots: whether the dense part is replicated to the servers every step.
         **kwargs: passed to TorchRec.
 
     Raises:
-        ValueError: no `EmbeddingBagCollection` in the module, or one that cannot be served (see `table_specs`); a `session`
-            of another job.
+        ValueError: no `EmbeddingBagCollection` in the module, or one that cannot be served (see `table_specs`); a
+            `session` of another job.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         tables = tuple(spec for path, child in collections.items() for spec in table_specs(child, names[path]))
         if session is None:
             job = JobSpec(tables=tables, code=code or CodeSpec(), trainers=env.world_size, seed=seed)
-            session = _connect(job, settings, code, env)
+            session = _connect(job, settings, code, env.rank, dense_snapshots)
             owns_session = True
         else:
             owns_session = False
@@ -143,8 +145,8 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
     def _take_snapshot(self) -> None:
         """Hands this trainer's part of the dense state over, once per finished step.
 
-        The end of a backward ends a sparse step, but the dense optimizer runs after it: the state of step t is complete when
-        the rows of t + 1 are asked for, or at a flush.
+        The end of a backward ends a sparse step, but the dense optimizer runs after it: the state of step t is complete
+        when the rows of t + 1 are asked for, or at a flush.
         """
         step = self.session.step - 1
         if step > self._snapshotted and self._dense is not None:
@@ -179,11 +181,11 @@ def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: Shar
         )
 
 
-def _connect(job: JobSpec, settings: Settings | None, code: CodeSpec | None, env: ShardingEnv) -> EmbeddingBackend:
-    """Joins the cluster as trainer `env.rank`. Imported late: only whoever trains needs the composition root."""
+def _connect(
+    job: JobSpec, settings: Settings | None, code: CodeSpec | None, trainer: int, takes_snapshots: bool
+) -> EmbeddingBackend:
+    """Joins the cluster. Imported late: with a session given, nothing of the cluster is needed."""
     from torch_ecrec import launch
 
-    session: EmbeddingBackend = launch.connect(
-        job, settings or Settings.from_environment(), code=code, trainer=env.rank
-    )
-    return session
+    settings = settings or Settings.from_environment()
+    return launch.connect(job, settings, trainer=trainer, code=code, takes_snapshots=takes_snapshots)

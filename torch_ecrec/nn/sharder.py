@@ -6,9 +6,10 @@ Optimizers are given the TorchRec way, attached to the parameters before shardin
 
 Missing values are TorchRec's defaults (those of FBGEMM): lr 0.01, eps 1e-8.
 
-First weights. A module on the meta device whose table has no `init_fn` is initialised by the servers, uniform between the
-config's bounds, seeded per row. One with an `init_fn`, and one that holds weights, is loaded by trainer 0 in chunks. An
-`init_fn` runs on the CPU under a random state seeded by the job's seed and the table's name, one table at a time.
+First weights. A module on the meta device whose table has no `init_fn` is initialised by the servers, uniform between
+the config's bounds, seeded per row. One with an `init_fn`, and one that holds weights, is loaded by trainer 0 in
+chunks. An `init_fn` runs on the CPU under a random state seeded by the job's seed and the table's name, one table at a
+time.
 
 Does not decide where rows live and does not step: see `layout` and `embedding`.
 """
@@ -59,13 +60,14 @@ def optimizer_spec(table: str, parameter: nn.Parameter) -> OptimizerSpec:
     kind = KIND_OF_OPTIMIZER.get(classes[0])
     if kind is None:
         raise ValueError(f"table {table}: optimizer {names} is not supported; supported are {_SUPPORTED}")
-    arguments = dict(parameter._optimizer_kwargs[0])
+    arguments = dict(parameter._optimizer_kwargs[0])  # type: ignore[attr-defined]
     lr = arguments.pop("lr", arguments.pop("learning_rate", OptimizerSpec.lr))
     eps = arguments.pop("eps", OptimizerSpec.eps)
     unsupported = [f"{k}={v}" for k, v in arguments.items() if k not in _WITHOUT_EFFECT and v]
     if unsupported:
         raise ValueError(
-            f"table {table}: optimizer {names} with {', '.join(unsupported)} is not supported; supported are {_SUPPORTED}"
+            f"table {table}: optimizer {names} with {', '.join(unsupported)} is not supported;"
+            f" supported are {_SUPPORTED}"
         )
     return OptimizerSpec(kind=kind, lr=float(lr), eps=float(eps) if kind != "sgd" else OptimizerSpec.eps)
 
@@ -116,7 +118,8 @@ class ErasureCodedSharder(ModuleSharder[EmbeddingBagCollection]):
         step: shared by all modules that this sharder makes.
         names: path of a module -> table -> its name in the job.
 
-    `shard` takes the weights of the original module away (its parameters are left with no rows): they are on the servers.
+    `shard` takes the weights of the original module away (its parameters are left with no rows): they are on the
+    servers.
     """
 
     def __init__(self, step: SparseStep, names: Mapping[str, Mapping[str, str]]) -> None:

@@ -13,6 +13,7 @@ Shape legend: U records, B record bytes; lists hold one array per slab.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch_ecrec.server.slot import Slot
 
 Reply = Callable[[Answer], None]
+logger = logging.getLogger(__name__)
 
 
 class FoldStream:
@@ -271,6 +273,7 @@ class Protection:
 
             return slot.host.ask(holder, lambda i: wire.Adopt(holder, i, slot.index, slot.incarnation), done)
 
+        logger.info("slot %d: new host, asks slots %s what they have folded", slot.index, list(holders))
         self.adopting = [ask(holder) for holder in holders]
 
     def _cut(self, cut: int) -> None:
@@ -286,6 +289,7 @@ class Protection:
 
             return slot.host.ask(holder, lambda i: wire.Cut(holder, i, slot.index, slot.incarnation, cut), done)
 
+        logger.info("slot %d: cut at step %d", slot.index, cut)
         self.adopting = [ask(holder) for holder in holders]
 
     def _on_logs(self, cut: int, logs: dict[int, wire.CutLog]) -> None:
@@ -311,6 +315,7 @@ class Protection:
                 deltas.append(np.ascontiguousarray(parts[first]))
             own.append(step, positions, deltas)
         self.adopting = []
+        logger.info("slot %d: serves, %d recent steps in its log", slot.index, cut - floor)
         slot.become_ready(cut, floor, own)
 
     # reads for recovery -------------------------------------------------------------------------

@@ -12,8 +12,9 @@ Shape legend: U records, B record bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -152,7 +153,7 @@ class Rebuild:
                 return
         self.check_done()
 
-    def _pace(self, repair: _Repair):
+    def _pace(self, repair: _Repair) -> Callable[[], None]:
         """Continues after a portion no faster than the limit allows."""
         rate = self.slot.settings.rebuild_bytes_per_s
         pause_s = repair.price_bytes / rate if rate else 0.0
@@ -190,7 +191,7 @@ class _Repair:
         self.price_bytes = 0
         self.failures = 0
         self.attempt = 0
-        self.then = None
+        self.then: Callable[[], None] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -200,13 +201,15 @@ class _Repair:
         slot, host = self.slot, self.slot.host
         self.plan = recovery.plan_repair(self.layout, self.group.base, self.group.member, host.unhealthy_slots())
         self.price_bytes = self.plan.read_bytes(len(self.positions), 4 * slot.job.slabs[self.slab].width)
-        self.folded = {}
+        self.folded: dict[int, wire.VersionsAre] = {}
+        self.records: dict[int, wire.Records] = {}
         if not self.plan.parities:
             self._fetch()
         for holder in self.plan.parities:
-            host.ask_once(holder, lambda i, h=holder: wire.Versions(h, i), self._collect(self.folded, holder))
+            host.ask_once(holder, partial(wire.Versions, holder), self._unless_over(partial(self._on_versions, holder)))
 
-    def _collect(self, into: dict, key: int):
+    def _unless_over(self, then: Callable[[Any], None]) -> Callable[[Answer | None], None]:
+        """An answer counts only for the attempt that asked for it; a refusal ends the attempt."""
         attempt = self.attempt
 
         def done(answer: Answer | None) -> None:
@@ -214,14 +217,20 @@ class _Repair:
                 return
             if answer is None:
                 self._again()
-                return
-            into[key] = answer
-            if into is self.folded and len(into) == len(self.plan.parities):
-                self._fetch()
-            elif into is not self.folded and len(into) == len(self.plan.reads):
-                self._install()
+            else:
+                then(answer)
 
         return done
+
+    def _on_versions(self, holder: int, answer: wire.VersionsAre) -> None:
+        self.folded[holder] = answer
+        if len(self.folded) == len(self.plan.parities):
+            self._fetch()
+
+    def _on_records(self, member: int, answer: wire.Records) -> None:
+        self.records[member] = answer
+        if len(self.records) == len(self.plan.reads):
+            self._install()
 
     def _again(self) -> None:
         """What it read did not fit together or was not there: a new attempt, a little later."""
@@ -237,22 +246,22 @@ class _Repair:
         if vector is None:
             self._again()
             return
-        self.vector, self.records = vector, {}
+        self.vector = vector
         base, rotations = self.group.base, self.group.rotations
         for member in self.plan.reads:
             holder = int(self.layout.member_slot[base, member])
             exists = self.layout.exists(base, member, rotations)
             positions = self.layout.position(base, member, rotations)[exists]
-            parity = member >= self.layout.k
-
-            def make(incarnation: int, h=holder, p=parity, at=torch.from_numpy(positions)) -> wire.Request:
-                return wire.Fetch(h, incarnation, self.slab, p, at, vector)
-
-            done = self._collect(self.records, member)
+            done = self._unless_over(partial(self._on_records, member))
             if len(positions):
+                parity, at = member >= self.layout.k, torch.from_numpy(positions)
+                make = partial(self._fetch_of, holder, parity=parity, positions=at)
                 self.slot.host.ask_once(holder, make, done)
             else:
                 done(wire.Records(torch.empty((0, 4 * self.slot.job.slabs[self.slab].width), dtype=torch.uint8)))
+
+    def _fetch_of(self, holder: int, incarnation: int, parity: bool, positions: torch.Tensor) -> wire.Request:
+        return wire.Fetch(holder, incarnation, self.slab, parity, positions, self.vector)
 
     def _install(self) -> None:
         slot, base, rotations = self.slot, self.group.base, self.group.rotations

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from torch_ecrec.codec.linear import LinearCode
-from torch_ecrec.config import JobSpec, Settings
+from torch_ecrec.config import JobSpec, Settings, SlabSpec
 from torch_ecrec.layout import Layout
 from torch_ecrec.server.protection import Protection
 from torch_ecrec.server.rebuild import Rebuild
@@ -115,7 +115,7 @@ class Slot:
                         np.full(len(stripes), coefficient, dtype=np.uint8),
                     )
 
-    def _fill_(self, slab: object, records: np.ndarray, rows: np.ndarray) -> None:
+    def _fill_(self, slab: SlabSpec, records: np.ndarray, rows: np.ndarray) -> None:
         optim.initialise_(
             records,
             rows,
@@ -281,7 +281,9 @@ class Slot:
                 return
             rates = got[0].rates
             deltas = []
-            for slab, shard, rate, (positions, gradients) in zip(self.job.slabs, self.shards, rates, merged, strict=True):
+            for slab, shard, rate, (positions, gradients) in zip(
+                self.job.slabs, self.shards, rates, merged, strict=True
+            ):
                 kind, eps = slab.optimizer.kind, slab.optimizer.eps
                 deltas.append(optim.update_(kind, shard.records, positions, gradients, rate, eps))
             self.rule.on_applied(step)

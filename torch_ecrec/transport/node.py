@@ -4,7 +4,8 @@ Everything that a node does happens inside `run`: a message that arrives, an ans
 thread. State needs no other lock. What a node wants done outside (calls, answers, timers) goes into the outbox and is
 done after the lock is released, so no lock is ever held across a call and two nodes in one process cannot deadlock.
 
-The same code runs over RPC (threads, real time) and in the simulated cluster (one thread, virtual time): both are a `Port`.
+The same code runs over RPC (threads, real time) and in the simulated cluster (one thread, virtual time): both are
+a `Port`.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Node:
         self._lock = threading.Lock()
         self._outbox: list[Callable[[], None]] = []
 
-    def run(self, action: Callable[..., None], *args: Any) -> None:
+    def run(self, action: Callable[..., object], *args: Any) -> None:
         """Runs `action` as this node, then does what it put into the outbox. Not reentrant."""
         with self._lock:
             try:

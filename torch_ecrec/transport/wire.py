@@ -18,7 +18,7 @@ answers `Refused`. Requests of a source carry the source's incarnation, so that 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +38,7 @@ class Unknown:
     reason: str
 
 
-Outcome = Union[Ok, Failed, Unknown]
+Outcome = Ok | Failed | Unknown
 
 
 @dataclass
@@ -140,7 +140,7 @@ class Records(Answer):
 
 @dataclass
 class Fold(Request):
-    """What one step changed in the records of `source`: to be folded into the parities that the addressed slot holds."""
+    """What one step changed in the records of `source`, to be folded into the parities that the addressed slot has."""
 
     source: int
     source_incarnation: int
