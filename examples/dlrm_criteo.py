@@ -91,9 +91,9 @@ def build(args: argparse.Namespace) -> DLRMTrain:
 def wrap(model: DLRMTrain, args: argparse.Namespace) -> nn.Module:
     """Makes the model a distributed one: the only difference between the backends."""
     if args.backend == "ecrec":
-        import torch_ecrec.nn
+        import torch_ecrec
 
-        return torch_ecrec.nn.DistributedModelParallel(model, device=CPU, seed=args.seed)
+        return torch_ecrec.DistributedModelParallel(model, device=CPU, seed=args.seed)
     # On CPU, TorchRec would plan small tables as data-parallel, without a fused optimizer.
     path, collection = next((p, m) for p, m in model.named_modules() if isinstance(m, torchrec.EmbeddingBagCollection))
     ranks = {f"table_{name}": table_wise(rank=i % dist.get_world_size()) for i, name in enumerate(FEATURES)}

@@ -21,6 +21,13 @@ from torch_ecrec.coordinator import WITHOUT_SPARE
 from torch_ecrec.errors import ClusterError
 
 
+def port(text: str) -> int:
+    """A TCP port; 0 for a free one."""
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"a port is a number up to 65535, got {text!r}")
+    return int(text)
+
+
 def add_code(parser: argparse.ArgumentParser, servers: bool = True) -> None:
     """Arguments that describe the code."""
     if servers:
@@ -75,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="a local cluster: coordinator and servers, supervised")
     add_code(up)
     up.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    up.add_argument("--port", type=int, default=0, help="the coordinator's port (default: a free one)")
+    up.add_argument("--port", type=port, default=0, help="the coordinator's port (default: a free one)")
     up.add_argument("--no-restart", action="store_true", help="do not start killed servers again")
     up.add_argument(
         "--logs", type=Path, metavar="DIR", help="folder for the processes' logs (default: to the terminal)"
@@ -89,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     coordinator = commands.add_parser("coordinator", help="the coordinator alone")
     add_code(coordinator)
     coordinator.add_argument("--host", default="127.0.0.1")
-    coordinator.add_argument("--port", type=int, default=0)
+    coordinator.add_argument("--port", type=port, default=0)
     coordinator.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
 
     commands.add_parser("warm", help="compile the kernels now, so that the first run does not")
@@ -177,7 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stdout,
         )
     except OSError as error:
-        print(json.dumps({"error": str(error)}), flush=True)  # for the supervisor
+        print(json.dumps({"error": error.strerror or str(error)}), flush=True)  # for the supervisor
         raise
 
 

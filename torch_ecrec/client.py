@@ -391,8 +391,8 @@ class Session:
         self._send_load(slab, False, self.client.route(slab, rows), values)
         if self.job.code.parities:
             if slab in self._pending_load:
-                before = self._pending_load[slab]
-                rows, values = torch.cat([before[0], rows]), torch.cat([before[1], values])
+                before, kept = self._pending_load[slab], ~torch.isin(self._pending_load[slab][0], rows)
+                rows, values = torch.cat([before[0][kept], rows]), torch.cat([before[1][kept], values])
                 order = torch.argsort(rows, stable=True)
                 rows, values = rows[order], values[order]
             self._pending_load[slab] = self._load_parity(slab, rows, values, whole=False)

@@ -121,7 +121,7 @@ class CodeSpec:
             require(
                 self.k + self.r <= self.slots,
                 f"a stripe of k + r = {self.k + self.r} records needs as many slots, got {self.slots} servers:"
-                " on one server would be lost together; use more servers or a smaller k or r",
+                " two members on one server would be lost together; use more servers or a smaller k or r",
             )
 
     @property

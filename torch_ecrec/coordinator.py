@@ -9,8 +9,8 @@ members; a new one is formed when somebody joins who is not in it, never because
 the placement. *spare*: a server in the present generation without slots.
 
 Life of a job: servers join -> trainers join with the same job -> a generation is formed -> slots are placed (epoch 1)
--> training. A lost server: its slots go to a spare, else to the survivor with the fewest slots (or wait for a process to
-come, as `without_spare` says), epoch + 1, incarnation + 1. A process that joins later becomes a spare in a new
+-> training. A lost server: its slots go to a spare, else to the survivor with the fewest slots (or wait for a process
+to come, as `without_spare` says), epoch + 1, incarnation + 1. A process that joins later becomes a spare in a new
 generation; if a server holds several slots and all slots are healthy, one is moved to it.
 """
 

@@ -73,7 +73,7 @@ class DenseSnapshot:
         self._seen.add(optimizer)
         if isinstance(optimizer, KeyedOptimizer):
             return
-        dense = {id(parameter) for _, parameter in _parameters(model)}
+        dense = {id(parameter) for _, parameter in dense_parameters(model)}
         if any(id(parameter) in dense for group in optimizer.param_groups for parameter in group["params"]):
             self._optimizers.append(weakref.ref(optimizer))
 
@@ -169,7 +169,7 @@ def load_(model: nn.Module, optimizers: Sequence[Optimizer], parts: Sequence[tup
     """
     state = unpack(parts)
     tensors: dict[str, Tensor] = state["tensors"]
-    named = dict(_parameters(model))
+    named = dict(dense_parameters(model))
     targets: dict[str, Tensor] = {f"parameter/{name}": parameter for name, parameter in named.items()}
     targets |= {f"buffer/{name}": buffer for name, buffer in _buffers(model)}
     stored = {name for name in tensors if not name.startswith("optimizer/")}
@@ -216,7 +216,7 @@ def _load_optimizer(
         optimizer.state[parameter] = state
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The data-parallel parameters: under TorchRec's DMP without the sharded ones."""
     sharded: set[str] = set()
     if isinstance(model, DistributedModelParallel):
@@ -232,7 +232,7 @@ def _collect(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> tuple[list[tuple[str, Tensor]], list[dict[str, Any]]]:
     """Every tensor of the state under its name, and everything else as JSON values."""
-    named = list(_parameters(model))
+    named = list(dense_parameters(model))
     tensors: list[tuple[str, Tensor]] = [(f"parameter/{name}", parameter.detach()) for name, parameter in named]
     tensors += [(f"buffer/{name}", buffer.detach()) for name, buffer in _buffers(model)]
     name_of = {id(parameter): name for name, parameter in named}

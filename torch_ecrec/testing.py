@@ -6,9 +6,14 @@ are small functions of what they looked up, so that a wrong read anywhere change
     run = simulate(Scenario(), faults=[Fault("crash_receiver", 17)])
     run.check_against(simulate(Scenario()))     # raises AssertionError that names what differs
 
-What is checked: every lookup, loss, record, optimizer state and dense value is bit-equal to the undisturbed run (I3,
-I4); every parity is the code of its stripe (I1), so no delta was folded twice or not at all (I2); logs and kept pushes
-are bounded (I6).
+What is checked at the end: every lookup, loss, record, optimizer state, dense value and snapshot is bit-equal to the
+undisturbed run (I3, I4); every parity is the code of its stripe (I1). Verifiers ride along (`verify`), every
+`VERIFY_EVERY` events: every parity is the code of its stripe as of what its holder has folded, so no delta was folded
+twice or not at all (I2); nothing acknowledged is lost; logs, kept pushes and snapshots are bounded (I6); the last
+complete snapshot is on all its holders.
+
+Faults and random kills stay within the contract: with those who are lost or not rebuilt yet, no stripe misses more
+than r members. Which of them fired is in the result.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -25,12 +30,15 @@ from torch_ecrec import recovery
 from torch_ecrec.client import Client, Route
 from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec, Settings, TableSpec
 from torch_ecrec.coordinator import Coordinator
+from torch_ecrec.layout import Layout
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
-from torch_ecrec.transport.local import EOF_S, Fault, LocalNetwork
+from torch_ecrec.transport.local import EOF_S, Fault, Line, LocalNetwork
+from torch_ecrec.transport.wire import Placement
 
 EVENT_LIMIT = 400_000
 LIMIT_S = 120.0  # virtual
+VERIFY_EVERY = 20  # events
 
 
 def small_tables() -> tuple[TableSpec, ...]:
@@ -45,10 +53,14 @@ def small_tables() -> tuple[TableSpec, ...]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated. `kills`: (slot, step) pairs: the host of the slot dies when that step is complete at a trainer.
+    """What is simulated.
 
-    `settle_first`: a kill waits until the cluster is whole again, so that the losses stay within the contract.
-    `reborn`: a killed server process starts again and joins.
+    Args:
+        kills: (slot, step) pairs: the host of the slot dies when that step is complete at trainer 0.
+        settle_first: such a kill waits until the cluster is whole again, so that the losses stay within the contract.
+        reborn: a killed server process starts again and joins.
+        random_kills: so many servers die at random moments, as often as `kill_probability` says per event.
+        noise: how often a request is dropped, its answer lost, or it arrives twice: a probability for each.
     """
 
     code: CodeSpec = CodeSpec(slots=3, k=2, r=1)
@@ -65,6 +77,8 @@ class Scenario:
     rebuild_chunk_bytes: int = 48
     random_kills: int = 0
     kill_probability: float = 0.01
+    noise: float = 0.0
+    call_timeout_s: float = 0.25
 
     @property
     def job(self) -> JobSpec:
@@ -86,12 +100,14 @@ class Run:
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
     dense: list[float] = field(default_factory=list)
     records: list[torch.Tensor] = field(default_factory=list)
-    snapshots: dict[int, torch.Tensor] = field(default_factory=dict)
+    snapshots: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (step, trainer)
     messages: list[tuple[str, str, str]] = field(default_factory=list)
     kills: int = 0
     fatal: str | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    overdue: list[int] = field(default_factory=list)
+    longest: dict[str, int] = field(default_factory=dict)  # of each bounded thing, in steps
 
     def check_against(self, undisturbed: Run) -> None:
         """Raises AssertionError naming the first difference."""
@@ -103,6 +119,10 @@ class Run:
         assert self.dense == undisturbed.dense, "dense values differ"
         for slab, (mine, theirs) in enumerate(zip(self.records, undisturbed.records, strict=True)):
             assert torch.equal(mine, theirs), f"records of slab {slab} differ"
+        last = self.scenario.steps
+        for trainer in range(self.scenario.trainers):
+            mine, theirs = self.snapshots[last, trainer], undisturbed.snapshots[last, trainer]
+            assert torch.equal(mine, theirs), f"the last snapshot of trainer {trainer} differs"
 
 
 class Cluster:
@@ -111,10 +131,20 @@ class Cluster:
     def __init__(self, scenario: Scenario, faults: Sequence[Fault] = ()) -> None:
         self.scenario = scenario
         self.run = Run(scenario)
-        self.settings = Settings(call_timeout_s=0.25, rebuild_chunk_bytes=scenario.rebuild_chunk_bytes)
-        self.network = LocalNetwork(
-            scenario.network_seed, crash=self._on_crash, may_crash=self._may_crash, faults=list(faults)
+        self.settings = Settings(
+            call_timeout_s=scenario.call_timeout_s, rebuild_chunk_bytes=scenario.rebuild_chunk_bytes
         )
+        self.network = LocalNetwork(
+            scenario.network_seed,
+            crash=self._on_crash,
+            may_crash=self.may_crash,
+            faults=list(faults),
+            noise=scenario.noise,
+        )
+        code, slabs = scenario.code, scenario.job.slabs
+        self.layouts = [Layout(code.slots, code.k, code.parities, slab.rows) for slab in slabs]
+        self.lines: dict[tuple[str, str], Line] = {}
+        self.acknowledged = [0] * scenario.code.slots  # the most that any incarnation of a slot acknowledged
         self.random = random.Random(scenario.network_seed * 7919 + 1)
         self.hosts: dict[str, Host] = {}
         self.clients: dict[str, Client] = {}
@@ -173,8 +203,14 @@ class Cluster:
         self.network.clock.later(1.0, self._tick)
 
     def _from_coordinator(self, name: str, message: dict[str, Any]) -> None:
-        """In order, after the same delay for all: a TCP connection each."""
-        self.network.clock.later(0.001, lambda: self._deliver(name, message))
+        self._line("to", name).carry(lambda: self._deliver(name, message))
+
+    def _line(self, direction: str, name: str) -> Line:
+        """A connection with the coordinator: in order, and one may be slower than another."""
+        key = direction, name
+        if key not in self.lines:
+            self.lines[key] = Line(self.network.clock, f"{direction} {name} {self.scenario.network_seed}")
+        return self.lines[key]
 
     def _deliver(self, name: str, message: dict[str, Any]) -> None:
         if name in self.network.dead:
@@ -189,8 +225,6 @@ class Cluster:
         elif name in self.hosts:
             self.hosts[name].on_control(message)
         elif kind == "placement":
-            from torch_ecrec.transport.wire import Placement
-
             client = self.clients[name]
             client.run(client.place, Placement.from_json(message["placement"]))
 
@@ -206,20 +240,22 @@ class Cluster:
             elif kind == "unrecoverable":
                 c.on_unrecoverable(message["slot"])
 
-        self.network.clock.later(0.001, arrive)
+        self._line("from", name).carry(arrive)
 
     # faults -------------------------------------------------------------------------------------
 
-    def _may_crash(self, name: str) -> bool:
-        """Faults kill servers that host slots, within the contract: nothing is being rebuilt, and the code can repair it."""
-        if name not in self.hosts or not self.hosts[name].slots or not self.whole():
+    def may_crash(self, name: str) -> bool:
+        """Within the contract: with the slots that are lost or not rebuilt, no stripe misses more than r members."""
+        if name not in self.hosts or name in self.network.dead:
             return False
-        host = self.hosts[name]
-        return not any(recovery.unrecoverable_bases(layout, host.slots) for layout in host.layouts)
+        placed = enumerate(self.coordinator.slots)
+        gone = {i for i, p in placed if not p.healthy or p.server in self.network.dead or p.server == name}
+        return not any(recovery.unrecoverable_bases(layout, gone) for layout in self.layouts)
 
     def _on_crash(self, name: str) -> None:
         self.run.kills += 1
-        self.network.clock.later(EOF_S, lambda: self.coordinator.on_lost(name, self.network.clock.now_s, "eof"))
+        lost = lambda: self.coordinator.on_lost(name, self.network.clock.now_s, "eof")  # noqa: E731
+        self.network.clock.later(EOF_S, lambda: self._line("from", name).carry(lost))
         if self.scenario.reborn:
             self.network.clock.later(0.5, self.start_server)
 
@@ -247,9 +283,6 @@ class Cluster:
             and i in host.slots
         ]
         return found
-
-    def kill_host_of(self, slot: int) -> None:
-        self.network.kill(self.coordinator.slots[slot].server)
 
     # trainers -----------------------------------------------------------------------------------
 
@@ -288,8 +321,9 @@ class Cluster:
                 self._kill_when_allowed(slot)
 
     def _kill_when_allowed(self, slot: int) -> None:
-        if self.whole() or not self.scenario.settle_first:
-            self.kill_host_of(slot)
+        host = self.coordinator.slots[slot].server
+        if not self.scenario.settle_first or (self.whole() and self.may_crash(host)):
+            self.network.kill(host)
         else:
             self.network.clock.later(0.001, lambda: self._kill_when_allowed(slot))
 
@@ -309,15 +343,18 @@ class Cluster:
     def go(self) -> Run:
         """Runs to the end; raises RuntimeError, with the state of every slot, if it gets stuck."""
         random_kills = self.scenario.random_kills
-        for _ in range(EVENT_LIMIT):
+        for event in range(EVENT_LIMIT):
             done = self._run_trainers()
+            placed = self.coordinator.slots
             if self.run.fatal is not None:
                 break
-            if random_kills and not done and self.random.random() < self.scenario.kill_probability:
-                victim = self.coordinator.slots[self.random.randrange(self.scenario.code.slots)].server if self.whole() else ""
-                if self._may_crash(victim):
+            if random_kills and placed and not done and self.random.random() < self.scenario.kill_probability:
+                victim = placed[self.random.randrange(len(placed))].server
+                if self.may_crash(victim):
                     random_kills -= 1
                     self.network.kill(victim)
+            if event % VERIFY_EVERY == 0:
+                self.verify()
             if done and not self.kills and self.settled():
                 break
             if not self.network.clock.advance() or self.network.clock.now_s > LIMIT_S:
@@ -325,7 +362,9 @@ class Cluster:
         else:
             raise RuntimeError(f"too many events: {self.describe()}")
         self.run.messages, self.run.seconds = self.network.sent, self.network.clock.now_s
+        self.run.overdue = self.network.overdue
         if self.run.fatal is None:
+            self.verify()
             self._collect()
         return self.run
 
@@ -334,6 +373,56 @@ class Cluster:
         clients = [(c.name, c.step, c.complete, len(c.exchanges)) for c in self.clients.values()]
         rules = [(s.index, s.incarnation, s.ready, s.rule, s.rebuild.remaining, len(s.waiting)) for s in self.slots()]
         return f"trainers {clients}; slots {rules}; placement {self.coordinator.slots}"
+
+    # verifiers that ride along -------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """What must hold at every moment; raises AssertionError."""
+        slots = {slot.index: slot for slot in self.slots() if slot.ready}
+        for slot in slots.values():
+            self._verify_acknowledged(slot, slots)
+            check_parity_as_of(slot, slots)
+        self._verify_snapshots(slots)
+        self._verify_bounds(slots)
+
+    def _verify_acknowledged(self, slot: Slot, slots: dict[int, Slot]) -> None:
+        rule, index = slot.rule, slot.index
+        assert rule.acknowledged >= self.acknowledged[index], (
+            f"slot {index} acknowledged {self.acknowledged[index]}, its incarnation {slot.incarnation} knows"
+            f" {rule.acknowledged}"
+        )
+        self.acknowledged[index] = rule.acknowledged
+        for holder in rule.holders:
+            if knows(slot, other := slots.get(holder)) and knows(other, slot) and index in other.rule.folded:
+                folded = other.rule.folded[index]
+                assert rule.confirmed[holder] <= folded, (
+                    f"slot {index} counts step {rule.confirmed[holder]} as folded by {holder}, which has folded {folded}"
+                )
+
+    def _verify_snapshots(self, slots: dict[int, Slot]) -> None:
+        """Of the last step that every trainer calls complete, each holder that is whole has the dense snapshot."""
+        step = min(client.complete for client in self.clients.values())
+        for holder in range(self.scenario.code.parities + 1) if step else ():
+            if holder in slots and self.coordinator.slots[holder].healthy:
+                for trainer in range(self.scenario.trainers):
+                    assert (step, trainer) in slots[holder].snapshots, (
+                        f"slot {holder} lacks the snapshot of trainer {trainer} of step {step}, which is complete"
+                    )
+
+    def _verify_bounds(self, slots: dict[int, Slot]) -> None:
+        longest = self.run.longest
+        for slot in slots.values():
+            folds = [log.last - log.floor for log in slot.protection.fold_logs.values()]
+            for what, steps in (
+                ("log", slot.log.last - slot.log.floor),
+                ("fold log", max(folds, default=0)),
+                ("early folds", max((len(early) for early in slot.protection.early.values()), default=0)),
+                ("kept pushes", len(slot.pushes)),
+                ("snapshots", len({step for step, _ in slot.snapshots})),
+            ):
+                longest[what] = max(longest.get(what, 0), steps)
+        for client in self.clients.values():
+            longest["open steps"] = max(longest.get("open steps", 0), len(client.open))
 
     def _collect(self) -> None:
         job, slots = self.scenario.job, self.slots()
@@ -345,9 +434,50 @@ class Cluster:
                 records[layout.row_at(slot.index, positions)] = slot.shards[s].records
             self.run.records.append(torch.from_numpy(records))
         for index in range(min(self.scenario.code.parities + 1, len(slots))):
-            for (step, _), (_, payload) in slots[index].snapshots.items():
-                self.run.snapshots[step] = payload
+            for key, (_, payload) in slots[index].snapshots.items():
+                known = self.run.snapshots.setdefault(key, payload)
+                assert torch.equal(known, payload), f"the snapshots of (step, trainer) {key} differ between slots"
         check_parity(slots)
+
+
+def knows(slot: Slot | None, other: Slot | None) -> TypeGuard[Slot]:
+    """Whether both are there and `slot` knows that `other` is the present incarnation."""
+    return slot is not None and other is not None and slot.rule.incarnations[other.index] == other.incarnation
+
+
+def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
+    """I2 at any moment: a parity is the code of its stripe's records as of what its holder has folded of each.
+
+    Looks at the stripes of which nothing is missing and all members know each other's present incarnation.
+    """
+    for slab, shard in enumerate(holder.shards):
+        layout, code = holder.layouts[slab], holder.code
+        for group in layout.group(holder.index, True, np.arange(len(shard.parity), dtype=np.int64)):
+            here = holder.rebuild.parity_present(slab, group.where)
+            there = np.ones(len(group.where), dtype=bool) if here is None else here
+            expected = np.zeros((len(group.where), shard.parity.shape[1]), dtype=np.uint8)
+            for member in range(code.k):
+                index = int(layout.member_slot[group.base, member])
+                source, step = slots.get(index), holder.rule.folded.get(index)
+                if not (knows(source, holder) and knows(holder, source)) or step is None:
+                    break
+                assert step <= source.rule.applied, f"slot {holder.index} has folded step {step} of {index}, not applied"
+                if step < min(source.log.floor, source.rule.applied):
+                    break
+                exists = layout.exists(group.base, member, group.rotations)
+                positions = layout.position(group.base, member, group.rotations)[exists]
+                if source.rebuild.remaining:
+                    there[exists] &= ~source.rebuild.missing[slab, False][positions]
+                records = source.records_as_of(slab, positions, step)
+                rows = np.flatnonzero(exists).astype(np.int64)
+                coefficient = code.coefficients[group.member - code.k, member]
+                code.fold_(expected, rows, records, np.full(len(rows), coefficient, dtype=np.uint8))
+            else:
+                right = (expected == shard.parity[group.where]).all(axis=1)
+                assert (right | ~there).all(), (
+                    f"a parity of base {group.base} in slab {slab}, on slot {holder.index}, is not the code of its stripe"
+                    f" as of {holder.rule.folded}"
+                )
 
 
 def check_parity(slots: Sequence[Slot]) -> None:

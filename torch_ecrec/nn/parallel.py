@@ -13,6 +13,7 @@ Does not shard other module types: they are data-parallel unless the given plan 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +32,11 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torch_ecrec.config import CodeSpec, JobSpec, Settings
-from torch_ecrec.dense import DenseSnapshot
+from torch_ecrec.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.embedding import EmbeddingBackend, SparseStep
 from torch_ecrec.nn.sharder import ErasureCodedSharder, job_names, table_specs
+
+DIGEST_CHUNK_ROWS = 65_536
 
 
 class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
@@ -141,6 +144,23 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
                 self._dense.close()
             if self._owns_session:
                 self.session.close()
+
+    def digest(self) -> str:
+        """SHA-256 of every record (weights and optimizer state) of every table in row order, then of the dense part.
+
+        Equal exactly when the trained state is, whatever the placement, the number of servers and the code. Reads all
+        tables, in chunks: for checks, on one trainer, after `flush`.
+        """
+        session, result = self.session, hashlib.sha256()
+        for table in session.job.tables:
+            slab, first = session.job.place_of_table[table.name]
+            result.update(table.name.encode())
+            for begin in range(0, table.rows, DIGEST_CHUNK_ROWS):
+                rows = torch.arange(begin, min(begin + DIGEST_CHUNK_ROWS, table.rows))
+                result.update(session.read(slab, first + rows).numpy().tobytes())
+        for name, parameter in dense_parameters(self):
+            result.update(name.encode() + parameter.detach().cpu().contiguous().numpy().tobytes())
+        return result.hexdigest()
 
     def _take_snapshot(self) -> None:
         """Hands this trainer's part of the dense state over, once per finished step.

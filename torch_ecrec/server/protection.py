@@ -117,6 +117,7 @@ class Protection:
         self.early: dict[int, dict[int, tuple[wire.Fold, Reply]]] = {}
         self.maps = {source: slot.layouts[0].fold_map(source, slot.index) for source in rule.sources}
         self.adopting: list[Exchange] = []
+        self.attached: dict[int, int] = {}  # source -> its incarnation that attached last; only grows
 
     @property
     def log_bytes(self) -> int:
@@ -160,6 +161,7 @@ class Protection:
             return
         if rule.on_attached(request.source, request.base, request.acknowledged):
             self.fold_logs[request.source] = DeltaLog(len(self.slot.shards), floor=request.base)
+        self.attached[request.source] = request.source_incarnation
         reply(wire.Attached(rule.folded[request.source]))
         self.slot.rebuild.check_done()
 
@@ -227,6 +229,10 @@ class Protection:
         rule, lost = self.slot.rule, request.lost
         if not rule.is_current(lost, request.lost_incarnation):
             reply(Refused(f"slot {lost} has been replaced"))
+            return
+        if self.attached.get(lost, 0) >= request.lost_incarnation:
+            # It has had its answer: this is a late copy, and to undo now would take back what it sent since.
+            reply(Refused(f"slot {lost} has its cut already"))
             return
         if lost not in rule.folded:
             reply(wire.CutLog([], [], [], floor=0, caught_up=False))

@@ -171,6 +171,8 @@ class Slot:
         self.rule.confirmed = dict.fromkeys(self.rule.holders, floor)
         self.ready = True
         self.host.tell({"type": "ready", "slot": self.index, "incarnation": self.incarnation})
+        self.pushes = {step: got for step, got in self.pushes.items() if step > cut}
+        self._answer_pushes()  # those of steps up to the cut that came while this was not known
         self.protection.attach_all()
         self.rebuild.start()
         self.progress()
@@ -303,10 +305,13 @@ class Slot:
     def acknowledge(self) -> None:
         """Tells the trainers what now survives r losses."""
         if self.rule.acknowledge():
-            for step in [t for t in self.push_replies if self.rule.is_acknowledged(t)]:
-                for reply in self.push_replies.pop(step):
-                    reply(wire.Acknowledged(step))
+            self._answer_pushes()
         self.forget()
+
+    def _answer_pushes(self) -> None:
+        for step in [t for t in self.push_replies if self.rule.is_acknowledged(t)]:
+            for reply in self.push_replies.pop(step):
+                reply(wire.Acknowledged(step))
 
     def forget(self) -> None:
         self.log.forget(self.rule.may_forget())

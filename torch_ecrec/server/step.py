@@ -105,7 +105,7 @@ class StepRule:
         return source in self.catch_up and self.folded.get(source, -1) >= self.catch_up[source]
 
     def on_attached(self, source: int, base: int, acknowledged: int) -> bool:
-        """A source (or its new incarnation) meets this holder. True if the holder knew nothing: it starts from `base`."""
+        """A source (or its new incarnation) meets this holder. True if the holder knew nothing: starts from `base`."""
         fresh = source not in self.folded
         if fresh:
             self.folded[source] = base

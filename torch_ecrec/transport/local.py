@@ -2,15 +2,18 @@
 
 For the simulated cluster (`torch_ecrec.testing`): nodes are the real ones, only their `Port` differs. Nothing sleeps and
 nothing is concurrent; the order of events follows from the seed. Requests and answers travel unordered, with a random
-delay; messages to and from the coordinator travel in order (a TCP connection).
+delay; messages to and from the coordinator travel in order on a `Line` (a TCP connection each), now and then slowly.
 
 Every request gets a number, counted from 0 in the order of sending; a `Fault` names one. The kinds:
 
     crash_sender     its sender dies right after sending it (the message may still arrive)
     crash_receiver   its receiver dies when it arrives, before handling it
+    crash_after      its receiver dies right after handling it (what it sent, the answer included, may still arrive)
     drop             it never arrives; the caller's time limit runs out
     lose_answer      it is handled, but the answer never arrives
-    duplicate        it arrives twice
+    duplicate        it arrives twice, the second time perhaps much later
+
+With `noise` p, every request suffers drop, lose_answer or duplicate with probability p each, whatever `faults` says.
 """
 
 from __future__ import annotations
@@ -24,8 +27,14 @@ from typing import Any
 
 from torch_ecrec.transport.wire import Answer, Ok, Outcome, Request, Unknown
 
-FAULTS = ("crash_sender", "crash_receiver", "drop", "lose_answer", "duplicate")
+CRASHES = ("crash_sender", "crash_receiver", "crash_after")
+LOSSES = ("drop", "lose_answer", "duplicate")
+FAULTS = CRASHES + LOSSES
 DELAY_S = (0.0002, 0.003)
+LATE_S = (0.0002, 0.05)  # the second arrival of a duplicate
+LINE_S = (0.0005, 0.002)  # to and from the coordinator
+SLOW_LINE_S = (0.002, 0.03)  # the same when the other side is slow to read
+SLOW_LINE = 0.1  # how often it is
 EOF_S = 0.002  # after which a peer's death is noticed
 
 
@@ -63,6 +72,20 @@ class VirtualClock:
         return True
 
 
+class Line:
+    """One direction of a connection to or from the coordinator: delays vary, the order stays."""
+
+    def __init__(self, clock: VirtualClock, seed: str) -> None:
+        self._clock, self._random = clock, random.Random(seed)
+        self._last_s = 0.0
+
+    def carry(self, action: Callable[[], None]) -> None:
+        slow = self._random.random() < SLOW_LINE
+        delay_s = self._random.uniform(*(SLOW_LINE_S if slow else LINE_S))
+        self._last_s = max(self._last_s, self._clock.now_s + delay_s)
+        self._clock.later(self._last_s - self._clock.now_s, action)
+
+
 @dataclass
 class LocalNetwork:
     """Carries requests between nodes registered in `handlers`.
@@ -71,19 +94,26 @@ class LocalNetwork:
         handlers: process name -> how it handles a request.
         crash: called with the name of a process that a fault kills.
         may_crash: which processes faults may kill; a crash fault on another one does not fire.
+        noise: how often a request is dropped, its answer lost, or it arrives twice: a probability for each.
+        sent: every request so far: (sender, receiver, class).
+        overdue: numbers of the requests whose time limit ran out although neither they nor their answer were lost and
+            the receiver lives: it kept them waiting.
     """
 
     seed: int
     crash: Callable[[str], None] = lambda name: None
     may_crash: Callable[[str], bool] = lambda name: True
     faults: list[Fault] = field(default_factory=list)
+    noise: float = 0.0
     clock: VirtualClock = field(default_factory=VirtualClock)
     handlers: dict[str, Callable[[Request, Callable[[Answer], None]], None]] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
-    sent: list[tuple[str, str, str]] = field(default_factory=list)  # (sender, receiver, request class)
+    sent: list[tuple[str, str, str]] = field(default_factory=list)
+    overdue: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+        self.noise_random = random.Random(f"noise {self.seed}")
 
     def delay_s(self) -> float:
         return self.random.uniform(*DELAY_S)
@@ -97,14 +127,14 @@ class LocalNetwork:
             self.dead.add(name)
             self.crash(name)
 
-    def _fault_of(self, message: int, kind: str, victim: str | None = None) -> bool:
+    def _fires(self, message: int, kind: str, victim: str | None = None) -> bool:
         for fault in self.faults:
             if fault.message == message and fault.kind == kind and not fault.fired:
                 if victim is not None and (victim in self.dead or not self.may_crash(victim)):
                     return False
                 fault.fired = True
                 return True
-        return False
+        return kind in LOSSES and self.noise > 0 and self.noise_random.random() < self.noise
 
     def send(
         self, sender: str, receiver: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]
@@ -113,6 +143,7 @@ class LocalNetwork:
             return
         number = len(self.sent)
         self.sent.append((sender, receiver, type(request).__name__))
+        drop, lose_answer, duplicate = (self._fires(number, kind) for kind in LOSSES)
         ended = False
 
         def end(outcome: Outcome) -> None:
@@ -121,26 +152,31 @@ class LocalNetwork:
                 ended = True
                 done(outcome)
 
-        self.clock.later(timeout_s, lambda: end(Unknown(f"no answer within {timeout_s:g} s")))
-        lose_answer = self._fault_of(number, "lose_answer")
+        def time_is_up() -> None:
+            if not ended and sender not in self.dead and not drop and not lose_answer and receiver not in self.dead:
+                self.overdue.append(number)
+            end(Unknown(f"no answer within {timeout_s:g} s"))
 
         def reply(answer: Answer) -> None:
             if receiver not in self.dead and not lose_answer:
                 self.clock.later(self.delay_s(), lambda: end(Ok(answer)))
 
         def arrive() -> None:
-            if receiver not in self.dead and self._fault_of(number, "crash_receiver", receiver):
+            if receiver not in self.dead and self._fires(number, "crash_receiver", receiver):
                 self.kill(receiver)
             if receiver in self.dead or receiver not in self.handlers:
                 self.clock.later(EOF_S, lambda: end(Unknown("eof")))
-            else:
-                self.handlers[receiver](copy.copy(request), reply)
+                return
+            self.handlers[receiver](copy.copy(request), reply)
+            if self._fires(number, "crash_after", receiver):
+                self.kill(receiver)
 
-        if not self._fault_of(number, "drop"):
+        self.clock.later(timeout_s, time_is_up)
+        if not drop:
             self.clock.later(self.delay_s(), arrive)
-            if self._fault_of(number, "duplicate"):
-                self.clock.later(self.delay_s(), arrive)
-        if self._fault_of(number, "crash_sender", sender):
+            if duplicate:
+                self.clock.later(self.random.uniform(*LATE_S), arrive)
+        if self._fires(number, "crash_sender", sender):
             self.kill(sender)
 
 

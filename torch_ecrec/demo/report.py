@@ -1,0 +1,374 @@
+"""What happened in a run: a record of a watched coordinator's messages, the figures drawn from it, and their printing.
+
+    record = Record(trainers=2, slots=3)
+    record.on_message({"type": "progress", "trainer": 0, "step": 1, "loss": 0.7, "time_s": 100.0})
+    record.on_kill("server:1@60", slot=1, time_s=103.0)
+    record.kills[0].to_json(record.step_times)
+
+A *kill* and its times, all as seconds since the epoch, relative to the first in `after_kill_s`:
+
+    kill        SIGKILL was sent                                                           0.000
+    detected    the coordinator noticed the end of the process                             0.004
+    rehosted    all slots that were lost with it serve again, on other processes           0.029
+    first_step  the first step that began after the kill is complete at all trainers       0.061
+    rebuilt     all records of these slots are there again, in full protection             0.713
+
+A step that was in progress at the kill may end without noticing it, so `first_step` is not that one. `stall` is the
+longest time between two completed steps from the last before the kill to `first_step`.
+
+Pure: no clock, no threads, no processes. Whoever calls from several threads holds a lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+KINDS = ("lookup", "push", "fold", "rebuild", "snapshot")
+WARM_STEPS = 5  # not counted in the throughput before a kill
+
+
+@dataclass
+class Kill:
+    """One fault that fired. `lost`: slot -> incarnation, for the slots that the process hosted."""
+
+    spec: str
+    slot: int
+    server: str
+    pid: int
+    step: int  # complete at all trainers
+    begun: int  # the last step that some trainer may have begun
+    kill_s: float
+    lost: dict[int, int]
+    detected_s: float | None = None
+    rehosted: dict[int, float] = field(default_factory=dict)
+    rebuilt: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def rehosted_s(self) -> float | None:
+        return max(self.rehosted.values()) if len(self.rehosted) == len(self.lost) else None
+
+    @property
+    def rebuilt_s(self) -> float | None:
+        return max(self.rebuilt.values()) if len(self.rebuilt) == len(self.lost) else None
+
+    def to_json(self, step_times: Sequence[float]) -> Message:
+        """An entry of `kills` in result.json. `step_times[i]`: when step i + 1 was complete at all trainers."""
+        first_step = self.begun + 1
+        first_step_s = step_times[first_step - 1] if len(step_times) >= first_step else None
+        times = {
+            "kill_s": self.kill_s,
+            "detected_s": self.detected_s,
+            "rehosted_s": self.rehosted_s,
+            "first_step_s": first_step_s,
+            "rebuilt_s": self.rebuilt_s,
+        }
+        after = {name: since(value, self.kill_s) for name, value in times.items() if name != "kill_s"}
+        around = step_times[max(self.step - 1, 0) : first_step]
+        gaps = [b - a for a, b in itertools.pairwise(around)]
+        after["stall_s"] = round(max(gaps), 6) if gaps and first_step_s is not None else None
+        return {
+            "spec": self.spec,
+            "slot": self.slot,
+            "slots_lost": sorted(self.lost),
+            "server": self.server,
+            "pid": self.pid,
+            "step": self.step,
+            "first_step": first_step if first_step_s is not None else None,
+            "times": times,
+            "after_kill_s": after,
+        }
+
+
+def since(time_s: float | None, start_s: float) -> float | None:
+    return None if time_s is None else round(time_s - start_s, 6)
+
+
+class Record:
+    """What is known of one run.
+
+    Args:
+        trainers: how many there are.
+        slots: how many there are.
+    """
+
+    def __init__(self, trainers: int, slots: int) -> None:
+        self.pids: dict[str, int] = {}  # of members, by name
+        self.places: list[tuple[str, int]] = [("", -1)] * slots  # server and incarnation per slot
+        self.healthy = [False] * slots
+        self.rebuilt = [0.0] * slots  # fraction, of slots that are not healthy
+        self.steps = [0] * trainers  # the last step each trainer has completed
+        self.step = 0  # complete at all trainers
+        self.step_times: list[float] = []  # [i]: when step i + 1 was
+        self.loss = math.nan  # the last that was reported
+        self.kills: list[Kill] = []
+        self.fatal: Message | None = None  # kind and reason
+        self.status: Message = {}  # the last
+        self.status_count = 0
+
+    # what arrives ---------------------------------------------------------------------------------
+
+    def on_message(self, message: Message) -> None:
+        """A line from a coordinator that is watched: status, event or progress."""
+        kind = message.get("type")
+        if kind == "progress":
+            self._on_progress(message)
+        elif kind == "event":
+            self._on_event(message)
+        elif kind == "status":
+            self._on_status(message)
+
+    def _on_progress(self, message: Message) -> None:
+        self.steps[message["trainer"]] = message["step"]
+        self.loss = message.get("loss", self.loss)
+        while self.step < min(self.steps):
+            self.step += 1
+            self.step_times.append(message["time_s"])
+
+    def _on_event(self, message: Message) -> None:
+        event, time_s = message["event"], message["time_s"]
+        if event == "joined":
+            self.pids[message["member"]] = message["pid"]
+        elif event in ("placed", "re-placed", "moved"):
+            for slot, (server, incarnation) in enumerate(message["slots"]):
+                if incarnation > self.places[slot][1]:
+                    self.healthy[slot], self.rebuilt[slot] = event == "placed", 0.0
+                self.places[slot] = (server, incarnation)
+        elif event == "lost":
+            for kill in self.kills:
+                if kill.server == message["member"] and kill.detected_s is None:
+                    kill.detected_s = time_s
+        elif event in ("re-hosted", "slot rebuilt"):
+            slot, incarnation = message["slot"], message["incarnation"]
+            if event == "slot rebuilt" and self.places[slot][1] == incarnation:
+                self.healthy[slot] = True
+            for kill in self.kills:
+                times = kill.rehosted if event == "re-hosted" else kill.rebuilt
+                if incarnation > kill.lost.get(slot, incarnation):
+                    times.setdefault(slot, time_s)
+        elif event == "fatal":
+            self.fatal = self.fatal or {"kind": message["kind"], "reason": message["reason"]}
+
+    def _on_status(self, message: Message) -> None:
+        self.status = message
+        self.status_count += 1
+        for member in message["members"]:
+            self.pids[member["name"]] = member["pid"]
+        for place in message["slots"]:
+            slot = place["slot"]
+            self.places[slot] = (place["server"], place["incarnation"])
+            self.healthy[slot] = place["healthy"]
+        for slot, figures in slot_figures(message).items():
+            if figures["incarnation"] == self.places[slot][1]:
+                self.rebuilt[slot] = figures["rebuilt"]
+
+    def on_kill(self, spec: str, slot: int, time_s: float) -> Kill:
+        """SIGKILL is being sent to the process that hosts `slot`."""
+        server = self.places[slot][0]
+        lost = {i: incarnation for i, (host, incarnation) in enumerate(self.places) if host == server}
+        begun = max(self.steps) + 1
+        kill = Kill(spec, slot, server, self.pids[server], self.step, begun, time_s, lost)
+        same = next((k for k in self.kills if k.server == server), None)
+        if same is not None:  # it hosted both slots: one loss
+            kill.detected_s = same.detected_s
+        self.kills.append(kill)
+        return kill
+
+    # what follows ---------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Every kill was noticed, and what it took is there again."""
+        return all(self.healthy) and all(kill.rebuilt_s is not None for kill in self.kills)
+
+    def throughput(self, samples_per_step: int) -> Message:
+        """Samples per second before the first kill, while something was missing, and after the last rebuild."""
+        times = self.step_times
+        if not times:
+            return {"before": None, "rebuild": None, "after": None}
+        end_s = times[-1]
+        spans: list[tuple[float, float]] = []
+        for kill in sorted(self.kills, key=lambda kill: kill.kill_s):
+            until_s = min(end_s, kill.rebuilt_s if kill.rebuilt_s is not None else end_s)
+            if spans and kill.kill_s <= spans[-1][1]:
+                spans[-1] = (spans[-1][0], max(spans[-1][1], until_s))
+            elif until_s > kill.kill_s:
+                spans.append((kill.kill_s, until_s))
+        warm_s = times[min(WARM_STEPS, len(times)) - 1]
+        return {
+            "before": _rate(times, [(warm_s, spans[0][0] if spans else end_s)], samples_per_step),
+            "rebuild": _rate(times, spans, samples_per_step),
+            "after": _rate(times, [(spans[-1][1], end_s)], samples_per_step) if spans else None,
+        }
+
+    def bytes_sent(self) -> dict[str, int]:
+        """By kind, over all processes, the lost ones with what they last reported."""
+        total = dict.fromkeys(KINDS, 0)
+        for member in self.status.get("members", []):
+            for kind, size in member["report"].get("bytes_sent", {}).items():
+                total[kind] = total.get(kind, 0) + size
+        return total
+
+    def servers(self) -> list[Message]:
+        """Bytes held, per living server."""
+        servers = []
+        for member in self.status.get("members", []):
+            if member["role"] == "server" and member["alive"]:
+                slots = member["report"].get("slots", [])
+                entry: Message = {"server": member["name"], "pid": member["pid"], "slots": [s["slot"] for s in slots]}
+                for name in ("record_bytes", "parity_bytes", "log_bytes", "snapshot_bytes"):
+                    entry[name] = sum(s[name] for s in slots)
+                servers.append(entry)
+        return servers
+
+    def progress_line(self, steps: int, samples_per_step: int) -> str:
+        """Step, loss, samples per second over the last second, and every slot."""
+        if not self.step:
+            servers = sum(name.startswith("server") for name in self.pids)
+            return f"starting: {servers} servers, {len(self.pids) - servers} trainers have joined"
+        recent = [t for t in self.step_times[-1000:] if t >= self.step_times[-1] - 1.0]
+        rate = (len(recent) - 1) * samples_per_step / (recent[-1] - recent[0]) if len(recent) > 1 else 0.0
+        slots = []
+        for slot, (server, _) in enumerate(self.places):
+            state = "" if self.healthy[slot] else f" rebuilding {self.rebuilt[slot]:.0%}" if server else "nobody"
+            slots.append(f"[{slot}: {server}{state}]")
+        return f"step {self.step:>4}/{steps}  loss {self.loss:.4f}  {rate:>7,.0f} samples/s  {' '.join(slots)}"
+
+
+def _rate(times: Sequence[float], spans: Sequence[tuple[float, float]], samples: int) -> float | None:
+    """Samples per second in some spans of time."""
+    length_s = sum(end - begin for begin, end in spans)
+    count = sum(begin < t <= end for t in times for begin, end in spans)
+    return round(count * samples / length_s, 1) if length_s > 0 else None
+
+
+def slot_figures(status: Message) -> dict[int, Message]:
+    """What the present host of each slot reports, where it has."""
+    host = {place["slot"]: place["server"] for place in status["slots"]}
+    return {
+        figures["slot"]: figures
+        for member in status["members"]
+        for figures in member["report"].get("slots", [])
+        if host.get(figures["slot"]) == member["name"]
+    }
+
+
+# printing ---------------------------------------------------------------------------------------------
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def _table(rows: list[list[str]], indent: str = "  ") -> list[str]:
+    """Columns aligned; the first row is the head; a column of figures goes right."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [any(c[:1].isdigit() for c in column[1:]) for column in columns]
+    return [
+        indent
+        + "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def format_status(status: Message) -> str:
+    """A coordinator's status as text: the cluster, a line per slot, a line per member."""
+    code = status["code"]
+    protection = f"(k, r) = ({code['k']}, {code['r']})" if code["protection"] == "parity" else "no protection"
+    lines = [
+        f"torch-ecrec {status['version']}: {protection} on {code['slots']} slots, {status['tables']} tables,"
+        f" epoch {status['epoch']}, RPC generation {status['generation']}, step {status['step']}"
+    ]
+    if status["fatal"]:
+        lines.append(f"STOPPED: {status['fatal']}")
+    figures = slot_figures(status)
+    rows = [["slot", "server", "incarnation", "state", "step", "watermark", "records", "parity", "logs", "snapshots"]]
+    for place in status["slots"]:
+        own = figures.get(place["slot"])
+        if own is not None and own["incarnation"] != place["incarnation"]:
+            own = None
+        state = "healthy" if place["healthy"] else "waiting" if not place["server"] else "starting"
+        if own is not None and not place["healthy"]:
+            state = f"rebuilding {own['rebuilt']:.0%}"
+        cells = [str(place["slot"]), place["server"] or "(nobody)", str(place["incarnation"]), state]
+        if own is None:
+            cells += ["-"] * 6
+        else:
+            sizes = [_size(own[f"{name}_bytes"]) for name in ("record", "parity", "log", "snapshot")]
+            cells += [str(own["step"]), str(own["watermark"]), *sizes]
+        rows.append(cells)
+    lines += _table(rows) if status["slots"] else ["  no slots placed yet: waiting for servers and trainers"]
+    rows = [["member", "role", "pid", "state", "silent"]]
+    for member in status["members"]:
+        state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
+        state = "left" if member["left"] else state if member["alive"] else "lost"
+        silent = f"{member['silent_s']:.1f} s" if state not in ("left", "lost") else "-"
+        rows.append([member["name"], member["role"], str(member["pid"]), state, silent])
+    lines += ["", *_table(rows)] if status["members"] else ["  no members"]
+    return "\n".join(lines)
+
+
+def _seconds(value: float | None) -> str:
+    return "   (not)" if value is None else f"{value:8.3f}"
+
+
+def format_kill(entry: Message) -> list[str]:
+    """The timeline of one failure, in seconds after the kill."""
+    after = entry["after_kill_s"]
+    slots = ", ".join(map(str, entry["slots_lost"]))
+    first = "first step begun after it" + (f" ({entry['first_step']})" if entry["first_step"] is not None else "")
+    lines = [
+        f"failure {entry['spec']}",
+        f"  {_seconds(0.0)} s  killed: {entry['server']}, pid {entry['pid']}, host of slot {slots}, at step {entry['step']}",
+    ]
+    marks = [
+        (after["detected_s"], "detected"),
+        (after["rehosted_s"], "re-hosted: lost rows are decoded on first touch"),
+        (after["first_step_s"], f"{first} complete at all trainers"),
+        (after["rebuilt_s"], "rebuilt: fully protected again"),
+    ]
+    marks.sort(key=lambda mark: math.inf if mark[0] is None else mark[0])
+    lines += [f"  {_seconds(time_s)} s  {what}" for time_s, what in marks]
+    if after["stall_s"] is not None:
+        lines.append(f"            longest pause of training around it: {after['stall_s']:.3f} s")
+    return lines
+
+
+def format_summary(result: Message) -> str:
+    """What the demo prints at the end."""
+    lines: list[str] = []
+    for entry in result["kills"]:
+        lines += [*format_kill(entry), ""]
+    rows = [["", "digest", "last loss", "AUC", "samples/s"]]
+    name = f"with {len(result['kills'])} killed" if result["kills"] else "this run"
+    for title, run in ((name, result), ("undisturbed", result["undisturbed"])):
+        if run is not None:
+            losses = [loss for loss in (run["losses"][-1] if run["losses"] else []) if loss is not None]
+            loss = f"{sum(losses) / len(losses):.6f}" if losses else "-"
+            area = f"{run['auc']:.4f}" if run["auc"] is not None else "-"
+            rows.append([title, (run["digest"] or "-")[:32], loss, area, f"{run['samples_per_s'] or 0:,.0f}"])
+    lines += _table(rows, indent="")
+    if result["equal"] is not None:
+        verdict = "EQUAL: every record, every dense parameter and every loss, bit for bit"
+        lines.append(verdict if result["equal"] else "NOT EQUAL: " + "; ".join(result["differences"]))
+    rates = {name: value for name, value in result["throughput"].items() if value is not None}
+    if rates and result["kills"]:
+        lines.append("samples/s: " + ", ".join(f"{value:,.0f} {_WHEN[name]}" for name, value in rates.items()))
+    if any(result["bytes_sent"].values()):
+        lines.append("sent: " + ", ".join(f"{_size(size)} {kind}" for kind, size in result["bytes_sent"].items()))
+    return "\n".join(lines)
+
+
+_WHEN = {"before": "before", "rebuild": "during rebuild", "after": "after"}
