@@ -173,6 +173,9 @@ def main() -> None:
         print(f"auc {area:.4f} on {len(test)} held-out lines, {samples_per_s:.0f} samples/s", flush=True)
     if args.report:
         report = {"losses": losses, "auc": area, "samples_per_s": samples_per_s, "dense_digest": dense_digest(model)}
+        if args.backend == "ecrec":
+            model.flush()
+            report["digest"] = model.digest() if trainer == 0 else None
         args.report.with_suffix(f".{trainer}{args.report.suffix}").write_text(json.dumps(report))
     if args.backend == "ecrec":
         model.close()

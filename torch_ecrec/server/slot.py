@@ -224,16 +224,16 @@ class Slot:
         reply(wire.Stored(request.step))
 
     def _on_fetch_snapshots(self, _request: wire.FetchSnapshots, reply: Reply) -> None:
-        def attempt() -> Answer | None:
-            answer = wire.Snapshots()
-            for (step, trainer), (header, payload) in sorted(self.snapshots.items()):
-                answer.steps.append(step)
-                answer.trainers.append(trainer)
-                answer.headers.append(header)
-                answer.payloads.append(payload)
-            return answer
-
-        self.park(attempt, reply)
+        if not self.ready or self.rebuild.snapshots_missing:
+            reply(Refused(f"slot {self.index} has not got them all itself"))
+            return
+        answer = wire.Snapshots()
+        for (step, trainer), (header, payload) in sorted(self.snapshots.items()):
+            answer.steps.append(step)
+            answer.trainers.append(trainer)
+            answer.headers.append(header)
+            answer.payloads.append(payload)
+        reply(answer)
 
     def _on_load(self, request: wire.Load, reply: Reply) -> None:
         if self.rule.applied > 0 or not self.rebuild.whole:

@@ -213,6 +213,7 @@ class RpcTransport:
         self._on_error = on_error
         self._callback = threading.local()  # .runs: this thread is in `handle` or `done`
         self._joining = threading.Lock()  # held by the join or close under way; taken before _gate
+        self._store: tuple[tuple[str, int], TCPStore | None] = (("", 0), None)  # kept between joins; under _joining
         self._gate = threading.Condition()  # guards all below
         self._world: World | None = None  # where calls go; None between generations
         self._serving = 0  # the generation whose requests are handled and answered; set before its world is formed
@@ -416,6 +417,7 @@ class RpcTransport:
             return
         with self._joining:
             self._leave()
+            self._store = (("", 0), None)
             if _active is self:
                 _active = None
 
@@ -434,8 +436,7 @@ class RpcTransport:
 
     def _form(self, world: World, store: tuple[str, int], deadline_s: float) -> None:
         generation, rank = world.generation, world.members.index(self.name)
-        # Kept alive by the agent; not needed any more once the world is formed.
-        connection = TCPStore(*store, is_master=False, wait_for_workers=False, timeout=_remaining(deadline_s))
+        connection = self._connect(store, deadline_s)
         shared = PrefixStore(f"generation-{generation}", connection)
         self._meet(shared, "arrived", world, deadline_s)
         connection.set_timeout(_remaining(deadline_s))
@@ -448,9 +449,25 @@ class RpcTransport:
         for member in world.members:
             world.workers[member] = agent.get_worker_info(torch_name(member, generation))
         self._meet(shared, "ready", world, deadline_s)
+        self._store = (store, connection)
         with self._gate:
             self._check_wanted(generation)
             self._world = world
+
+    def _connect(self, store: tuple[str, int], deadline_s: float) -> TCPStore:
+        """The connection to the store, the one of the generation before if it still holds.
+
+        torch looks up the name of the store's host, backwards, for every connection it makes: seconds where no name
+        server answers.
+        """
+        address, connection = self._store
+        self._store = (store, None)  # until it has served once more
+        if connection is not None and address == store:
+            connection.set_timeout(_remaining(deadline_s))
+            with contextlib.suppress(RuntimeError):
+                connection.check(["alive"])
+                return connection
+        return TCPStore(*store, is_master=False, wait_for_workers=False, timeout=_remaining(deadline_s))
 
     def _meet(self, shared: Store, place: str, world: World, deadline_s: float) -> None:
         """Returns when all members have come to `place`: the first waits for all of them, the others for its word.

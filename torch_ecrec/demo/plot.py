@@ -1,0 +1,197 @@
+"""Draws recovery.png from the contents of result.json: throughput over time, the failures, the state of every slot.
+
+    draw(json.loads(Path("demo/result.json").read_text()), Path("demo/recovery.png"))
+
+Time starts with the first completed step, of each run. Throughput is samples per second over a window of a few steps;
+between two completed steps samples count as trained evenly. With one failure its events are labelled in the picture,
+with more of them each has a number, and its times are listed below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+
+INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+RUN, CALM, BAND = "#2563eb", "#9aa5b1", "#fde68a"
+LOST, REBUILDING, HEALTHY = "#dc2626", "#f59e0b", "#86c7a3"
+WIDTH_INCHES, DPI = 10.0, 160
+LEAST_WINDOW_S, WINDOW_STEPS = 0.15, 5
+GRID_S = 0.01
+LABEL_SHARE = 0.125  # of the width that a label takes
+EVENTS = (
+    ("kill_s", "killed"),
+    ("detected_s", "detected"),
+    ("rehosted_s", "re-hosted"),
+    ("first_step_s", "first step"),
+    ("rebuilt_s", "rebuilt"),
+)
+
+
+def throughput(
+    step_times: Sequence[float], samples_per_step: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(seconds since the first step, samples per second over a window around them)."""
+    times = np.asarray(step_times) - step_times[0]
+    window_s = max(LEAST_WINDOW_S, WINDOW_STEPS * float(np.median(np.diff(times))))
+    at = np.arange(0.0, times[-1] + GRID_S, GRID_S)
+    done = np.arange(len(times)) * samples_per_step
+    begin, end = np.clip(at - window_s / 2, 0, times[-1]), np.clip(at + window_s / 2, 0, times[-1])
+    rate = (np.interp(end, times, done) - np.interp(begin, times, done)) / np.maximum(end - begin, 1e-9)
+    return at, rate
+
+
+def spread(positions: Sequence[float], least_gap: float, low: float, high: float) -> list[float]:
+    """Positions, ascending, moved as little as it takes for `least_gap` between neighbours, within [low, high]."""
+    placed: list[float] = []
+    for position in positions:
+        placed.append(max(position, placed[-1] + least_gap) if placed else max(position, low))
+    shift = sum(b - a for a, b in zip(positions, placed, strict=True)) / max(len(placed), 1)
+    placed = [max(position - shift, low + i * least_gap) for i, position in enumerate(placed)]
+    over = max(0.0, placed[-1] - high) if placed else 0.0
+    return [max(position - over, low + i * least_gap) for i, position in enumerate(placed)]
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Writes the picture; nothing where fewer than three steps were completed."""
+    if len(result["step_times_s"]) < 3:
+        return
+    arguments, kills = result["arguments"], result["kills"]
+    slots = arguments["servers"]
+    list_inches = 0.24 * len(kills) if len(kills) > 1 else 0.0
+    height = 4.1 + 0.2 * slots + list_inches
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
+    top, strip_inches = 1.28, 0.2 * slots
+    left, width = 0.085, 0.895
+    bottom = (0.62 + list_inches) / height
+    strip = figure.add_axes((left, bottom, width, strip_inches / height))
+    rates = figure.add_axes(
+        (left, bottom + (strip_inches + 0.12) / height, width, 1 - bottom - (strip_inches + 0.12 + top) / height),
+        sharex=strip,
+    )
+    start_s = result["step_times_s"][0]
+    end_s = _draw_rates(rates, result)
+    _draw_slots(strip, kills, slots, start_s, end_s)
+    for kill in kills:
+        begin = kill["times"]["kill_s"] - start_s
+        until = kill["times"]["rebuilt_s"]
+        rates.axvspan(begin, end_s if until is None else min(until - start_s, end_s), color=BAND, alpha=0.45, lw=0)
+    if len(kills) == 1:
+        _label_events(rates, kills[0], start_s, end_s)
+    else:
+        _number_kills(figure, rates, kills, start_s, height)
+    _head(figure, result, height)
+    figure.savefig(path)
+
+
+def _draw_rates(axes: Axes, result: dict[str, Any]) -> float:
+    """The lines; returns where time ends."""
+    samples = result["arguments"]["batch_size"] * result["arguments"]["trainers"]
+    end_s, most = 0.0, 0.0
+    runs = [(result["undisturbed"], CALM, 1.6, "undisturbed"), (result, RUN, 2.2, "with the failure")]
+    if len(result["kills"]) != 1:
+        runs[1] = (result, RUN, 2.2, f"with {len(result['kills'])} failures" if result["kills"] else "this run")
+    for run, color, line_width, label in runs:
+        if run is not None and len(run["step_times_s"]) > 2:
+            at, rate = throughput(run["step_times_s"], samples)
+            axes.plot(at, rate, color=color, lw=line_width, label=label, solid_joinstyle="round", zorder=3)
+            end_s, most = max(end_s, float(at[-1])), max(most, float(np.max(rate)))
+    axes.set_xlim(0, end_s)
+    axes.set_ylim(0, most * 1.08)
+    axes.set_ylabel("samples / s", color=INK, fontsize=10.5)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
+    axes.grid(axis="y", color=GRID, lw=0.8)
+    axes.tick_params(axis="x", length=0, labelbottom=False)
+    axes.tick_params(axis="y", length=0, labelcolor=FAINT, labelsize=9.5)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none", fontsize=9.5, labelcolor=INK)
+    return end_s
+
+
+def _draw_slots(axes: Axes, kills: Sequence[dict[str, Any]], slots: int, start_s: float, end_s: float) -> None:
+    """A row per slot: green, red while nobody serves it, amber while its records are being rebuilt."""
+    axes.set_ylim(slots - 0.5, -0.5)
+    axes.set_xlim(0, end_s)
+    axes.set_yticks(range(slots), [f"slot {slot}" for slot in range(slots)])
+    axes.tick_params(axis="both", length=0, labelcolor=FAINT, labelsize=9)
+    axes.set_xlabel("seconds since the first step", color=INK, fontsize=10)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    for slot in range(slots):
+        axes.add_patch(Rectangle((0, slot - 0.34), end_s, 0.68, color=HEALTHY, lw=0))
+    for kill in kills:
+        times = {name: end_s if time_s is None else time_s - start_s for name, time_s in kill["times"].items()}
+        for slot in kill["slots_lost"]:
+            for begin, end, color in (
+                (times["rehosted_s"], times["rebuilt_s"], REBUILDING),
+                (times["kill_s"], max(times["rehosted_s"], times["kill_s"] + 0.004 * end_s), LOST),
+            ):
+                end = min(end, end_s)
+                if end > begin:
+                    axes.add_patch(Rectangle((begin, slot - 0.34), end - begin, 0.68, color=color, lw=0))
+
+
+def _label_events(axes: Axes, kill: dict[str, Any], start_s: float, end_s: float) -> None:
+    """The five moments of one failure, labelled above the picture, with leader lines."""
+    events = [(kill["times"][name] - start_s, title) for name, title in EVENTS if kill["times"][name] is not None]
+    events.sort(key=lambda event: event[0])
+    begin = kill["times"]["kill_s"] - start_s
+    inside = [(at, title) for at, title in events if at <= end_s * 1.001]
+    half = LABEL_SHARE / 2 * end_s
+    labels_at = spread([at for at, _ in inside], LABEL_SHARE * end_s, half, end_s - half)
+    above = axes.get_xaxis_transform()
+    for (at, title), label_at in zip(inside, labels_at, strict=True):
+        color = LOST if title == "killed" else INK
+        axes.plot([at, at], [0, 1], color=color, lw=1.0, alpha=0.75, transform=above, zorder=2)
+        axes.plot([at, label_at], [1.0, 1.075], color=color, lw=0.9, alpha=0.75, transform=above, clip_on=False)
+        when = f"step {kill['step']}" if title == "killed" else f"+{at - begin:.3f} s"
+        axes.text(label_at, 1.16, title, color=color, weight="bold", fontsize=9.5, ha="center", transform=above)
+        axes.text(label_at, 1.09, when, color=FAINT, fontsize=9, ha="center", transform=above)
+
+
+def _number_kills(
+    figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], start_s: float, height: float
+) -> None:
+    """A number at each kill, and its times below the picture."""
+    above = axes.get_xaxis_transform()
+    low, high = axes.get_xlim()
+    starts = [kill["times"]["kill_s"] - start_s for kill in kills]
+    order = sorted(range(len(kills)), key=lambda i: starts[i])
+    places = spread([starts[i] for i in order], 0.03 * (high - low), low, high)
+    for i, label_at in zip(order, places, strict=True):
+        axes.plot([starts[i]] * 2, [0, 1], color=LOST, lw=1.0, alpha=0.8, transform=above, zorder=2)
+        axes.plot([starts[i], label_at], [1, 1.05], color=LOST, lw=0.9, alpha=0.8, transform=above, clip_on=False)
+        axes.text(
+            label_at, 1.09, str(i + 1), color="white", weight="bold", fontsize=9.5, ha="center", va="center",
+            transform=above, bbox={"boxstyle": "circle,pad=0.28", "facecolor": LOST, "edgecolor": "none"},
+        )  # fmt: skip
+    for i, kill in enumerate(kills):
+        after = kill["after_kill_s"]
+        times = [f"{title} {after[name]:.3f} s" for name, title in EVENTS[1:] if after[name] is not None]
+        y = (0.24 * (len(kills) - i) - 0.1) / height
+        figure.text(0.085, y, str(i + 1), color=LOST, weight="bold", fontsize=9.5)
+        figure.text(0.11, y, f"{kill['server']} (slot {kill['slot']}) killed at step {kill['step']}", color=INK, fontsize=9.5)
+        figure.text(0.42, y, "  ·  ".join(times), color=FAINT, fontsize=9.5)
+
+
+def _head(figure: Figure, result: dict[str, Any], height: float) -> None:
+    arguments = result["arguments"]
+    kills = len(result["kills"])
+    what = "A server is killed" if kills == 1 else f"{kills} servers are killed" if kills else "Nothing is killed"
+    end = {True: ": not one bit differs from the undisturbed run", False: ": the result DIFFERS", None: ""}
+    figure.text(0.02, 1 - 0.32 / height, what + end[result["equal"]], color=INK, fontsize=14, weight="bold")
+    code = f"(k, r) = ({arguments['k']}, {arguments['r']})"
+    code = code if arguments["protection"] == "parity" else "no protection"
+    line = (
+        f"DLRM, {arguments['trainers']} trainers × {arguments['batch_size']} samples, {arguments['optimizer']};"
+        f" {arguments['servers']} servers, {arguments['spares']} spares, {code}"
+    )
+    figure.text(0.02, 1 - 0.56 / height, line, color=FAINT, fontsize=10)
