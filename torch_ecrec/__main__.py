@@ -63,9 +63,10 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--kill",
         action="append",
-        metavar="server:SLOT@STEP[+MS]",
-        help="SIGKILL the process that hosts SLOT when STEP is complete (MS milliseconds later); may be given again;"
-        " default server:1 in the middle; 'none' for no kill",
+        metavar="server:SLOT@STEP[~][+MS]",
+        help="SIGKILL the process that hosts SLOT when STEP is complete (MS milliseconds later), or, with ~, when from"
+        " STEP on all that former kills took is rebuilt; may be given again; default server:1 in the middle; 'none'"
+        " for no kill",
     )
     demo.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="of the tables")
     demo.add_argument("--seed", type=int, default=0)

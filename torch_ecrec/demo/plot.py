@@ -2,8 +2,7 @@
 
     draw(json.loads(Path("demo/result.json").read_text()), Path("demo/recovery.png"))
 
-Time starts with the first completed step, of each run. Throughput is samples per second over a window of a few steps;
-between two completed steps samples count as trained evenly. With one failure its events are labelled in the picture,
+Time starts with the first completed step, of each run. Throughput is samples per second over the last few steps; between two completed steps samples count as trained evenly. With one failure its events are labelled in the picture,
 with more of them each has a number, and its times are listed below.
 """
 
@@ -35,17 +34,14 @@ EVENTS = (
 )
 
 
-def throughput(
-    step_times: Sequence[float], samples_per_step: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(seconds since the first step, samples per second over a window around them)."""
+def throughput(step_times: Sequence[float], samples_per_step: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(seconds since the first step, samples per second over the window before them: nothing shows in advance)."""
     times = np.asarray(step_times) - step_times[0]
     window_s = max(LEAST_WINDOW_S, WINDOW_STEPS * float(np.median(np.diff(times))))
-    at = np.arange(0.0, times[-1] + GRID_S, GRID_S)
+    at = np.append(np.arange(0.0, times[-1], GRID_S), times[-1])
     done = np.arange(len(times)) * samples_per_step
-    begin, end = np.clip(at - window_s / 2, 0, times[-1]), np.clip(at + window_s / 2, 0, times[-1])
-    rate = (np.interp(end, times, done) - np.interp(begin, times, done)) / np.maximum(end - begin, 1e-9)
-    return at, rate
+    at = at[(at >= min(window_s, times[-1])) & (at <= times[-1])]
+    return at, (np.interp(at, times, done) - np.interp(at - window_s, times, done)) / window_s
 
 
 def spread(positions: Sequence[float], least_gap: float, low: float, high: float) -> list[float]:
@@ -65,7 +61,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         return
     arguments, kills = result["arguments"], result["kills"]
     slots = arguments["servers"]
-    list_inches = 0.24 * len(kills) if len(kills) > 1 else 0.0
+    list_inches = 0.1 + 0.24 * len(kills) if len(kills) > 1 else 0.0
     height = 4.1 + 0.2 * slots + list_inches
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
     top, strip_inches = 1.28, 0.2 * slots
@@ -112,7 +108,11 @@ def _draw_rates(axes: Axes, result: dict[str, Any]) -> float:
     axes.tick_params(axis="y", length=0, labelcolor=FAINT, labelsize=9.5)
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
-    axes.legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none", fontsize=9.5, labelcolor=INK)
+    lines = axes.get_legend_handles_labels()
+    assert isinstance(axes.figure, Figure)
+    axes.figure.legend(
+        *lines, loc="upper right", bbox_to_anchor=(0.985, 1.0), frameon=False, fontsize=9.5, labelcolor=INK, ncols=2
+    )
     return end_s
 
 
@@ -125,6 +125,11 @@ def _draw_slots(axes: Axes, kills: Sequence[dict[str, Any]], slots: int, start_s
     axes.set_xlabel("seconds since the first step", color=INK, fontsize=10)
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
+    if kills:
+        for at, color, text in ((0.755, LOST, "nobody serves it"), (0.915, REBUILDING, "rebuilding")):
+            below = -(0.38 / (0.2 * slots))  # of the strip's height, whatever that is
+            axes.text(at, below, "■", color=color, fontsize=9, ha="right", va="center", transform=axes.transAxes)
+            axes.text(at + 0.006, below, text, color=FAINT, fontsize=9, va="center", transform=axes.transAxes)
     for slot in range(slots):
         axes.add_patch(Rectangle((0, slot - 0.34), end_s, 0.68, color=HEALTHY, lw=0))
     for kill in kills:
@@ -151,15 +156,13 @@ def _label_events(axes: Axes, kill: dict[str, Any], start_s: float, end_s: float
     for (at, title), label_at in zip(inside, labels_at, strict=True):
         color = LOST if title == "killed" else INK
         axes.plot([at, at], [0, 1], color=color, lw=1.0, alpha=0.75, transform=above, zorder=2)
-        axes.plot([at, label_at], [1.0, 1.075], color=color, lw=0.9, alpha=0.75, transform=above, clip_on=False)
+        axes.plot([at, label_at], [1.0, 1.07], color=color, lw=0.9, alpha=0.75, transform=above, clip_on=False)
         when = f"step {kill['step']}" if title == "killed" else f"+{at - begin:.3f} s"
-        axes.text(label_at, 1.16, title, color=color, weight="bold", fontsize=9.5, ha="center", transform=above)
-        axes.text(label_at, 1.09, when, color=FAINT, fontsize=9, ha="center", transform=above)
+        axes.text(label_at, 1.17, title, color=color, weight="bold", fontsize=9.5, ha="center", transform=above)
+        axes.text(label_at, 1.095, when, color=FAINT, fontsize=9, ha="center", transform=above)
 
 
-def _number_kills(
-    figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], start_s: float, height: float
-) -> None:
+def _number_kills(figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], start_s: float, height: float) -> None:
     """A number at each kill, and its times below the picture."""
     above = axes.get_xaxis_transform()
     low, high = axes.get_xlim()
@@ -176,9 +179,11 @@ def _number_kills(
     for i, kill in enumerate(kills):
         after = kill["after_kill_s"]
         times = [f"{title} {after[name]:.3f} s" for name, title in EVENTS[1:] if after[name] is not None]
-        y = (0.24 * (len(kills) - i) - 0.1) / height
+        y = (0.24 * (len(kills) - i) - 0.04) / height
         figure.text(0.085, y, str(i + 1), color=LOST, weight="bold", fontsize=9.5)
-        figure.text(0.11, y, f"{kill['server']} (slot {kill['slot']}) killed at step {kill['step']}", color=INK, fontsize=9.5)
+        figure.text(
+            0.11, y, f"{kill['server']} (slot {kill['slot']}) killed at step {kill['step']}", color=INK, fontsize=9.5
+        )
         figure.text(0.42, y, "  ·  ".join(times), color=FAINT, fontsize=9.5)
 
 
@@ -192,6 +197,6 @@ def _head(figure: Figure, result: dict[str, Any], height: float) -> None:
     code = code if arguments["protection"] == "parity" else "no protection"
     line = (
         f"DLRM, {arguments['trainers']} trainers × {arguments['batch_size']} samples, {arguments['optimizer']};"
-        f" {arguments['servers']} servers, {arguments['spares']} spares, {code}"
+        f" {arguments['servers']} servers, {arguments['spares']} spare{'s' * (arguments['spares'] != 1)}, {code}"
     )
     figure.text(0.02, 1 - 0.56 / height, line, color=FAINT, fontsize=10)
