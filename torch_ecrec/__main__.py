@@ -1,4 +1,4 @@
-"""Command line: `torch-ecrec demo | serve | up | status | warm`, also as `python -m torch_ecrec`.
+"""Command line: `torch-ecrec demo | serve | up | status | bench | warm`, also as `python -m torch_ecrec`.
 
 Exit codes: 0 done, 1 failed, 2 bad arguments or refused by the cluster, 3 data lost beyond what the code repairs, 4 the
 cluster cannot be reached or did not answer, 130 interrupted.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch_ecrec
+from torch_ecrec.bench import exactness
 from torch_ecrec.config import OPTIMIZERS, PROTECTIONS, CodeSpec, Settings
 from torch_ecrec.coordinator import WITHOUT_SPARE
 from torch_ecrec.errors import ClusterError
@@ -100,6 +101,11 @@ def parser() -> argparse.ArgumentParser:
     coordinator.add_argument("--port", type=port, default=0)
     coordinator.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
 
+    bench = commands.add_parser("bench", help="measurements").add_subparsers(
+        dest="bench", required=True, metavar="WHAT"
+    )
+    exactness.add_arguments(bench.add_parser("exactness", help="kills in real runs: bit-identical? how long a pause?"))
+
     commands.add_parser("warm", help="compile the kernels now, so that the first run does not")
     return top
 
@@ -159,6 +165,9 @@ def run(arguments: argparse.Namespace) -> int:
         from torch_ecrec.demo.run import run_demo
 
         return run_demo(arguments)
+    if arguments.command == "bench":
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        return exactness.run_exactness(arguments)
     from torch_ecrec import launch
 
     if arguments.command == "warm":

@@ -2,7 +2,8 @@
 
     draw(json.loads(Path("demo/result.json").read_text()), Path("demo/recovery.png"))
 
-Time starts with the first completed step, of each run. Throughput is samples per second over the last few steps; between two completed steps samples count as trained evenly. With one failure its events are labelled in the picture,
+Time starts with the first completed step, of each run. Throughput is samples per second over the last few steps;
+between two completed steps samples count as trained evenly. With one failure its events are labelled in the picture,
 with more of them each has a number, and its times are listed below.
 """
 
@@ -108,11 +109,6 @@ def _draw_rates(axes: Axes, result: dict[str, Any]) -> float:
     axes.tick_params(axis="y", length=0, labelcolor=FAINT, labelsize=9.5)
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
-    lines = axes.get_legend_handles_labels()
-    assert isinstance(axes.figure, Figure)
-    axes.figure.legend(
-        *lines, loc="upper right", bbox_to_anchor=(0.985, 1.0), frameon=False, fontsize=9.5, labelcolor=INK, ncols=2
-    )
     return end_s
 
 
@@ -200,3 +196,11 @@ def _head(figure: Figure, result: dict[str, Any], height: float) -> None:
         f" {arguments['servers']} servers, {arguments['spares']} spare{'s' * (arguments['spares'] != 1)}, {code}"
     )
     figure.text(0.02, 1 - 0.56 / height, line, color=FAINT, fontsize=10)
+    figure.legend(
+        loc="center right",
+        bbox_to_anchor=(0.99, 1 - 0.51 / height),
+        frameon=False,
+        fontsize=10,
+        labelcolor=INK,
+        ncols=2,
+    )

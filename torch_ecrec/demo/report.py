@@ -182,8 +182,9 @@ class Record:
 
     @property
     def settled(self) -> bool:
-        """Every kill was noticed, and what it took is there again."""
-        return all(self.healthy) and all(kill.rebuilt_s is not None for kill in self.kills)
+        """Every kill was noticed, what it took is there again, and no server holds two slots: r may be lost again."""
+        spread = len({server for server, _ in self.places}) == len(self.places)
+        return spread and all(self.healthy) and all(kill.rebuilt_s is not None for kill in self.kills)
 
     def throughput(self, samples_per_step: int) -> Message:
         """Samples per second before the first kill, while something was missing, and after the last rebuild."""
@@ -329,10 +330,8 @@ def format_kill(entry: Message) -> list[str]:
     after = entry["after_kill_s"]
     slots = ", ".join(map(str, entry["slots_lost"]))
     first = "first step begun after it" + (f" ({entry['first_step']})" if entry["first_step"] is not None else "")
-    lines = [
-        f"failure {entry['spec']}",
-        f"  {_seconds(0.0)} s  killed: {entry['server']}, pid {entry['pid']}, host of slot {slots}, at step {entry['step']}",
-    ]
+    who = f"{entry['server']}, pid {entry['pid']}, host of slot {slots}"
+    lines = [f"failure {entry['spec']}", f"  {_seconds(0.0)} s  killed: {who}, at step {entry['step']}"]
     marks = [
         (after["detected_s"], "detected"),
         (after["rehosted_s"], "re-hosted: lost rows are decoded on first touch"),
