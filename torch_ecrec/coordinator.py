@@ -170,6 +170,8 @@ class Coordinator:
                 self.stop(f"{name} was lost ({why}); trainers cannot be restored yet", "trainer_lost")
             else:
                 del self.members[name]
+                if name in self.world:  # the generation being formed cannot be completed without it
+                    self.generation, self.world, self.forming_until_s = self.generation + 1, [], None
             return
         if self._forming and name in self.world:
             self.forming_until_s = None

@@ -38,7 +38,16 @@ from torch_ecrec.transport.wire import Placement
 
 EVENT_LIMIT = 400_000
 LIMIT_S = 120.0  # virtual
-VERIFY_EVERY = 20  # events
+VERIFY_EVERY = 60  # events
+WINDOW = Settings().window_steps
+BOUNDS = {  # in steps: what a slot or a trainer keeps at most
+    "open steps": WINDOW,
+    "kept pushes": WINDOW,
+    "early folds": 2 * WINDOW,
+    "log": 4 * WINDOW,
+    "fold log": 4 * WINDOW,
+    "snapshots": 4 * WINDOW,
+}
 
 
 def small_tables() -> tuple[TableSpec, ...]:
@@ -423,6 +432,8 @@ class Cluster:
                 longest[what] = max(longest.get(what, 0), steps)
         for client in self.clients.values():
             longest["open steps"] = max(longest.get("open steps", 0), len(client.open))
+        beyond = {what: steps for what, steps in longest.items() if steps > BOUNDS[what]}
+        assert not beyond, f"kept for more steps than {BOUNDS}: {beyond}"
 
     def _collect(self) -> None:
         job, slots = self.scenario.job, self.slots()

@@ -20,6 +20,7 @@ Does not know where members live; missing members of a partial stripe are zeros 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,10 +160,7 @@ class LinearCode:
     def _solve(self, have: tuple[int, ...], want: int) -> Bytes:
         if self.r == 1:
             return np.ones(self.k, np.uint8)
-        field = _galois_field()
-        inverse = np.linalg.inv(field(self.generator[list(have)]))
-        row = field(self.generator[want][None, :]) @ inverse
-        return np.array(row[0], dtype=np.uint8)
+        return _decode_row(self.k, self.r, have, want)
 
     def _check_values(self, name: str, values: Sequence[Bytes] | Bytes) -> None:
         require(len(values) == self.k, f"`{name}` must hold k = {self.k} arrays, got {len(values)}")
@@ -175,6 +173,16 @@ class LinearCode:
                 )
 
 
+@functools.lru_cache(maxsize=None)
+def _decode_row(k: int, r: int, have: tuple[int, ...], want: int) -> Bytes:
+    """Solves for `LinearCode.decode_row`, once per process: galois takes milliseconds, and seconds the first time."""
+    field = _galois_field()
+    generator = field(np.concatenate([np.eye(k, dtype=np.uint8), _cauchy(k, r)]))
+    row = generator[[want]] @ np.linalg.inv(generator[list(have)])
+    return np.array(row[0], dtype=np.uint8)
+
+
+@functools.lru_cache(maxsize=None)
 def _cauchy(k: int, r: int) -> Bytes:
     """(r, k) uint8: 1 / (x_i + y_j) with x = k.. and y = 0..k-1, scaled to ones in the first row and column."""
     field = _galois_field()

@@ -354,8 +354,10 @@ class Run:
         with self._lock:
             fatal = self.record.fatal
             self.terminal.say(self.record.progress_line(steps, self.samples_per_step))
+        if fatal is not None and fatal["kind"] == "data_loss":
+            raise DataLoss(fatal["reason"])
         if fatal is not None:
-            raise DataLoss(fatal["reason"]) if fatal["kind"] == "data_loss" else ClusterUnavailable(fatal["reason"])
+            raise ClusterUnavailable(f"{fatal['reason']}\n{self._tail()}")
         if code:
             raise ClusterError(f"the trainers failed (exit code {code})\n{self._tail()}")
 
@@ -551,6 +553,9 @@ def run_demo(arguments: argparse.Namespace) -> int:
             error = f"kills that did not fire: {', '.join(missed)}" if (missed := run.not_fired()) else None
         except ClusterError as failure:
             error = str(failure)
+            raise
+        except KeyboardInterrupt:
+            terminal.say("interrupted; everything that was started has ended")
             raise
         finally:
             done = calm if calm is not None and calm.reports else None

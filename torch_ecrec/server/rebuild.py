@@ -111,7 +111,7 @@ class Rebuild:
 
     def _copy_snapshots(self, others: list[int], turn: int) -> None:
         """Asks the other holders in turn: one of them is whole as long as at most r are lost."""
-        if self.stopped or turn >= 100:
+        if self.stopped:
             return
         holder = others[turn % len(others)]
 

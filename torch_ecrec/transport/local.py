@@ -31,7 +31,8 @@ CRASHES = ("crash_sender", "crash_receiver", "crash_after")
 LOSSES = ("drop", "lose_answer", "duplicate")
 FAULTS = CRASHES + LOSSES
 DELAY_S = (0.0002, 0.003)
-LATE_S = (0.0002, 0.05)  # the second arrival of a duplicate
+LATE_S = (0.0002, 0.05)  # a request or answer that dawdles, and the second arrival of a duplicate
+LATE = 0.03  # how often one dawdles
 LINE_S = (0.0005, 0.002)  # to and from the coordinator
 SLOW_LINE_S = (0.002, 0.03)  # the same when the other side is slow to read
 SLOW_LINE = 0.1  # how often it is
@@ -40,11 +41,17 @@ EOF_S = 0.002  # after which a peer's death is noticed
 
 @dataclass
 class Fault:
-    """What happens to request number `message`. `fired` turns true when it did."""
+    """What happens to request number `message`.
+
+    Attributes:
+        fired: it happened.
+        skipped: it did not, as the process that was to die may not: a trainer, one that is dead, or one too many.
+    """
 
     kind: str
     message: int
     fired: bool = False
+    skipped: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in FAULTS:
@@ -116,7 +123,7 @@ class LocalNetwork:
         self.noise_random = random.Random(f"noise {self.seed}")
 
     def delay_s(self) -> float:
-        return self.random.uniform(*DELAY_S)
+        return self.random.uniform(*(LATE_S if self.random.random() < LATE else DELAY_S))
 
     def port(self, name: str, tell: Callable[[dict[str, Any]], None]) -> LocalPort:
         return LocalPort(self, name, tell)
@@ -130,10 +137,9 @@ class LocalNetwork:
     def _fires(self, message: int, kind: str, victim: str | None = None) -> bool:
         for fault in self.faults:
             if fault.message == message and fault.kind == kind and not fault.fired:
-                if victim is not None and (victim in self.dead or not self.may_crash(victim)):
-                    return False
-                fault.fired = True
-                return True
+                fault.skipped = victim is not None and (victim in self.dead or not self.may_crash(victim))
+                fault.fired = not fault.skipped
+                return fault.fired
         return kind in LOSSES and self.noise > 0 and self.noise_random.random() < self.noise
 
     def send(
@@ -162,12 +168,12 @@ class LocalNetwork:
                 self.clock.later(self.delay_s(), lambda: end(Ok(answer)))
 
         def arrive() -> None:
-            if receiver not in self.dead and self._fires(number, "crash_receiver", receiver):
+            if self._fires(number, "crash_receiver", receiver):
                 self.kill(receiver)
             if receiver in self.dead or receiver not in self.handlers:
                 self.clock.later(EOF_S, lambda: end(Unknown("eof")))
-                return
-            self.handlers[receiver](copy.copy(request), reply)
+            else:
+                self.handlers[receiver](copy.copy(request), reply)
             if self._fires(number, "crash_after", receiver):
                 self.kill(receiver)
 

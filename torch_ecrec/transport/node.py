@@ -64,9 +64,9 @@ class Exchange:
             return
         self.attempt += 1
         self.incarnation = place.incarnation
-        attempt = self.attempt
-        request = self.make(place.incarnation)
-        self.node.call(place.server, request, lambda outcome: self._on_outcome(attempt, outcome))
+        attempt, incarnation = self.attempt, place.incarnation
+        request = self.make(incarnation)
+        self.node.call(place.server, request, lambda outcome: self._on_outcome(attempt, incarnation, outcome))
 
     def cancel(self) -> None:
         self._end()
@@ -74,9 +74,9 @@ class Exchange:
     def _end(self) -> None:
         self.node.exchanges.pop(self, None)
 
-    def _on_outcome(self, attempt: int, outcome: Outcome) -> None:
-        if self not in self.node.exchanges:
-            return
+    def _on_outcome(self, attempt: int, incarnation: int, outcome: Outcome) -> None:
+        if self not in self.node.exchanges or incarnation != self.incarnation:
+            return  # an incarnation that has been replaced cannot speak for the present one (rule 2)
         if isinstance(outcome, Ok) and not isinstance(outcome.answer, Refused):
             self._end()
             self.done(outcome.answer)

@@ -1,0 +1,500 @@
+"""The protocol under faults, on the simulated cluster: every crash point of short runs, random schedules, and mutations.
+
+The oracle is the undisturbed run: every lookup, loss, record, optimizer state, dense value and last snapshot must be
+bit-equal to it, and the verifiers of `torch_ecrec.testing` must not speak. A fault counts only if it fired; one that
+may not (a trainer, a process that is dead, a loss beyond the contract) says so. Seeds are in the messages of failures.
+
+Mutations: each rule of `docs/design.md` that concerns servers is taken out, and some schedule must notice. Not here,
+since nothing but going back to an earlier step (lost trainers) can notice: logs that reach back to `settled` only,
+although the watermark is lower; and new holders that start at `settled` rather than at the floor of the log.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import pytest
+import torch
+
+from torch_ecrec import client as client_module
+from torch_ecrec import recovery
+from torch_ecrec.config import CodeSpec
+from torch_ecrec.server import protection, rebuild, slot, step
+from torch_ecrec.storage import optim
+from torch_ecrec.testing import Cluster, Fault, Run, Scenario, simulate
+from torch_ecrec.transport import wire
+from torch_ecrec.transport.local import CRASHES, FAULTS, LOSSES
+from torch_ecrec.transport.node import Node
+
+TWO_ONE = CodeSpec(3, 2, 1)
+THREE_TWO = CodeSpec(5, 3, 2)
+CODES = (TWO_ONE, THREE_TWO, CodeSpec(2, 1, 1), CodeSpec(4, 1, 2), CodeSpec(4, 2, 1), CodeSpec(6, 2, 1), CodeSpec(7, 4, 3))
+
+
+@functools.cache
+def undisturbed(code: CodeSpec, steps: int) -> Run:
+    """The oracle. Computed before anything is taken out of the protocol."""
+    run = simulate(Scenario(code=code, steps=steps))
+    run.check_against(run)
+    assert run.kills == 0
+    return run
+
+
+def check(scenario: Scenario, *faults: Fault) -> Run:
+    run = simulate(scenario, faults)
+    run.check_against(undisturbed(scenario.code, scenario.steps))
+    return run
+
+
+# the undisturbed run ------------------------------------------------------------------------------
+
+
+def test_nothing_but_the_seed_decides_the_bits():
+    """Neither slots, k, r, protection, spares nor the order of messages; so the oracle is one and the same."""
+    first = undisturbed(TWO_ONE, 4)
+    codes = [*CODES, CodeSpec(1, 1, 1, protection="none"), CodeSpec(3, 1, 1, protection="none")]
+    for number, code in enumerate(codes):
+        simulate(Scenario(code=code, network_seed=number)).check_against(first)
+    other = simulate(Scenario(seed=1))
+    assert other.losses != first.losses and not torch.equal(other.records[0], first.records[0])
+
+
+def test_the_oracle_depends_on_every_lookup():
+    """A record that differs in one bit after the first step changes the losses and the records that follow."""
+    scenario = Scenario(steps=3)
+    cluster = Cluster(scenario)
+    while not cluster.run.lookups:
+        cluster._run_trainers()
+        cluster.network.clock.advance()
+    cluster.slots()[0].shards[0].bytes[0, 0] ^= 1
+    cluster.verify = lambda: None  # it would notice first
+    with pytest.raises(AssertionError, match=r"parity|differs"):
+        cluster.go().check_against(undisturbed(TWO_ONE, 3))
+
+
+# crash points -------------------------------------------------------------------------------------
+
+
+def sweep(scenario: Scenario, kinds=FAULTS, where=lambda message, number: True, parts=(0, 1)):
+    """One run for every request and kind; returns what became of them, by kind."""
+    healthy = check(scenario)
+    became = {kind: Counter() for kind in kinds}
+    for number, message in enumerate(healthy.messages):
+        if not where(message, number) or number % parts[1] != parts[0]:
+            continue
+        for kind in kinds:
+            fault = Fault(kind, number)
+            point = f"{kind} at request {number}, {message}"
+            try:
+                run = check(scenario, fault)
+            except Exception as error:
+                raise AssertionError(f"{point}: {type(error).__name__}: {error}") from error
+            assert fault.fired != fault.skipped, f"{point}: never came to pass"
+            assert run.kills == len(scenario.kills) + (fault.fired and kind in CRASHES), point
+            # nobody is kept waiting until its time limit runs out, but by a message that was lost
+            assert scenario.reborn or kind in ("drop", "lose_answer") or not run.overdue, (
+                f"{point}: kept waiting: {[run.messages[i] for i in run.overdue]}"
+            )
+            became[kind]["fired" if fault.fired else "skipped"] += 1
+    return healthy, became
+
+
+def points(became) -> str:
+    return f"{sum(sum(c.values()) for c in became.values())} points: " + "; ".join(
+        f"{kind} {count['fired']} fired, {count['skipped']} not applicable" for kind, count in became.items()
+    )
+
+
+def test_every_fault_at_every_message_of_a_healthy_run():
+    healthy, became = sweep(Scenario(steps=3))
+    print(points(became))
+    messages = len(healthy.messages)
+    assert messages >= 60 and {kind for _, _, kind in healthy.messages} == {"Lookup", "Push", "Fold", "Snapshot"}
+    by_trainers = sum(sender.startswith("trainer") for sender, _, _ in healthy.messages)
+    # exactly the crashes of a trainer do not apply
+    assert became.pop("crash_sender") == {"fired": messages - by_trainers, "skipped": by_trainers}
+    for count in became.values():
+        assert count == {"fired": messages}
+
+
+RECOVERIES = {
+    "a spare takes a slot": Scenario(steps=3, kills=((1, 1),)),
+    "a spare takes a snapshot slot": Scenario(steps=3, kills=((0, 2),), network_seed=1),
+    "a survivor takes the slot, then the restarted process": Scenario(steps=3, kills=((0, 1),), spares=0, reborn=True),
+}
+
+
+@pytest.mark.parametrize("name", RECOVERIES)
+def test_every_fault_at_every_message_of_a_run_with_a_loss(name):
+    """Crashes within the contract: not while the loss is being repaired; drops and duplicates at any time."""
+    scenario = RECOVERIES[name]
+    healthy, became = sweep(scenario)
+    print(points(became))
+    messages = len(healthy.messages)
+    kinds = {kind for _, _, kind in healthy.messages}
+    assert kinds >= {"Adopt", "Cut", "Attach", "Versions", "Fetch"}
+    assert "FetchSnapshots" in kinds or scenario.kills[0][0] > 1
+    for kind in LOSSES:
+        assert became[kind] == {"fired": messages}
+    for kind in CRASHES:
+        assert became[kind]["fired"] + became[kind]["skipped"] == messages
+    assert became["crash_receiver"]["fired"] >= 20 and became["crash_after"]["fired"] >= 20
+
+
+TWICE = Scenario(code=THREE_TWO, steps=2, spares=3, kills=((1, 1),))
+
+
+def test_a_second_loss_at_every_message_of_a_recovery():
+    """(3, 2): while the first lost slot is repaired, any other server may die, the new host included."""
+    first = next(i for i, m in enumerate(check(TWICE).messages) if m[2] == "Adopt")
+    healthy, became = sweep(TWICE, kinds=("crash_sender", "crash_receiver"), where=lambda _, number: number >= first)
+    print(points(became))
+    by_servers = sum(sender.startswith("server") for sender, _, _ in healthy.messages[first:])
+    assert became["crash_sender"]["fired"] == by_servers >= 40
+    assert became["crash_receiver"] == {"fired": len(healthy.messages) - first}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", CODES, ids=str)
+@pytest.mark.parametrize("slot_lost", (0, 1))
+def test_every_fault_at_every_message_of_other_codes(code, slot_lost):
+    _, became = sweep(Scenario(code=code, steps=3, spares=3, kills=((slot_lost, 1),), network_seed=7))
+    print(points(became))
+
+
+# losses at the limit and beyond -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (2, 4), (3, 0)])
+def test_two_lost_together(pair):
+    kills = tuple((slot_lost, 2) for slot_lost in pair)
+    for spares, reborn in ((2, False), (0, False), (0, True)):
+        run = check(Scenario(code=THREE_TWO, kills=kills, spares=spares, reborn=reborn, settle_first=False))
+        assert run.kills == 2
+
+
+def test_three_lost_one_after_another_on_one_spare_each():
+    run = check(Scenario(kills=((0, 1), (1, 2), (0, 3)), spares=3))
+    assert run.kills == 3
+    events = [event["event"] for event in run.events]
+    assert events.count("lost") == events.count("re-placed") == events.count("slot rebuilt") == 3
+
+
+def test_far_slots_lost_together():
+    """Slots 0 and 3 of six are in no stripe together when n is 3: r = 1 repairs both at once."""
+    run = check(Scenario(code=CodeSpec(6, 2, 1), kills=((0, 2), (3, 2)), spares=2, settle_first=False))
+    assert run.kills == 2
+
+
+def test_beyond_the_code_it_stops_and_says_what_is_lost():
+    run = simulate(Scenario(kills=((0, 2), (1, 2)), settle_first=False))
+    assert run.fatal is not None
+    for words in ("slots [0, 1] are lost together", "(k, r) = (2, 1)", "rows of 3 tables (a, b, c)", "restore"):
+        assert words in run.fatal
+    with pytest.raises(AssertionError, match="stopped"):
+        run.check_against(undisturbed(TWO_ONE, 4))
+    run = simulate(Scenario(code=CodeSpec(3, 2, 1, protection="none"), kills=((1, 2),)))
+    assert run.fatal is not None and "no protection" in run.fatal
+
+
+# random schedules ---------------------------------------------------------------------------------
+
+SCHEDULES = 20  # of each kind below
+WAYS = {
+    "spares": Scenario(spares=3),
+    "survivors": Scenario(spares=0),
+    "survivors, then the restarted process": Scenario(spares=0, reborn=True),
+    "wait for the restarted process": Scenario(spares=0, reborn=True, without_spare="wait"),
+    "spares, in noise": Scenario(spares=3, noise=0.03),
+    "restarted processes, in noise": Scenario(spares=1, reborn=True, noise=0.03),
+}
+
+
+def schedules(way: str, first: int, count: int):
+    for seed in range(first, first + count):
+        yield dataclasses.replace(
+            WAYS[way],
+            code=CODES[seed % len(CODES)],
+            steps=6,
+            network_seed=seed,
+            random_kills=3,
+            kill_probability=(0.005, 0.02, 0.05)[seed % 3],
+        )
+
+
+def run_schedules(way: str, first: int, count: int) -> None:
+    kills, longest = Counter(), {}
+    for scenario in schedules(way, first, count):
+        try:
+            run = check(scenario)
+        except Exception as error:
+            raise AssertionError(f"{scenario}: {type(error).__name__}: {error}") from error
+        assert scenario.reborn or scenario.noise or not run.overdue, (
+            f"{scenario}: kept waiting: {[run.messages[i] for i in run.overdue]}"
+        )
+        kills[run.kills] += 1
+        longest = {what: max(steps, longest.get(what, 0)) for what, steps in run.longest.items()}
+    total = sum(number * times for number, times in kills.items())
+    print(f"{count} schedules, {total} kills ({dict(kills)}), kept at most for so many steps: {longest}")
+    assert total >= count, "too tame: fewer than one kill per schedule"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_random_kills(way):
+    run_schedules(way, 0, SCHEDULES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_more_random_kills(way):
+    run_schedules(way, 1000, 300)
+
+
+# mutations ----------------------------------------------------------------------------------------
+
+NOISY = dict(steps=6, spares=3, random_kills=3, kill_probability=0.03, noise=0.05)
+
+
+def hunt(first: int = 0, count: int = 60, **kinds):
+    """Schedules to find a mutation with."""
+    for seed in range(first, first + count):
+        yield Scenario(network_seed=seed, **{**NOISY, **kinds})
+
+
+def found(mutate, scenarios) -> int:
+    """How many runs it takes until one notices the mutation; the same schedule must pass without."""
+    for number, scenario in enumerate(scenarios, 1):
+        undisturbed(scenario.code, scenario.steps)
+        with pytest.MonkeyPatch.context() as patch:
+            mutate(patch)
+            try:
+                check(scenario)
+            except Exception as error:  # whatever it breaks: a verifier, the comparison, or the code itself
+                noticed = f"{type(error).__name__}: {str(error)[:150]}"
+            else:
+                continue
+        check(scenario)
+        print(f"found in run {number}, network seed {scenario.network_seed}: {noticed}")
+        return number
+    pytest.fail("no run notices that the rule is gone")
+
+
+def no_undo(patch):
+    patch.setattr(protection.Protection, "undo_after", lambda self, source, cut: None)
+
+
+def early_ack(patch):
+    patch.setattr(step.StepRule, "settled", property(lambda self: self.applied))
+
+
+def no_fence(patch):
+    patch.setattr(step.StepRule, "is_current", lambda self, index, incarnation: True)
+
+
+class Newest(dict):
+    """A version vector whose data members are to be read as they are now."""
+
+
+def newest(patch, parity: bool):
+    version_vector, on_fetch = recovery.version_vector, protection.Protection.on_fetch
+
+    def vector(plan, folded_by):
+        steps = version_vector(plan, folded_by)
+        repairs_parity = plan.member not in plan.reads and plan.member >= len(plan.sources)
+        return Newest(steps) if steps is not None and repairs_parity == parity else steps
+
+    def fetch(self, request, reply):
+        if isinstance(request.as_of, Newest) and not request.parity:
+            request.as_of = {self.slot.index: self.slot.rule.applied}
+        on_fetch(self, request, reply)
+
+    patch.setattr(rebuild.recovery, "version_vector", vector)
+    patch.setattr(protection.Protection, "on_fetch", fetch)
+
+
+def encode_newest(patch):
+    newest(patch, parity=True)
+
+
+def decode_newest(patch):
+    newest(patch, parity=False)
+
+
+def no_roll_forward(patch):
+    """A parity is installed as of the steps it was read as of, though its holder has folded more since."""
+    patch.setattr(rebuild._Repair, "_roll_forward_", lambda self, records: True)
+
+
+def stale_confirmation(patch):
+    """Confirmations of replaced incarnations count: neither the rule nor the stream turns them away."""
+
+    def on_confirmed(self, holder, incarnation, at):
+        self.confirmed[holder] = max(self.confirmed[holder], at)
+
+    def stop(self):
+        self.attached = False
+        self.under_way, self.attaching = {}, None
+
+    def ask(self, index, make, done, *, bound_to=None, lost=None):
+        return node_ask(self, index, make, done)
+
+    node_ask = Node.ask
+    patch.setattr(step.StepRule, "on_confirmed", on_confirmed)
+    patch.setattr(protection.FoldStream, "stop", stop)
+    patch.setattr(Node, "ask", ask)
+
+
+def born_ignorant(patch):
+    init = slot.Slot.__init__
+
+    def born(self, host, job, index, incarnation, incarnations, fresh):
+        init(self, host, job, index, incarnation, [0] * len(incarnations), fresh)
+
+    patch.setattr(slot.Slot, "__init__", born)
+
+
+def snapshot_once(patch):
+    def place(self, placement):
+        newer = Node.place(self, placement)
+        self.on_change()
+        return newer
+
+    patch.setattr(client_module.Client, "place", place)
+
+
+def snapshots_not_copied(patch):
+    def copy(self, others, turn):
+        self.snapshots_missing = 0
+
+    patch.setattr(rebuild.Rebuild, "_copy_snapshots", copy)
+
+
+def snapshots_from_an_empty_holder(patch):
+    """A new holder hands over its snapshots before it has got them itself."""
+    on_fetch = slot.Slot._on_fetch_snapshots
+
+    def fetch(self, request, reply):
+        missing, self.rebuild.snapshots_missing = self.rebuild.snapshots_missing, 0
+        on_fetch(self, request, reply)
+        self.rebuild.snapshots_missing = missing
+
+    patch.setattr(slot.Slot, "_on_fetch_snapshots", fetch)
+
+
+def fold_twice(patch):
+    on_fold = protection.Protection.on_fold
+
+    def fold(self, request, reply):
+        rule = self.slot.rule
+        verdict = rule.judge_fold(request.source, request.source_incarnation, request.step)
+        if verdict is step.FoldVerdict.DUPLICATE:
+            self._fold_in(request.source, [p.numpy() for p in request.positions], [d.numpy() for d in request.deltas])
+        on_fold(self, request, reply)
+
+    patch.setattr(protection.Protection, "on_fold", fold)
+
+
+def fold_unordered(patch):
+    """A fold that comes before its turn is folded at once, and the one it overtook is taken for a duplicate."""
+    judge = step.StepRule.judge_fold
+
+    def eager(self, source, incarnation, at):
+        verdict = judge(self, source, incarnation, at)
+        if verdict is step.FoldVerdict.EARLY:
+            self.folded[source] = at - 1
+            return step.FoldVerdict.NEXT
+        return verdict
+
+    patch.setattr(step.StepRule, "judge_fold", eager)
+    patch.setattr(protection.DeltaLog, "append", lambda self, at, positions, deltas: None)
+
+
+def merge_as_they_come(patch):
+    def merge(self, got):
+        return [
+            optim.merge([(push.positions[s].numpy(), push.gradients[s].numpy()) for push in got.values()])
+            for s in range(len(self.shards))
+        ]
+
+    patch.setattr(slot.Slot, "_merge", merge)
+
+
+def no_window(patch):
+    patch.setattr(client_module.Client, "may_push", lambda self: True)
+
+
+def forget_everything(patch):
+    """The log ends at what is applied: nobody can be shown, or take back, an earlier step."""
+    patch.setattr(step.StepRule, "may_forget", lambda self: self.applied)
+
+
+def forget_nothing(patch):
+    patch.setattr(step.StepRule, "may_forget", lambda self: 0)
+
+
+def cut_again(patch):
+    """A late copy of a cut is obeyed, although the new host has sent folds since."""
+    on_cut = protection.Protection.on_cut
+
+    def cut(self, request, reply):
+        self.attached = {}
+        on_cut(self, request, reply)
+
+    patch.setattr(protection.Protection, "on_cut", cut)
+
+
+def not_caught_up_counts(patch):
+    """The cut is the minimum over all holders, also those that lack what was acknowledged before they came."""
+
+    def choose(reports):
+        return min((folded for folded, _ in reports if folded is not None), default=None)
+
+    patch.setattr(protection, "choose_cut", choose)
+
+
+def rebuilt_too_early(patch):
+    """A new holder calls itself rebuilt before it has caught up."""
+    patch.setattr(step.StepRule, "is_caught_up", lambda self, source: True)
+
+
+def acknowledged_again(patch):
+    """A push of a step acknowledged by an earlier incarnation waits to be applied again."""
+    patch.setattr(step.StepRule, "is_acknowledged", lambda self, at: at <= self.acknowledged and self.confirmed_here(at))
+    patch.setattr(step.StepRule, "confirmed_here", lambda self, at: at > getattr(self, "cut", 0), raising=False)
+    become_ready = slot.Slot.become_ready
+
+    def ready(self, cut, floor, log):
+        self.rule.cut = cut
+        become_ready(self, cut, floor, log)
+
+    patch.setattr(slot.Slot, "become_ready", ready)
+
+
+MUTATIONS = {
+    no_undo: hunt(),
+    early_ack: hunt(),
+    no_fence: hunt(),
+    encode_newest: hunt(),
+    decode_newest: hunt(),
+    no_roll_forward: hunt(),
+    stale_confirmation: hunt(),
+    born_ignorant: hunt(),
+    snapshot_once: hunt(),
+    snapshots_not_copied: hunt(),
+    snapshots_from_an_empty_holder: hunt(code=THREE_TWO),
+    fold_twice: hunt(),
+    fold_unordered: hunt(),
+    merge_as_they_come: hunt(trainers=3),
+    no_window: hunt(),
+    forget_everything: hunt(),
+    forget_nothing: hunt(),
+    cut_again: hunt(noise=0.1),
+    not_caught_up_counts: hunt(code=THREE_TWO),
+    rebuilt_too_early: hunt(),
+    acknowledged_again: hunt(),
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_mutation_is_found(mutate):
+    found(mutate, MUTATIONS[mutate])
