@@ -199,6 +199,14 @@ def test_a_new_host_that_is_lost_too_ends_the_first_recovery_later() -> None:
     assert [kill.rebuilt_s for kill in record.kills] == [1.9, 1.9]
 
 
+def test_a_loss_that_is_not_ours_is_told() -> None:
+    record = recorded()
+    assert record.unexpected == []
+    record.on_message(event(9.0, "lost", member="server-2", why="not heard of for 30 s", slots=[2]))
+    record.on_message(event(9.0, "lost", member="server-9", why="a spare", slots=[]))
+    assert record.unexpected == ["server-2 was lost though nobody killed it: not heard of for 30 s"]
+
+
 # --- when kills fire -------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +257,19 @@ def test_a_kill_with_a_tilde_waits_for_the_rebuild(tmp_path: Path, killed: list[
         one._on_message(message)
     assert killed == [101, 103], "the new host of slot 1, and the next one waits again"
     assert one.not_fired() == ["server:0@5~"]
+
+
+def test_a_kill_with_a_tilde_waits_until_no_server_holds_two_slots(tmp_path: Path, killed: list[int]) -> None:
+    one = started_run(tmp_path, "server:1@3", "server:0@4~")
+    survivor = recovery(1.2, "server-1", 1, "server-0", [["server-0", 0], ["server-0", 1], ["server-2", 0]])
+    moved = [["server-0", 0], ["server-3", 2], ["server-2", 0]]
+    for message in [*steps(1, 3, 1.0), *survivor, *steps(4, 5, 2.0)]:
+        one._on_message(message)
+    assert killed == [101] and one.record.whole and not one.record.settled
+    rebuilt = event(3.1, "slot rebuilt", slot=1, incarnation=2)
+    for message in [event(3.0, "moved", slots=moved), *steps(6, 6, 3.0), rebuilt, *steps(7, 7, 3.2)]:
+        one._on_message(message)
+    assert killed == [101, 100] and one.record.kills[1].step == 7
 
 
 def test_a_kill_with_a_delay_fires_later(tmp_path: Path, killed: list[int]) -> None:

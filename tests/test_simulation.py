@@ -32,9 +32,9 @@ CODES = (TWO_ONE, THREE_TWO, CodeSpec(2, 1, 1), CodeSpec(4, 1, 2), CodeSpec(4, 2
 
 
 @functools.cache
-def undisturbed(code: CodeSpec, steps: int) -> Run:
+def undisturbed(code: CodeSpec, steps: int, trainers: int = 2) -> Run:
     """The oracle. Computed before anything is taken out of the protocol."""
-    run = simulate(Scenario(code=code, steps=steps))
+    run = simulate(Scenario(code=code, steps=steps, trainers=trainers))
     run.check_against(run)
     assert run.kills == 0
     return run
@@ -42,7 +42,7 @@ def undisturbed(code: CodeSpec, steps: int) -> Run:
 
 def check(scenario: Scenario, *faults: Fault) -> Run:
     run = simulate(scenario, faults)
-    run.check_against(undisturbed(scenario.code, scenario.steps))
+    run.check_against(undisturbed(scenario.code, scenario.steps, scenario.trainers))
     return run
 
 
@@ -255,25 +255,34 @@ def test_more_random_kills(way):
 NOISY = dict(steps=6, spares=3, random_kills=3, kill_probability=0.03, noise=0.05)
 
 
-def hunt(first: int = 0, count: int = 60, **kinds):
-    """Schedules to find a mutation with."""
-    for seed in range(first, first + count):
-        yield Scenario(network_seed=seed, **{**NOISY, **kinds})
+def hunt(count: int = 100, **kinds):
+    """Random schedules to find a mutation with."""
+    for seed in range(count):
+        yield Scenario(network_seed=seed, **{**NOISY, **kinds}), ()
 
 
-def found(mutate, scenarios) -> int:
+def hunt_at(name: str, *kinds: str, to: str = "", seeds: int = 20, **scenario):
+    """Schedules with faults at every request of a class, or at those to one server."""
+    for seed in range(seeds):
+        seeded = Scenario(network_seed=seed, **scenario)
+        for number, (_, receiver, sent) in enumerate(check(seeded).messages):
+            if sent == name and to in ("", receiver):
+                yield seeded, tuple(Fault(kind, number) for kind in kinds)
+
+
+def found(mutate, schedules) -> int:
     """How many runs it takes until one notices the mutation; the same schedule must pass without."""
-    for number, scenario in enumerate(scenarios, 1):
-        undisturbed(scenario.code, scenario.steps)
+    for number, (scenario, faults) in enumerate(schedules, 1):
+        undisturbed(scenario.code, scenario.steps, scenario.trainers)
         with pytest.MonkeyPatch.context() as patch:
             mutate(patch)
             try:
-                check(scenario)
+                check(scenario, *(dataclasses.replace(fault) for fault in faults))
             except Exception as error:  # whatever it breaks: a verifier, the comparison, or the code itself
                 noticed = f"{type(error).__name__}: {str(error)[:150]}"
             else:
                 continue
-        check(scenario)
+        check(scenario, *faults)
         print(f"found in run {number}, network seed {scenario.network_seed}: {noticed}")
         return number
     pytest.fail("no run notices that the rule is gone")
@@ -473,24 +482,28 @@ def acknowledged_again(patch):
 MUTATIONS = {
     no_undo: hunt(),
     early_ack: hunt(),
-    no_fence: hunt(),
+    no_fence: hunt_at("Fold", "late", "crash_sender", verify_every=1),
     encode_newest: hunt(),
     decode_newest: hunt(),
     no_roll_forward: hunt(),
-    stale_confirmation: hunt(),
-    born_ignorant: hunt(),
+    stale_confirmation: hunt_at("Fold", "late_answer", "crash_after", verify_every=1),
+    born_ignorant: hunt(late=0.3, code=CodeSpec(6, 2, 1)),
     snapshot_once: hunt(),
     snapshots_not_copied: hunt(),
-    snapshots_from_an_empty_holder: hunt(code=THREE_TWO),
+    snapshots_from_an_empty_holder: hunt(
+        code=CodeSpec(4, 1, 2), kills=((0, 2), (1, 2)), settle_first=False, random_kills=0, noise=0.0
+    ),
     fold_twice: hunt(),
     fold_unordered: hunt(),
     merge_as_they_come: hunt(trainers=3),
     no_window: hunt(),
     forget_everything: hunt(),
-    forget_nothing: hunt(),
-    cut_again: hunt(noise=0.1),
-    not_caught_up_counts: hunt(code=THREE_TWO),
-    rebuilt_too_early: hunt(),
+    forget_nothing: hunt(steps=12),
+    cut_again: hunt_at("Cut", "duplicate", kills=((0, 1),)),
+    not_caught_up_counts: hunt_at(
+        "Fold", "late", "crash_sender", to="server-5", code=THREE_TWO, spares=3, steps=5, kills=((1, 3),)
+    ),
+    rebuilt_too_early: hunt_at("Fold", "drop", to="server-3", steps=5, kills=((1, 3),), rebuild_chunk_bytes=1 << 20),
     acknowledged_again: hunt(),
 }
 

@@ -103,21 +103,21 @@ class Coordinator:
         digest = message.get("job_digest")
         if digest is not None and self.job is not None and digest != self.job.digest:
             return "this cluster trains other tables (the table list, optimizers or seed differ)"
-        if message["role"] == "trainer":
+        if message.get("role") == "trainer":
             return self._trainer_refusal(message)
-        return None
+        return None if message.get("role") == "server" else f"not a role: {message.get('role')!r}"
 
     def _trainer_refusal(self, message: Message) -> str | None:
         try:
-            job = JobSpec.from_json({**message["job"], "code": self._code_json()})
+            rank, job = int(message["rank"]), JobSpec.from_json({**message["job"], "code": self._code_json()})
         except (KeyError, TypeError, ValueError) as error:
             return f"not a job: {error}"
         if self.job is not None and job.digest != self.job.digest:
             return "this cluster trains other tables (the table list, optimizers, seed or number of trainers differ)"
-        if not 0 <= message["rank"] < job.trainers:
-            return f"trainer rank must be below {job.trainers}, got {message['rank']}"
-        if any(m.role == "trainer" and m.rank == message["rank"] for m in self.members.values()):
-            return f"trainer {message['rank']} has joined before; restart of trainers needs a new cluster"
+        if not 0 <= rank < job.trainers:
+            return f"trainer rank must be below {job.trainers}, got {rank}"
+        if any(m.role == "trainer" and m.rank == rank for m in self.members.values()):
+            return f"trainer {rank} has joined before; restart of trainers needs a new cluster"
         return None
 
     def _code_json(self) -> Message:
@@ -135,13 +135,32 @@ class Coordinator:
         role = message["role"]
         if role == "trainer" and self.job is None:
             self.job = JobSpec.from_json({**message["job"], "code": self._code_json()})
-        member = Member(name, role, message.get("rank", -1), message["pid"], now_s, now_s)
+        member = Member(name, role, message.get("rank", -1), message.get("pid", 0), now_s, now_s)
         self.members[name] = member
         self.send(name, {"type": "welcome", "name": name, "code": self._code_json()})
         self.announce({"event": "joined", "member": name, "pid": member.pid})
         if self.slots:
             self._send_placement(name)
         self._form(now_s)
+
+    def on_message(self, name: str, message: Message, now_s: float) -> None:
+        """Anything that a member says."""
+        self.on_heard(name, now_s, message.get("report"))
+        kind = message["type"]
+        if kind == "in_generation":
+            self.on_in_generation(name, message["generation"], now_s)
+        elif kind == "ready":
+            self.on_ready(message["slot"], message["incarnation"])
+        elif kind == "rebuilt":
+            self.on_rebuilt(message["slot"], message["incarnation"])
+        elif kind == "unrecoverable":
+            self.on_unrecoverable(message["slot"])
+        elif kind == "loaded":
+            self.on_loaded()
+        elif kind == "leave":
+            self.on_left(name, now_s)
+        elif kind == "progress":
+            self.on_progress(message)
 
     def on_heard(self, name: str, now_s: float, report: Message | None = None) -> None:
         """A sign of life, with figures for `status`."""

@@ -109,21 +109,8 @@ def run_coordinator(
         elif name is None:
             connection.send({"type": "refused", "reason": f"not a question: {kind!r}"})
         else:
-            core.on_heard(name, now_s, message.get("report"))
-            if kind == "in_generation":
-                core.on_in_generation(name, message["generation"], now_s)
-            elif kind == "ready":
-                core.on_ready(message["slot"], message["incarnation"])
-            elif kind == "rebuilt":
-                core.on_rebuilt(message["slot"], message["incarnation"])
-            elif kind == "unrecoverable":
-                core.on_unrecoverable(message["slot"])
-            elif kind == "loaded":
-                core.on_loaded()
-            elif kind == "leave":
-                core.on_left(name, now_s)
-            elif kind == "progress":
-                core.on_progress(message)
+            core.on_message(name, message, now_s)
+            if kind == "progress":
                 for watcher in list(watchers):
                     watcher.send({**message, "time_s": time.time()})
 

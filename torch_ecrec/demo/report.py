@@ -106,6 +106,7 @@ class Record:
         self.step_times: list[float] = []  # [i]: when step i + 1 was
         self.loss = math.nan  # the last that was reported
         self.kills: list[Kill] = []
+        self.unexpected: list[str] = []  # losses of slots that are not our doing
         self.fatal: Message | None = None  # kind and reason
         self.status: Message = {}  # the last
         self.status_count = 0
@@ -142,6 +143,8 @@ class Record:
             for kill in self.kills:
                 if kill.server == message["member"] and kill.detected_s is None:
                     kill.detected_s = time_s
+            if message["slots"] and not any(kill.server == message["member"] for kill in self.kills):
+                self.unexpected.append(f"{message['member']} was lost though nobody killed it: {message['why']}")
         elif event in ("re-hosted", "slot rebuilt"):
             slot, incarnation = message["slot"], message["incarnation"]
             if event == "slot rebuilt" and self.places[slot][1] == incarnation:
@@ -181,10 +184,14 @@ class Record:
     # what follows ---------------------------------------------------------------------------------
 
     @property
+    def whole(self) -> bool:
+        """Every kill was noticed, and what it took is there again."""
+        return all(self.healthy) and all(kill.rebuilt_s is not None for kill in self.kills)
+
+    @property
     def settled(self) -> bool:
-        """Every kill was noticed, what it took is there again, and no server holds two slots: r may be lost again."""
-        spread = len({server for server, _ in self.places}) == len(self.places)
-        return spread and all(self.healthy) and all(kill.rebuilt_s is not None for kill in self.kills)
+        """And no server holds two slots: r may be lost again."""
+        return self.whole and len({server for server, _ in self.places}) == len(self.places)
 
     def throughput(self, samples_per_step: int) -> Message:
         """Samples per second before the first kill, while something was missing, and after the last rebuild."""

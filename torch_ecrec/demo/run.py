@@ -7,7 +7,7 @@ every completed step within a millisecond or so, and sends SIGKILL from the thre
 
     server:1@60         the process that hosts slot 1, when step 60 is complete at all trainers
     server:1@60+7       7 ms later: in the middle of step 61
-    server:1@60~        when, from step 60 on, all that former kills took is rebuilt (for kills one after another)
+    server:1@60~        when, from step 60 on, all that former kills took is rebuilt, and no server holds two slots
 
 Everything is checked before the first process starts. Whatever ends a run, Ctrl-C included, ends all its processes.
 Writes DIR/result.json (docs/demo.md), DIR/recovery.png and DIR/logs.
@@ -366,7 +366,7 @@ class Run:
         until_s = time.monotonic() + SETTLE_S
         while time.monotonic() < until_s:
             with self._lock:
-                if self.record.settled or self._coordinator_gone or self.record.fatal:
+                if self.record.whole or self._coordinator_gone or self.record.fatal:
                     break
             time.sleep(TICK_S)
         time.sleep(2 * HEARTBEAT_S)  # the servers' last figures are on their way; nothing says when they are there
@@ -550,7 +550,9 @@ def run_demo(arguments: argparse.Namespace) -> int:
                 terminal.say("\nthe same training, undisturbed:")
                 calm = Run(arguments, code, [], out / "logs" / "undisturbed", terminal)
                 calm.execute()
-            error = f"kills that did not fire: {', '.join(missed)}" if (missed := run.not_fired()) else None
+            faults = [f"a kill did not fire: {text}" for text in run.not_fired()]
+            faults += [text for one in (run, calm) if one is not None for text in one.record.unexpected]
+            error = "; ".join(faults) or None
         except ClusterError as failure:
             error = str(failure)
             raise
@@ -561,7 +563,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
             done = calm if calm is not None and calm.reports else None
             result = assemble(arguments, run, done, error)
             (out / "result.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-            if error is not None:
+            if not (run.reports and (calm is None or calm.reports)):  # no summary will follow
                 for entry in result["kills"]:
                     terminal.say("\n".join(["", *report.format_kill(entry)]))
     terminal.say("\n" + report.format_summary(result))

@@ -161,7 +161,7 @@ class Protection:
             return
         if rule.on_attached(request.source, request.base, request.acknowledged):
             self.fold_logs[request.source] = DeltaLog(len(self.slot.shards), floor=request.base)
-        self.attached[request.source] = request.source_incarnation
+        self.attached[request.source] = max(request.source_incarnation, self.attached.get(request.source, 0))
         reply(wire.Attached(rule.folded[request.source]))
         self.slot.rebuild.check_done()
 

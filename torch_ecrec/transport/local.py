@@ -12,6 +12,8 @@ Every request gets a number, counted from 0 in the order of sending; a `Fault` n
     drop             it never arrives; the caller's time limit runs out
     lose_answer      it is handled, but the answer never arrives
     duplicate        it arrives twice, the second time perhaps much later
+    late             it arrives much later
+    late_answer      its answer arrives much later
 
 With `noise` p, every request suffers drop, lose_answer or duplicate with probability p each, whatever `faults` says.
 """
@@ -28,11 +30,12 @@ from typing import Any
 from torch_ecrec.transport.wire import Answer, Ok, Outcome, Request, Unknown
 
 CRASHES = ("crash_sender", "crash_receiver", "crash_after")
-LOSSES = ("drop", "lose_answer", "duplicate")
+NOISES = ("drop", "lose_answer", "duplicate")
+LOSSES = (*NOISES, "late", "late_answer")
 FAULTS = CRASHES + LOSSES
 DELAY_S = (0.0002, 0.003)
 LATE_S = (0.0002, 0.05)  # a request or answer that dawdles, and the second arrival of a duplicate
-LATE = 0.03  # how often one dawdles
+LATE = 0.03  # how often one dawdles, unless said otherwise
 LINE_S = (0.0005, 0.002)  # to and from the coordinator
 SLOW_LINE_S = (0.002, 0.03)  # the same when the other side is slow to read
 SLOW_LINE = 0.1  # how often it is
@@ -102,6 +105,7 @@ class LocalNetwork:
         crash: called with the name of a process that a fault kills.
         may_crash: which processes faults may kill; a crash fault on another one does not fire.
         noise: how often a request is dropped, its answer lost, or it arrives twice: a probability for each.
+        late: how often a request or an answer takes much longer than others.
         sent: every request so far: (sender, receiver, class).
         overdue: numbers of the requests whose time limit ran out although neither they nor their answer were lost and
             the receiver lives: it kept them waiting.
@@ -112,6 +116,7 @@ class LocalNetwork:
     may_crash: Callable[[str], bool] = lambda name: True
     faults: list[Fault] = field(default_factory=list)
     noise: float = 0.0
+    late: float = LATE
     clock: VirtualClock = field(default_factory=VirtualClock)
     handlers: dict[str, Callable[[Request, Callable[[Answer], None]], None]] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
@@ -122,8 +127,8 @@ class LocalNetwork:
         self.random = random.Random(self.seed)
         self.noise_random = random.Random(f"noise {self.seed}")
 
-    def delay_s(self) -> float:
-        return self.random.uniform(*(LATE_S if self.random.random() < LATE else DELAY_S))
+    def delay_s(self, late: bool = False) -> float:
+        return self.random.uniform(*(LATE_S if late or self.random.random() < self.late else DELAY_S))
 
     def port(self, name: str, tell: Callable[[dict[str, Any]], None]) -> LocalPort:
         return LocalPort(self, name, tell)
@@ -140,7 +145,7 @@ class LocalNetwork:
                 fault.skipped = victim is not None and (victim in self.dead or not self.may_crash(victim))
                 fault.fired = not fault.skipped
                 return fault.fired
-        return kind in LOSSES and self.noise > 0 and self.noise_random.random() < self.noise
+        return kind in NOISES and self.noise > 0 and self.noise_random.random() < self.noise
 
     def send(
         self, sender: str, receiver: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]
@@ -149,7 +154,7 @@ class LocalNetwork:
             return
         number = len(self.sent)
         self.sent.append((sender, receiver, type(request).__name__))
-        drop, lose_answer, duplicate = (self._fires(number, kind) for kind in LOSSES)
+        drop, lose_answer, duplicate, late, late_answer = (self._fires(number, kind) for kind in LOSSES)
         ended = False
 
         def end(outcome: Outcome) -> None:
@@ -165,7 +170,7 @@ class LocalNetwork:
 
         def reply(answer: Answer) -> None:
             if receiver not in self.dead and not lose_answer:
-                self.clock.later(self.delay_s(), lambda: end(Ok(answer)))
+                self.clock.later(self.delay_s(late_answer), lambda: end(Ok(answer)))
 
         def arrive() -> None:
             if self._fires(number, "crash_receiver", receiver):
@@ -179,9 +184,9 @@ class LocalNetwork:
 
         self.clock.later(timeout_s, time_is_up)
         if not drop:
-            self.clock.later(self.delay_s(), arrive)
+            self.clock.later(self.delay_s(late), arrive)
             if duplicate:
-                self.clock.later(self.random.uniform(*LATE_S), arrive)
+                self.clock.later(self.delay_s(late=True), arrive)
         if self._fires(number, "crash_sender", sender):
             self.kill(sender)
 
