@@ -4,9 +4,11 @@ The oracle is the undisturbed run: every lookup, loss, record, optimizer state, 
 bit-equal to it, and the verifiers of `torch_ecrec.testing` must not speak. A fault counts only if it fired; one that
 may not (a trainer, a process that is dead, a loss beyond the contract) says so. Seeds are in the messages of failures.
 
-Mutations: each rule of `docs/design.md` that concerns servers is taken out, and some schedule must notice. Not here,
-since nothing but going back to an earlier step (lost trainers) can notice: logs that reach back to `settled` only,
-although the watermark is lower; and new holders that start at `settled` rather than at the floor of the log.
+Mutations: each rule of `docs/design.md` that concerns servers is taken out, and some schedule must notice. Not here:
+- logs that reach back to `settled` only, although the watermark is lower, and new holders that start at `settled` rather
+  than at the floor of the log: nothing but going back to an earlier step (lost trainers) can notice;
+- a new host that does not know the incarnations of all others from birth: here whatever could do harm through that
+  (Attach, Adopt, the next placement) teaches it first, and a server that is dead sends nothing.
 """
 
 import dataclasses
@@ -118,9 +120,8 @@ def test_every_fault_at_every_message_of_a_healthy_run():
 
 
 RECOVERIES = {
-    "a spare takes a slot": Scenario(steps=3, kills=((1, 1),)),
-    "a spare takes a snapshot slot": Scenario(steps=3, kills=((0, 2),), network_seed=1),
-    "a survivor takes the slot, then the restarted process": Scenario(steps=3, kills=((0, 1),), spares=0, reborn=True),
+    "a spare takes the slot": Scenario(steps=2, kills=((0, 1),), spares=2),
+    "a survivor takes the slot, then the restarted process": Scenario(steps=2, kills=((0, 1),), spares=0, reborn=True),
 }
 
 
@@ -133,12 +134,12 @@ def test_every_fault_at_every_message_of_a_run_with_a_loss(name):
     messages = len(healthy.messages)
     kinds = {kind for _, _, kind in healthy.messages}
     assert kinds >= {"Adopt", "Cut", "Attach", "Versions", "Fetch"}
-    assert "FetchSnapshots" in kinds or scenario.kills[0][0] > 1
+    assert "FetchSnapshots" in kinds or scenario.spares == 0  # else the survivor asks itself
     for kind in LOSSES:
         assert became[kind] == {"fired": messages}
     for kind in CRASHES:
         assert became[kind]["fired"] + became[kind]["skipped"] == messages
-    assert became["crash_receiver"]["fired"] >= 20 and became["crash_after"]["fired"] >= 20
+    assert became["crash_receiver"]["fired"] >= 10 and became["crash_after"]["fired"] >= 10
 
 
 TWICE = Scenario(code=THREE_TWO, steps=2, spares=3, kills=((1, 1),))
@@ -193,7 +194,7 @@ def test_beyond_the_code_it_stops_and_says_what_is_lost():
         assert words in run.fatal
     with pytest.raises(AssertionError, match="stopped"):
         run.check_against(undisturbed(TWO_ONE, 4))
-    run = simulate(Scenario(code=CodeSpec(3, 2, 1, protection="none"), kills=((1, 2),)))
+    run = simulate(Scenario(code=CodeSpec(3, 2, 1, protection="none"), kills=((1, 2),), settle_first=False))
     assert run.fatal is not None and "no protection" in run.fatal
 
 
@@ -353,15 +354,6 @@ def stale_confirmation(patch):
     patch.setattr(Node, "ask", ask)
 
 
-def born_ignorant(patch):
-    init = slot.Slot.__init__
-
-    def born(self, host, job, index, incarnation, incarnations, fresh):
-        init(self, host, job, index, incarnation, [0] * len(incarnations), fresh)
-
-    patch.setattr(slot.Slot, "__init__", born)
-
-
 def snapshot_once(patch):
     def place(self, placement):
         newer = Node.place(self, placement)
@@ -487,7 +479,6 @@ MUTATIONS = {
     decode_newest: hunt(),
     no_roll_forward: hunt(),
     stale_confirmation: hunt_at("Fold", "late_answer", "crash_after", verify_every=1),
-    born_ignorant: hunt(late=0.3, code=CodeSpec(6, 2, 1)),
     snapshot_once: hunt(),
     snapshots_not_copied: hunt(),
     snapshots_from_an_empty_holder: hunt(

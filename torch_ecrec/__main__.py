@@ -7,17 +7,18 @@ cluster cannot be reached or did not answer, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import signal
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import torch_ecrec
 from torch_ecrec.bench import exactness
-from torch_ecrec.config import OPTIMIZERS, PROTECTIONS, CodeSpec, Settings
+from torch_ecrec.config import OPTIMIZERS, PROTECTIONS, CodeSpec, Settings, require_int
 from torch_ecrec.coordinator import WITHOUT_SPARE
 from torch_ecrec.errors import ClusterError
 
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train a DLRM, kill servers, compare with the undisturbed run")
     add_code(demo)
     demo.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows (.tsv or .tsv.gz); default: made-up rows")
-    demo.add_argument("--steps", type=int, default=120, metavar="N")
+    demo.add_argument("--steps", type=int, default=240, metavar="N")
     demo.add_argument("--batch-size", type=int, default=256, metavar="B", help="samples per trainer and step")
     demo.add_argument("--trainers", type=int, default=2, metavar="T")
     demo.add_argument(
@@ -113,14 +114,18 @@ def parser() -> argparse.ArgumentParser:
 def run_up(arguments: argparse.Namespace) -> int:
     from torch_ecrec.launch import Supervisor, end_with_parent, warm
 
-    warm()
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    code = code_of(arguments)
+    require_int("spares", arguments.spares, 0)
+    for number in (signal.SIGTERM, signal.SIGINT):  # while it starts as well: that takes seconds
+        signal.signal(number, interrupt)
     if arguments.end_with_parent:
         end_with_parent()
+    warm()
     with Supervisor(
-        code_of(arguments),
+        code,
         arguments.spares,
         arguments.host,
         arguments.port,
@@ -134,11 +139,11 @@ def run_up(arguments: argparse.Namespace) -> int:
             else f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}); Ctrl-C ends it",
             flush=True,
         )
-        while not stop.wait(0.5):
-            code = cluster.coordinator.poll()
-            if code is not None:
-                print(f"the coordinator ended with {code}", file=sys.stderr)
-                return 4
+        with contextlib.suppress(KeyboardInterrupt):
+            while (status := cluster.coordinator.poll()) is None:
+                time.sleep(0.5)
+            print(f"torch-ecrec: the coordinator ended with {status}", file=sys.stderr)
+            return 4
     return 0
 
 
@@ -147,14 +152,10 @@ def run_status(arguments: argparse.Namespace) -> int:
     from torch_ecrec.member import parse_address
     from torch_ecrec.transport.control import request
 
-    join = Settings.from_environment(**({"join": arguments.join} if arguments.join else {})).join
-    if join is None:
+    settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))
+    if settings.join is None:
         raise ValueError("name the coordinator: --join HOST:PORT")
-    try:
-        answer = request(*parse_address(join), {"type": "status"}, timeout_s=10.0)
-    except OSError as error:
-        print(f"torch-ecrec: no coordinator at {join}: {error}", file=sys.stderr)
-        return 4
+    answer = request(*parse_address(settings.join), {"type": "status"}, timeout_s=min(10.0, settings.give_up_s))
     print(json.dumps(answer, indent=2) if arguments.json else format_status(answer))
     return 0
 
@@ -183,19 +184,24 @@ def run(arguments: argparse.Namespace) -> int:
         overrides: dict[str, Any] = {"join": arguments.join} if arguments.join else {}
         wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}
         return launch.run_server(Settings.from_environment(**overrides), wanted)
+    code = code_of(arguments)
+    require_int("spares", arguments.spares, 0)
     try:
         return launch.run_coordinator(
             arguments.host,
             arguments.port,
-            code_of(arguments),
+            code,
             arguments.spares,
             arguments.without_spare,
             Settings.from_environment(),
             sys.stdout,
         )
     except OSError as error:
-        print(json.dumps({"error": error.strerror or str(error)}), flush=True)  # for the supervisor
-        raise
+        reason = error.strerror or str(error)
+        if not arguments.end_with_parent:
+            raise OSError(reason) from error
+        print(json.dumps({"error": reason}), flush=True)  # for the supervisor, which says it
+        return 2
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -235,6 +235,10 @@ class Client(Node):
         for slot in asked:
             ask(slot)
 
+    def stored(self, slot: int, done: Callable[[Answer], None]) -> None:
+        """All snapshots that a snapshot slot holds, to `done`."""
+        self.ask(slot, lambda i: wire.FetchSnapshots(slot, i), done)
+
     def load(
         self, slab: int, parity: bool, slot: int, positions: Tensor, records: Tensor, done: Callable[[], None]
     ) -> None:
@@ -367,6 +371,17 @@ class Session:
         """Replicates this trainer's part of the dense model after the previous step; does not wait."""
         self.client.run(self.client.snapshot, payload, header)
 
+    def snapshots(self, slot: int = 0) -> list[tuple[int, int, str, Tensor]]:
+        """What a snapshot slot holds: (step, trainer, header, payload), ascending.
+
+        Args:
+            slot: 0 to r. After `flush` each of them holds this trainer's last snapshot.
+        """
+        if slot not in self.client.snapshot_slots:
+            raise ValueError(f"`slot` must be one of the snapshot slots {[*self.client.snapshot_slots]}, got {slot}")
+        have: wire.Snapshots = self._run_and_wait(self.client.stored, slot, what=f"snapshots of slot {slot}")
+        return list(zip(have.steps, have.trainers, have.headers, have.payloads, strict=True))
+
     def flush(self) -> None:
         """Waits until everything sent is acknowledged: survives r losses."""
         self._wait(lambda: not self.client.exchanges, f"flush after step {self.step - 1}")
@@ -380,11 +395,20 @@ class Session:
         return records_UB.view(torch.float32)
 
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
-        """Overwrites records (U, W) float32 before the first step, parities included. Trainer 0 only."""
+        """Overwrites records before the first step, parities included. Trainer 0 only.
+
+        Args:
+            slab: which.
+            rows: (U,) int64, ascending and unique. Rows may be loaded again: the last values count.
+            records: (U, W) float32.
+        """
         if self.trainer != 0:
             raise ValueError(f"only trainer 0 loads initial values, this is trainer {self.trainer}")
         if self.step != 1:
             raise ValueError(f"initial values can be loaded before the first step only, this is step {self.step}")
+        most = self.client.layouts[slab].rows
+        if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < most)).all()):
+            raise ValueError(f"`rows` must be ascending and unique, from 0 to {most - 1}")
         self._has_loaded = True
         self._check_nothing_lost()
         values = records.contiguous().view(torch.uint8)

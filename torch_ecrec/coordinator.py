@@ -167,12 +167,13 @@ class Coordinator:
         member = self.members[name]
         member.heard_s = now_s
         if report is not None:
-            member.report = report
+            member.report = {**member.report, **report}
 
     def on_left(self, name: str, now_s: float) -> None:
         """A trainer that is done, or a server that was told to stop."""
         self.members[name].left = True
         self.announce({"event": "left", "member": name})
+        self._give_up_forming(name, now_s)
 
     def on_lost(self, name: str, now_s: float, why: str) -> None:
         """A member's connection ended, or its lease ran out."""
@@ -192,9 +193,7 @@ class Coordinator:
                 if name in self.world:  # the generation being formed cannot be completed without it
                     self.generation, self.world, self.forming_until_s = self.generation + 1, [], None
             return
-        if self._forming and name in self.world:
-            self.forming_until_s = None
-            self._form(now_s, even_if_complete=True)
+        self._give_up_forming(name, now_s)
         if slots:
             self._lose(slots)
 
@@ -203,9 +202,8 @@ class Coordinator:
         for member in list(self.members.values()):
             if member.alive and not member.left and now_s - member.heard_s > self.lease_s:
                 self.on_lost(member.name, now_s, f"not heard of for {self.lease_s:g} s")
-        if self._forming and self.forming_until_s is not None and now_s > self.forming_until_s:
-            self.forming_until_s = None
-            self._form(now_s, even_if_complete=True)
+        if self.forming_until_s is not None and now_s > self.forming_until_s:
+            self._give_up_forming(self.world[0], now_s)
         self._form(now_s)
 
     # the RPC world ------------------------------------------------------------------------------
@@ -245,6 +243,12 @@ class Coordinator:
                     "timeout_s": FORMING_LIMIT_S,
                 },
             )
+
+    def _give_up_forming(self, name: str, now_s: float) -> None:
+        """A world that waits for a member that does not come is formed anew without it."""
+        if self._forming and name in self.world:
+            self.forming_until_s = None
+            self._form(now_s, even_if_complete=True)
 
     def on_in_generation(self, name: str, generation: int, now_s: float) -> None:
         """A member has joined the RPC world of a generation."""
@@ -305,7 +309,7 @@ class Coordinator:
         for slab in self.job.slabs:
             layout = Layout(self.code.slots, self.code.k, self.code.parities, slab.rows)
             if recovery.unrecoverable_bases(layout, gone):
-                rows += recovery.rows_lost(layout, gone, layout.data_rows)
+                rows += recovery.rows_lost(layout, gone)
                 tables += [table.name for table in slab.tables]
         if not tables:
             return False

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from torch_ecrec import codec, layout, storage
 from torch_ecrec.client import Client, Session
-from torch_ecrec.config import CodeSpec, JobSpec, Settings
+from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int
 from torch_ecrec.coordinator import Coordinator
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.member import Member, exit_code_of
@@ -303,12 +303,14 @@ class Supervisor:
         logs: Path | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
+        require_int("spares", spares, 0)
         self.code, self.spares, self.restart, self.logs = code, spares, restart, logs
         # a peer that dies is routine here: RPC's own complaints would drown what matters
         self._environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(environment or {})}
         self._lock = threading.Lock()  # guards the children
         self._children: list[subprocess.Popen[Any]] = []
-        self._stopping = False
+        self._supervising: threading.Thread | None = None
+        self._stop = threading.Event()
         self._started = 0
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
@@ -323,7 +325,8 @@ class Supervisor:
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._supervise, name="supervisor", daemon=True).start()
+        self._supervising = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        self._supervising.start()
 
     @property
     def join(self) -> str:
@@ -370,15 +373,14 @@ class Supervisor:
 
     def _supervise(self) -> None:
         """Starts servers again that were killed. Their exit code 2 or 3 means that another try is useless."""
-        while not self._stopping:
-            time.sleep(0.2)
+        while not self._stop.wait(0.2):
             with self._lock:
                 dead = [c for c in self._children if c.poll() is not None]
                 self._children = [c for c in self._children if c not in dead]
             for child in dead:
                 if child is self.coordinator:
                     return
-                if self.restart and not self._stopping and child.returncode not in (0, 2, 3, 4):
+                if self.restart and not self._stop.is_set() and child.returncode not in (0, 2, 3, 4):
                     log.info("server process %d ended with %d; starting another", child.pid, child.returncode)
                     self.start_server()
 
@@ -387,7 +389,9 @@ class Supervisor:
 
     def close(self) -> None:
         """Ends all children: politely, then with SIGKILL. Idempotent."""
-        self._stopping = True
+        self._stop.set()
+        if self._supervising is not None:
+            self._supervising.join()  # else it might start another one behind our back
         with self._lock:
             children = list(self._children)
         for child in children:

@@ -165,10 +165,7 @@ class Member:
                 self.on_error(error)
 
     def _beat(self) -> None:
-        figures = self._report()
-        if self.transport is not None:
-            figures["bytes_sent"] = self.bytes_sent()
-        self.tell({"type": "beat", "report": figures})
+        self.tell({"type": "beat", "report": {**self._report(), "bytes_sent": self.bytes_sent()}})
         self._timers.later(self.settings.heartbeat_s, self._beat)
 
     def bytes_sent(self) -> dict[str, int]:
@@ -201,7 +198,7 @@ class Member:
         self._joining.set()
         self._timers.close()
         if self.transport is not None:
-            self.tell({"type": "leave"})
+            self.tell({"type": "leave", "report": {"bytes_sent": self.bytes_sent()}})
             self.transport.close()
         self._control.close()
 

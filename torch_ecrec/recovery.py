@@ -16,7 +16,7 @@ has applied 8. Then v = {0: 9, 1: 7}; slot 1 undoes its step 8 for the reader; p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch_ecrec.layout import Layout
@@ -86,6 +86,13 @@ def unrecoverable_bases(layout: Layout, lost: Iterable[int]) -> list[int]:
     return [base for base in range(layout.slots) if sum(int(s) in gone for s in layout.member_slot[base]) > tolerated]
 
 
-def rows_lost(layout: Layout, lost: Iterable[int], data_rows: Callable[[int], int]) -> int:
-    """How many rows of a slab live on lost slots (an upper bound of what is gone for good)."""
-    return sum(data_rows(slot) for slot in set(lost))
+def rows_lost(layout: Layout, lost: Iterable[int]) -> int:
+    """How many rows of a slab cannot be decoded: those on lost slots whose stripes lost more than r members."""
+    gone = set(lost)
+    rows = 0
+    for base in unrecoverable_bases(layout, gone):
+        for member in range(layout.k):
+            if int(layout.member_slot[base, member]) in gone:
+                stripes = -(-(layout.rows - member) // layout.k)  # those that have this member
+                rows += max(0, -(-(stripes - base) // layout.slots))
+    return rows

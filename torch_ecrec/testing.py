@@ -326,16 +326,16 @@ class Cluster:
 
     def _after_step(self, trainer: int, step: int) -> None:
         if trainer == 0:
-            for slot, at in [kill for kill in self.kills if kill[1] == step]:
-                self.kills.remove((slot, at))
-                self._kill_when_allowed(slot)
+            for kill in [kill for kill in self.kills if kill[1] == step]:
+                self._kill_when_allowed(kill)
 
-    def _kill_when_allowed(self, slot: int) -> None:
-        host = self.coordinator.slots[slot].server
+    def _kill_when_allowed(self, kill: tuple[int, int]) -> None:
+        host = self.coordinator.slots[kill[0]].server
         if not self.scenario.settle_first or (self.whole() and self.may_crash(host)):
+            self.kills.remove(kill)
             self.network.kill(host)
         else:
-            self.network.clock.later(0.001, lambda: self._kill_when_allowed(slot))
+            self.network.clock.later(0.001, lambda: self._kill_when_allowed(kill))
 
     def _run_trainers(self) -> bool:
         moved = True

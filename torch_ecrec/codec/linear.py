@@ -33,10 +33,13 @@ BLOCK_BYTES = 1 << 17  # of one member; k + 1 of them share the second-level cac
 
 
 def _galois_field() -> Any:
-    """The field of the kernels, in galois. Only codes that need more than XOR load it, as that takes seconds."""
+    """The field of the kernels, in galois. Only codes that need more than XOR load it.
+
+    For a matrix of a few elements, compiling kernels of galois' own (seconds) would not pay.
+    """
     import galois
 
-    return galois.GF(FIELD_SIZE)
+    return galois.GF(FIELD_SIZE, compile="python-calculate")
 
 
 class LinearCode:
@@ -173,7 +176,7 @@ class LinearCode:
                 )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _decode_row(k: int, r: int, have: tuple[int, ...], want: int) -> Bytes:
     """Solves for `LinearCode.decode_row`, once per process: galois takes milliseconds, and seconds the first time."""
     field = _galois_field()
@@ -182,7 +185,7 @@ def _decode_row(k: int, r: int, have: tuple[int, ...], want: int) -> Bytes:
     return np.array(row[0], dtype=np.uint8)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cauchy(k: int, r: int) -> Bytes:
     """(r, k) uint8: 1 / (x_i + y_j) with x = k.. and y = 0..k-1, scaled to ones in the first row and column."""
     field = _galois_field()

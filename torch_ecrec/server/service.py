@@ -93,6 +93,7 @@ class Host(Node):
         self.tell({"type": "unrecoverable", "slot": slot})
 
     def status(self) -> dict[str, object]:
+        """Figures of every slot; nothing while the host is busy, so that a heartbeat never waits for it."""
         report: dict[str, object] = {}
-        self.run(lambda: report.update(slots=[slot.status() for slot in self.slots.values()]))
+        self.run_if_idle(lambda: report.update(slots=[slot.status() for slot in self.slots.values()]))
         return report

@@ -113,11 +113,22 @@ class Node:
 
     def run(self, action: Callable[..., object], *args: Any) -> None:
         """Runs `action` as this node, then does what it put into the outbox. Not reentrant."""
-        with self._lock:
-            try:
-                action(*args)
-            finally:
-                effects, self._outbox = self._outbox, []
+        self._lock.acquire()
+        self._run_and_release(action, *args)
+
+    def run_if_idle(self, action: Callable[..., object], *args: Any) -> bool:
+        """Like `run`, but does nothing and returns False while the node is busy."""
+        idle = self._lock.acquire(blocking=False)
+        if idle:
+            self._run_and_release(action, *args)
+        return idle
+
+    def _run_and_release(self, action: Callable[..., object], *args: Any) -> None:
+        try:
+            action(*args)
+        finally:
+            effects, self._outbox = self._outbox, []
+            self._lock.release()
         for effect in effects:
             effect()
 

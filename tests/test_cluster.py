@@ -1,0 +1,233 @@
+"""A cluster of real processes under small trainers of the tests (`cluster_child.py`): SIGKILL at named points.
+
+The oracle is an undisturbed run: every lookup of every trainer, and at the end every record, bit for bit. It does not
+depend on the number of servers or on the code, so that one serves all runs.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_child import Orders
+from conftest import ROOT
+
+from torch_ecrec.config import CodeSpec
+from torch_ecrec.errors import ClusterError
+from torch_ecrec.launch import Supervisor
+
+LIMIT_S = 90.0  # for anything that is waited for: processes start slowly on a loaded machine
+STEPS = 150
+TRAINERS = 2
+ENVIRONMENT = {"TORCH_ECREC_HEARTBEAT_S": "0.2", "TORCH_ECREC_GIVE_UP_S": "60", "OMP_NUM_THREADS": "1"}
+Status = dict[str, Any]
+
+
+class Child:
+    """A trainer process."""
+
+    def __init__(self, orders: Orders, logs: Path) -> None:
+        with (logs / f"trainer-{orders.trainer}.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("cluster_child.py")), json.dumps(vars(orders))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=ROOT,
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            )
+        self._said: queue.Queue[dict[str, Any] | None] = queue.Queue()  # None: no more
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._said.put(json.loads(line))
+        self._said.put(None)
+
+    def expect(self, kind: str) -> Any:
+        """The next thing it says, which must be of this kind."""
+        try:
+            message = self._said.get(timeout=LIMIT_S)
+        except queue.Empty:
+            pytest.fail(f"no {kind!r} of pid {self.process.pid} within {LIMIT_S:g} s")
+        assert message is not None, f"it ended with {self.process.wait(LIMIT_S)} instead of {kind!r}"
+        assert kind in message, f"{message} instead of {kind!r}"
+        return message[kind]
+
+    def tell(self, word: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word.encode() + b"\n")
+        self.process.stdin.flush()
+
+    def result(self) -> dict[str, Any]:
+        """What it says when it is done; it then ends by itself."""
+        result: dict[str, Any] = self.expect("done")
+        assert self.process.wait(LIMIT_S) == 0
+        return result
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # what was not read any more
+                pipe.close()
+
+
+class Cluster:
+    """A supervised cluster and its trainers."""
+
+    def __init__(self, supervisor: Supervisor, children: list[Child]) -> None:
+        self.supervisor, self.children = supervisor, children
+
+    def wait_for(self, what: str, condition: Callable[[Status], bool]) -> Status:
+        """The first status that meets the condition."""
+        end_s = time.monotonic() + LIMIT_S
+        while True:
+            with contextlib.suppress(ClusterError):
+                status = self.supervisor.status()
+                if condition(status):
+                    return status
+            if time.monotonic() > end_s:
+                pytest.fail(f"not within {LIMIT_S:g} s: {what}; last seen: {json.dumps(status, indent=1)}")
+            time.sleep(0.05)
+
+    def kill(self, *slots: int) -> list[int]:
+        """SIGKILLs the processes that host these slots, all at once; returns their pids."""
+        status = self.supervisor.status()
+        pids = {member["name"]: member["pid"] for member in status["members"]}
+        doomed = [pids[status["slots"][slot]["server"]] for slot in slots]
+        for pid in doomed:
+            os.kill(pid, signal.SIGKILL)
+        return doomed
+
+    def wait_until_replaced(self, pids: list[int], *slots: int) -> Status:
+        """The kill has fired: the coordinator has lost these processes, and the slots begin a new life."""
+        status = self.wait_for(
+            f"the loss of {pids}",
+            lambda s: not any(m["alive"] for m in s["members"] if m["pid"] in pids) and len(s["slots"]) > max(slots),
+        )
+        for slot in slots:
+            assert status["slots"][slot]["incarnation"] >= 1, status["slots"]
+        return status
+
+
+@contextlib.contextmanager
+def cluster(logs: Path, code: CodeSpec, spares: int = 0, trainers: int = TRAINERS, **orders: Any) -> Iterator[Cluster]:
+    """Only trainer 0 holds and pauses: the others can be one step ahead of it, and wait there. Logs are shown on failure."""
+    children: list[Child] = []
+    try:
+        with Supervisor(code, spares, logs=logs, environment=ENVIRONMENT) as supervisor:
+            try:
+                first = Orders(supervisor.join, trainers=trainers, **orders)
+                for trainer in range(trainers):
+                    mine = first if trainer == 0 else dataclasses.replace(first, trainer=trainer, hold=(), pause_s=0.0)
+                    children.append(Child(mine, logs))
+                yield Cluster(supervisor, children)
+            finally:
+                for child in children:
+                    child.end()
+    except BaseException:
+        for log in sorted(logs.glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()[-40:]
+            print("\n".join([f"--- the end of {log.name}", *lines]))
+        raise
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every trainer reports of a run without kills."""
+    with cluster(tmp_path_factory.mktemp("undisturbed"), CodeSpec(3, 2, 1), steps=STEPS) as running:
+        results = [child.result() for child in running.children]
+        status = running.supervisor.status()
+    assert status["generation"] == 1 and not any(place["incarnation"] for place in status["slots"]), "undisturbed"
+    return results
+
+
+def check(results: list[dict[str, Any]], undisturbed: list[dict[str, Any]], parities: int) -> None:
+    """All lookups and all records are those of the undisturbed run, and every holder has the last dense snapshots."""
+    for trainer, (mine, theirs) in enumerate(zip(results, undisturbed, strict=True)):
+        assert mine["lookups"] == theirs["lookups"], f"a lookup of trainer {trainer} differs"
+        assert mine["snapshots"] == [[slot, [True]] for slot in range(parities + 1)]
+        assert mine["snapshot_bytes"] > 0
+    assert results[0]["digest"] == undisturbed[0]["digest"], "records differ"
+
+
+def test_the_undisturbed_run(undisturbed: list[dict[str, Any]]) -> None:
+    assert re.fullmatch("[0-9a-f]{64}", undisturbed[0]["digest"])
+    assert len({result["lookups"] for result in undisturbed}) == TRAINERS, "they train on different rows"
+    check(undisturbed, undisturbed, parities=1)
+
+
+def test_a_killed_server_is_replaced_and_comes_back_as_a_spare(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    """The spare takes the slot; the process that is started again joins in a new RPC generation while training goes
+    on, and takes the slot that is lost next."""
+    first, second = 20, 140
+    with cluster(tmp_path, CodeSpec(3, 2, 1), spares=1, steps=STEPS, hold=(first, second), pause_s=0.05) as running:
+        trainer = running.children[0]
+        assert trainer.expect("held") == f"step {first}"
+        known = {member["pid"] for member in running.supervisor.status()["members"]}
+        pids = running.kill(1)
+        trainer.tell("go")
+        running.wait_until_replaced(pids, 1)
+
+        def back(status: Status) -> bool:
+            return status["generation"] >= 2 and bool(spares(status)) and all(s["healthy"] for s in status["slots"])
+
+        def spares(status: Status) -> list[int]:
+            return [m["pid"] for m in status["members"] if m["spare"] and m["alive"] and m["report"].get("slots") == []]
+
+        status = running.wait_for("the restarted process is a spare, in a new generation", back)
+        trainer.tell("fast")
+        assert first < status["step"] <= second, "training went on, and is not over"
+        (spare,) = spares(status)
+        assert spare not in known, "a process that was not there before"
+
+        assert trainer.expect("held") == f"step {second}"
+        pids = running.kill(0)
+        status = running.wait_until_replaced(pids, 0)
+        hosts = {m["name"]: m["pid"] for m in status["members"]}
+        assert hosts[status["slots"][0]["server"]] == spare, "it has taken the slot"
+        trainer.tell("go")
+        check([child.result() for child in running.children], undisturbed, parities=1)
+
+
+def test_two_servers_killed_together(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    """(k, r) = (3, 2), without spares: the survivors take the slots; two of three snapshot holders go."""
+    with cluster(tmp_path, CodeSpec(5, 3, 2), steps=STEPS, hold=(20,)) as running:
+        assert running.children[0].expect("held") == "step 20"
+        pids = running.kill(0, 1)
+        assert len(set(pids)) == 2
+        running.children[0].tell("go")
+        running.wait_until_replaced(pids, 0, 1)
+        check([child.result() for child in running.children], undisturbed, parities=2)
+
+
+def test_loaded_values_survive_every_server(tmp_path: Path) -> None:
+    """Rows loaded in parts and twice read back; then every slot is lost in turn, so that every record is decoded from
+    the parities of what was loaded, at last from rebuilt ones."""
+    with cluster(tmp_path, CodeSpec(3, 2, 1), trainers=1, load=True, reads=4) as running:
+        (trainer,) = running.children
+        for turn, slot in enumerate([None, 1, 0, 2]):
+            assert trainer.expect("held") == f"read {turn}"
+            pids = [] if slot is None else running.kill(slot)
+            trainer.tell("go")
+            assert trainer.expect("read") == [True] * 3, f"slot killed: {slot}"
+            if slot is not None:
+                running.wait_until_replaced(pids, slot)
+            running.wait_for("all is rebuilt", lambda s: all(p["healthy"] and p["server"] for p in s["slots"]))
+        trainer.result()
