@@ -275,3 +275,53 @@ def test_status_shows_everything() -> None:
     assert status["step"] == 7 and status["generation"] == 1 and status["epoch"] == 1
     assert [m["spare"] for m in status["members"] if m["role"] == "server"] == [False, False, False, True]
     assert status["slots"][1] == {"slot": 1, "server": "server-1", "incarnation": 0, "healthy": True}
+
+
+def test_a_host_lost_before_it_has_rebuilt_is_still_one_loss() -> None:
+    h = Harness(spares=2).start(5)
+    h.lose("server-1")
+    h.lose("server-3")
+    assert h.places[1] == "server-4" and h.core.slots[1].incarnation == 2 and h.core.fatal is None
+    h.lose("server-0")
+    assert h.core.fatal is not None and "slots [0, 1]" in h.core.fatal
+
+
+def test_a_survivor_with_two_slots_takes_both_along() -> None:
+    h = Harness(CodeSpec(5, 3, 2), spares=0).start(5)
+    h.lose("server-0")
+    assert h.places == ["server-1", "server-1", "server-2", "server-3", "server-4"]
+    h.lose("server-1")
+    assert h.places == ["server-2", "server-3", "server-2", "server-3", "server-4"]
+    assert [place.incarnation for place in h.core.slots] == [2, 1, 0, 0, 0] and h.core.fatal is None
+
+
+def test_a_new_host_that_finds_nothing_stops_everything() -> None:
+    h = Harness().start()
+    h.lose("server-1")
+    h.say("server-3", type="unrecoverable", slot=1)
+    assert h.core.fatal is not None and "slot 1" in h.core.fatal and h.events[-1]["kind"] == "data_loss"
+
+
+def test_a_trainer_that_dies_while_the_first_world_forms_may_come_back() -> None:
+    h = Harness(spares=0)
+    for _ in range(3):
+        h.server()
+    h.trainer(0)
+    h.trainer(1)
+    assert h.core.generation == 1
+    h.lose("trainer-0")
+    h.say("server-0", type="in_generation", generation=1)  # it was under way
+    assert h.core.epoch == 0 and h.core.fatal is None
+    h.trainer(0)
+    h.enter()
+    assert h.core.epoch == 1 and {"trainer-0", "trainer-1"} <= set(h.core.world)
+
+
+def test_a_slot_lost_while_a_world_forms_is_placed_when_it_has_formed() -> None:
+    h = Harness(spares=0).start(3)
+    h.server()
+    assert h.core.generation == 2
+    h.lose("server-0")
+    assert h.places[0] == "" and h.core.slots[0].incarnation == 1 and h.core.generation == 3
+    h.enter()
+    assert h.places[0] == "server-3" and h.core.slots[0].incarnation == 1 and not h.core.slots[0].healthy

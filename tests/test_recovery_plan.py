@@ -67,3 +67,16 @@ def test_rows_lost_are_counted_one_by_one(rows: int, slots: int, k: int, r: int,
         gone = sum(int(slot) in lost for slot in members)
         count += gone > r and int(members[row % k]) in lost
     assert rows_lost(layout, lost) == count
+
+
+@pytest.mark.parametrize("slots, k, r", [(3, 2, 1), (2, 1, 1), (4, 1, 2), (5, 3, 2), (6, 2, 1), (7, 2, 2), (7, 4, 3)])
+def test_every_repair_within_r_reads_members_that_are_whole(slots: int, k: int, r: int) -> None:
+    layout = Layout(slots, k, r, rows=4 * slots * k + 1)
+    for base in range(slots):
+        homes = layout.member_slot[base].tolist()
+        for member in range(layout.n):
+            for others in itertools.combinations([s for s in range(slots) if s != homes[member]], r - 1):
+                unhealthy = {homes[member], *others}
+                plan = plan_repair(layout, base, member, unhealthy)
+                assert len(set(plan.reads)) == k and not {homes[j] for j in plan.reads} & unhealthy
+                assert plan.parities == tuple(homes[j] for j in plan.reads if j >= k)

@@ -1,12 +1,12 @@
-"""The protocol under faults, on the simulated cluster: every crash point of short runs, random schedules, and mutations.
+"""The protocol under faults, on the simulated cluster: crash points of short runs, random schedules, and mutations.
 
 The oracle is the undisturbed run: every lookup, loss, record, optimizer state, dense value and last snapshot must be
 bit-equal to it, and the verifiers of `torch_ecrec.testing` must not speak. A fault counts only if it fired; one that
 may not (a trainer, a process that is dead, a loss beyond the contract) says so. Seeds are in the messages of failures.
 
 Mutations: each rule of `docs/design.md` that concerns servers is taken out, and some schedule must notice. Not here:
-- logs that reach back to `settled` only, although the watermark is lower, and new holders that start at `settled` rather
-  than at the floor of the log: nothing but going back to an earlier step (lost trainers) can notice;
+- logs that reach back to `settled` only, although the watermark is lower, and new holders that start at `settled`
+  rather than at the floor of the log: nothing but going back to an earlier step (lost trainers) can notice;
 - a new host that does not know the incarnations of all others from birth: here whatever could do harm through that
   (Attach, Adopt, the next placement) teaches it first, and a server that is dead sends nothing.
 """
@@ -24,13 +24,13 @@ from torch_ecrec.config import CodeSpec
 from torch_ecrec.server import protection, rebuild, slot, step
 from torch_ecrec.storage import optim
 from torch_ecrec.testing import Cluster, Fault, Run, Scenario, simulate
-from torch_ecrec.transport import wire
 from torch_ecrec.transport.local import CRASHES, FAULTS, LOSSES
 from torch_ecrec.transport.node import Node
 
 TWO_ONE = CodeSpec(3, 2, 1)
 THREE_TWO = CodeSpec(5, 3, 2)
-CODES = (TWO_ONE, THREE_TWO, CodeSpec(2, 1, 1), CodeSpec(4, 1, 2), CodeSpec(4, 2, 1), CodeSpec(6, 2, 1), CodeSpec(7, 4, 3))
+OTHERS = ((2, 1, 1), (4, 1, 2), (4, 2, 1), (6, 2, 1), (7, 4, 3))  # slots, k, r
+CODES = (TWO_ONE, THREE_TWO, *(CodeSpec(*numbers) for numbers in OTHERS))
 
 
 @functools.cache
@@ -77,12 +77,12 @@ def test_the_oracle_depends_on_every_lookup():
 # crash points -------------------------------------------------------------------------------------
 
 
-def sweep(scenario: Scenario, kinds=FAULTS, where=lambda message, number: True, parts=(0, 1)):
+def sweep(scenario: Scenario, kinds=FAULTS, first=0):
     """One run for every request and kind; returns what became of them, by kind."""
     healthy = check(scenario)
     became = {kind: Counter() for kind in kinds}
     for number, message in enumerate(healthy.messages):
-        if not where(message, number) or number % parts[1] != parts[0]:
+        if number < first:
             continue
         for kind in kinds:
             fault = Fault(kind, number)
@@ -148,7 +148,7 @@ TWICE = Scenario(code=THREE_TWO, steps=2, spares=3, kills=((1, 1),))
 def test_a_second_loss_at_every_message_of_a_recovery():
     """(3, 2): while the first lost slot is repaired, any other server may die, the new host included."""
     first = next(i for i, m in enumerate(check(TWICE).messages) if m[2] == "Adopt")
-    healthy, became = sweep(TWICE, kinds=("crash_sender", "crash_receiver"), where=lambda _, number: number >= first)
+    healthy, became = sweep(TWICE, kinds=("crash_sender", "crash_receiver"), first=first)
     print(points(became))
     by_servers = sum(sender.startswith("server") for sender, _, _ in healthy.messages[first:])
     assert became["crash_sender"]["fired"] == by_servers >= 40
@@ -460,8 +460,11 @@ def rebuilt_too_early(patch):
 
 def acknowledged_again(patch):
     """A push of a step acknowledged by an earlier incarnation waits to be applied again."""
-    patch.setattr(step.StepRule, "is_acknowledged", lambda self, at: at <= self.acknowledged and self.confirmed_here(at))
-    patch.setattr(step.StepRule, "confirmed_here", lambda self, at: at > getattr(self, "cut", 0), raising=False)
+
+    def is_acknowledged(self, at):
+        return getattr(self, "cut", 0) < at <= self.acknowledged
+
+    patch.setattr(step.StepRule, "is_acknowledged", is_acknowledged)
     become_ready = slot.Slot.become_ready
 
     def ready(self, cut, floor, log):

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch_ecrec
 from torch_ecrec.bench import exactness
-from torch_ecrec.config import OPTIMIZERS, PROTECTIONS, CodeSpec, Settings, require_int
-from torch_ecrec.coordinator import WITHOUT_SPARE
+from torch_ecrec.config import OPTIMIZERS, PROTECTIONS, WITHOUT_SPARE, CodeSpec, Settings, require_int
 from torch_ecrec.errors import ClusterError
 
 

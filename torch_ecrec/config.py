@@ -21,6 +21,7 @@ from typing import Any
 
 _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no spare
 PROTECTIONS = ("parity", "none")
 FIELD_SIZE = 256
 

@@ -22,13 +22,12 @@ from typing import Any
 
 import torch_ecrec
 from torch_ecrec import recovery
-from torch_ecrec.config import CodeSpec, JobSpec, require
+from torch_ecrec.config import WITHOUT_SPARE, CodeSpec, JobSpec, require
 from torch_ecrec.layout import Layout
 from torch_ecrec.transport.wire import Placement, SlotPlace
 
 Message = dict[str, Any]
 FORMING_LIMIT_S = 20.0
-WITHOUT_SPARE = ("survivor", "wait")
 
 
 @dataclass

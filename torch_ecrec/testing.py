@@ -189,12 +189,11 @@ class Cluster:
 
         return {"version": torch_ecrec.__version__, "pid": 0, **extra}
 
-    def start_server(self) -> str:
-        """A server process joins; returns its name."""
+    def start_server(self) -> None:
+        """A server process joins."""
         message = self._message(role="server")
         name = self.coordinator.name_for(message)
         self.coordinator.on_join(name, message, self.network.clock.now_s)
-        return name
 
     def _new_host(self, name: str) -> None:
         port = self.network.port(name, lambda message: self._to_coordinator(name, message))
@@ -264,7 +263,10 @@ class Cluster:
 
     def _on_crash(self, name: str) -> None:
         self.run.kills += 1
-        lost = lambda: self.coordinator.on_lost(name, self.network.clock.now_s, "eof")  # noqa: E731
+
+        def lost() -> None:
+            self.coordinator.on_lost(name, self.network.clock.now_s, "eof")
+
         self.network.clock.later(EOF_S, lambda: self._line("from", name).carry(lost))
         if self.scenario.reborn:
             self.network.clock.later(0.5, self.start_server)
@@ -406,7 +408,7 @@ class Cluster:
             if knows(slot, other := slots.get(holder)) and knows(other, slot) and index in other.rule.folded:
                 folded = other.rule.folded[index]
                 assert rule.confirmed[holder] <= folded, (
-                    f"slot {index} counts step {rule.confirmed[holder]} as folded by {holder}, which has folded {folded}"
+                    f"slot {index} counts step {rule.confirmed[holder]} as folded by {holder}, which folded {folded}"
                 )
                 assert rule.acknowledged <= folded or not self.coordinator.slots[holder].healthy, (
                     f"slot {index} acknowledged {rule.acknowledged}, but {holder}, which is whole, has folded {folded}"
@@ -476,7 +478,9 @@ def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
                 source, step = slots.get(index), holder.rule.folded.get(index)
                 if not (knows(source, holder) and knows(holder, source)) or step is None:
                     break
-                assert step <= source.rule.applied, f"slot {holder.index} has folded step {step} of {index}, not applied"
+                assert step <= source.rule.applied, (
+                    f"slot {holder.index} has folded step {step} of {index}, not applied"
+                )
                 if step < min(source.log.floor, source.rule.applied):
                     break
                 exists = layout.exists(group.base, member, group.rotations)
@@ -490,7 +494,7 @@ def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
             else:
                 right = (expected == shard.parity[group.where]).all(axis=1)
                 assert (right | ~there).all(), (
-                    f"a parity of base {group.base} in slab {slab}, on slot {holder.index}, is not the code of its stripe"
+                    f"a parity of base {group.base} in slab {slab} on slot {holder.index} is not the code of its stripe"
                     f" as of {holder.rule.folded}"
                 )
 
@@ -510,7 +514,7 @@ def check_parity(slots: Sequence[Slot]) -> None:
                 data[member, stripe] = holder.shards[s].bytes[position]
         parity = code.encode(data)
         for j in range(code.n - code.k):
-            for stripe in range(layout.stripes):
+            for stripe in stripes:
                 holder = slots[int(layout.member_slot[base[stripe], code.k + j])]
                 position = rotation[stripe] * (code.n - code.k) + layout.member_rank[base[stripe], code.k + j]
                 assert np.array_equal(holder.shards[s].parity[position], parity[j, stripe]), (

@@ -1,0 +1,269 @@
+"""A trainer's side: calls made again until they are answered, snapshots sent again, routes, and loading of values."""
+
+import numpy as np
+import pytest
+import torch
+
+from torch_ecrec.client import Client, Session
+from torch_ecrec.config import CodeSpec, JobSpec, Settings
+from torch_ecrec.testing import Cluster, Scenario, check_parity, small_tables
+from torch_ecrec.transport import wire
+from torch_ecrec.transport.node import RETRY_S, Node
+from torch_ecrec.transport.wire import Ok, Placement, Refused, SlotPlace, Unknown
+
+
+class FakePort:
+    """Keeps calls until the test ends them."""
+
+    def __init__(self):
+        self.calls, self.timers = [], []
+
+    def call(self, peer, request, timeout_s, done):
+        self.calls.append((peer, request, done))
+
+    def later(self, delay_s, action):
+        self.timers.append((delay_s, action))
+
+    def tell(self, message):
+        raise AssertionError(message)
+
+    def fire(self):
+        timers, self.timers = self.timers, []
+        for _, action in timers:
+            action()
+        return [delay_s for delay_s, _ in timers]
+
+
+def placement(epoch, *incarnations):
+    names = [f"s{i}.{incarnation}" for i, incarnation in enumerate(incarnations)]
+    places = [SlotPlace(name, incarnation, True) for name, incarnation in zip(names, incarnations, strict=True)]
+    return Placement(epoch, tuple(places))
+
+
+@pytest.fixture
+def node():
+    node = Node("me", FakePort(), 1.0)
+    node.run(node.place, placement(1, 0, 0, 0))
+    return node
+
+
+def ask(node, slot=1, **kinds):
+    got = []
+    node.run(lambda: node.ask(slot, lambda i: wire.Versions(slot, i), got.append, **kinds))
+    return got
+
+
+def test_a_call_is_made_again_until_it_is_answered_and_answered_once(node):
+    got = ask(node)
+    (peer, request, done), *_ = node.port.calls
+    assert peer == "s1.0" and request == wire.Versions(1, 0)
+    done(Unknown("no answer"))
+    assert node.port.fire() == [RETRY_S]
+    node.port.calls[1][2](Ok(Refused("not yet")))
+    assert node.port.fire() == [2 * RETRY_S], "ever slower"
+    assert len(node.port.calls) == 3
+    answer = wire.VersionsAre({}, True)
+    node.port.calls[0][2](Ok(answer))
+    node.port.calls[2][2](Ok(wire.VersionsAre({}, False)))
+    assert got == [answer], "the answer of an earlier attempt counts, and no other after it"
+    assert node.port.fire() == [] and not node.exchanges
+
+
+def test_only_the_newest_attempt_asks_for_another(node):
+    ask(node)
+    node.run(node.place, placement(2, 0, 1, 0))
+    assert [peer for peer, _, _ in node.port.calls] == ["s1.0", "s1.1"]
+    node.port.calls[0][2](Unknown("eof"))
+    assert node.port.timers == []
+    node.port.calls[1][2](Unknown("eof"))
+    assert len(node.port.fire()) == 1 and len(node.port.calls) == 3
+
+
+def test_a_new_placement_sends_again_what_was_under_way_to_slots_that_moved(node):
+    got = ask(node)
+    ask(node, slot=2)
+    assert not node.place(placement(1, 5, 5, 5)), "not newer"
+    node.run(node.place, placement(2, 0, 1, 0))
+    assert [(peer, r.incarnation) for peer, r, _ in node.port.calls] == [("s1.0", 0), ("s2.0", 0), ("s1.1", 1)]
+    node.port.calls[0][2](Ok(wire.VersionsAre({}, False)))
+    assert got == [], "a replaced incarnation cannot speak for the present one"
+    node.port.calls[2][2](Ok(wire.VersionsAre({}, True)))
+    assert got == [wire.VersionsAre({}, True)]
+
+
+def test_a_call_to_one_incarnation_waits_for_it_and_ends_with_it(node):
+    lost = []
+    got = ask(node, bound_to=1, lost=lambda: lost.append(True))
+    assert node.port.calls == [] and node.port.fire() == [RETRY_S], "the placement that names it is on its way"
+    node.run(node.place, placement(2, 0, 1, 0))
+    assert [peer for peer, _, _ in node.port.calls] == ["s1.1"]
+    node.run(node.place, placement(3, 0, 2, 0))
+    assert lost == [True] and got == [] and len(node.port.calls) == 1 and not node.exchanges
+    node.port.calls[0][2](Ok(wire.VersionsAre({}, True)))
+    node.port.fire()
+    assert got == [] and len(node.port.calls) == 1
+
+
+def test_a_cancelled_call_and_one_asked_once(node):
+    got = []
+    node.run(lambda: got.append(node.ask(0, lambda i: wire.Versions(0, i), got.append)))
+    got[0].cancel()
+    node.port.calls[0][2](Ok(wire.VersionsAre({}, True)))
+    assert len(got) == 1
+    for outcome, expected in ((Unknown("eof"), None), (Ok(Refused("no")), None), (Ok(wire.Stored(1)), wire.Stored(1))):
+        once = []
+        node.run(lambda once=once: node.ask_once(2, lambda i: wire.Versions(2, i), once.append))
+        node.port.calls[-1][2](outcome)
+        assert once == [expected]
+    assert node.port.timers == []
+
+
+# a trainer ----------------------------------------------------------------------------------------
+
+JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), trainers=1)
+
+
+@pytest.fixture
+def client():
+    client = Client("trainer-0", FakePort(), JOB, 0, Settings())
+    client.run(client.place, placement(1, 0, 0, 0))
+    return client
+
+
+@pytest.mark.parametrize("rows", [[], [5], [0, 1, 2, 3, 11, 24], range(25)])
+def test_a_route_splits_and_joins(client, rows):
+    rows = torch.tensor(list(rows), dtype=torch.int64)
+    route = client.route(0, rows)
+    parts = route.split(rows)
+    assert len(parts) == 3 and sum(map(len, parts)) == len(rows)
+    for slot, part in enumerate(parts):
+        slots, positions = client.layouts[0].locate(part.numpy())
+        assert (slots == slot).all() and np.array_equal(positions, route.positions[slot].numpy())
+    assert torch.equal(route.join(parts, torch.empty_like(rows)), rows)
+
+
+def push(client):
+    routes = [client.route(s, torch.empty(0, dtype=torch.int64)) for s in range(2)]
+    gradients = [torch.empty(0, slab.dim) for slab in JOB.slabs]
+    client.run(client.push, routes, gradients, [0.1, 0.1])
+    client.run(client.snapshot, torch.zeros(3, dtype=torch.uint8), "{}")
+
+
+def answer(client, kind, slot, incarnation=0):
+    """Answers every call of a kind to one incarnation of a slot."""
+    for peer, request, done in list(client.port.calls):
+        if isinstance(request, kind) and peer == f"s{slot}.{incarnation}":
+            made = wire.Acknowledged(request.step) if kind is wire.Push else wire.Stored(request.step)
+            done(Ok(made))
+
+
+def test_a_step_is_complete_when_every_slot_has_acknowledged_and_every_holder_stored(client):
+    push(client)
+    assert [type(r).__name__ for _, r, _ in client.port.calls] == ["Push"] * 3 + ["Snapshot"] * 2
+    for slot in range(3):
+        answer(client, wire.Push, slot)
+    answer(client, wire.Snapshot, 0)
+    assert client.complete == 0
+    answer(client, wire.Snapshot, 1)
+    assert client.complete == 1 and not client.open and not client.exchanges
+
+
+def test_a_trainer_runs_two_steps_ahead_and_no_further(client):
+    assert client.may_push()
+    push(client)
+    assert client.may_push()
+    push(client)
+    assert not client.may_push()
+    for slot in range(3):
+        answer(client, wire.Push, slot)
+    for slot in range(2):
+        answer(client, wire.Snapshot, slot)
+    assert client.complete == 2 and client.may_push()
+
+
+def test_a_snapshot_is_sent_again_to_the_new_incarnation_of_its_holder(client):
+    push(client)
+    answer(client, wire.Snapshot, 0)
+    answer(client, wire.Snapshot, 1)
+    client.run(client.place, placement(2, 0, 1, 0))
+    again = [(peer, type(r)) for peer, r, _ in client.port.calls[5:]]
+    assert sorted(again, key=str) == sorted([("s1.1", wire.Push), ("s1.1", wire.Snapshot)], key=str)
+    for slot, incarnation in ((0, 0), (1, 1), (2, 0)):
+        answer(client, wire.Push, slot, incarnation)
+    assert client.complete == 0, "its new incarnation has not stored it"
+    answer(client, wire.Snapshot, 1, 1)
+    assert client.complete == 1
+
+
+def test_a_stored_of_the_old_incarnation_that_comes_late_does_not_count_for_the_new_one(client):
+    push(client)
+    answer(client, wire.Snapshot, 0)
+    client.run(client.place, placement(2, 0, 1, 0))
+    for slot, incarnation in ((0, 0), (1, 1), (2, 0)):
+        answer(client, wire.Push, slot, incarnation)
+    answer(client, wire.Snapshot, 1, 0)
+    assert client.complete == 0
+    answer(client, wire.Snapshot, 1, 1)
+    assert client.complete == 1
+
+
+# initial values over the simulated cluster --------------------------------------------------------
+
+
+class VirtualSession(Session):
+    """Waits by letting virtual time pass."""
+
+    cluster: Cluster
+
+    def _wait(self, condition, what):
+        for _ in range(10_000):
+            if condition():
+                return
+            self.cluster.network.clock.advance()
+        raise AssertionError(what)
+
+
+def session_over(code: CodeSpec) -> VirtualSession:
+    cluster = Cluster(Scenario(code=code, steps=0, trainers=1, noise=0.02, network_seed=3))
+    session = VirtualSession(cluster.clients["trainer-0"], lambda message: None, lambda: None)
+    session.cluster = cluster
+    session._wait(lambda: session.client.placement is not None and len(cluster.slots()) == code.slots, "start")
+    return session
+
+
+def values(rows, width, seed):
+    return torch.randn(len(rows), width, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("code", [CodeSpec(3, 2, 1), CodeSpec(5, 3, 2), CodeSpec(4, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "pieces",
+    [[(0, 25)], [(0, 10), (10, 25)], [(3, 11)], [(7, 8), (20, 24)], [(10, 25), (0, 10)], [(0, 25), (4, 9)]],
+    ids=str,
+)
+def test_loaded_values_have_their_parity(code, pieces):
+    """Whole slabs, parts of them, in any order, rows twice: the last value counts, and every parity fits."""
+    session = session_over(code)
+    every = torch.arange(25)
+    expected = session.read(0, every)
+    for number, (first, end) in enumerate(pieces):
+        rows = torch.arange(first, end)
+        expected[first:end] = values(rows, expected.shape[1], number)
+        session.load(0, rows, expected[first:end].clone())
+    session._loaded = True
+    session.loaded()
+    assert torch.equal(session.read(0, every), expected)
+    assert torch.equal(session.read(0, torch.tensor([24, 3]).sort().values), expected[[3, 24]])
+    check_parity(session.cluster.slots())
+
+
+def test_bad_loads_are_refused():
+    session = session_over(CodeSpec(3, 2, 1))
+    with pytest.raises(ValueError, match="`rows`"):
+        session.load(0, torch.tensor([25]), torch.zeros(1, 4))
+    session.client.step = 2
+    with pytest.raises(ValueError, match="before the first step"):
+        session.load(0, torch.tensor([0]), torch.zeros(1, 4))
+    session.trainer = 1
+    with pytest.raises(ValueError, match="only trainer 0"):
+        session.load(0, torch.tensor([0]), torch.zeros(1, 4))
