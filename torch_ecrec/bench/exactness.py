@@ -63,7 +63,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
             ("no spare, survivor", ("--spares", "0", "--without-spare", "survivor")),
             ("no spare, restarted process", ("--spares", "0", "--without-spare", "wait")),
         ):
-            for kills, steps in ((one, short if name == "spare" else long), (three, long)):
+            for kills, steps in ((one, short), (three, long)):
                 reference = f"{optimizer}: undisturbed, {steps} steps"
                 found.append(Case(f"{optimizer}: {len(kills)} kills, {name}", reference, optimizer, steps, kills, more))
     first = arguments.optimizers[0]
@@ -160,8 +160,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `torch-ecrec bench exactness`."""
     parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows; default: made-up rows")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["rowwise_adagrad", "sgd", "adagrad"])
-    parser.add_argument("--steps", type=int, default=80, help="of runs with one kill and a spare")
-    parser.add_argument("--long-steps", type=int, default=1600, help="of runs in which processes come back")
+    parser.add_argument("--steps", type=int, default=80, help="of runs with one kill")
+    parser.add_argument("--long-steps", type=int, default=1600, help="of runs with three kills, in which processes come back")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--moments", type=int, default=10, help="kills at random moments within a step")
     parser.add_argument("--seed", type=int, default=0, help="of those moments")
