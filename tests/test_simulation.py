@@ -156,6 +156,7 @@ def test_a_second_loss_at_every_message_of_a_recovery():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("code", CODES, ids=str)
 @pytest.mark.parametrize("slot_lost", (0, 1))
 def test_every_fault_at_every_message_of_other_codes(code, slot_lost):
@@ -246,6 +247,7 @@ def test_random_kills(way):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("way", WAYS)
 def test_more_random_kills(way):
     run_schedules(way, 1000, 300)
