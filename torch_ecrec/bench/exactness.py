@@ -161,7 +161,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows; default: made-up rows")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["rowwise_adagrad", "sgd", "adagrad"])
     parser.add_argument("--steps", type=int, default=80, help="of runs with one kill")
-    parser.add_argument("--long-steps", type=int, default=1600, help="of runs with three kills, in which processes come back")
+    parser.add_argument(
+        "--long-steps", type=int, default=1600, help="of runs with three kills, in which processes come back"
+    )
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--moments", type=int, default=10, help="kills at random moments within a step")
     parser.add_argument("--seed", type=int, default=0, help="of those moments")
