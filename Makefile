@@ -64,7 +64,7 @@ type: $(VENV)/.installed
 	@$(BIN)/mypy
 
 bench: setup
-	@$(BIN)/torch-ecrec bench $(ARGS)
+	@$(BIN)/torch-ecrec bench $(or $(ARGS),exactness)
 
 docs: $(VENV)/.installed
 	@$(BIN)/python -m pytest -q tests/test_docs.py

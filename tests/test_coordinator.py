@@ -228,6 +228,17 @@ def test_a_trainer_that_dies_ends_the_job_and_one_that_leaves_does_not() -> None
     assert h.core.fatal is not None and "trainer-0" in h.core.fatal
 
 
+def test_a_server_that_leaves_in_mid_training_is_lost() -> None:
+    h = Harness().start()
+    h.say("server-1", type="leave")
+    assert h.places == ["server-0", "server-3", "server-2"] and h.core.slots[1].incarnation == 1
+    h.lose("server-1")  # its connection ends, too
+    assert h.core.slots[1].incarnation == 1
+    for name in ("trainer-0", "trainer-1", "server-0"):
+        h.say(name, type="leave")
+    assert h.places[0] == "server-0", "training is over"
+
+
 def test_loaded_reaches_all_trainers_also_late_ones() -> None:
     h = Harness().start()
     h.say("trainer-0", type="loaded")

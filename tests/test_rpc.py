@@ -398,7 +398,7 @@ def test_the_store_may_go_and_come_back(cluster: Cluster) -> None:
     members = [a.name, b.name]
     for child, number in zip([a, b], cluster.start_join([a, b], members, timeout_s=1, store_port=port), strict=True):
         result = child.answer(number)
-        assert result["error"] is not None and result["took_s"] < 1 + PROMPTLY_S
+        assert result["error"] is not None and result["took_s"] < 10.0  # torch looks at its time limit now and then
     for _ in range(2):  # a new coordinator at the old address; the members' connections to the one before are dead
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         cluster.form([a, b], store_port=port)

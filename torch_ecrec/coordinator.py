@@ -169,7 +169,10 @@ class Coordinator:
             member.report = {**member.report, **report}
 
     def on_left(self, name: str, now_s: float) -> None:
-        """A trainer that is done, or a server that was told to stop."""
+        """A trainer that is done, or a server that ends: what it hosted is lost as if it had been killed."""
+        if any(place.server == name for place in self.slots) and self._present("trainer"):
+            self.on_lost(name, now_s, "it left")
+            return
         self.members[name].left = True
         self.announce({"event": "left", "member": name})
         self._give_up_forming(name, now_s)

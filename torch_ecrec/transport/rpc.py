@@ -65,6 +65,9 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # torch allows 128 characters, and the generation is added
 LEAST_TIMEOUT_S = 0.001  # 0 would mean "no limit" to torch
 POLL_LEAST_S, POLL_MOST_S = 0.002, 0.02
+# What is sent goes through the socket. On one host torch prefers that the receiver reads the sender's memory ("cma"):
+# a sender that leaves a generation frees it, and the receiver then reads something else, and says nothing (measured).
+CHANNELS = ["basic"]
 TRANSPORTS = ["uv"]  # sockets. torch's choice on one host is "shm", whose thread polls: a full core per idle process
 SPARE_STORAGE = 1.25  # torch sends a tensor's whole storage: beyond this factor a copy is cheaper
 
@@ -441,7 +444,9 @@ class RpcTransport:
         self._meet(shared, "arrived", world, deadline_s)
         connection.set_timeout(_remaining(deadline_s))
         _prepare_process()
-        options = TensorPipeRpcBackendOptions(num_worker_threads=self._threads, _transports=TRANSPORTS)
+        options = TensorPipeRpcBackendOptions(
+            num_worker_threads=self._threads, _transports=TRANSPORTS, _channels=CHANNELS
+        )
         agent = TensorPipeAgent(shared, torch_name(self.name, generation), rank, len(world.members), options, {}, [])
         with self._gate:
             self._serving = generation  # before the agent listens: a peer may be ready sooner
