@@ -57,6 +57,7 @@ PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "numba
 _KILL = re.compile(r"server:(\d+)@(\d+)(~?)(?:\+(\d+))?")
 
 log = logging.getLogger(__name__)
+_interrupted = threading.Event()
 
 
 # arguments --------------------------------------------------------------------------------------------
@@ -329,6 +330,8 @@ class Run:
         while (code := trainers.poll()) is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 trainers.wait(TICK_S)
+            if _interrupted.is_set():
+                raise KeyboardInterrupt
             now_s = time.monotonic()
             with self._lock:
                 news, self._news = self._news, []
@@ -511,13 +514,17 @@ def _sigterm_interrupts() -> Iterator[None]:
         return
 
     def interrupt(*_: object) -> None:
+        _interrupted.set()  # the exception is lost where Python ignores exceptions, in a destructor say
         raise KeyboardInterrupt
 
+    _interrupted.clear()
     before = signal.signal(signal.SIGTERM, interrupt)
+    before_int = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, before_int)
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
