@@ -425,7 +425,6 @@ def demo(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.slow
 def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     done = demo(tmp_path, "--kill", "server:1@10")
     result = json.loads((tmp_path / "result.json").read_text())
@@ -446,7 +445,6 @@ def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     assert "EQUAL" in done.stdout and "re-hosted" in done.stdout
 
 
-@pytest.mark.slow
 def test_more_losses_than_parities_end_with_exit_code_3(tmp_path: Path) -> None:
     done = demo(tmp_path, "--kill", "server:0@10", "--kill", "server:1@10", "--spares", "0", "--trainers", "1")
     assert done.returncode == 3, done.stderr
