@@ -22,7 +22,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -85,7 +84,6 @@ def run_coordinator(
 
     connections: dict[str, Connection] = {}
     watchers: list[Connection] = []
-    stopped = threading.Event()
 
     def announce(event: dict[str, Any]) -> None:
         line = {"type": "event", "time_s": time.time(), **event}
@@ -145,7 +143,6 @@ def run_coordinator(
     _freeze()
     server.call_later(0.0, tick)
     server.serve_forever()
-    stopped.set()
     return 0
 
 
@@ -231,7 +228,6 @@ def connect(
         settings = dataclasses.replace(settings, join=address)
     clients: list[Client] = []
     sessions: list[Session] = []
-    early: list[Callable[[Session], None]] = []
 
     def make(name: str, member: Member, code: CodeSpec) -> Node:
         agreed = JobSpec(job.tables, code, job.trainers, job.seed)
@@ -250,7 +246,7 @@ def connect(
         {"role": "trainer", "rank": trainer, "job": job.to_json()},
         make,
         on_control=lambda message: sessions[0].on_control(message),
-        on_end=lambda error: sessions[0].fail(error) if sessions else early.append(lambda s: s.fail(error)),
+        on_end=lambda error: sessions[0].fail(error) if sessions else None,
     )
     return sessions[0]
 
