@@ -66,7 +66,7 @@ setup(
     extras_require={
         "cpu": ["fbgemm-gpu-cpu==1.8.0"],
         "gpu": ["fbgemm-gpu==1.8.0", "torchrec==1.8.0"],
-        "demo": ["matplotlib"],
+        "demo": ["matplotlib", "psutil"],
         "dev": ["hypothesis", "mypy", "py-spy", "pytest", "pytest-timeout", "ruff"],
     },
     entry_points={"console_scripts": ["torch-ecrec = torch_ecrec.__main__:main"]},
