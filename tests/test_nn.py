@@ -59,7 +59,7 @@ class FakeSession:
 
     def __init__(self, job: JobSpec, trainer: int = 0) -> None:
         self.job, self.trainer, self.trainers, self.step = job, trainer, job.trainers, 1
-        self.records, self.pushed, self.rates = [], [], []
+        self.records, self.pushed, self.rates, self.snapshot_every = [], [], [], 1
         self.lookups, self.loads, self.opened, self.flushed, self.closed = 0, 0, 0, 0, 0
         self.snapshots: dict[int, tuple[Tensor, str]] = {}
         self.reports: list[dict[str, float]] = []
@@ -591,8 +591,8 @@ def run_example(trainer: int, folder: str) -> None:
 
     sessions = []
 
-    def connect(job: JobSpec, settings: Any, trainer: int, code: Any, takes_snapshots: bool) -> FakeSession:
-        assert settings.join is None and code is None and takes_snapshots
+    def connect(job: JobSpec, settings: Any, trainer: int, code: Any, snapshot_every: int) -> FakeSession:
+        assert settings.join is None and code is None and snapshot_every == 1
         sessions.append(FakeSession(job, trainer))
         return sessions[-1]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch_ecrec
-from torch_ecrec.bench import exactness
+from torch_ecrec.bench import exactness, train
 from torch_ecrec.config import OPTIMIZERS, PROTECTIONS, WITHOUT_SPARE, CodeSpec, Settings, require_int
 from torch_ecrec.errors import ClusterError
 
@@ -105,6 +105,7 @@ def parser() -> argparse.ArgumentParser:
         dest="bench", required=True, metavar="WHAT"
     )
     exactness.add_arguments(bench.add_parser("exactness", help="kills in real runs: bit-identical? how long a pause?"))
+    train.add_arguments(bench.add_parser("train", help="throughput beside plain TorchRec, by shape and code"))
 
     commands.add_parser("warm", help="compile the kernels now, so that the first run does not")
     return top
@@ -167,7 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
         return run_demo(arguments)
     if arguments.command == "bench":
         arguments.out.mkdir(parents=True, exist_ok=True)
-        return exactness.run_exactness(arguments)
+        return {"exactness": exactness.run_exactness, "train": train.run_train}[arguments.bench](arguments)
     from torch_ecrec import launch
 
     if arguments.command == "warm":

@@ -74,11 +74,12 @@ class Client(Node):
         name, port: see `Node`.
         job: what is trained.
         trainer: this trainer's index, 0 <= trainer < job.trainers.
-        takes_snapshots: whether `snapshot` is called after every step; then a step is complete only once it is stored.
+        snapshot_every: `snapshot` is called after each step that is a multiple of it; such a step is complete only once
+            its snapshot is stored. 0: never.
     """
 
     def __init__(
-        self, name: str, port: Port, job: JobSpec, trainer: int, settings: Settings, takes_snapshots: bool = True
+        self, name: str, port: Port, job: JobSpec, trainer: int, settings: Settings, snapshot_every: int = 1
     ) -> None:
         super().__init__(name, port, settings.call_timeout_s)
         self.job, self.trainer, self.settings = job, trainer, settings
@@ -88,7 +89,7 @@ class Client(Node):
         self.snapshot_slots = range(min(job.code.parities + 1, self.slots))
         self.step = 1
         self.complete = 0  # everything of this trainer up to here is acknowledged and stored
-        self.takes_snapshots = takes_snapshots
+        self.snapshot_every = snapshot_every
         self.open: dict[int, _StepState] = {}
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
 
@@ -132,6 +133,10 @@ class Client(Node):
             weights.append(route.join(parts, out_UD) if parts else out_UD)
         return weights
 
+    def snapshot_due(self, step: int) -> bool:
+        """Whether the dense model after `step` is to be kept."""
+        return self.snapshot_every > 0 and step % self.snapshot_every == 0
+
     def may_push(self) -> bool:
         """A trainer runs at most `window_steps` ahead of what is acknowledged."""
         return self.complete >= self.step - self.settings.window_steps
@@ -140,7 +145,7 @@ class Client(Node):
         """Sends the gradients (U, D) of this step to every slot and ends the step."""
         step = self.step
         state = self.open[step] = _StepState(unacknowledged=set(range(self.slots)))
-        if not self.takes_snapshots:
+        if not self.snapshot_due(step):
             state.unstored = set()
         parts = [route.split(gradient) for route, gradient in zip(routes, gradients, strict=True)]
 
@@ -366,6 +371,15 @@ class Session:
         self._wait(self.client.may_push, f"push of step {self.step}: earlier steps are not acknowledged")
         self.client.run(self.client.push, routes, list(gradients), list(rates))
         self._routes = []
+
+    @property
+    def snapshot_every(self) -> int:
+        """A snapshot is expected after each step that is a multiple of it; 0: never. Set it after a `flush` only."""
+        return self.client.snapshot_every
+
+    @snapshot_every.setter
+    def snapshot_every(self, steps: int) -> None:
+        self.client.snapshot_every = steps
 
     def snapshot(self, payload: Tensor, header: str) -> None:
         """Replicates this trainer's part of the dense model after the previous step; does not wait."""

@@ -203,7 +203,7 @@ def connect(
     settings: Settings | None = None,
     trainer: int = 0,
     code: CodeSpec | None = None,
-    takes_snapshots: bool = True,
+    snapshot_every: int = 1,
 ) -> Session:
     """Joins the cluster that `settings.join` names as one of its trainers; without a name, trainer 0 starts one.
 
@@ -215,7 +215,7 @@ def connect(
         settings: None reads the environment.
         trainer: this trainer's index.
         code: of a local cluster; None takes the defaults. A cluster that is named has its own.
-        takes_snapshots: whether `Session.snapshot` will be called after every step.
+        snapshot_every: `Session.snapshot` will be called after each step that is a multiple of it; 0: never.
 
     Raises:
         JoinRefused, ClusterUnavailable: see `Member`.
@@ -231,7 +231,7 @@ def connect(
 
     def make(name: str, member: Member, code: CodeSpec) -> Node:
         agreed = JobSpec(job.tables, code, job.trainers, job.seed)
-        clients.append(Client(name, member, agreed, trainer, settings, takes_snapshots))
+        clients.append(Client(name, member, agreed, trainer, settings, snapshot_every))
         sessions.append(Session(clients[0], member.tell, on_close=lambda: close(member)))
         return clients[0]
 
@@ -340,6 +340,12 @@ class Supervisor:
     def join(self) -> str:
         """HOST:PORT of the coordinator."""
         return f"{self.address[0]}:{self.address[1]}"
+
+    @property
+    def children(self) -> list[subprocess.Popen[Any]]:
+        """The processes that live, as far as is known: the coordinator, then servers."""
+        with self._lock:
+            return list(self._children)
 
     def _start(self, name: str, arguments: list[str], stdout: int | None = None) -> subprocess.Popen[Any]:
         error = open(self.logs / f"{name}.log", "ab") if self.logs is not None else None  # noqa: SIM115

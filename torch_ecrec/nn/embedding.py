@@ -66,6 +66,7 @@ class EmbeddingBackend(Protocol):
     job: JobSpec
     trainer: int
     trainers: int
+    snapshot_every: int  # `snapshot` is called after each step that is a multiple of it; 0: never
 
     @property
     def step(self) -> int:

@@ -31,7 +31,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from torch_ecrec.config import CodeSpec, JobSpec, Settings
+from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int
 from torch_ecrec.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.embedding import EmbeddingBackend, SparseStep
 from torch_ecrec.nn.sharder import ErasureCodedSharder, job_names, table_specs
@@ -53,7 +53,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         nan_gradients: "raise" refuses a step with NaN or infinite embedding gradients on any trainer, on every trainer,
             with `NonFiniteGradient` out of its backward: no row has changed, and a trainer that skips its optimizer
             step may go on. "pass" applies them, as TorchRec does.
-        dense_snapshots: whether the dense part is replicated to the servers every step.
+        snapshot_every: the dense part is replicated to the servers after each step that is a multiple of it; 0: never.
         **kwargs: passed to TorchRec.
 
     Raises:
@@ -75,9 +75,10 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         code: CodeSpec | None = None,
         seed: int = 0,
         nan_gradients: str = "raise",
-        dense_snapshots: bool = True,
+        snapshot_every: int = 1,
         **kwargs: Any,
     ) -> None:
+        require_int("snapshot_every", snapshot_every, 0)
         if env is None:
             if not dist.is_initialized():
                 raise ValueError("no process group: call torch.distributed.init_process_group first, or pass `env`")
@@ -89,7 +90,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         tables = tuple(spec for path, child in collections.items() for spec in table_specs(child, names[path]))
         if session is None:
             job = JobSpec(tables=tables, code=code or CodeSpec(), trainers=env.world_size, seed=seed)
-            session = _connect(job, settings, code, env.rank, dense_snapshots)
+            session = _connect(job, settings, code, env.rank, snapshot_every)
             owns_session = True
         else:
             owns_session = False
@@ -116,20 +117,30 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._owns_session = owns_session
         self._closed = False
         self._snapshotted = 0
-        self._dense = DenseSnapshot(self, session.trainer, session.trainers) if dense_snapshots else None
-        if self._dense is not None:
-            self._step.on_training_lookup = self._take_snapshot
+        self._dense = DenseSnapshot(self, session.trainer, session.trainers)
+        self._step.on_training_lookup = self._take_snapshot
+        self._snapshot_every = snapshot_every
 
     @property
     def session(self) -> EmbeddingBackend:
         """The backend."""
         return self._step.session
 
+    @property
+    def snapshot_every(self) -> int:
+        """The dense part is replicated after each step that is a multiple of it; 0: never. To set it flushes first."""
+        return self._snapshot_every
+
+    @snapshot_every.setter
+    def snapshot_every(self, steps: int) -> None:
+        require_int("snapshot_every", steps, 0)
+        self.flush()
+        self._snapshot_every = self.session.snapshot_every = steps
+
     def flush(self) -> None:
         """Waits until everything done so far survives r losses. Every trainer calls it."""
         self._step.open()
-        if self._dense is not None:
-            self._take_snapshot()
+        self._take_snapshot()
         self.session.flush()
 
     def close(self) -> None:
@@ -140,8 +151,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         try:
             self.flush()
         finally:
-            if self._dense is not None:
-                self._dense.close()
+            self._dense.close()
             if self._owns_session:
                 self.session.close()
 
@@ -168,8 +178,8 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         The end of a backward ends a sparse step, but the dense optimizer runs after it: the state of step t is complete
         when the rows of t + 1 are asked for, or at a flush.
         """
-        step = self.session.step - 1
-        if step > self._snapshotted and self._dense is not None:
+        step, every = self.session.step - 1, self._snapshot_every
+        if step > self._snapshotted and every > 0 and step % every == 0:
             self.session.snapshot(*self._dense.pack(step))
             self._snapshotted = step
 
@@ -202,10 +212,10 @@ def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: Shar
 
 
 def _connect(
-    job: JobSpec, settings: Settings | None, code: CodeSpec | None, trainer: int, takes_snapshots: bool
+    job: JobSpec, settings: Settings | None, code: CodeSpec | None, trainer: int, snapshot_every: int
 ) -> EmbeddingBackend:
     """Joins the cluster. Imported late: with a session given, nothing of the cluster is needed."""
     from torch_ecrec import launch
 
     settings = settings or Settings.from_environment()
-    return launch.connect(job, settings, trainer=trainer, code=code, takes_snapshots=takes_snapshots)
+    return launch.connect(job, settings, trainer=trainer, code=code, snapshot_every=snapshot_every)

@@ -1,0 +1,396 @@
+"""Throughput of training: our servers with several codes beside plain TorchRec, in one run, in turn.
+
+Systems
+    torchrec        TorchRec's DistributedModelParallel over gloo, table-wise, fused FBGEMM: no fault tolerance
+    torchrec+ckpt   the same, saving itself with torch.distributed.checkpoint.async_save every X steps
+    none            our servers without protection
+    k2r1, k4r1 ...  our servers with that code
+Each of ours without the dense snapshot; with "+snap" with one after every step. ":bf16" sends rows and gradients as
+bfloat16.
+
+All systems are started, then take turns: one block of steps each, again and again, while the others wait. So noise that
+comes and goes meets all of them, and ratios hold where times do not. CPU seconds are user + system time of all processes
+of a system. Bytes on the wire are what passes the loopback interface while a block runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from torch_ecrec.bench import record, workload
+from torch_ecrec.bench.worker import Assignment
+from torch_ecrec.config import CodeSpec, require, require_int
+from torch_ecrec.demo.run import descendants, free_port
+from torch_ecrec.launch import Supervisor
+
+DEFAULT = "torchrec,torchrec+ckpt,none,none+snap,k2r1,k2r1+snap,k4r1,k4r1+snap,k4r2,k4r2+snap"
+START_S = 300.0  # tables are filled, and the systems before may still be starting
+BLOCK_S = 600.0
+SETTLE_S = 0.6  # after a block: members report what they sent
+HEARTBEAT_S = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """One column of the comparison. Systems of one `group` share their processes, and take turns in them."""
+
+    name: str
+    group: str
+    code: CodeSpec | None  # None: TorchRec
+    wire: str
+    snapshot: bool
+    checkpoint: bool
+
+
+def parse_system(name: str) -> System:
+    """A system by its name. Raises ValueError."""
+    found = re.fullmatch(r"(torchrec|none|k(\d+)r(\d+))(:bf16)?(\+ckpt|\+snap)?", name)
+    require(found is not None, f"unknown system {name!r}; for example torchrec, torchrec+ckpt, none, k2r1, k4r2:bf16+snap")
+    assert found is not None
+    base, k, r, bf16, more = found.groups()
+    torchrec = base == "torchrec"
+    require(not (torchrec and (bf16 or more == "+snap")), f"{name!r}: TorchRec has neither a bf16 wire nor snapshots here")
+    require(torchrec or more != "+ckpt", f"{name!r}: only torchrec saves checkpoints here")
+    code = None if torchrec else CodeSpec(3, 2, 1, "none")
+    if k is not None:
+        code = CodeSpec(int(k) + int(r), int(k), int(r))
+    wire = "bfloat16" if bf16 else "float32"
+    return System(name, base + (bf16 or ""), code, wire, more == "+snap", more == "+ckpt")
+
+
+class Group:
+    """The processes of one system: trainers, and for ours a cluster of servers. Use as a context manager.
+
+    Args:
+        system: any of the group.
+        shape: what is trained.
+        trainers: number of trainer processes.
+        seed: of the model and the batches.
+        folder: for logs and checkpoints.
+    """
+
+    def __init__(self, system: System, shape: workload.Shape, trainers: int, seed: int, folder: Path) -> None:
+        self.system, self.shape, self.trainers, self.seed, self.folder = system, shape, trainers, seed, folder
+        self.cluster: Supervisor | None = None
+        self.workers: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Group:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _start(self) -> None:
+        system = self.system
+        self.folder.mkdir(parents=True, exist_ok=True)
+        beats = {"TORCH_ECREC_HEARTBEAT_S": str(HEARTBEAT_S)}
+        environment = {**os.environ, **beats, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        if system.code is not None:
+            self.cluster = Supervisor(system.code, logs=self.folder, environment=beats)
+            environment["TORCH_ECREC_JOIN"] = self.cluster.join
+            environment["TORCH_ECREC_WIRE"] = system.wire
+        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(self.trainers))
+        environment["LOCAL_WORLD_SIZE"] = str(self.trainers)
+        backend = "torchrec" if system.code is None else "ecrec"
+        assignment = Assignment(
+            backend, dataclasses.asdict(self.shape), self.seed, system.wire, str(self.folder / "checkpoint")
+        )
+        for rank in range(self.trainers):
+            with open(self.folder / f"trainer-{rank}.log", "ab") as log:
+                worker = subprocess.Popen(
+                    [sys.executable, "-m", "torch_ecrec.bench.worker"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+            self.workers.append(worker)
+        self._tell(dataclasses.asdict(assignment))
+        self._answers(START_S)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for worker in self.workers:
+            assert worker.stdin is not None
+            worker.stdin.write(json.dumps(message) + "\n")
+            worker.stdin.flush()
+
+    def _answers(self, limit_s: float) -> list[dict[str, Any]]:
+        """One answer of every trainer. Raises RuntimeError if one ends or does not answer in time."""
+        lines: list[str] = [""] * len(self.workers)
+
+        def read(i: int) -> None:
+            out = self.workers[i].stdout
+            assert out is not None
+            lines[i] = out.readline()
+
+        readers = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(len(self.workers))]
+        deadline = time.monotonic() + limit_s
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        silent = [i for i, line in enumerate(lines) if not line]
+        if silent:
+            raise RuntimeError(f"{self.system.name}: trainer {silent[0]} gave no answer; its log is in {self.folder}")
+        return [json.loads(line) for line in lines]
+
+    @property
+    def pids(self) -> list[int]:
+        """All processes of the group."""
+        roots = [worker.pid for worker in self.workers]
+        if self.cluster is not None:
+            roots += [child.pid for child in self.cluster.children]
+        return [pid for root in roots for pid in (root, *descendants(root))]
+
+    def cpu_s(self) -> float:
+        """User and system time of all processes so far."""
+        total = 0.0
+        for pid in self.pids:
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+        return total
+
+    def resident_bytes(self) -> int:
+        """Memory of all processes; pages shared among processes are divided by them (PSS)."""
+        return sum(int(psutil.Process(pid).memory_full_info().pss) for pid in self.pids)
+
+    def sent(self) -> dict[str, int]:
+        """Bytes of tensors sent so far by all members, by kind; TorchRec does not say."""
+        if self.cluster is None:
+            return {}
+        total: dict[str, int] = {}
+        for member in self.cluster.status()["members"]:
+            for kind, size in member["report"].get("bytes_sent", {}).items():
+                total[kind] = total.get(kind, 0) + size
+        return total
+
+    def server_bytes(self) -> dict[str, int]:
+        """What the slots hold: bytes of records, parities and logs."""
+        total: dict[str, int] = {}
+        if self.cluster is not None:
+            for member in self.cluster.status()["members"]:
+                for slot in member["report"].get("slots", ()):
+                    for name in ("record_bytes", "parity_bytes", "log_bytes"):
+                        total[name] = total.get(name, 0) + int(slot[name])
+        return total
+
+    def run(self, steps: int, system: System, checkpoint_every: int) -> dict[str, Any]:
+        """Trains a block of steps; returns its figures."""
+        before, cpu_s, wire = self.sent(), self.cpu_s(), loopback_bytes()
+        self._tell(
+            {"run": steps, "snapshot": system.snapshot, "checkpoint": checkpoint_every if system.checkpoint else 0}
+        )
+        answers = self._answers(BLOCK_S)
+        wire = loopback_bytes() - wire
+        cpu_s = self.cpu_s() - cpu_s
+        if self.cluster is not None:
+            time.sleep(SETTLE_S)
+        seconds = max(answer["seconds"] for answer in answers)
+        return {
+            "samples_per_s": steps * self.trainers * self.shape.batch / seconds,
+            "step_ms": 1e3 * seconds / steps,
+            "cpu_s_per_step": cpu_s / steps,
+            "wire_bytes": wire / steps,
+            "sent": {kind: (size - before.get(kind, 0)) / steps for kind, size in self.sent().items()},
+            "rss_bytes": self.resident_bytes(),
+            "server_bytes": self.server_bytes(),
+            "losses": answers[0]["losses"],
+        }
+
+    def close(self) -> None:
+        """Ends all processes: politely, then not."""
+        with contextlib.suppress(OSError, ValueError):  # one that has ended reads no more
+            self._tell({"end": True})
+        deadline = time.monotonic() + 60.0
+        for worker in self.workers:
+            try:
+                worker.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+        if self.cluster is not None:
+            self.cluster.close()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        if kind is not None:
+            for worker in self.workers:
+                worker.kill()
+        self.close()
+
+
+def loopback_bytes() -> int:
+    """Bytes that went over the loopback interface so far."""
+    interfaces = psutil.net_io_counters(pernic=True)
+    return int(interfaces["lo"].bytes_sent) if "lo" in interfaces else 0
+
+
+FIGURES = ("samples_per_s", "step_ms", "cpu_s_per_step", "wire_bytes", "rss_bytes")
+
+
+def summarise(systems: Sequence[System], blocks: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Median, least and most of every figure over the blocks of each system."""
+    result: dict[str, Any] = {
+        figure: {s.name: record.spread(block[figure] for block in blocks[s.name]) for s in systems}
+        for figure in FIGURES
+    }
+    result["sent_bytes"] = {
+        s.name: {kind: round(size) for kind, size in blocks[s.name][-1]["sent"].items() if size} for s in systems
+    }
+    result["server_bytes"] = {s.name: blocks[s.name][-1]["server_bytes"] for s in systems if s.code is not None}
+    result["blocks"] = blocks
+    return result
+
+
+def rows(systems: Sequence[System], result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The table: a line per system, with ratios to TorchRec and to our servers without protection."""
+    medians = {figure: {s: v["median"] for s, v in result[figure].items()} for figure in FIGURES}
+    lines = []
+    for system in systems:
+        rate, cpu = medians["samples_per_s"][system.name], medians["cpu_s_per_step"][system.name]
+        line: dict[str, Any] = {
+            "system": system.name,
+            "samples/s": rate,
+            "least": result["samples_per_s"][system.name]["min"],
+            "most": result["samples_per_s"][system.name]["max"],
+            "step ms": medians["step_ms"][system.name],
+            "CPU ms/step": 1e3 * cpu,
+            "wire MB/step": medians["wire_bytes"][system.name] / 1e6,
+            "resident GB": medians["rss_bytes"][system.name] / 1e9,
+        }
+        for base in ("torchrec", "none"):
+            if base in medians["samples_per_s"]:
+                line[f"rate / {base}"] = rate / medians["samples_per_s"][base]
+                line[f"CPU / {base}"] = cpu / medians["cpu_s_per_step"][base]
+        held = result["server_bytes"].get(system.name)
+        line["memory / records"] = sum(held.values()) / held["record_bytes"] if held else None
+        lines.append(line)
+    return lines
+
+
+def plot(shape: str, lines: Sequence[dict[str, Any]], path: Path) -> None:
+    """Throughput and CPU seconds per step of every system."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [line["system"] for line in lines]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.45 * len(names) + 1.6), sharey=True)
+    colours = ["#8a8a8a" if name.startswith("torchrec") else "#2b6cb0" for name in names]
+    rates = [line["samples/s"] for line in lines]
+    error = [
+        [line["samples/s"] - line["least"] for line in lines],
+        [line["most"] - line["samples/s"] for line in lines],
+    ]
+    left.barh(names, rates, xerr=error, color=colours, ecolor="#333333", capsize=2)
+    left.set_xlabel("samples/s (median; least to most of the blocks)")
+    right.barh(names, [line["CPU ms/step"] for line in lines], color=colours)
+    right.set_xlabel("CPU ms per step, all processes")
+    left.invert_yaxis()
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.bar_label(axes.containers[-1], fmt="{:,.0f}", padding=3, fontsize=8)
+    figure.suptitle(f"DLRM training, {shape}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Runs the benchmark; see the module's docstring."""
+    shape = workload.resized(
+        workload.SHAPES[arguments.shape],
+        rows=arguments.rows,
+        dim=arguments.dim,
+        batch=arguments.batch_size,
+        data=str(arguments.data) if arguments.data else None,
+    )
+    require(arguments.data is None or arguments.shape == "criteo", "`--data` goes with `--shape criteo`")
+    systems = [parse_system(name) for name in arguments.systems.split(",")]
+    require(len({s.name for s in systems}) == len(systems), f"a system is named twice: {arguments.systems}")
+    require_int("blocks", arguments.blocks, 1)
+    require_int("trainers", arguments.trainers, 1)
+    header = record.header()
+    blocks: dict[str, list[dict[str, Any]]] = {system.name: [] for system in systems}
+    steps: dict[str, int] = {}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torch-ecrec-bench-", dir=arguments.out)))
+        groups: dict[str, Group] = {}
+        try:
+            for system in systems:
+                if system.group not in groups:
+                    print(f"starting {system.group}", flush=True)
+                    group = Group(system, shape, arguments.trainers, arguments.seed, folder / system.group)
+                    groups[system.group] = stack.enter_context(group)
+            for system in systems:
+                warm = groups[system.group].run(arguments.warmup, system, 0)
+                timed = groups[system.group].run(arguments.warmup, system, 0)
+                steps[system.name] = max(arguments.least_steps, round(1e3 * arguments.seconds / timed["step_ms"]))
+                print(f"{system.name:16} warm: {warm['step_ms']:.1f}, then {timed['step_ms']:.1f} ms/step", flush=True)
+            for block in range(arguments.blocks):
+                for system in systems:
+                    figures = groups[system.group].run(steps[system.name], system, arguments.checkpoint_every)
+                    blocks[system.name].append(figures)
+                rates = "  ".join(f"{s.name} {blocks[s.name][-1]['samples_per_s']:,.0f}" for s in systems)
+                print(f"block {block + 1}/{arguments.blocks}  samples/s  {rates}", flush=True)
+        except RuntimeError:
+            for log in sorted(folder.rglob("*.log")):
+                text = log.read_text(errors="replace").strip()
+                if text:
+                    print(f"--- {log.parent.name}/{log.name}\n{text[-2000:]}", file=sys.stderr)
+            raise
+    result = {
+        "header": header,
+        "shape": {"name": arguments.shape, **dataclasses.asdict(shape)},
+        "trainers": arguments.trainers,
+        "steps_per_block": steps,
+        "checkpoint_every": arguments.checkpoint_every,
+        **summarise(systems, blocks),
+    }
+    lines = rows(systems, result)
+    name = f"train-{arguments.shape}"
+    record.write(arguments.out, name, result, lines)
+    plot(arguments.shape, lines, arguments.out / f"{name}.png")
+    if arguments.json is not None:
+        arguments.json.write_text((arguments.out / f"{name}.json").read_text())
+    print(record.table(lines))
+    print(f"written: {arguments.out / name}.json, .csv, .png")
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `torch-ecrec bench train`."""
+    parser.add_argument("--shape", choices=list(workload.SHAPES), default="embedding-heavy")
+    parser.add_argument("--systems", default=DEFAULT, metavar="A,B,...", help=f"default {DEFAULT}")
+    parser.add_argument("--blocks", type=int, default=5, metavar="N", help="turns of each system (default 5)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of a block, about (default 4)")
+    parser.add_argument("--least-steps", type=int, default=8, help="steps of a block, at least (default 8)")
+    parser.add_argument("--warmup", type=int, default=8, metavar="N", help="steps, twice, before the first block")
+    parser.add_argument("--trainers", type=int, default=2, metavar="T")
+    parser.add_argument("--rows", type=int, help="rows per table, instead of the shape's")
+    parser.add_argument("--dim", type=int, help="embedding dim, instead of the shape's")
+    parser.add_argument("--batch-size", type=int, help="samples per trainer and step, instead of the shape's")
+    parser.add_argument("--checkpoint-every", type=int, default=100, metavar="X", help="steps, for torchrec+ckpt")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows, for --shape criteo")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON there")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), metavar="DIR")

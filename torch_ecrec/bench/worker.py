@@ -1,0 +1,137 @@
+"""One trainer of a benchmark: `python -m torch_ecrec.bench.worker`, told what to do by lines of JSON on its input.
+
+The first line says what to train (`Assignment`), torchrun's variables say who it is. Then, per line,
+    {"run": STEPS, "snapshot": BOOL, "checkpoint": STEPS or 0}   trains; answers {"seconds": S, "losses": [first, last]}
+    {"end": true}                                                leaves
+Every answer is one line on its output; {"ready": true} comes first. A block is timed from a barrier of all trainers to
+a barrier after everything sent in it is acknowledged, so that no work of it is left to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+import torchrec
+from torch import nn
+from torchrec.datasets.utils import Batch
+
+import torch_ecrec
+from torch_ecrec.bench import workload
+from torch_ecrec.config import Settings
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a trainer trains.
+
+    Args:
+        backend: "torchrec" or "ecrec".
+        shape: arguments of `workload.Shape`.
+        seed: of the model and the batches.
+        wire: how rows and gradients travel, for "ecrec": "float32" or "bfloat16".
+        folder: where "torchrec" puts its checkpoints.
+    """
+
+    backend: str
+    shape: dict[str, Any]
+    seed: int
+    wire: str
+    folder: str
+
+
+class Trainer:
+    """A model, its batches, and the steps done so far."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        shape = workload.Shape(**assignment.shape)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        model = workload.build(shape, assignment.seed)
+        self.model: nn.Module
+        if assignment.backend == "ecrec":
+            self.model = torch_ecrec.DistributedModelParallel(model, device=CPU, settings=Settings.from_environment())
+        else:
+            plan = workload.torchrec_plan(model, world)
+            self.model = torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=plan)
+        dense = [p for name, p in self.model.named_parameters() if "embedding_bags" not in name]
+        self.optimizer = torch.optim.Adagrad(dense, lr=0.02)
+        self.pool: list[Batch] = workload.batches(shape, rank, world, assignment.seed)
+        self.steps = 0
+        self.saving: Any = None
+
+    def run(self, steps: int, snapshot: bool, checkpoint_every: int) -> dict[str, Any]:
+        """Trains for some steps; returns what is reported."""
+        ours = isinstance(self.model, torch_ecrec.DistributedModelParallel)
+        if ours and self.model.snapshot_every != int(snapshot):
+            self.model.snapshot_every = int(snapshot)
+        losses = []
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            loss, _ = self.model(self.pool[self.steps % len(self.pool)])
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.steps += 1
+            losses.append(loss.detach())
+            if checkpoint_every and self.steps % checkpoint_every == 0:
+                self._checkpoint()
+        if ours:
+            self.model.flush()
+        dist.barrier()
+        return {"seconds": time.perf_counter() - begin, "losses": [float(losses[0]), float(losses[-1])]}
+
+    def _checkpoint(self) -> None:
+        """As a careful user would: the one before must be on disk, then the next is written beside training."""
+        self.finish()
+        folder = Path(self.assignment.folder)
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        self.saving = checkpoint.async_save(state, checkpoint_id=folder / str(self.steps % 2))
+
+    def finish(self) -> None:
+        if self.saving is not None:
+            self.saving.result()
+            self.saving = None
+
+
+def main() -> int:
+    torch.set_num_threads(1)  # the cores are shared with servers and other trainers
+    assignment = Assignment(**json.loads(sys.stdin.readline()))
+    answers, sys.stdout = sys.stdout, sys.stderr
+    dist.init_process_group("gloo")
+    trainer = Trainer(assignment)
+
+    def answer(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    answer({"ready": True})
+    for line in sys.stdin:
+        message = json.loads(line)
+        if "run" in message:
+            answer(trainer.run(message["run"], message["snapshot"], message["checkpoint"]))
+        else:
+            break
+    trainer.finish()
+    if isinstance(trainer.model, torch_ecrec.DistributedModelParallel):
+        trainer.model.close()
+    dist.barrier()
+    if dist.get_rank() == 0 and assignment.backend == "torchrec":
+        shutil.rmtree(assignment.folder, ignore_errors=True)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""What the training benchmarks train: a DLRM of a given shape and its batches, the same for every system.
+
+    embedding-heavy  26 tables x 200,000 rows x 64, one id per bag, Zipf 1.05, batch 1024, MLPs [64] / [64, 1]
+    multi-hot        the same with 10 ids per bag
+    paper            dim 128, batch 2048, MLPs [512, 256, 128] / [1024, 1024, 512, 256, 1], 100,000 rows per table
+    uniform          embedding-heavy with uniform ids: no id repeats, the worst case for a parameter server
+    criteo           real Criteo rows (or synthetic ones of the same form), dim 16, 20,000 rows per table
+
+Batches are drawn before the clock runs and used in turn. Ids of a table follow Zipf's law over its rows, in an order
+shuffled per table, so that hot rows are not neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchrec
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from torch_ecrec.config import require_int
+from torch_ecrec.demo import criteo
+
+INTEGERS = 13
+POOL = 32  # batches drawn per trainer, used in turn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A DLRM and its input.
+
+    Args:
+        tables, rows, dim: of the embedding tables.
+        ids: ids per bag.
+        zipf: exponent of Zipf's law that ids follow; 0 for uniform.
+        batch: samples per trainer and step.
+        bottom, top: layer sizes of the MLPs before and after the interaction; the bottom one ends with `dim`.
+        data: Criteo rows ("" for synthetic ones), or None for random ids.
+    """
+
+    tables: int = 26
+    rows: int = 200_000
+    dim: int = 64
+    ids: int = 1
+    zipf: float = 1.05
+    batch: int = 1024
+    bottom: tuple[int, ...] = (64,)
+    top: tuple[int, ...] = (64, 1)
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tables", "rows", "dim", "ids", "batch"):
+            require_int(name, getattr(self, name), 1)
+
+
+SHAPES = {
+    "embedding-heavy": Shape(),
+    "uniform": Shape(zipf=0.0),
+    "multi-hot": Shape(ids=10),
+    "paper": Shape(rows=100_000, dim=128, batch=2048, bottom=(512, 256, 128), top=(1024, 1024, 512, 256, 1)),
+    "criteo": Shape(rows=20_000, dim=16, bottom=(64, 16), top=(64, 32, 1), batch=512, data=""),
+}
+
+
+def resized(shape: Shape, **changes: int | str | None) -> Shape:
+    """The shape with some sizes replaced, those that are not None; the bottom MLP follows `dim`."""
+    known = {name: value for name, value in changes.items() if value is not None}
+    if "dim" in known:
+        known["bottom"] = (*shape.bottom[:-1], known["dim"])  # type: ignore[assignment]
+    return dataclasses.replace(shape, **known)  # type: ignore[arg-type]
+
+
+def features(shape: Shape) -> list[str]:
+    return [f"C{i}" for i in range(shape.tables)]
+
+
+def build(shape: Shape, seed: int) -> DLRMTrain:
+    """The model, tables on the meta device, row-wise Adagrad in their backward."""
+    names = features(shape)
+    collection = torchrec.EmbeddingBagCollection(
+        tables=[
+            torchrec.EmbeddingBagConfig(
+                name=f"table_{name}", embedding_dim=shape.dim, num_embeddings=shape.rows, feature_names=[name]
+            )
+            for name in names
+        ],
+        device=torch.device("meta"),
+    )
+    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.02})
+    torch.manual_seed(seed)
+    return DLRMTrain(DLRM(collection, INTEGERS, list(shape.bottom), list(shape.top)))
+
+
+def torchrec_plan(model: nn.Module, trainers: int) -> ShardingPlan:
+    """Table-wise, tables dealt out in turn. TorchRec's planner would make small tables on a CPU data-parallel."""
+    path, collection = next((p, m) for p, m in model.named_modules() if isinstance(m, torchrec.EmbeddingBagCollection))
+    ranks = {config.name: table_wise(rank=i % trainers) for i, config in enumerate(collection.embedding_bag_configs())}
+    entries = construct_module_sharding_plan(collection, ranks, EmbeddingBagCollectionSharder(), device_type="cpu")
+    return ShardingPlan({path: entries})
+
+
+def _zipf_ranks(rng: np.random.Generator, count: int, rows: int, exponent: float) -> np.ndarray:
+    """Ranks 0..rows-1 with probability proportional to (rank + 1)^-exponent; uniform for exponent 0."""
+    if exponent == 0:
+        return rng.integers(0, rows, count)
+    weights = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
+    return np.searchsorted(weights, rng.random(count) * weights[-1])
+
+
+def batches(shape: Shape, trainer: int, trainers: int, seed: int) -> list[Batch]:
+    """The pool of batches of one trainer."""
+    names = features(shape)
+    pool = []
+    if shape.data is not None:
+        lines = POOL * trainers * shape.batch
+        clicks = (
+            criteo.read(Path(shape.data), shape.rows) if shape.data else criteo.synthetic(lines, seed, shape.rows)
+        )
+        for i in range(POOL):
+            first = (i * trainers + trainer) * shape.batch
+            some = clicks[(first + np.arange(shape.batch)) % len(clicks)]
+            ids = torch.from_numpy(some.categories.astype(np.int64)).t().reshape(-1)
+            lengths = torch.ones(len(ids), dtype=torch.int32)
+            sparse = torchrec.KeyedJaggedTensor.from_lengths_sync(names, ids, lengths)
+            pool.append(Batch(torch.from_numpy(some.dense), sparse, torch.from_numpy(some.labels)))
+        return pool
+    order = np.stack([np.random.default_rng([seed, t]).permutation(shape.rows) for t in range(shape.tables)])
+    rng = np.random.default_rng([seed, 1_000_003, trainer])
+    per_table = shape.batch * shape.ids
+    lengths = torch.full((shape.tables * shape.batch,), shape.ids, dtype=torch.int32)
+    for _ in range(POOL):
+        ranks = _zipf_ranks(rng, shape.tables * per_table, shape.rows, shape.zipf).reshape(shape.tables, per_table)
+        ids = torch.from_numpy(np.take_along_axis(order, ranks, axis=1).reshape(-1))
+        dense = torch.from_numpy(rng.standard_normal((shape.batch, INTEGERS), dtype=np.float32))
+        labels = torch.from_numpy(rng.integers(0, 2, shape.batch).astype(np.float32))
+        pool.append(Batch(dense, torchrec.KeyedJaggedTensor.from_lengths_sync(names, ids, lengths), labels))
+    return pool
