@@ -1,5 +1,6 @@
 """The layout is a bijection without holes for every small cluster, and spreads parity evenly whatever the divisors."""
 
+import itertools
 import math
 
 import numpy as np
@@ -42,10 +43,12 @@ def check(layout):
         positions = np.arange(data_rows, dtype=np.int64)
         found = layout.row_at(slot, positions)
         assert found.tolist() == [records[slot, p] for p in range(data_rows)]
-        assert (np.diff(found) > 0).all(), "ordered by stripe"
+        for first, end in itertools.pairwise(layout.data_first[slot].tolist()):
+            assert (np.diff(found[first:end]) == slots * k).all(), "by rotation within a rank"
         check_groups(layout, slot, False, positions, {p: divmod(records[slot, p], k) for p in range(data_rows)})
         truth = {p: parities[slot, p] for p in range(parity_rows)}
-        assert [truth[p][0] for p in range(parity_rows)] == sorted(truth[p][0] for p in range(parity_rows))
+        for first, end in itertools.pairwise(layout.parity_first[slot].tolist()):
+            assert (np.diff([truth[p][0] for p in range(first, end)]) == slots).all()
         check_groups(layout, slot, True, np.arange(parity_rows, dtype=np.int64), truth)
 
 
@@ -85,7 +88,7 @@ def test_bijection_for_larger_clusters(k, r, extra, rows):
 def test_the_example_of_the_docstring():
     layout = Layout(3, 2, 1, 8)
     slot_U, position_U = layout.locate(np.array([5, 7]))
-    assert (slot_U.tolist(), position_U.tolist()) == ([0, 1], [1, 2])
+    assert (slot_U.tolist(), position_U.tolist()) == ([0, 1], [2, 1])
     assert layout.member_slot[2].tolist() == [2, 0, 1]
 
 
@@ -122,28 +125,24 @@ def test_groups_are_contiguous_even_and_of_n_to_2n_slots():
 
 
 @pytest.mark.parametrize("slots, k, r", [shape for shape in SHAPES if shape[0] >= 3] + [(20, 3, 2), (24, 4, 1)])
-def test_fold_map_holders_and_sources_agree_with_the_stripes(slots, k, r):
-    layout = Layout(slots, k, r, 2 * slots * k)
+def test_runs_holders_and_sources_agree_with_the_stripes(slots, k, r):
+    layout = Layout(slots, k, r, 2 * slots * k - 1)
     pairs = set()
     for source in range(slots):
-        reached = np.zeros(k, np.int64)
+        reached = np.zeros(layout.data_rows(source), np.int64)
         for holder in range(slots):
-            parity_rank, parity_index, member = layout.fold_map(source, holder)
-            assert parity_rank.shape == parity_index.shape == member.shape == (k,)
-            reached += parity_rank >= 0
-            for position in range(2 * k):
-                rank = position % k
-                stripe, data_member = divmod(int(layout.row_at(source, np.array([position]))[0]), k)
-                rotation, base = divmod(stripe, slots)
-                assert member[rank] == data_member
-                parities = [j for j in range(k, k + r) if layout.member_slot[base, j] == holder]
-                if not parities:
-                    assert parity_rank[rank] == parity_index[rank] == -1
-                    continue
+            runs = layout.runs(source, holder)
+            assert len(runs) == len(Layout(slots, k, r, 0).runs(source, holder)), "independent of the number of rows"
+            assert [run.first for run in runs] == sorted(run.first for run in runs)
+            for run in runs:
                 pairs.add((source, holder))
-                assert parity_index[rank] == parities[0] - k
-                target = (position // k) * r + parity_rank[rank]
-                assert target == layout.position(base, parities[0], np.array([rotation]))[0]
+                reached[run.first : run.end] += 1
+                for position in range(run.first, run.end):
+                    stripe, member = divmod(int(layout.row_at(source, np.array([position]))[0]), k)
+                    rotation, base = divmod(stripe, slots)
+                    assert run.member == member
+                    assert layout.member_slot[base, k + run.parity] == holder
+                    assert position + run.shift == layout.position(base, k + run.parity, np.array([rotation]))[0]
         assert (reached == r).all(), "each record has r parities"
     for slot in range(slots):
         assert layout.holders(slot) == tuple(sorted(h for s, h in pairs if s == slot))

@@ -16,10 +16,10 @@ per slab. Rows are slab rows: first row of the table in its slab, plus the id.
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,29 +32,12 @@ from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.config import JobSpec, Settings
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.layout import Layout
+from torch_ecrec.route import Route, arrange, route
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import Node, Port
 from torch_ecrec.transport.wire import Answer, Placement
 
-
-@dataclass
-class Route:
-    """Rows of one slab, sorted by slot: `positions[s]` on slot s are those of rows `order[starts[s]:starts[s + 1]]`."""
-
-    rows: Tensor
-    order: np.ndarray
-    starts: np.ndarray
-    positions: list[Tensor]
-
-    def split(self, values: Tensor) -> list[Tensor]:
-        """Per slot, the rows of `values` (U, ...) that belong to it."""
-        ordered = values[torch.from_numpy(self.order)]
-        return [ordered[a:b] for a, b in itertools.pairwise(self.starts)]
-
-    def join(self, parts: Sequence[Tensor], out: Tensor) -> Tensor:
-        """Inverse of `split`, into `out`."""
-        out[torch.from_numpy(self.order)] = torch.cat(list(parts))
-        return out
+ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
 
 
 @dataclass
@@ -94,12 +77,7 @@ class Client(Node):
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
 
     def route(self, slab: int, rows_U: Tensor) -> Route:
-        slots, positions = self.layouts[slab].locate(rows_U.numpy())
-        order = np.argsort(slots, kind="stable")
-        starts = np.concatenate([[0], np.cumsum(np.bincount(slots, minlength=self.slots))])
-        ordered = torch.from_numpy(positions[order])
-        parts = [ordered[a:b] for a, b in itertools.pairwise(starts)]
-        return Route(rows_U, order, starts, parts)
+        return route(self.layouts[slab], rows_U)
 
     # steps --------------------------------------------------------------------------------------
 
@@ -274,7 +252,7 @@ class Session:
         self._closed = False
         self._pending_load: dict[int, tuple[Tensor, Tensor]] = {}
         self._has_loaded = False
-        self._routes: list[Route] = []
+        self._routes: deque[Route] = deque(maxlen=ROUTES_KEPT)
         client.on_change = self._notify
 
     # the background -----------------------------------------------------------------------------
@@ -335,19 +313,32 @@ class Session:
         return self.client.step
 
     def _route(self, rows: Sequence[Tensor]) -> list[Route]:
-        """Routes rows; a push of the rows just looked up routes them once."""
+        """Routes rows, those that `arrange` gave at no cost."""
         routes = []
         for slab, rows_U in enumerate(rows):
             known = next((route for route in self._routes if route.rows is rows_U), None)
             routes.append(known if known is not None else self.client.route(slab, rows_U))
-        self._routes = routes
         return routes
+
+    def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The different ones among some rows, in the order that costs least to look up and push.
+
+        Args:
+            slab: which.
+            rows: (N,) int64, with repetitions.
+
+        Returns:
+            unique (U,) and inverse (N,), int64: unique[inverse] is `rows`.
+        """
+        found, inverse_N = arrange(self.client.layouts[slab], rows)
+        self._routes.append(found)
+        return found.rows, inverse_N
 
     def lookup(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Weights of rows as they are after the previous step.
 
         Args:
-            rows: per slab, (U,) int64, ascending and unique.
+            rows: per slab, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
 
         Returns:
             Per slab, (U, D) float32.
@@ -361,7 +352,7 @@ class Session:
         """Sends this trainer's gradients and ends the step.
 
         Args:
-            rows: per slab, (U,) int64, ascending and unique.
+            rows: per slab, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
             gradients: per slab, (U, D) float32, summed over this trainer's batch.
             rates: learning rate per slab.
 
@@ -370,7 +361,7 @@ class Session:
         routes = self._route(rows)
         self._wait(self.client.may_push, f"push of step {self.step}: earlier steps are not acknowledged")
         self.client.run(self.client.push, routes, list(gradients), list(rates))
-        self._routes = []
+        self._routes.clear()
 
     @property
     def snapshot_every(self) -> int:
@@ -465,10 +456,9 @@ class Session:
             parity = self.client.code.encode(data.transpose(0, 1).contiguous().numpy())
             for j in range(self.client.code.n - k):
                 base = (stripes_C % layout.slots).numpy()
-                rotations = (stripes_C // layout.slots).numpy()
                 slots = layout.member_slot[base, k + j]
-                ranks = layout.member_rank[base, k + j]
-                positions = rotations * self.job.code.parities + ranks
+                first = layout.parity_first[slots, layout.member_rank[base, k + j]]
+                positions = first + (stripes_C // layout.slots).numpy()
                 for slot in np.unique(slots).tolist():
                     mine = slots == slot
                     at = torch.from_numpy(np.ascontiguousarray(positions[mine]))

@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from torch_ecrec import codec, layout, storage
+from torch_ecrec import codec, layout, pooling, route, storage
 from torch_ecrec.client import Client, Session
 from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int
 from torch_ecrec.coordinator import Coordinator
@@ -57,6 +57,8 @@ def warm() -> None:
     """Compiles the kernels, or loads them from the cache, so that the first step does not."""
     codec.warm()
     layout.warm()
+    route.warm()
+    pooling.warm()
     storage.warm()
 
 

@@ -3,18 +3,19 @@
 Terms. Stripe c holds the rows c*k .. c*k+k-1 of a slab: row x is member m = x % k of stripe x // k; members k .. n-1
 are its parities. The stripe's *base* is b = c % slots and its *rotation* q = c // slots. Slots are cut into contiguous
 *coding groups* of n to 2n slots, and member j of a stripe with base b lives on the slot j places after b, going round
-within b's group. On a slot, records are ordered by stripe: the *position* of a data record is q*k + rank, where the
-rank (0..k-1) counts the bases that have a data member on this slot, in ascending order; likewise q*r + rank for
-parity.
+within b's group. So a slot has data records of k bases, which have *ranks* 0..k-1 in ascending order of the base, and
+parity records of r bases, with ranks likewise. Records are stored rank by rank, and by rotation within a rank: the
+*position* of a data record is data_first[slot, rank] + q; likewise parity_first[slot, rank] + q for parity.
 
 Example: slots = 3, k = 2, r = 1, rows = 8. Row 5 is member 1 of stripe 2: base 2, rotation 0; members 0, 1, 2 live on
-slots 2, 0, 1. Slot 0 has data of the bases 0 (member 0) and 2 (member 1), so row 5 is at position 0*2 + 1 = 1 of slot
-0. Row 7 is member 1 of stripe 3: base 0, rotation 1, slot 1, where bases 0 and 1 have data: position 1*2 + 0 = 2.
+slots 2, 0, 1. Slot 0 has data of the bases 0 (member 0, stripes 0 and 3) and 2 (member 1, stripe 2), so row 5 is behind
+the two records of rank 0, at position 2 + 0 = 2 of slot 0.
 
 Invariants. Members of a stripe are on n different slots. Positions are dense: slot s holds exactly the positions 0 ..
 data_rows(s)-1 and 0 .. parity_rows(s)-1. In every full rotation each slot holds k data and r parity records, whatever
-gcd(n, slots) is. All stripes of one base share the same map from members to slots, so work on many records splits by
-rank. The last stripe may be partial: its missing members do not exist and count as zeros; its parities exist.
+gcd(n, slots) is. All stripes of one base share the same map from members to slots, so the records of one rank have
+their siblings and their parities at consecutive positions too: work on many records goes rank by rank, in runs. The
+last stripe may be partial: its missing members do not exist and count as zeros; its parities exist.
 
 Shapes: S slots, U records, G records of one base, k and r as in the code.
 
@@ -36,14 +37,34 @@ Integers = NDArray[np.int64]
 
 
 @njit(nogil=True, cache=True)
-def _locate(rows_U: Any, period: Any, k: Any, slot_of: Any, rank_of: Any, slot_U: Any, position_U: Any) -> None:
-    """`period` is the rows of a full rotation; `slot_of` and `rank_of` are indexed by row % period."""
+def _locate(rows_U: Any, period: Any, slot_of: Any, first_of: Any, slot_U: Any, position_U: Any) -> None:
+    """`period` is the rows of a full rotation; `slot_of` and `first_of` are indexed by row % period."""
     for i in range(rows_U.shape[0]):
         row = np.uint64(rows_U[i])
         rotation = row // np.uint64(period)
         offset = row - rotation * np.uint64(period)
         slot_U[i] = slot_of[offset]
-        position_U[i] = np.int64(rotation) * k + rank_of[offset]
+        position_U[i] = np.int64(rotation) + first_of[offset]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Data records of one rank of a source whose parities one holder has: both lie at consecutive positions.
+
+    The parity of the record at position p, first <= p < end, is at position p + shift of the holder.
+
+    Args:
+        first, end: positions on the source.
+        shift: from a record's position to that of its parity.
+        parity: which parity of the stripe it is, 0..r-1.
+        member: which member of its stripe the record is, 0..k-1.
+    """
+
+    first: int
+    end: int
+    shift: int
+    parity: int
+    member: int
 
 
 @dataclass(frozen=True)
@@ -82,8 +103,10 @@ class Layout:
         stripes: number of stripes, the partial one included.
         member_slot: (S, n) slot of each member, by base.
         member_rank: (S, n) rank of each member among the data (j < k) or parity (j >= k) records of its slot, by base.
-        data_base, data_member: (S, k) base and member of the data record of each rank, by slot.
+        data_base, data_member: (S, k) base and member of the data records of each rank, by slot.
         parity_base, parity_member: (S, r) the same of the parity records; members are in k..n-1.
+        data_first: (S, k + 1) position of the first data record of each rank, by slot; their number at the end.
+        parity_first: (S, r + 1) the same of the parity records.
 
     All arrays are int64 and read-only.
     """
@@ -100,10 +123,12 @@ class Layout:
     data_member: Integers = _derived()
     parity_base: Integers = _derived()
     parity_member: Integers = _derived()
+    data_first: Integers = _derived()
+    parity_first: Integers = _derived()
     _group_first: Integers = _derived()  # (S,) first slot of a slot's group
     _group_size: Integers = _derived()  # (S,)
     _slot_of: Integers = _derived()  # (S * k,) slot by row % (S * k)
-    _rank_of: Integers = _derived()  # (S * k,)
+    _first_of: Integers = _derived()  # (S * k,) position of the first record of its slot and rank, likewise
 
     def __post_init__(self) -> None:
         require_int("slots", self.slots, 1)
@@ -147,7 +172,14 @@ class Layout:
         self._set("_group_first", group_first)
         self._set("_group_size", group_size)
         self._set("_slot_of", member_slot[:, :k].reshape(-1))
-        self._set("_rank_of", member_rank[:, :k].reshape(-1))
+        all_rotations, rest = divmod(self.stripes, slots)
+        stripes_of = all_rotations + (np.arange(slots) < rest)  # (S,) stripes of each base
+        counts = stripes_of[data_base]
+        missing = self.stripes * k - self.rows
+        counts -= (data_base == (self.stripes - 1) % slots) & (data_member >= k - missing)
+        self._set("data_first", np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0))))
+        self._set("parity_first", np.pad(np.cumsum(stripes_of[parity_base], axis=1), ((0, 0), (1, 0))))
+        self._set("_first_of", self.data_first[member_slot[:, :k], member_rank[:, :k]].reshape(-1))
 
     def _set(self, name: str, value: Any) -> None:
         if isinstance(value, np.ndarray):
@@ -158,19 +190,12 @@ class Layout:
     def data_rows(self, slot: int) -> int:
         """Number of data records on a slot."""
         self._check_slot(slot)
-        rotations, rest = divmod(self.stripes, self.slots)
-        count = rotations * self.k + int((self.data_base[slot] < rest).sum())
-        missing = self.stripes * self.k - self.rows
-        if missing:
-            last = (self.stripes - 1) % self.slots
-            count -= int((self.member_slot[last, self.k - missing : self.k] == slot).sum())
-        return count
+        return int(self.data_first[slot, -1])
 
     def parity_rows(self, slot: int) -> int:
         """Number of parity records on a slot."""
         self._check_slot(slot)
-        rotations, rest = divmod(self.stripes, self.slots)
-        return rotations * self.r + int((self.parity_base[slot] < rest).sum())
+        return int(self.parity_first[slot, -1])
 
     def locate(self, rows_U: Integers) -> tuple[Integers, Integers]:
         """Where rows live.
@@ -185,8 +210,13 @@ class Layout:
         """
         slot_U, position_U = np.empty(len(rows_U), np.int64), np.empty(len(rows_U), np.int64)
         rows_U = np.ascontiguousarray(rows_U, dtype=np.int64)
-        _locate(rows_U, self.slots * self.k, self.k, self._slot_of, self._rank_of, slot_U, position_U)
+        _locate(rows_U, self.slots * self.k, *self.route, slot_U, position_U)
         return slot_U, position_U
+
+    @property
+    def route(self) -> tuple[Integers, Integers]:
+        """For kernels: with p = slots * k, row x is on slot `route[0][x % p]`, at position `route[1][x % p] + x // p`."""
+        return self._slot_of, self._first_of
 
     def row_at(self, slot: int, positions_U: Integers) -> Integers:
         """The rows of data records of a slot: inverse of `locate`.
@@ -194,7 +224,8 @@ class Layout:
         Not checked: that positions are in 0..data_rows(slot)-1. The caller does.
         """
         self._check_slot(slot)
-        rotations_U, ranks_U = np.divmod(np.asarray(positions_U, dtype=np.int64), self.k)
+        ranks_U = np.searchsorted(self.data_first[slot], positions_U, side="right") - 1
+        rotations_U = positions_U - self.data_first[slot][ranks_U]
         stripes_U = rotations_U * self.slots + self.data_base[slot][ranks_U]
         return stripes_U * self.k + self.data_member[slot][ranks_U]
 
@@ -210,17 +241,17 @@ class Layout:
             The groups that have a record, in order of rank; within one, records keep their order.
         """
         self._check_slot(slot)
-        per_rotation = self.r if parity else self.k
         bases, members = (self.parity_base, self.parity_member) if parity else (self.data_base, self.data_member)
+        first = (self.parity_first if parity else self.data_first)[slot]
         if len(positions_U) == 0:
             return []
-        require(per_rotation > 0, "`parity` must be False where r is 0, as there are no parity records")
-        rotations_U, ranks_U = np.divmod(np.asarray(positions_U, dtype=np.int64), per_rotation)
+        require(len(first) > 1, "`parity` must be False where r is 0, as there are no parity records")
+        ranks_U = np.searchsorted(first, positions_U, side="right") - 1
         groups = []
-        for rank in range(per_rotation):
+        for rank in np.unique(ranks_U).tolist():
             where = np.flatnonzero(ranks_U == rank).astype(np.int64, copy=False)
-            if len(where):
-                groups.append(StripeGroup(int(bases[slot, rank]), int(members[slot, rank]), rotations_U[where], where))
+            rotations = positions_U[where] - first[rank]
+            groups.append(StripeGroup(int(bases[slot, rank]), int(members[slot, rank]), rotations, where))
         return groups
 
     def position(self, base: int, member: int, rotations_G: Integers) -> Integers:
@@ -228,9 +259,13 @@ class Layout:
 
         They are positions of data records for member < k, else of parity records.
         """
+        return np.asarray(rotations_G, dtype=np.int64) + self.first_position(base, member)
+
+    def first_position(self, base: int, member: int) -> int:
+        """Position of a member of the stripe with rotation 0 of a base, on its slot; that of rotation q is q behind."""
         self._check_member(base, member)
-        per_rotation = self.k if member < self.k else self.r
-        return np.asarray(rotations_G, dtype=np.int64) * per_rotation + self.member_rank[base, member]
+        first = self.data_first if member < self.k else self.parity_first
+        return int(first[self.member_slot[base, member], self.member_rank[base, member]])
 
     def exists(self, base: int, member: int, rotations_G: Integers) -> NDArray[np.bool_]:
         """Whether the member exists, (G,) bool: False for what the last stripe lacks and for stripes past the end."""
@@ -256,25 +291,20 @@ class Layout:
         first = int(self._group_first[slot])
         return tuple(range(first, first + int(self._group_size[slot])))
 
-    def fold_map(self, source: int, holder: int) -> tuple[Integers, Integers, Integers]:
-        """How changes on `source` reach the parity on `holder`, by rank of the source position (position % k).
+    def runs(self, source: int, holder: int) -> tuple[Run, ...]:
+        """How changes on `source` reach the parity on `holder`, in order of position; ranks without records included.
 
-        The parity of source position p is at position (p // k) * r + parity_rank[p % k] of the holder.
-
-        Returns:
-            parity_rank: (k,) int64, -1 where the holder has no parity of the record.
-            parity_index: (k,) int64, which parity of the stripe it is, 0..r-1; -1 likewise.
-            member: (k,) int64, which member of its stripe the record is, 0..k-1.
+        Their number does not depend on the number of rows, so that it is the same in every slab of a job.
         """
         self._check_slot(source)
         self._check_slot(holder)
-        bases = self.data_base[source]
-        held = self.member_slot[bases, self.k :] == holder  # (k, r), at most one in a row
-        parity_rank, parity_index = np.full(self.k, -1, np.int64), np.full(self.k, -1, np.int64)
-        ranks, indices = np.nonzero(held)
-        parity_index[ranks] = indices
-        parity_rank[ranks] = self.member_rank[bases[ranks], self.k + indices]
-        return parity_rank, parity_index, self.data_member[source].copy()
+        found = []
+        for rank, base in enumerate(self.data_base[source].tolist()):
+            for parity in np.flatnonzero(self.member_slot[base, self.k :] == holder).tolist():  # at most one
+                first, end = self.data_first[source, rank : rank + 2].tolist()
+                shift = self.first_position(base, self.k + parity) - first
+                found.append(Run(first, end, shift, parity, int(self.data_member[source, rank])))
+        return tuple(found)
 
     def _check_slot(self, slot: int) -> None:
         require(0 <= slot < self.slots, f"`slot` must be in 0..{self.slots - 1}, got {slot}")

@@ -27,10 +27,11 @@ import numpy as np
 import torch
 
 from torch_ecrec import recovery
-from torch_ecrec.client import Client, Route
+from torch_ecrec.client import Client
 from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec, Settings, TableSpec
 from torch_ecrec.coordinator import Coordinator
 from torch_ecrec.layout import Layout
+from torch_ecrec.route import Route
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.transport.local import EOF_S, LATE, Fault, Line, LocalNetwork
@@ -510,13 +511,13 @@ def check_parity(slots: Sequence[Slot]) -> None:
         for member in range(code.k):
             for stripe in np.flatnonzero(stripes * code.k + member < layout.rows):
                 holder = slots[int(layout.member_slot[base[stripe], member])]
-                position = rotation[stripe] * code.k + layout.member_rank[base[stripe], member]
+                position = layout.first_position(int(base[stripe]), member) + rotation[stripe]
                 data[member, stripe] = holder.shards[s].bytes[position]
         parity = code.encode(data)
         for j in range(code.n - code.k):
             for stripe in stripes:
                 holder = slots[int(layout.member_slot[base[stripe], code.k + j])]
-                position = rotation[stripe] * (code.n - code.k) + layout.member_rank[base[stripe], code.k + j]
+                position = layout.first_position(int(base[stripe]), code.k + j) + rotation[stripe]
                 assert np.array_equal(holder.shards[s].parity[position], parity[j, stripe]), (
                     f"parity {j} of stripe {stripe} in slab {s}, on slot {holder.index}, is not the code of its stripe"
                 )

@@ -5,7 +5,7 @@ back.
 
     table `a`: 100 rows, table `b`: 50 rows, same dim and optimizer: one slab of 150 rows
     batch      a: [[7], [7, 2]]   b: [[3], []]       bags of two samples
-    asked for  slab rows [2, 7, 103]                 unique and ascending; first row of the table plus id
+    asked for  slab rows [2, 7, 103]                 unique, in whatever order the backend likes; first row plus id
     pooled     a: [w7], [w7 + w2]   b: [w103], [0]   sum; mean divides by the number of ids
     pushed     rows [2, 7, 103] with d(loss)/d(row), divided by the number of trainers as TorchRec does
 
@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,17 +51,20 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torch_ecrec import pooling
 from torch_ecrec.config import JobSpec
 from torch_ecrec.errors import NonFiniteGradient
 
 NAN_GRADIENTS = ("raise", "pass")
 _CHUNK_BYTES = 4 << 20
+_NO_WEIGHTS = np.empty(0, np.float32)
 
 
 class EmbeddingBackend(Protocol):
     """What the sharded modules need from the servers: one blocking object per trainer.
 
-    Rows are slab rows, int64 on the CPU, ascending and unique; lists hold one tensor per slab of `job.slabs`.
+    Rows are slab rows, int64 on the CPU and unique; lists hold one tensor per slab of `job.slabs`. `arrange` says in
+    which order they cost least.
     """
 
     job: JobSpec
@@ -72,6 +76,9 @@ class EmbeddingBackend(Protocol):
     def step(self) -> int:
         """The step being worked on, from 1."""
 
+    def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The different ones of `rows` (N,), in the best order, (U,), and where each of `rows` is in them, (N,)."""
+
     def lookup(self, rows: list[Tensor]) -> list[Tensor]:
         """Weights (U, D) after `step - 1`, per slab. May be called several times in a step; does not end it."""
 
@@ -79,10 +86,10 @@ class EmbeddingBackend(Protocol):
         """Ends the step with gradients (U, D) and a learning rate per slab. Every trainer calls it in every step."""
 
     def read(self, slab: int, rows: Tensor) -> Tensor:
-        """Records (U, W), weights then optimizer state, after `step - 1`. Allowed before `loaded` too."""
+        """Records (U, W), weights then optimizer state, after `step - 1`; rows ascending. Allowed before `loaded` too."""
 
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
-        """Overwrites records before the first step. Called by trainer 0 only."""
+        """Overwrites records before the first step; rows ascending. Called by trainer 0 only."""
 
     def loaded(self) -> None:
         """Ends the loading; every trainer calls it once, before its first `lookup`."""
@@ -121,6 +128,7 @@ class SparseStep:
         self._waiting: weakref.WeakSet[_Ticket] = weakref.WeakSet()  # training lookups without a gradient so far
         self._pass = -1  # id of the backward pass that the fields below belong to
         self._gathered: list[tuple[list[Tensor], Sequence[Tensor | None]]] = []
+        self._finite = True  # all that was gathered
         self._sent = False
         self._repeated = (
             False  # the pass runs a graph for the second time (retain_graph): nothing tells when it is complete
@@ -138,13 +146,10 @@ class SparseStep:
         """Whether loading has ended."""
         return self._open
 
-    def lookup(self, rows: list[Tensor], anchor: Tensor) -> Sequence[Tensor]:
-        """Weights (U, D) per slab; with grad enabled their gradients come back to this step."""
+    def lookup(self, rows: list[Tensor]) -> list[Tensor]:
+        """Weights (U, D) per slab."""
         self.open()
-        if not torch.is_grad_enabled():
-            return self.session.lookup(rows)
-        self.on_training_lookup()
-        return _Lookup.apply(anchor, self, *rows)
+        return self.session.lookup(rows)
 
     def ticket(self) -> _Ticket:
         """A new training lookup that waits for its gradient, until its graph is gone."""
@@ -152,11 +157,21 @@ class SparseStep:
         self._waiting.add(ticket)
         return ticket
 
-    def receive(self, ticket: _Ticket, rows: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Inside a backward: gradients (U, D) of one lookup, per slab; None where the loss does not use the slab."""
+    @property
+    def gradient_divisor(self) -> int:
+        """What TorchRec divides gradients of rows by: the number of trainers, unless the user has switched that off."""
+        return self.session.trainers if get_gradient_division() else 1
+
+    def receive(self, ticket: _Ticket, rows: list[Tensor], gradients: Sequence[Tensor | None], finite: bool) -> None:
+        """Inside a backward: gradients (U, D) of one lookup, per slab; None where the loss does not use the slab.
+
+        Args:
+            finite: whether they all are.
+        """
         task = torch._C._current_graph_task_id()
         if task != self._pass:
             self._pass, self._gathered, self._sent, self._repeated, self._refusal = task, [], False, False, None
+            self._finite = True
             # Callbacks run in the order of their arrival. DDP adds its own during the pass; being last leaves DDP ready
             # for the next forward when this one raises.
             engine = Variable._execution_engine
@@ -165,6 +180,7 @@ class SparseStep:
         ticket.answered = True
         self._waiting.discard(ticket)
         self._gathered.append((rows, gradients))
+        self._finite &= finite
         if not self._waiting and not self._repeated:
             self._send()
 
@@ -180,13 +196,12 @@ class SparseStep:
             return
         self._sent = True
         rows, gradients = self._merge()
+        finite = self._finite and len(self._gathered) < 2  # a sum may overflow
         self._gathered = []
         if self._refuses_nan:
-            self._refusal = self._check_finite(rows, gradients)
+            self._refusal = self._check_finite(rows, gradients, finite)
             if self._refusal is not None:
                 return
-        if get_gradient_division() and self.session.trainers > 1:
-            gradients = [gradient_UD / self.session.trainers for gradient_UD in gradients]
         self.session.push(rows, gradients, self.rates())
 
     def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -206,13 +221,12 @@ class SparseStep:
             gradients.append(gradient_UD)
         return rows, gradients
 
-    def _check_finite(self, rows: list[Tensor], gradients: list[Tensor]) -> NonFiniteGradient | None:
-        """The reason to refuse the step, the same on every trainer."""
+    def _check_finite(self, rows: list[Tensor], gradients: list[Tensor], finite: bool) -> NonFiniteGradient | None:
+        """The reason to refuse the step, the same on every trainer; `finite` if this trainer's are known to be."""
         job = self.session.job
         flags = torch.zeros(len(job.tables), dtype=torch.int32)
         for slab, rows_U, gradient_UD in zip(job.slabs, rows, gradients, strict=True):
-            # A sum costs a tenth of looking at each. It is finite only if all are; if it overflowed, a look tells.
-            if not torch.isfinite(gradient_UD.sum()):
+            if not finite:
                 bad_rows = rows_U[~torch.isfinite(gradient_UD).all(dim=1)]
                 at = torch.bucketize(bad_rows, torch.tensor(slab.first_rows), right=True) - 1
                 flags[torch.tensor(slab.table_indices)[at]] = 1
@@ -246,20 +260,37 @@ class _Ticket:
     answered = False
 
 
-class _Lookup(torch.autograd.Function):
-    """Rows from the backend on the way forward, their gradients to the step on the way back."""
+class _PooledLookup(torch.autograd.Function):
+    """Pooled rows from the backend on the way forward, gradients of the rows to the step on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, step: SparseStep, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, step: SparseStep, rows: list[Tensor], bags: list[_Bags], *per_id: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.step, ctx.rows, ctx.ticket = step, list(rows), step.ticket()
-        return tuple(step.session.lookup(list(rows)))
+        weights = step.lookup(rows)
+        ctx.step, ctx.rows, ctx.bags, ctx.ticket = step, rows, bags, step.ticket()
+        ctx.weights = weights if any(ctx.needs_input_grad[4:]) else None
+        return tuple(part.pool(weights[part.slab]) for part in bags)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.step.receive(ctx.ticket, ctx.rows, gradients)
-        return (None, None, *(None for _ in ctx.rows))
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_rows: list[Tensor | None] = [None] * len(ctx.rows)
+        of_ids: list[Tensor | None] = [None] * len(gradients)
+        all_finite = True
+        for i, (part, gradient_BFD) in enumerate(zip(ctx.bags, gradients, strict=True)):
+            if gradient_BFD is None:
+                continue
+            gradient_BFD = gradient_BFD.contiguous()
+            of_rows[part.slab], finite = part.rows_backward(
+                gradient_BFD, len(ctx.rows[part.slab]), ctx.step.gradient_divisor
+            )
+            all_finite &= finite
+            if ctx.needs_input_grad[4 + i]:
+                of_ids[i] = part.ids_backward(gradient_BFD, ctx.weights[part.slab])
+        ctx.step.receive(ctx.ticket, ctx.rows, of_rows, all_finite)
+        return (None, None, None, None, *of_ids)
 
 
 class _Ready(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
@@ -297,51 +328,89 @@ class _Slice:
         self.columns = [column for column, _, _ in places]  # position of each feature among the module's outputs
         self.features = [feature for _, feature, _ in places]
         self.tables = [table for _, _, table in places]
-        self.first_F = torch.tensor([table.first_row for table in self.tables])
-        self.rows_F = torch.tensor([table.rows for table in self.tables])
-        mean = [table.pooling is PoolingType.MEAN for table in self.tables]
-        self.mean_F = torch.tensor(mean) if any(mean) else None
+        self.first_F = np.array([table.first_row for table in self.tables], np.int64)
+        self.rows_F = np.array([table.rows for table in self.tables], np.int64)
+        self.mean_F = np.array([table.pooling is PoolingType.MEAN for table in self.tables])
 
-    def to_slab_rows(self, features: KeyedJaggedTensor) -> Tensor:
-        """Slab rows (N,) of the ids of `features`, which are in the order of this slice.
+    def bags(
+        self, features: KeyedJaggedTensor, weighted: bool, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, _Bags]:
+        """Unique slab rows (U,) of the ids of `features`, which are in the order of this slice, and how they are pooled.
 
         Raises:
             ValueError: an id is not a row of its table.
         """
-        ids_N = features.values().long()
-        device = ids_N.device
-        counts_F = features.lengths().view(len(self.features), -1).sum(dim=1)
-        rows_N = self.rows_F.to(device).repeat_interleave(counts_F, output_size=len(ids_N))
-        bad_N = (ids_N < 0) | (ids_N >= rows_N)
-        if bad_N.any():
-            at = int(bad_N.nonzero()[0])
-            feature = int((counts_F.cumsum(0) <= at).sum())
+        ids_N = features.values().detach().cpu().contiguous()
+        lengths_FB = features.lengths().detach().cpu().contiguous().view(len(self.features), -1).numpy()
+        rows_N = np.empty(len(ids_N), np.int64)
+        at = pooling.to_slab_rows(ids_N.numpy(), lengths_FB, self.first_F, self.rows_F, rows_N)
+        if at >= 0:
+            feature = int((lengths_FB.sum(axis=1).cumsum() <= at).sum())
             table = self.tables[feature]
             raise ValueError(
                 f"id {int(ids_N[at])} of feature {self.features[feature]} is out of range:"
                 f" table {table.name} has {table.rows} rows"
             )
-        return ids_N + self.first_F.to(device).repeat_interleave(counts_F, output_size=len(ids_N))
+        per_id_N = features.weights().float().cpu().contiguous() if weighted else None
+        rows_U, inverse_N = arrange(self.slab, torch.from_numpy(rows_N))
+        return rows_U, _Bags(self.slab, self.dim, inverse_N.numpy(), lengths_FB, per_id_N, self.mean_F)
 
-    def pool(self, weights_UD: Tensor, inverse_N: Tensor, features: KeyedJaggedTensor, weighted: bool) -> Tensor:
-        """Pooled embeddings (F, B, D)."""
-        lengths = features.lengths()
-        pooled = weights_UD.index_select(0, inverse_N)
-        if weighted:
-            pooled = pooled * features.weights().unsqueeze(1)
-        if not bool((lengths == 1).all()):
-            bags_N = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
-                lengths, output_size=len(inverse_N)
-            )
-            pooled = pooled.new_zeros(len(lengths), self.dim).index_add(0, bags_N, pooled)
-        pooled = pooled.view(len(self.features), features.stride(), self.dim)
-        if self.mean_F is not None:
-            lengths_FB = lengths.view(len(self.features), -1).clamp(min=1)
-            divisor_FB = torch.where(
-                self.mean_F.to(lengths.device).unsqueeze(1), lengths_FB, torch.ones_like(lengths_FB)
-            )
-            pooled = pooled / divisor_FB.unsqueeze(2)
-        return pooled
+
+@dataclass
+class _Bags:
+    """The bags of one slice of a batch.
+
+    Args:
+        slab, dim: of the slice.
+        inverse_N: index of each id's row among the rows looked up.
+        lengths_FB: ids per bag.
+        per_id_N: weight of each id, or None.
+        mean_F: bool, whether a feature is averaged.
+    """
+
+    slab: int
+    dim: int
+    inverse_N: np.ndarray
+    lengths_FB: np.ndarray
+    per_id_N: Tensor | None
+    mean_F: np.ndarray
+
+    def _weights(self) -> np.ndarray:
+        return _NO_WEIGHTS if self.per_id_N is None else self.per_id_N.detach().numpy()
+
+    def pool(self, weight_UD: Tensor) -> Tensor:
+        """Pooled embeddings (B, F, D)."""
+        features, batch = self.lengths_FB.shape
+        out_BFD = torch.empty(batch, features, self.dim)
+        weighted = self.per_id_N is not None
+        pooling.pool(
+            weight_UD.numpy(), self.inverse_N, self.lengths_FB, self._weights(), weighted, self.mean_F, out_BFD.numpy()
+        )
+        return out_BFD
+
+    def rows_backward(self, gradient_BFD: Tensor, rows: int, divisor: int) -> tuple[Tensor, bool]:
+        """Gradients (U, D) of the rows, over `divisor`, and whether all are finite."""
+        out_UD = torch.empty(rows, self.dim)
+        finite = pooling.pool_backward(
+            gradient_BFD.numpy(),
+            self.inverse_N,
+            self.lengths_FB,
+            self._weights(),
+            self.per_id_N is not None,
+            self.mean_F,
+            np.float32(divisor),
+            np.zeros(rows, np.bool_),
+            out_UD.numpy(),
+        )
+        return out_UD, bool(finite)
+
+    def ids_backward(self, gradient_BFD: Tensor, weight_UD: Tensor) -> Tensor:
+        """Gradients (N,) of the weights of the ids."""
+        out_N = torch.empty(len(self.inverse_N))
+        pooling.per_id_backward(
+            gradient_BFD.numpy(), weight_UD.numpy(), self.inverse_N, self.lengths_FB, self.mean_F, out_N.numpy()
+        )
+        return out_N
 
 
 class ErasureCodedEmbeddingBagCollection(
@@ -409,33 +478,34 @@ class ErasureCodedEmbeddingBagCollection(
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
     def compute(self, ctx: NullShardedModuleContext, dist_input: KJTList) -> list[Tensor]:
-        """Looks the rows up and pools them: (F, B, D) for each slab of this module."""
+        """Looks the rows up and pools them, on the CPU: (B, F, D) for each slab of this module."""
         (features,) = dist_input
-        slabs = self._step.session.job.slabs
-        rows = [torch.empty(0, dtype=torch.int64) for _ in slabs]
-        inverses, parts = [], []
+        step, session = self._step, self._step.session
+        step.open()
+        if torch.is_grad_enabled():
+            step.on_training_lookup()
+        rows = [torch.empty(0, dtype=torch.int64) for _ in session.job.slabs]
+        bags = []
         for part in self._slices:
             order = [features.keys().index(name) for name in part.features]
             in_order = features if order == list(range(len(features.keys()))) else features.permute(order)
-            unique_U, inverse_N = torch.unique(part.to_slab_rows(in_order), return_inverse=True)
-            rows[part.slab] = unique_U.cpu()
-            inverses.append(inverse_N)
-            parts.append(in_order)
-        weights = self._step.lookup(rows, self._anchor)
-        return [
-            part.pool(weights[part.slab].to(inverse_N.device), inverse_N, in_order, self._weighted)
-            for part, inverse_N, in_order in zip(self._slices, inverses, parts, strict=True)
-        ]
+            rows[part.slab], some = part.bags(in_order, self._weighted, session.arrange)
+            bags.append(some)
+        if torch.is_grad_enabled():
+            pooled = _PooledLookup.apply(self._anchor, step, rows, bags, *(part.per_id_N for part in bags))
+        else:
+            weights = step.lookup(rows)
+            pooled = [part.pool(weights[part.slab]) for part in bags]
+        return [pooled_BFD.to(features.device()) for pooled_BFD in pooled]
 
     def output_dist(self, ctx: NullShardedModuleContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Puts the pooled features side by side: (B, sum of dims)."""
         if len(output) == 1:
-            features, batch, dim = output[0].shape
-            values = output[0].transpose(0, 1).reshape(batch, features * dim)
+            values = output[0].flatten(1)
         else:
             columns: list[Tensor] = [torch.empty(0)] * len(self._keys)
-            for part, pooled_FBD in zip(self._slices, output, strict=True):
-                for column, pooled_BD in zip(part.columns, pooled_FBD, strict=True):
+            for part, pooled_BFD in zip(self._slices, output, strict=True):
+                for column, pooled_BD in zip(part.columns, pooled_BFD.unbind(1), strict=True):
                     columns[column] = pooled_BD
             values = torch.cat(columns, dim=1)
         return _Ready(KeyedTensor(keys=self._keys, length_per_key=self._dims, values=values))

@@ -8,7 +8,10 @@ it; the source then attaches again, and the holder says from where (docs/design.
 
 Without protection there are no holders and no sources, and every step is settled as soon as it is applied.
 
-Shape legend: U records, B record bytes; lists hold one array per slab.
+A fold carries one part for each slab and each `Run` of the pair (layout.py), slab by slab: the records of a run lie
+side by side in the source's log, and so do their parities at the holder, so nothing is copied to split a step.
+
+Shape legend: U records, B record bytes; lists hold one array per slab and run.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class FoldStream:
         self.sent = 0
         self.under_way: dict[int, Exchange] = {}
         self.attaching: Exchange | None = None
-        self.parity_rank, _, _ = slot.layouts[0].fold_map(slot.index, holder)
+        self.runs = [layout.runs(slot.index, holder) for layout in slot.layouts]
 
     def stop(self) -> None:
         self.attached = False
@@ -91,12 +94,13 @@ class FoldStream:
         self.under_way[step] = slot.host.ask(self.holder, lambda _: fold, done, bound_to=incarnation)
 
     def _part(self, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The deltas of a step whose parities the holder has."""
+        """The deltas of a step whose parities the holder has: views of the log."""
         positions, deltas = [], []
-        for positions_U, deltas_UB in self.slot.log.get(step):
-            theirs = self.parity_rank[positions_U % self.slot.code.k] >= 0
-            positions.append(torch.from_numpy(positions_U[theirs]))
-            deltas.append(torch.from_numpy(deltas_UB[theirs]))
+        for runs, (positions_U, deltas_UB) in zip(self.runs, self.slot.log.get(step), strict=True):
+            for run in runs:
+                begin, end = np.searchsorted(positions_U, (run.first, run.end))
+                positions.append(torch.from_numpy(positions_U[begin:end]))
+                deltas.append(torch.from_numpy(deltas_UB[begin:end]))
         return positions, deltas
 
     def _on_folded(self, incarnation: int, step: int) -> None:
@@ -113,11 +117,14 @@ class Protection:
         self.slot = slot
         rule = slot.rule
         self.streams = {holder: FoldStream(slot, holder, slot.ready) for holder in rule.holders}
-        self.fold_logs = {source: DeltaLog(len(slot.shards)) for source in rule.folded}
+        self.runs = {source: [layout.runs(source, slot.index) for layout in slot.layouts] for source in rule.sources}
+        self.fold_logs = {source: self._new_log(source, 0) for source in rule.folded}
         self.early: dict[int, dict[int, tuple[wire.Fold, Reply]]] = {}
-        self.maps = {source: slot.layouts[0].fold_map(source, slot.index) for source in rule.sources}
         self.adopting: list[Exchange] = []
         self.attached: dict[int, int] = {}  # source -> its incarnation that attached last; only grows
+
+    def _new_log(self, source: int, floor: int) -> DeltaLog:
+        return DeltaLog(sum(len(runs) for runs in self.runs[source]), floor=floor)
 
     @property
     def log_bytes(self) -> int:
@@ -160,7 +167,7 @@ class Protection:
             reply(Refused(f"slot {request.source} has been replaced"))
             return
         if rule.on_attached(request.source, request.base, request.acknowledged):
-            self.fold_logs[request.source] = DeltaLog(len(self.slot.shards), floor=request.base)
+            self.fold_logs[request.source] = self._new_log(request.source, request.base)
         self.attached[request.source] = max(request.source_incarnation, self.attached.get(request.source, 0))
         reply(wire.Attached(rule.folded[request.source]))
         self.slot.rebuild.check_done()
@@ -198,16 +205,16 @@ class Protection:
     def _fold_in(self, source: int, positions: list[np.ndarray], deltas: list[np.ndarray]) -> None:
         """XORs a source's deltas, times their coefficients, into the parities that are there. Its own inverse."""
         code = self.slot.code
-        parity_rank, parity_index, member = self.maps[source]
-        for slab, (shard, positions_U, deltas_UB) in enumerate(zip(self.slot.shards, positions, deltas, strict=True)):
-            if len(positions_U) == 0:
-                continue
-            rank = positions_U % code.k
-            parities = positions_U // code.k * code.r + parity_rank[rank]
-            present = self.slot.rebuild.parity_present(slab, parities)
-            if present is not None:
-                parities = np.where(present, parities, -1)
-            code.fold_(shard.parity, parities, deltas_UB, code.coefficients[parity_index[rank], member[rank]])
+        parts = [(slab, run) for slab, runs in enumerate(self.runs[source]) for run in runs]
+        for (slab, run), positions_U, deltas_UB in zip(parts, positions, deltas, strict=True):
+            if len(positions_U):
+                parities = positions_U + run.shift
+                present = self.slot.rebuild.parity_present(slab, parities)
+                if present is not None:
+                    parities = np.where(present, parities, -1)
+                coefficient = code.coefficients[run.parity, run.member]
+                coefficients = np.full(len(parities), coefficient, dtype=np.uint8)
+                code.fold_(self.slot.shards[slab].parity, parities, deltas_UB, coefficients)
 
     def _drop_early(self, source: int) -> None:
         for _, reply in self.early.pop(source, {}).values():
@@ -302,20 +309,19 @@ class Protection:
         """Puts this slot's own log together: each holder has the deltas of the records it keeps parity of."""
         slot = self.slot
         layout, k = slot.layouts[0], slot.code.k
-        known = np.zeros(k, dtype=bool)
-        for holder in logs:
-            known |= layout.fold_map(slot.index, holder)[0] >= 0
-        if not known.all():
+        known = {run.member for holder in logs for run in layout.runs(slot.index, holder)}
+        if len(known) < k:
             slot.host.unrecoverable(slot.index)
             return
         floor = min(cut, max(log.floor for log in logs.values()))
         own = DeltaLog(len(slot.shards), floor=floor)
         for step in range(floor + 1, cut + 1):
-            at = [(log, log.steps.index(step)) for log in logs.values()]
+            at = [(h, log, log.steps.index(step)) for h, log in logs.items()]
             positions, deltas = [], []
             for slab in range(len(slot.shards)):
-                every = np.concatenate([log.positions[i][slab].numpy() for log, i in at])
-                parts = np.concatenate([log.deltas[i][slab].numpy() for log, i in at])
+                of_slab = {h: self._of_slab(slot.index, h, slab) for h in logs}
+                every = np.concatenate([part.numpy() for h, log, i in at for part in log.positions[i][of_slab[h]]])
+                parts = np.concatenate([part.numpy() for h, log, i in at for part in log.deltas[i][of_slab[h]]])
                 positions_U, first = np.unique(every, return_index=True)  # with r > 1 several holders have the same
                 positions.append(positions_U)
                 deltas.append(np.ascontiguousarray(parts[first]))
@@ -323,6 +329,11 @@ class Protection:
         self.adopting = []
         logger.info("slot %d: serves, %d recent steps in its log", slot.index, cut - floor)
         slot.become_ready(cut, floor, own)
+
+    def _of_slab(self, source: int, holder: int, slab: int) -> slice:
+        """Which parts of a fold are of one slab."""
+        runs = len(self.slot.layouts[slab].runs(source, holder))
+        return slice(slab * runs, (slab + 1) * runs)
 
     # reads for recovery -------------------------------------------------------------------------
 
@@ -365,10 +376,14 @@ class Protection:
                 return False
             if other[source] == slot.rule.folded[source]:
                 continue
+            runs = self.runs[source][slab]
+            run = next(i for i, run in enumerate(runs) if run.member == member)
             exists = layout.exists(group.base, member, group.rotations)
             positions = layout.position(group.base, member, group.rotations)
             positions = np.where(exists, positions, -1)
-            change = self.fold_logs[source].changes(slab, positions, other[source], slot.rule.folded[source])
+            change = self.fold_logs[source].changes(
+                slab * len(runs) + run, positions, other[source], slot.rule.folded[source]
+            )
             if change is not None:
                 coefficient = code.coefficients[group.member - code.k, member]
                 rows = np.arange(len(positions), dtype=np.int64)

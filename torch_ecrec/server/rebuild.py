@@ -12,6 +12,7 @@ Shape legend: U records, B record bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -133,13 +134,12 @@ class Rebuild:
     def _portions(self) -> Iterator[tuple[int, bool, np.ndarray]]:
         """Everything that is missing, in portions whose records share a rank, so a base."""
         chunk = self.slot.settings.rebuild_chunk_bytes
-        for (slab, parity), missing in self.missing.items():
+        for slab, parity in self.missing:
             layout, width = self.slot.layouts[slab], 4 * self.slot.job.slabs[slab].width
-            ranks = layout.n - layout.k if parity else layout.k
-            for rank in range(ranks):
-                positions = np.arange(rank, len(missing), ranks, dtype=np.int64)
-                for first, end in recovery.portions(len(positions), width, chunk):
-                    yield slab, parity, positions[first:end]
+            firsts = (layout.parity_first if parity else layout.data_first)[self.slot.index].tolist()
+            for begin, behind in itertools.pairwise(firsts):
+                for first, end in recovery.portions(behind - begin, width, chunk):
+                    yield slab, parity, np.arange(begin + first, begin + end, dtype=np.int64)
 
     def _next_portion(self) -> None:
         if self.stopped:
