@@ -44,9 +44,9 @@ RANKS = {
     "testing": 6,
     "__init__": 7,
     "demo": 8,
-    "bench": 8,
+    "bench": 9,
     "examples": 9,
-    "__main__": 9,
+    "__main__": 10,
 }
 
 # Only this module reads the environment.

@@ -1,8 +1,16 @@
-"""The field against galois, exhaustively; the code by every submatrix and erasure pattern; folds against encoding."""
+"""The field against galois, exhaustively; the code by every submatrix and erasure pattern; folds against encoding.
+
+The kernels are also compiled for other processors: the bits are the same.
+"""
 
 import itertools
+import os
+import platform
+import subprocess
+import sys
 
 import galois
+import llvmlite.binding
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +18,7 @@ from hypothesis import strategies as st
 
 from torch_ecrec import codec
 from torch_ecrec.codec import LinearCode, fold_rows_, multiply_add_, xor_rows_
-from torch_ecrec.codec.field import PRODUCT
+from torch_ecrec.codec.field import BLOCK_BYTES, FACTORS, PRODUCT, combine
 
 GF = galois.GF(2**8)
 WIDTHS = (4, 8, 12, 64, 68, 260)
@@ -68,6 +76,107 @@ def test_row_kernels_match_the_table(width):
     xored = target.copy()
     xor_rows_(xored, rows, source)
     assert np.array_equal(xored, wanted)
+
+
+@pytest.mark.parametrize("width", range(4, 4 * 34, 4))
+def test_row_kernels_at_every_number_of_words(width):
+    """Vectors of 16 words, then 8, 4, 2 and 1: every mixture of them, and no byte beside the row is touched."""
+    rows = np.array([3, 0, 1])
+    target, source, coefficients = (
+        random_bytes(14, 5, width),
+        random_bytes(15, 3, width),
+        np.array([1, 133, 2], np.uint8),
+    )
+    wanted = target.copy()
+    wanted[rows] ^= np.asarray(GF(coefficients)[:, None] * GF(source))
+    folded = target.copy()
+    fold_rows_(folded, rows, source, coefficients)
+    assert np.array_equal(folded, wanted)
+
+    wanted = target.copy()
+    wanted[rows] ^= source
+    xored = target.copy()
+    xor_rows_(xored, rows, source)
+    assert np.array_equal(xored, wanted)
+
+    added = target.copy()
+    multiply_add_(added[1:4], source, 29)
+    assert np.array_equal(added[1:4], target[1:4] ^ np.asarray(GF(29) * GF(source)))
+    assert np.array_equal(added[[0, 4]], target[[0, 4]])
+
+
+@pytest.mark.parametrize("records, width", [(0, 8), (1, 4), (3, 12), (7, 36), (5, 260), (333, 260)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 2), (3, 5), (0, 2)])
+def test_combine_matches_galois(records, width, shape):
+    coefficients, sources = random_bytes(16, *shape), random_bytes(17, shape[1], records, width)
+    coefficients[:1] = 1
+    coefficients[-1:, -1:] = 0
+    assert sources[0].size < BLOCK_BYTES or sources[0].size > 2 * BLOCK_BYTES, "within a block, or in several"
+    result = combine(coefficients, sources)
+    assert result.shape == (shape[0], records, width) and result.dtype == np.uint8
+    if result.size:
+        wanted = GF(coefficients) @ GF(sources.reshape(shape[1], -1))
+        assert np.array_equal(result.reshape(shape[0], -1), np.asarray(wanted))
+    wide = np.concatenate([sources, sources], axis=2)
+    assert np.array_equal(combine(coefficients, list(wide[:, :, :width])), result), "strided sources"
+    misaligned = [np.frombuffer(b"x" + source.tobytes(), np.uint8)[1:].reshape(records, width) for source in sources]
+    assert np.array_equal(combine(coefficients, misaligned), result)
+
+
+def test_combine_refuses_what_does_not_fit():
+    sources = random_bytes(18, 2, 3, 8)
+    for coefficients in (np.ones(2, np.uint8), np.ones((1, 3), np.uint8), np.ones((1, 2), np.int64)):
+        with pytest.raises(ValueError, match="coefficients_RK"):
+            combine(coefficients, sources)
+    with pytest.raises(ValueError, match="one shape"):
+        combine(np.ones((1, 2), np.uint8), [sources[0], sources[1, :2]])
+    with pytest.raises(ValueError, match="multiple of 4"):
+        combine(np.ones((1, 2), np.uint8), random_bytes(18, 2, 3, 6))
+    with pytest.raises(ValueError, match="empty"):
+        combine(np.ones((1, 0), np.uint8), [])
+
+
+def test_both_forms_of_every_factor_are_its_product():
+    x = np.arange(256)
+    for c in range(256):
+        columns, rows = (FACTORS[c : c + 1, form].astype("<u8").view(np.uint8) for form in range(2))
+        assert np.array_equal(columns, PRODUCT[c, 1 << np.arange(8)])
+        parities = np.bitwise_count(rows[::-1, None] & x) & 1  # Intel's GF2P8AFFINEQB: bit i is the parity of row 7 - i
+        assert np.array_equal((parities << np.arange(8)[:, None]).sum(axis=0), PRODUCT[c])
+
+
+OTHER_PROCESSOR = """
+import numpy as np
+from torch_ecrec.codec.field import PRODUCT, combine, fold_rows_
+random = np.random.default_rng(0)
+for width in (4, 12, 56, 60, 64, 124, 128, 260):
+    target, source = random.integers(0, 256, (2, 256, width), dtype=np.uint8)
+    rows, coefficients = random.permutation(256), np.arange(256, dtype=np.uint8)
+    wanted = target.copy()
+    wanted[rows] ^= PRODUCT[coefficients[:, None], source]
+    fold_rows_(target, rows, source, coefficients)
+    assert np.array_equal(target, wanted), width
+    wanted = PRODUCT[7, target] ^ PRODUCT[200, source]
+    assert np.array_equal(combine(np.array([[7, 200]], np.uint8), [target, source])[0], wanted), width
+"""
+
+
+@pytest.mark.parametrize("name, features", [("x86-64", ""), ("haswell", "+avx,+avx2"), ("tremont", "+gfni")])
+def test_the_bits_are_the_same_as_compiled_for_another_processor(name, features, tmp_path):
+    if platform.machine() != "x86_64":
+        pytest.skip("those processors are x86-64")
+    have = llvmlite.binding.get_host_cpu_features()
+    if not all(have.get(feature[1:], False) for feature in features.split(",") if feature):
+        pytest.skip(f"this processor lacks some of {features}")
+    numba = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_PROCESSOR],
+        env={**os.environ, **numba},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_row_that_comes_twice_is_changed_twice():
@@ -278,11 +387,14 @@ def test_warm_leaves_nothing_to_compile():
     from torch_ecrec.codec import field
 
     codec.warm()
-    kernels = (field._xor_rows, field._fold_rows, field._multiply_add, field._xor)
+    kernels = (field._xor_rows, field._fold_rows, field._multiply_add, field._xor, field._combine)
     before = [len(kernel.signatures) for kernel in kernels]
     target, source, rows = np.zeros((2, 260), np.uint8), np.ones((2, 260), np.uint8), np.arange(2)
     xor_rows_(target, rows, source)
     fold_rows_(target, rows, source, np.array([1, 2], np.uint8))
     multiply_add_(target, source, 1)
     multiply_add_(target, source, 9)
+    LinearCode(2, 1).encode([target, source])
+    LinearCode(2, 2).encode(np.stack([target, source])[:, ::2])
+    LinearCode(2, 2).decode([0, 3], [target, source], 1)
     assert all(before) and before == [len(kernel.signatures) for kernel in kernels]

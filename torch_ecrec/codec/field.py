@@ -4,25 +4,30 @@ Terms. The field is bytes modulo the polynomial 0x11D (the one of galois, ISA-L 
 every element is its own negative. Example: 2 * 128 = 0x100, which reduces by 0x11D to 0x1D = 29; hence
 `PRODUCT[2, 128] == 29`.
 
-How. Multiplying by a constant c is linear over bits: c * x is the XOR of c * 2^b over the bits b set in x. The kernels
-look at 4 bytes at a time: `(x >> b) & 0x01010101` is bit b of every byte, and times the byte c * 2^b it is that byte
-wherever the bit is set, with no carry between bytes. A compiler turns this into vector code, which it cannot do for
-table look-ups (measured: 14 GB/s against 1.3 GB/s in cache).
+How. Multiplying by a constant c is linear over bits: c * x is the XOR of c * 2^b over the bits b set in x, the product
+of an 8 x 8 matrix of bits and x. Processors with GFNI have an instruction for just that, on a whole vector of bytes
+(`_product`); on others it is eight selections and XORs, which any vector unit does. Numba's compiler does neither by
+itself, and a loop over the few words of a record it turns into poor vector code, so the innermost loops are given to it
+as vector instructions of LLVM, which are the same for all processors but for that one.
 
 Invariants. Integers only, so the same bits on every CPU. One pass over the source; nothing is allocated in proportion
-to it.
+to it, except for a copy of a source that is not contiguous or not aligned.
 
-Shapes: N rows of the target, U rows of the source, B bytes in a row (a multiple of 4).
+Shapes: N rows of the target, U rows of the source, B bytes in a row (a multiple of 4), W words of 4 bytes, K sources,
+R results.
 
 Does not know codes, stripes or slots, and does not guard against two threads that write the same row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from torch_ecrec.prefetch import prefetch_row
@@ -30,8 +35,13 @@ from torch_ecrec.prefetch import prefetch_row
 Bytes = NDArray[np.uint8]
 Rows = NDArray[np.int64]
 
+BYTE = np.dtype(np.uint8)  # comparing a dtype with a class takes longer than checking all the rest
+
 POLYNOMIAL = 0x11D
 WORD_BYTES = 4  # records are float32 values, so a row is a whole number of these
+VECTOR_WORDS = 16  # 64 bytes: the widest register there is; LLVM makes it several where they are narrower
+COMBINED_WORDS = 64  # of every source at a time: enough to hide what it takes to go on to the next source
+BLOCK_BYTES = 1 << 15  # of all sources together: they stay in the first-level cache from result to result
 
 
 def _product_table() -> Bytes:
@@ -51,78 +61,258 @@ def _product_table() -> Bytes:
 
 
 PRODUCT: Bytes = _product_table()
-# (256, 8) uint32: c * 2^b for every coefficient c and bit b, in the width the kernels multiply in.
-_BIT_PRODUCT = np.ascontiguousarray(PRODUCT[:, 1 << np.arange(8)].astype(np.uint32))
+
+
+def _factor_table() -> NDArray[np.uint64]:
+    """(256, 2) uint64: every coefficient c in the two forms that `_product` knows.
+
+    The first has c * 2^b as byte b; the second is the same matrix of bits as GFNI wants it: transposed, last row first.
+    """
+    columns = PRODUCT[:, 1 << np.arange(8)]
+    bits = np.unpackbits(columns[:, :, None], axis=2, bitorder="little")  # [c, b, i]: bit i of c * 2^b
+    rows = np.packbits(bits.transpose(0, 2, 1)[:, ::-1], axis=2, bitorder="little")[:, :, 0]
+    table = np.stack([columns, rows], axis=1).astype("<u1").view("<u8")[:, :, 0].astype(np.uint64)
+    table.setflags(write=False)
+    return table
+
+
+FACTORS: NDArray[np.uint64] = _factor_table()
+FACTOR_BYTES = FACTORS.itemsize * FACTORS.shape[1]
+
+# -------------------------------------------------------------------------------------------------- vector instructions
+#
+# What follows writes LLVM code, at the time a kernel is compiled. Memory is named by address, so that kernels can work
+# on any number of arrays; the functions at the end of the file have checked all that is checked.
+
+_tools: Any = cgutils  # untyped
+_ir: Any = _tools.ir
+_I8, _I32, _I64 = _ir.IntType(8), _ir.IntType(32), _ir.IntType(64)
+
+
+def _spread(builder: Any, value: Any, count: int) -> Any:
+    """A vector of `count` times the same value."""
+    one = builder.insert_element(_ir.Constant(_ir.VectorType(value.type, count), _ir.Undefined), value, _I32(0))
+    return builder.shuffle_vector(one, one, _ir.Constant(_ir.VectorType(_I32, count), [0] * count))
+
+
+def _pick(builder: Any, vector: Any, first: int, count: int) -> Any:
+    """`count` elements of a vector from `first` on, and round to its start where it has no more."""
+    places = [place % vector.type.count for place in range(first, first + count)]
+    return builder.shuffle_vector(vector, vector, _ir.Constant(_ir.VectorType(_I32, count), places))
+
+
+def _affine(builder: Any, vector: Any, matrix: Any, widest: int) -> Any:
+    """GFNI's matrix times every byte of a vector, in registers of 16 to `widest` bytes."""
+    count = vector.type.count
+    if count > widest:
+        halves = [_affine(builder, _pick(builder, vector, i, count // 2), matrix, widest) for i in (0, count // 2)]
+        return builder.shuffle_vector(*halves, _ir.Constant(_ir.VectorType(_I32, count), list(range(count))))
+    if count < 16:
+        return _pick(builder, _affine(builder, _pick(builder, vector, 0, 16), matrix, widest), 0, count)
+    kind = vector.type
+    function = _tools.get_or_insert_function(
+        builder.module, _ir.FunctionType(kind, [kind, kind, _I8]), f"llvm.x86.vgf2p8affineqb.{8 * count}"
+    )
+    return builder.call(function, [vector, builder.bitcast(_spread(builder, matrix, count // 8), kind), _I8(0)])
+
+
+def _features(target: Any) -> set[str]:
+    """Of the CPU that Numba compiles for. They are part of the key under which it caches a kernel."""
+    return set(target.codegen().magic_tuple()[2].split(","))
+
+
+def _product(target: Any, builder: Any, words: Any, factor: Sequence[Any]) -> Any:
+    """c * words for a vector of words, where `factor` is the row of c in `FACTORS`."""
+    features = _features(target)
+    kind = _ir.VectorType(_I8, WORD_BYTES * words.type.count)
+    vector = builder.bitcast(words, kind)
+    columns, matrix = factor
+    if "+gfni" in features:
+        widest = 64 if "+avx512f" in features else 32 if "+avx" in features else 16
+        return builder.bitcast(_affine(builder, vector, matrix, widest), words.type)
+    zero = _ir.Constant(kind, None)
+    product = zero
+    for bit in range(8):
+        column = _spread(builder, builder.trunc(builder.lshr(columns, _I64(8 * bit)), _I8), kind.count)
+        is_set = builder.icmp_unsigned("!=", builder.and_(vector, _ir.Constant(kind, [1 << bit] * kind.count)), zero)
+        product = builder.xor(product, builder.select(is_set, column, zero))
+    return builder.bitcast(product, words.type)
+
+
+def _place(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
+    """Pointer to a `kind` that lies `offset` words after an address."""
+    moved = builder.add(address, builder.shl(offset, _I64(2)))
+    return builder.inttoptr(moved, kind.as_pointer())
+
+
+def _in_vectors(builder: Any, words: Any, most: int, step: Callable[[Any, int], None]) -> None:
+    """Lets `step(offset, count)` write the code for all words: vectors of `most`, then of half as many once, ..."""
+    whole = builder.and_(words, _I64(-most))
+    with _tools.for_range_slice(builder, _I64(0), whole, _I64(most)) as (offset, _):
+        step(offset, most)
+    offset, count = whole, most // 2
+    while count:
+        left = builder.and_(words, _I64(count))
+        with builder.if_then(builder.icmp_unsigned("!=", left, _I64(0))):
+            step(offset, count)
+        offset, count = builder.add(offset, left), count // 2
+
+
+def _type_add(is_product: bool) -> Any:
+    """`add(target, source, words, columns, matrix)`: *target ^= c * *source; c is 1 unless `is_product`."""
+
+    def typer(context: Any, target: Any, source: Any, words: Any, columns: Any, matrix: Any) -> Any:
+        def generate(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
+            changed, read, words, *factor = args
+
+            def step(offset: Any, count: int) -> None:
+                kind = _ir.VectorType(_I32, count)
+                place = _place(builder, changed, offset, kind)
+                value = builder.load(_place(builder, read, offset, kind), align=WORD_BYTES)
+                if is_product:
+                    value = _product(compiler, builder, value, factor)
+                builder.store(builder.xor(builder.load(place, align=WORD_BYTES), value), place, align=WORD_BYTES)
+
+            _in_vectors(builder, words, VECTOR_WORDS, step)
+            return compiler.get_dummy_value()
+
+        return types.void(types.intp, types.intp, types.intp, types.uint64, types.uint64), generate
+
+    return typer
+
+
+def _type_sum(is_product: bool) -> Any:
+    """The intrinsic `sum(target, sources, many, first, words, factors)`: *target = the sum of c[m] * *sources[m].
+
+    `sources` is the address of `many` addresses, `first` the offset in bytes from each of them, `factors` the address
+    of `many` rows of `FACTORS`. Every c is 1 unless `is_product`.
+    """
+
+    def typer(context: Any, target: Any, sources: Any, many: Any, first: Any, words: Any, factors: Any) -> Any:
+        def generate(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
+            result, sources, many, first, words, factors = args
+
+            def step(offset: Any, count: int) -> None:
+                kind = _ir.VectorType(_I32, count)
+                total = _tools.alloca_once(builder, kind)
+                builder.store(_ir.Constant(kind, None), total)
+                with _tools.for_range(builder, many) as loop:
+                    source = builder.load(_place(builder, sources, builder.shl(loop.index, _I64(1)), _I64))
+                    value = builder.load(_place(builder, builder.add(source, first), offset, kind), align=WORD_BYTES)
+                    if is_product:
+                        row = builder.shl(loop.index, _I64(2))
+                        factor = [
+                            builder.load(_place(builder, factors, builder.add(row, _I64(2 * form)), _I64))
+                            for form in range(2)
+                        ]
+                        value = _product(compiler, builder, value, factor)
+                    builder.store(builder.xor(builder.load(total), value), total)
+                builder.store(builder.load(total), _place(builder, result, offset, kind), align=WORD_BYTES)
+
+            _in_vectors(builder, words, COMBINED_WORDS, step)
+            return compiler.get_dummy_value()
+
+        return types.void(*[types.intp] * 6), generate
+
+    return typer
+
+
+def _type_has_gfni(context: Any) -> Any:
+    """The intrinsic `has_gfni()`: whether a product is as cheap as a XOR; known when a kernel is compiled."""
+
+    def generate(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _ir.Constant(_ir.IntType(1), "+gfni" in _features(compiler))
+
+    return types.boolean(), generate
+
+
+_has_gfni: Any = intrinsic(_type_has_gfni)
+_add_xor: Any = intrinsic(_type_add(False))
+_add_product: Any = intrinsic(_type_add(True))
+_sum_xor: Any = intrinsic(_type_sum(False))
+_sum_product: Any = intrinsic(_type_sum(True))
+
+# -------------------------------------------------------------------------------------------------------------- kernels
 
 
 @njit(nogil=True, cache=True)
 def _first_outside(rows_U: Any, low: Any, limit: Any) -> Any:
     """Index of the first row outside [low, limit), or -1."""
-    for i in range(rows_U.shape[0]):
-        if rows_U[i] < low or rows_U[i] >= limit:
-            return i
+    outside = 0
+    for i in range(rows_U.shape[0]):  # without a way out, so that it is done in vectors
+        outside += (rows_U[i] < low) | (rows_U[i] >= limit)
+    if outside:
+        for i in range(rows_U.shape[0]):
+            if rows_U[i] < low or rows_U[i] >= limit:
+                return i
     return -1
 
 
 @njit(nogil=True, cache=True)
-def _times(x: Any, t0: Any, t1: Any, t2: Any, t3: Any, t4: Any, t5: Any, t6: Any, t7: Any) -> Any:
-    """c * x on 4 bytes, where t is the row of c in `_BIT_PRODUCT`; all uint32."""
-    ones = np.uint32(0x01010101)
-    product = np.uint32((x & ones) * t0)
-    product ^= np.uint32(((x >> np.uint32(1)) & ones) * t1)
-    product ^= np.uint32(((x >> np.uint32(2)) & ones) * t2)
-    product ^= np.uint32(((x >> np.uint32(3)) & ones) * t3)
-    product ^= np.uint32(((x >> np.uint32(4)) & ones) * t4)
-    product ^= np.uint32(((x >> np.uint32(5)) & ones) * t5)
-    product ^= np.uint32(((x >> np.uint32(6)) & ones) * t6)
-    product ^= np.uint32(((x >> np.uint32(7)) & ones) * t7)
-    return product
-
-
-@njit(nogil=True, cache=True)
 def _xor_rows(target_NW: Any, rows_U: Any, source_UW: Any) -> None:
+    words = source_UW.shape[1]
+    target, source, none = target_NW.ctypes.data, source_UW.ctypes.data, np.uint64(0)
     for i in range(rows_U.shape[0]):
         prefetch_row(target_NW, rows_U, i)
         row = rows_U[i]
         if row >= 0:
-            for j in range(source_UW.shape[1]):
-                target_NW[row, j] ^= source_UW[i, j]
+            _add_xor(target + row * words * WORD_BYTES, source + i * words * WORD_BYTES, words, none, none)
 
 
 @njit(nogil=True, cache=True)
-def _fold_rows(target_NW: Any, rows_U: Any, source_UW: Any, coefficients_U: Any, bit_product: Any) -> None:
-    t = bit_product
+def _fold_rows(target_NW: Any, rows_U: Any, source_UW: Any, coefficients_U: Any, factors: Any) -> None:
+    words = source_UW.shape[1]
+    target, source = target_NW.ctypes.data, source_UW.ctypes.data
     for i in range(rows_U.shape[0]):
         prefetch_row(target_NW, rows_U, i)
         row = rows_U[i]
         c = coefficients_U[i]
         if row < 0 or c == 0:
             continue
-        if c == 1:
-            for j in range(source_UW.shape[1]):
-                target_NW[row, j] ^= source_UW[i, j]
+        columns, matrix = factors[c, 0], factors[c, 1]
+        changed, read = target + row * words * WORD_BYTES, source + i * words * WORD_BYTES
+        if c == 1 and not _has_gfni():  # else a branch less to predict
+            _add_xor(changed, read, words, columns, matrix)
         else:
-            t0, t1, t2, t3, t4, t5, t6, t7 = t[c, 0], t[c, 1], t[c, 2], t[c, 3], t[c, 4], t[c, 5], t[c, 6], t[c, 7]
-            for j in range(source_UW.shape[1]):
-                target_NW[row, j] ^= _times(source_UW[i, j], t0, t1, t2, t3, t4, t5, t6, t7)
+            _add_product(changed, read, words, columns, matrix)
 
 
 @njit(nogil=True, cache=True)
-def _multiply_add(target_W: Any, source_W: Any, t: Any) -> None:
-    """target ^= c * source, where `t` is the row of c in `_BIT_PRODUCT`."""
-    t0, t1, t2, t3, t4, t5, t6, t7 = t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7]
-    for j in range(source_W.shape[0]):
-        target_W[j] ^= _times(source_W[j], t0, t1, t2, t3, t4, t5, t6, t7)
+def _multiply_add(target_W: Any, source_W: Any, factor: Any) -> None:
+    """target ^= c * source, where `factor` is the row of c in `FACTORS`."""
+    _add_product(target_W.ctypes.data, source_W.ctypes.data, len(target_W), factor[0], factor[1])
 
 
 @njit(nogil=True, cache=True)
 def _xor(target_W: Any, source_W: Any) -> None:
-    for j in range(source_W.shape[0]):
-        target_W[j] ^= source_W[j]
+    _add_xor(target_W.ctypes.data, source_W.ctypes.data, len(target_W), np.uint64(0), np.uint64(0))
+
+
+@njit(nogil=True, cache=True)
+def _combine(results_RW: Any, sources_K: Any, coefficients_RK: Any, factors_RKF: Any) -> None:
+    """results[i] = the sum over m of coefficients[i, m] * the words at address sources[m].
+
+    All arrays whose addresses are taken come from the caller: Numba frees one of its own after the last mention of it.
+    """
+    many, words = len(sources_K), results_RW.shape[1]
+    is_xor_R = np.ones(len(results_RW), np.bool_)
+    for i in range(len(results_RW)):
+        for m in range(many):
+            is_xor_R[i] &= coefficients_RK[i, m] == 1
+    sources, results, factors = sources_K.ctypes.data, results_RW.ctypes.data, factors_RKF.ctypes.data
+    block = max(COMBINED_WORDS, BLOCK_BYTES // WORD_BYTES // many // COMBINED_WORDS * COMBINED_WORDS)
+    for start in range(0, words, block):
+        count = min(block, words - start)
+        for i in range(len(results_RW)):
+            result, first = results + (i * words + start) * WORD_BYTES, start * WORD_BYTES
+            if is_xor_R[i]:
+                _sum_xor(result, sources, many, first, count, 0)
+            else:
+                _sum_product(result, sources, many, first, count, factors + i * many * FACTOR_BYTES)
 
 
 def _check_bytes(name: str, array: Bytes) -> None:
-    if array.ndim != 2 or array.dtype != np.uint8:
+    if array.ndim != 2 or array.dtype != BYTE:
         raise ValueError(f"`{name}` must be a 2-D uint8 array, got {array.ndim}-D {array.dtype}")
     if array.shape[1] % WORD_BYTES:
         raise ValueError(f"`{name}` must have rows of a multiple of {WORD_BYTES} bytes, got {array.shape[1]}")
@@ -130,8 +320,8 @@ def _check_bytes(name: str, array: Bytes) -> None:
 
 def _check_target(name: str, array: Bytes) -> None:
     _check_bytes(name, array)
-    aligned = array.__array_interface__["data"][0] % WORD_BYTES == 0
-    if not array.flags.c_contiguous or not array.flags.writeable or not aligned:
+    flags = array.flags
+    if not flags.c_contiguous or not flags.writeable or not array.view(np.uint32).flags.aligned:
         raise ValueError(
             f"`{name}` is changed in place, so it must be contiguous, writeable and {WORD_BYTES}-byte aligned"
         )
@@ -139,9 +329,20 @@ def _check_target(name: str, array: Bytes) -> None:
 
 def _as_words(array: Bytes) -> NDArray[np.uint32]:
     """As 4-byte words; copied only where it is not contiguous or not aligned."""
-    if not array.flags.c_contiguous or array.__array_interface__["data"][0] % WORD_BYTES:
-        array = np.array(array, order="C")
-    return array.view(np.uint32)
+    if array.flags.c_contiguous:
+        words = array.view(np.uint32)
+        if words.flags.aligned:
+            return words
+    return np.array(array, order="C").view(np.uint32)
+
+
+def _in_place(sources: Sequence[Bytes] | Bytes) -> tuple[object, Rows]:
+    """Sources as words, to be held for as long as the addresses, (K,), are used."""
+    if isinstance(sources, np.ndarray):
+        words = _as_words(sources)
+        return words, words.ctypes.data + words.strides[0] * np.arange(len(words))
+    each = [_as_words(source_UB) for source_UB in sources]
+    return each, np.array([source_UW.ctypes.data for source_UW in each], np.int64)
 
 
 def _check_rows(target_NB: Bytes, rows_U: Rows, source_UB: Bytes) -> None:
@@ -188,12 +389,12 @@ def fold_rows_(target_NB: Bytes, rows_U: Rows, source_UB: Bytes, coefficients_U:
         IndexError: a row is out of range. Nothing was changed then.
     """
     _check_rows(target_NB, rows_U, source_UB)
-    if coefficients_U.shape != rows_U.shape or coefficients_U.dtype != np.uint8:
+    if coefficients_U.shape != rows_U.shape or coefficients_U.dtype != BYTE:
         got = f"{coefficients_U.dtype} of {coefficients_U.shape}"
         raise ValueError(f"`coefficients_U` must be uint8 of shape {rows_U.shape}, got {got}")
     if source_UB.size:
         rows_U, coefficients_U = np.ascontiguousarray(rows_U), np.ascontiguousarray(coefficients_U)
-        _fold_rows(_as_words(target_NB), rows_U, _as_words(source_UB), coefficients_U, _BIT_PRODUCT)
+        _fold_rows(_as_words(target_NB), rows_U, _as_words(source_UB), coefficients_U, FACTORS)
 
 
 def multiply_add_(target_UB: Bytes, source_UB: Bytes, coefficient: int) -> None:
@@ -219,7 +420,41 @@ def multiply_add_(target_UB: Bytes, source_UB: Bytes, coefficient: int) -> None:
     if coefficient == 1:
         _xor(target_W, source_W)
     else:
-        _multiply_add(target_W, source_W, _BIT_PRODUCT[coefficient])
+        _multiply_add(target_W, source_W, FACTORS[coefficient])
+
+
+def combine(coefficients_RK: Bytes, sources: Sequence[Bytes] | Bytes, name: str = "sources") -> Bytes:
+    """Sums of products: result[i] is the sum over m of coefficients[i, m] * sources[m].
+
+    Args:
+        coefficients_RK: (R, K) uint8.
+        sources: K >= 1 arrays (U, B) uint8, or one (K, U, B). Each is read from memory once, however large R is.
+        name: of `sources` in errors.
+
+    Returns:
+        (R, U, B) uint8, fresh.
+
+    Raises:
+        ValueError: a shape or a dtype does not fit.
+    """
+    if coefficients_RK.ndim != 2 or coefficients_RK.dtype != BYTE or coefficients_RK.shape[1] != len(sources):
+        got = f"{coefficients_RK.dtype} of {coefficients_RK.shape}"
+        raise ValueError(f"`coefficients_RK` must be (R, {len(sources)}) uint8, a column for each source, got {got}")
+    if len(sources) == 0:
+        raise ValueError(f"`{name}` must not be empty")
+    shape = sources[0].shape
+    for source_UB in sources[:1] if isinstance(sources, np.ndarray) else sources:
+        _check_bytes(name, source_UB)
+        if source_UB.shape != shape:
+            raise ValueError(f"`{name}` must be of one shape, got {source_UB.shape} and {shape}")
+    results_RUB = np.empty((len(coefficients_RK), *shape), np.uint8)
+    if results_RUB.size:
+        words, addresses_K = _in_place(sources)
+        results_RW = results_RUB.reshape(len(results_RUB), -1).view(np.uint32)
+        coefficients_RK = np.ascontiguousarray(coefficients_RK)
+        _combine(results_RW, addresses_K, coefficients_RK, FACTORS.take(coefficients_RK, axis=0))
+        del words  # until here the kernel had their addresses
+    return results_RUB
 
 
 def warm() -> None:
@@ -229,3 +464,4 @@ def warm() -> None:
     fold_rows_(target_NB, rows_U, source_UB, np.full(1, 2, np.uint8))
     for coefficient in (1, 2):
         multiply_add_(target_NB[:1], source_UB, coefficient)
+    combine(np.array([[1, 1], [1, 2]], np.uint8), [source_UB, source_UB])

@@ -26,10 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_ecrec.codec.field import Bytes, Rows, fold_rows_, multiply_add_
+from torch_ecrec.codec.field import Bytes, Rows, combine, fold_rows_
 from torch_ecrec.config import FIELD_SIZE, require, require_int
-
-BLOCK_BYTES = 1 << 17  # of one member; k + 1 of them share the second-level cache
 
 
 def _galois_field() -> Any:
@@ -81,10 +79,7 @@ class LinearCode:
         Raises:
             ValueError: not k arrays, or their shapes or dtypes do not fit.
         """
-        self._check_values("data_KUB", data_KUB)
-        parity = np.zeros((self.r, *data_KUB[0].shape), np.uint8)
-        _combine_(parity, self.coefficients, data_KUB)
-        return parity
+        return self._combine("data_KUB", self.coefficients, data_KUB)
 
     def delta(self, old_UB: Bytes, new_UB: Bytes) -> Bytes:
         """The change of a data member that parity needs: old XOR new.
@@ -155,25 +150,16 @@ class LinearCode:
         Not checked: that all values are of one stripe and as of matching steps. Recovery owns that.
         """
         row = self.decode_row(have, want)
-        self._check_values("values", values)
-        result = np.zeros((1, *values[0].shape), np.uint8)
-        _combine_(result, row[None, :], values)
-        return result[0]
+        return self._combine("values", row[None, :], values)[0]
 
     def _solve(self, have: tuple[int, ...], want: int) -> Bytes:
         if self.r == 1:
             return np.ones(self.k, np.uint8)
         return _decode_row(self.k, self.r, have, want)
 
-    def _check_values(self, name: str, values: Sequence[Bytes] | Bytes) -> None:
+    def _combine(self, name: str, coefficients_RK: Bytes, values: Sequence[Bytes] | Bytes) -> Bytes:
         require(len(values) == self.k, f"`{name}` must hold k = {self.k} arrays, got {len(values)}")
-        shape = values[0].shape
-        for member, value in enumerate(values):
-            if value.ndim != 2 or value.dtype != np.uint8 or value.shape != shape:
-                raise ValueError(
-                    f"`{name}` must hold 2-D uint8 arrays of one shape, got {value.dtype} {value.shape} at {member},"
-                    f" wanted uint8 {shape}"
-                )
+        return combine(coefficients_RK, values, name)
 
 
 @functools.cache
@@ -194,14 +180,3 @@ def _cauchy(k: int, r: int) -> Bytes:
     matrix = matrix / matrix[:1, :]
     matrix = matrix / matrix[:, :1]
     return np.array(matrix, dtype=np.uint8)
-
-
-def _combine_(results: Bytes, coefficients: Bytes, values: Sequence[Bytes] | Bytes) -> None:
-    """results[i] ^= sum of coefficients[i, m] * values[m], block by block so that a block is read from memory once."""
-    records, width = values[0].shape
-    block = max(1, BLOCK_BYTES // max(1, width))
-    for first in range(0, records, block):
-        for member, value in enumerate(values):
-            source = value[first : first + block]
-            for i in range(len(results)):
-                multiply_add_(results[i, first : first + block], source, int(coefficients[i, member]))
