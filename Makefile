@@ -64,7 +64,7 @@ type: $(VENV)/.installed
 	@$(BIN)/mypy
 
 bench: setup
-	@$(BIN)/torch-ecrec bench $(or $(ARGS),exactness)
+	@$(BIN)/torch-ecrec bench $(or $(ARGS),train)
 
 docs: $(VENV)/.installed
 	@$(BIN)/python -m pytest -q tests/test_docs.py

@@ -16,7 +16,7 @@ RATES = ("gbps", "memcpy_gbps", "scattered_copy_gbps", "isal_gbps")
 def run(*words):
     parser = argparse.ArgumentParser()
     codec.add_arguments(parser)
-    return codec.run_codec(parser.parse_args(list(map(str, words))))
+    return codec.run(parser.parse_args(list(map(str, words))))
 
 
 class NoIsal:

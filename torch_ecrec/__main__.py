@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import logging
 import signal
@@ -17,9 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch_ecrec
-from torch_ecrec.bench import exactness, train
 from torch_ecrec.config import OPTIMIZERS, PROTECTIONS, WITHOUT_SPARE, CodeSpec, Settings, require_int
 from torch_ecrec.errors import ClusterError
+
+BENCHMARKS = {
+    "train": "throughput beside plain TorchRec, by shape and code",
+    "recovery": "kills at steady state: how long a pause, how fast a rebuild; beside restart from a checkpoint",
+    "codec": "encode, fold and decode, beside memcpy and ISA-L",
+    "exactness": "kills in real runs: bit-identical? how long a pause?",
+}
 
 
 def port(text: str) -> int:
@@ -50,7 +57,13 @@ def code_of(arguments: argparse.Namespace) -> CodeSpec:
     return CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
 
 
-def parser() -> argparse.ArgumentParser:
+def _module_of(benchmark: str) -> Any:
+    """Loaded only when asked for: a server that starts should not wait for TorchRec and plots."""
+    return importlib.import_module(f"torch_ecrec.bench.{benchmark}")
+
+
+def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
+    """The command line; the arguments of a benchmark only if it is named."""
     top = argparse.ArgumentParser(prog="torch-ecrec", description="Erasure-coded parameter servers for TorchRec.")
     top.add_argument("--version", action="version", version=f"torch-ecrec {torch_ecrec.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -104,8 +117,10 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measurements").add_subparsers(
         dest="bench", required=True, metavar="WHAT"
     )
-    exactness.add_arguments(bench.add_parser("exactness", help="kills in real runs: bit-identical? how long a pause?"))
-    train.add_arguments(bench.add_parser("train", help="throughput beside plain TorchRec, by shape and code"))
+    for name, text in BENCHMARKS.items():
+        one = bench.add_parser(name, help=text)
+        if name == benchmark:
+            _module_of(name).add_arguments(one)
 
     commands.add_parser("warm", help="compile the kernels now, so that the first run does not")
     return top
@@ -168,7 +183,7 @@ def run(arguments: argparse.Namespace) -> int:
         return run_demo(arguments)
     if arguments.command == "bench":
         arguments.out.mkdir(parents=True, exist_ok=True)
-        return {"exactness": exactness.run_exactness, "train": train.run_train}[arguments.bench](arguments)
+        return int(_module_of(arguments.bench).run(arguments))
     from torch_ecrec import launch
 
     if arguments.command == "warm":
@@ -206,7 +221,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script."""
-    arguments = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments = parser(next((word for word in words[1:] if word in BENCHMARKS), None)).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         return run(arguments)

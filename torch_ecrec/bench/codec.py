@@ -394,7 +394,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
-def run_codec(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table; writes OUT/codec.json, .csv and .png."""
     require_int("repeats", arguments.repeats, 1)
     require_int("memory_mib", arguments.memory_mib, 1)

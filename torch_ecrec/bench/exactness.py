@@ -122,7 +122,7 @@ def run_case(case: Case, arguments: argparse.Namespace, references: dict[str, di
     return outcome
 
 
-def run_exactness(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Runs all cases, prints a line each and the times of all kills; writes OUT/exactness.json. 1 if any differs."""
     references: dict[str, dict[str, Any]] = {}
     outcomes = []

@@ -107,7 +107,9 @@ def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return "\n".join(
-        "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        )
         for line in cells
     )
 

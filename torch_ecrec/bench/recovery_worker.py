@@ -33,6 +33,8 @@ import torch
 import torch.distributed as dist
 import torchrec
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torchrec.datasets.utils import Batch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -102,12 +104,15 @@ class Orders:
 
 def wrap(model: nn.Module, arguments: argparse.Namespace) -> nn.Module:
     """The distributed model of either backend."""
+    distributed: nn.Module
     if arguments.backend == "ecrec":
         import torch_ecrec
 
-        return torch_ecrec.DistributedModelParallel(model, device=CPU, seed=arguments.seed)
-    plan = workload.torchrec_plan(model, arguments.trainers)
-    return torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=plan)
+        distributed = torch_ecrec.DistributedModelParallel(model, device=CPU, seed=arguments.seed)
+    else:
+        plan = workload.torchrec_plan(model, arguments.trainers)
+        distributed = torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=plan)
+    return distributed
 
 
 def sample(model: Any) -> float:
@@ -123,15 +128,13 @@ def sample(model: Any) -> float:
 
 def checkpoint(model: Any, optimizer: Any, folder: Path, load: bool) -> float:
     """Saves to `folder`, or loads in place from it; returns the seconds that all trainers together took."""
-    import torch.distributed.checkpoint as dcp
-
     dist.barrier()
     begin = time.perf_counter()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if load:
-        dcp.load(state, checkpoint_id=folder)  # tables, dense weights and states are written where they live
+        load_checkpoint(state, checkpoint_id=folder)  # tables, dense weights and states are written where they live
     else:
-        dcp.save(state, checkpoint_id=folder)
+        save_checkpoint(state, checkpoint_id=folder)
     dist.barrier()
     return time.perf_counter() - begin
 

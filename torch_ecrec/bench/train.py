@@ -61,11 +61,15 @@ class System:
 def parse_system(name: str) -> System:
     """A system by its name. Raises ValueError."""
     found = re.fullmatch(r"(torchrec|none|k(\d+)r(\d+))(:bf16)?(\+ckpt|\+snap)?", name)
-    require(found is not None, f"unknown system {name!r}; for example torchrec, torchrec+ckpt, none, k2r1, k4r2:bf16+snap")
+    require(
+        found is not None, f"unknown system {name!r}; for example torchrec, torchrec+ckpt, none, k2r1, k4r2:bf16+snap"
+    )
     assert found is not None
     base, k, r, bf16, more = found.groups()
     torchrec = base == "torchrec"
-    require(not (torchrec and (bf16 or more == "+snap")), f"{name!r}: TorchRec has neither a bf16 wire nor snapshots here")
+    require(
+        not (torchrec and (bf16 or more == "+snap")), f"{name!r}: TorchRec has neither a bf16 wire nor snapshots here"
+    )
     require(torchrec or more != "+ckpt", f"{name!r}: only torchrec saves checkpoints here")
     code = None if torchrec else CodeSpec(3, 2, 1, "none")
     if k is not None:
@@ -315,7 +319,7 @@ def plot(shape: str, lines: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def run_train(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Runs the benchmark; see the module's docstring."""
     shape = workload.resized(
         workload.SHAPES[arguments.shape],

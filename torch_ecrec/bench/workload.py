@@ -123,9 +123,7 @@ def batches(shape: Shape, trainer: int, trainers: int, seed: int) -> list[Batch]
     pool = []
     if shape.data is not None:
         lines = POOL * trainers * shape.batch
-        clicks = (
-            criteo.read(Path(shape.data), shape.rows) if shape.data else criteo.synthetic(lines, seed, shape.rows)
-        )
+        clicks = criteo.read(Path(shape.data), shape.rows) if shape.data else criteo.synthetic(lines, seed, shape.rows)
         for i in range(POOL):
             first = (i * trainers + trainer) * shape.batch
             some = clicks[(first + np.arange(shape.batch)) % len(clicks)]
