@@ -26,6 +26,7 @@ PACKAGE = ROOT / "torch_ecrec"
 RANKS = {
     "errors": 0,
     "config": 1,
+    "allocator": 1,
     "pooling": 1,
     "prefetch": 1,
     "codec": 2,

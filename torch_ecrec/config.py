@@ -228,6 +228,8 @@ class Settings:
         call_timeout_s: a remote call not answered by then counts as unknown and is made again.
         give_up_s: a lookup or push without progress for so long ends with `ClusterUnavailable`.
         heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost.
+        keep_freed_bytes: memory that this process has freed and keeps for the next step, at most; 0 leaves the C
+            library's allocator as it is.
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
         rebuild_bytes_per_s: limit of the background rebuild per slot, 0 for none.
     """
@@ -238,6 +240,7 @@ class Settings:
     give_up_s: float = 120.0
     heartbeat_s: float = 1.0
     lease_s: float = 30.0
+    keep_freed_bytes: int = 1 << 30
     rebuild_chunk_bytes: int = 4 << 20
     rebuild_bytes_per_s: float = 0.0
 
@@ -245,6 +248,7 @@ class Settings:
         require_int("window_steps", self.window_steps, 1)
         for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"):
             require(getattr(self, name) > 0, f"`{name}` must be positive, got {getattr(self, name)}")
+        require_int("keep_freed_bytes", self.keep_freed_bytes, 0)
         require_int("rebuild_chunk_bytes", self.rebuild_chunk_bytes, 1)
         require(
             self.rebuild_bytes_per_s >= 0, f"`rebuild_bytes_per_s` must not be negative, got {self.rebuild_bytes_per_s}"

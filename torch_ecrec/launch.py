@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from torch_ecrec import codec, layout, pooling, route, storage
+from torch_ecrec import allocator, codec, layout, pooling, route, storage
 from torch_ecrec.client import Client, Session
 from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int
 from torch_ecrec.coordinator import Coordinator
@@ -161,6 +161,7 @@ def run_server(settings: Settings, code: dict[str, int | None] | None = None) ->
     Raises:
         JoinRefused, ClusterUnavailable: see `Member`.
     """
+    allocator.keep_freed(settings.keep_freed_bytes)
     warm()
     _freeze()
     ended = threading.Event()
@@ -223,6 +224,7 @@ def connect(
         JoinRefused, ClusterUnavailable: see `Member`.
     """
     settings = settings or Settings.from_environment()
+    allocator.keep_freed(settings.keep_freed_bytes)
     warm()
     own: Supervisor | None = None
     if settings.join is None:
