@@ -27,6 +27,7 @@ RANKS = {
     "errors": 0,
     "config": 1,
     "allocator": 1,
+    "pointers": 1,
     "pooling": 1,
     "prefetch": 1,
     "codec": 2,

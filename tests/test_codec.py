@@ -347,6 +347,41 @@ def test_missing_members_count_as_zeros():
     assert np.array_equal(code.decode([1, 2, 4], [data[1], data[2], parity[1]], 0), data[0])
 
 
+@pytest.mark.parametrize("k, r", [(1, 2), (2, 1), (3, 2), (4, 1), (4, 3)])
+@pytest.mark.parametrize("width", (4, 260))
+def test_decode_rows_writes_what_is_wanted_and_nothing_else(k, r, width):
+    code, random = LinearCode(k, r), np.random.default_rng(k + r)
+    data = random_bytes(k * r, k, 60, width)
+    members = [*data, *code.encode(data)]
+    for have in itertools.combinations(range(k + r), k):
+        want = next(member for member in range(k + r) if member not in have)
+        rows = np.concatenate([np.arange(20, 60), random.permutation(20)])  # a run, and some here and there
+        target, wanted = random_bytes(1, 70, width), random.random(70) < 0.7
+        expected, missing = target.copy(), wanted.copy()
+        for i, row in enumerate(rows):
+            if wanted[row]:
+                expected[row] = members[want][i]
+        count = code.decode_rows_(target, rows, missing, have, [members[m] for m in have], want)
+        assert np.array_equal(target, expected) and count == wanted[:60].sum()
+        assert not missing[:60].any() and np.array_equal(missing[60:], wanted[60:])
+
+
+def test_decode_rows_refuses_what_does_not_fit():
+    code, target, wanted = LinearCode(2, 1), np.zeros((3, 8), np.uint8), np.ones(3, np.bool_)
+    rows, value = np.arange(2), np.ones((2, 8), np.uint8)
+    for outside in (-1, 3):
+        with pytest.raises(IndexError, match=rf"rows_U\[1\]` must be in 0\.\.2, got {outside}"):
+            code.decode_rows_(target, np.array([0, outside]), wanted, [1, 2], [value, value], 0)
+    for flags in (wanted[:2], wanted.view(np.uint8)):
+        with pytest.raises(ValueError, match="wanted_N"):
+            code.decode_rows_(target, rows, flags, [1, 2], [value, value], 0)
+    with pytest.raises(ValueError, match="coefficients_K"):
+        code.decode_rows_(target, rows, wanted, [1, 2], [value], 0)
+    with pytest.raises(ValueError, match="source_UB"):
+        code.decode_rows_(target, rows, wanted, [1, 2], [value, value[:1]], 0)
+    assert not target.any() and wanted.all()
+
+
 def test_the_code_refuses_what_does_not_fit():
     for k, r, name in ((0, 1, "k"), (1, -1, "r"), (200, 57, r"k \+ r")):
         with pytest.raises(ValueError, match=name):
@@ -387,7 +422,7 @@ def test_warm_leaves_nothing_to_compile():
     from torch_ecrec.codec import field
 
     codec.warm()
-    kernels = (field._xor_rows, field._fold_rows, field._multiply_add, field._xor, field._combine)
+    kernels = (field._xor_rows, field._fold_rows, field._multiply_add, field._xor, field._combine, field._combine_rows)
     before = [len(kernel.signatures) for kernel in kernels]
     target, source, rows = np.zeros((2, 260), np.uint8), np.ones((2, 260), np.uint8), np.arange(2)
     xor_rows_(target, rows, source)
@@ -397,4 +432,5 @@ def test_warm_leaves_nothing_to_compile():
     LinearCode(2, 1).encode([target, source])
     LinearCode(2, 2).encode(np.stack([target, source])[:, ::2])
     LinearCode(2, 2).decode([0, 3], [target, source], 1)
+    LinearCode(2, 2).decode_rows_(target, rows, np.ones(2, np.bool_), [0, 3], [source, source], 1)
     assert all(before) and before == [len(kernel.signatures) for kernel in kernels]

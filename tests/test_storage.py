@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torch_ecrec import storage
 from torch_ecrec.layout import Layout
-from torch_ecrec.storage import DeltaLog, Shard, initialise_, merge, update_
+from torch_ecrec.storage import DeltaLog, Shard, initialise_, merge, optim
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad")
 F32 = np.float32
@@ -30,6 +30,12 @@ def make_records(kind, rows, dim, seed=0):
 
 def make_gradients(count, dim, seed=1):
     return np.random.default_rng(seed).standard_normal((count, dim)).astype(F32)
+
+
+def update_(kind, records, positions, gradients, lr, eps, out=None):
+    """Positions in any order, and one trainer."""
+    index = np.arange(len(positions))[None, :]
+    return optim.update_(kind, records, optim.Merged(positions, [gradients], index), lr, eps, out)
 
 
 def as_bytes(array):
@@ -152,8 +158,6 @@ def test_update_refuses_what_does_not_fit():
             update_("sgd", records, np.array([0, outside]), gradients, 0.1, 0.0)
     with pytest.raises(ValueError, match="float32"):
         update_("sgd", records, positions, gradients.astype(np.float64), 0.1, 0.0)
-    with pytest.raises(ValueError, match="2 rows"):
-        update_("sgd", records, positions, gradients[:1], 0.1, 0.0)
     with pytest.raises(ValueError, match="contiguous"):
         update_("sgd", np.asfortranarray(records), positions, gradients, 0.1, 0.0)
     with pytest.raises(ValueError, match="out"):
@@ -181,7 +185,8 @@ def test_merge_adds_in_list_order(parts, dim, seed):
     for positions, gradients in inputs:
         for position, gradient in zip(positions.tolist(), gradients, strict=True):
             sums[position] = gradient if position not in sums else sums[position] + gradient
-    positions, merged = merge(inputs)
+    together = merge(inputs)
+    positions, merged = together.positions, together.gradients()
     assert positions.tolist() == sorted(sums) and positions.dtype == np.int64
     assert merged.dtype == F32 and merged.shape == (len(sums), dim)
     for position, gradient in zip(positions.tolist(), merged, strict=True):
@@ -191,27 +196,27 @@ def test_merge_adds_in_list_order(parts, dim, seed):
 def test_merge_is_not_associative_and_keeps_trainer_order():
     big, one = np.full((1, 4), 2.0**24, F32), np.ones((1, 4), F32)
     position = np.array([3])
-    _, merged = merge([(position, big), (position, one), (position, one)])
-    assert (merged == 2.0**24).all()
-    _, merged = merge([(position, one), (position, one), (position, big)])
-    assert (merged == 2.0**24 + 2).all()
+    merged = merge([(position, big), (position, one), (position, one)])
+    assert (merged.gradients() == 2.0**24).all()
+    merged = merge([(position, one), (position, one), (position, big)])
+    assert (merged.gradients() == 2.0**24 + 2).all()
 
 
-def test_merge_returns_a_single_part_as_it_is():
+def test_merge_of_a_single_part_and_of_nothing():
     positions, gradients = np.array([1, 5]), make_gradients(2, 3)
     empty = (np.zeros(0, np.int64), np.zeros((0, 3), F32))
     for parts in ([(positions, gradients)], [empty, (positions, gradients), empty]):
         merged = merge(parts)
-        assert merged[0] is positions and merged[1] is gradients
+        assert np.array_equal(merged.positions, positions) and np.array_equal(merged.gradients(), gradients)
     nothing = merge([empty, empty])
-    assert nothing[0].shape == (0,) and nothing[1].shape == (0, 3)
+    assert nothing.positions.shape == (0,) and nothing.gradients().shape == (0, 3)
 
 
 def test_merge_changes_no_input_and_keeps_negative_zeros():
     a, b = (np.array([1, 2]), np.full((2, 2), -0.0, F32)), (np.array([2, 4]), make_gradients(2, 2))
     before = [array.copy() for array in (*a, *b)]
-    positions, merged = merge([a, b])
-    assert positions.tolist() == [1, 2, 4] and np.signbit(merged[0]).all()
+    merged = merge([a, b])
+    assert merged.positions.tolist() == [1, 2, 4] and np.signbit(merged.gradients()[0]).all()
     assert all(np.array_equal(x, y) for x, y in zip((*a, *b), before, strict=True))
 
 
@@ -226,6 +231,15 @@ def test_merge_refuses_what_does_not_fit():
         merge([(positions, gradients), (positions, gradients[:, :2])])
     with pytest.raises(ValueError, match="float32"):
         merge([(positions, gradients.astype(np.float64))])
+
+
+def test_bfloat16_parts_are_summed_as_what_they_stand_for():
+    positions, gradients = np.arange(700), make_gradients(700, 5)
+    rounded = torch.from_numpy(gradients).bfloat16()
+    merged = merge([(positions, rounded.view(torch.uint16).numpy()), (positions[1::2], gradients[1::2])])
+    wanted = rounded.float().numpy()
+    wanted[1::2] += gradients[1::2]
+    assert np.array_equal(as_bytes(merged.gradients()), as_bytes(wanted))
 
 
 # ----------------------------------------------------------------------------------------------------------- initialise
@@ -345,6 +359,13 @@ def test_shard_moves_bytes_unchanged(dim, width):
     assert np.shares_memory(shard.bytes, shard.records)
 
 
+@pytest.mark.parametrize("rows", (1, 7, 40_000))  # the last is more than 4 MB
+def test_records_and_parities_start_with_a_cache_line(rows):
+    shard = Shard(rows, rows + 1, 32, 33)
+    for array in (shard.records, shard.bytes, shard.parity):
+        assert array.ctypes.data % 64 == 0 and array.flags.c_contiguous and array.flags.writeable
+
+
 def test_shard_results_are_copies_and_empty_requests_work():
     shard = Shard(4, 0, 2, 3)
     shard.gather(np.array([1]))[:] = 7
@@ -420,6 +441,11 @@ def test_changes_match_a_plain_search(steps, drop, floor, seed, ascending):
         found = log.changes(slab, queries, after, through)
         assert (found is not None) == touched
         assert found is None or np.array_equal(found, wanted)
+        summed = np.zeros_like(wanted)
+        for rows, deltas in log.parts(slab, queries, after, through):
+            assert len(rows) and (np.diff(rows) > 0).all()
+            summed[rows] ^= deltas
+        assert np.array_equal(summed, wanted)
 
 
 def test_long_logs_are_searched_correctly():
@@ -527,8 +553,9 @@ def test_warm_leaves_nothing_to_compile():
         store = Shard(9, 3, 8, 8 + state_floats(kind, 8))
         initialise_(store.records, np.arange(9), 3, **TABLES, dim=8)
         part = (np.arange(4), make_gradients(4, 8))
-        positions, gradients = merge([part, part, part])
-        delta = update_(kind, store.records, positions, gradients, 0.1, 1e-8)
+        merged = merge([part, part, part])
+        positions = merged.positions
+        delta = optim.update_(kind, store.records, merged, 0.1, 1e-8)
         store.scatter_(positions, store.gather(positions))
         store.gather_weights(positions)
         log = DeltaLog(1)

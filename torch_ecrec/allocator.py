@@ -15,6 +15,16 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20  # what glibc accepts at most; larger blocks 
 _ARENAS = 2  # each keeps what it was given; threads of ours do not allocate at the same time for long
 
 
+def environment(most_bytes: int) -> dict[str, str]:
+    """The variables that give a process the same setting from its start on (mallopt(3))."""
+    limit = str(min(most_bytes, 2**31 - 1))
+    return {
+        "MALLOC_ARENA_MAX": str(_ARENAS),
+        "MALLOC_MMAP_THRESHOLD_": str(_LARGEST_MMAP_THRESHOLD),
+        "MALLOC_TRIM_THRESHOLD_": limit,
+    }
+
+
 def keep_freed(most_bytes: int) -> bool:
     """Lets this process keep freed memory up to `most_bytes` for reuse; 0 changes nothing.
 

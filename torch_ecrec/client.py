@@ -73,6 +73,7 @@ class Client(Node):
         self.step = 1
         self.complete = 0  # everything of this trainer up to here is acknowledged and stored
         self.snapshot_every = snapshot_every
+        self.half = settings.wire == "bfloat16"
         self.open: dict[int, _StepState] = {}
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
 
@@ -95,7 +96,7 @@ class Client(Node):
                 if len(answers) == len(waiting):
                     done(self._join(routes, answers))
 
-            self.ask(slot, lambda i: wire.Lookup(slot, i, step, self.trainer, positions), on_answer)
+            self.ask(slot, lambda i: wire.Lookup(slot, i, step, self.trainer, positions, self.half), on_answer)
 
         waiting = {s: None for s in waiting if any(len(route.positions[s]) for route in routes)}
         if not waiting:
@@ -105,10 +106,10 @@ class Client(Node):
 
     def _join(self, routes: Sequence[Route], answers: dict[int, wire.Rows]) -> list[Tensor]:
         weights = []
-        for s, (slab, route) in enumerate(zip(self.job.slabs, routes, strict=True)):
-            out_UD = torch.empty((len(route.rows), slab.dim), dtype=torch.float32)
+        for s, (slab, there) in enumerate(zip(self.job.slabs, routes, strict=True)):
+            out_UD = torch.empty((len(there.rows), slab.dim), dtype=torch.bfloat16 if self.half else torch.float32)
             parts = [answers[slot].weights[s] for slot in sorted(answers)]
-            weights.append(route.join(parts, out_UD) if parts else out_UD)
+            weights.append(there.join(parts, out_UD) if parts else out_UD)
         return weights
 
     def snapshot_due(self, step: int) -> bool:
@@ -125,6 +126,8 @@ class Client(Node):
         state = self.open[step] = _StepState(unacknowledged=set(range(self.slots)))
         if not self.snapshot_due(step):
             state.unstored = set()
+        if self.half:
+            gradients = [gradient_UD.bfloat16() for gradient_UD in gradients]
         parts = [route.split(gradient) for route, gradient in zip(routes, gradients, strict=True)]
 
         def send(slot: int) -> None:
@@ -247,6 +250,7 @@ class Session:
         self._tell, self._on_close = tell, on_close
         self._changed = threading.Condition()
         self._changes = 0
+        self._awaited: Callable[[], bool] | None = None  # what the user's thread waits for
         self._error: BaseException | None = None
         self._loaded = False
         self._closed = False
@@ -258,9 +262,11 @@ class Session:
     # the background -----------------------------------------------------------------------------
 
     def _notify(self) -> None:
+        """Something changed. Wakes the user's thread only if it can go on: most changes are not what it waits for."""
         with self._changed:
             self._changes += 1
-            self._changed.notify_all()
+            if self._awaited is not None and (self._error is not None or self._awaited()):
+                self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Something went wrong in the background: the next or present wait raises it."""
@@ -280,16 +286,17 @@ class Session:
         limit_s = self.client.settings.give_up_s
         deadline = time.monotonic() + limit_s
         with self._changed:
-            seen = self._changes
-            while not condition():
-                if self._error is not None:
-                    raise self._error
-                if self._changes != seen:
-                    seen, deadline = self._changes, time.monotonic() + limit_s
-                if time.monotonic() > deadline:
-                    faulthandler.dump_traceback(file=sys.stderr)
-                    raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s")
-                self._changed.wait(0.5)
+            seen, self._awaited = self._changes, condition
+            try:
+                while self._error is None and not condition():
+                    if self._changes != seen:
+                        seen, deadline = self._changes, time.monotonic() + limit_s
+                    if time.monotonic() > deadline:
+                        faulthandler.dump_traceback(file=sys.stderr)
+                        raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s")
+                    self._changed.wait(0.5)
+            finally:
+                self._awaited = None
         if self._error is not None:
             raise self._error
 
@@ -341,7 +348,7 @@ class Session:
             rows: per slab, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
 
         Returns:
-            Per slab, (U, D) float32.
+            Per slab, (U, D) float32, or bfloat16 if that is the `wire`.
         """
         weights: list[Tensor] = self._run_and_wait(
             self.client.lookup, self._route(rows), what=f"lookup of step {self.step}"

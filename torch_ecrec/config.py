@@ -23,6 +23,7 @@ _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no spare
 PROTECTIONS = ("parity", "none")
+WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
 FIELD_SIZE = 256
 
 
@@ -227,25 +228,30 @@ class Settings:
         window_steps: how many steps a trainer may run ahead of what is acknowledged.
         call_timeout_s: a remote call not answered by then counts as unknown and is made again.
         give_up_s: a lookup or push without progress for so long ends with `ClusterUnavailable`.
+        wire: "bfloat16" halves what lookups and pushes send: rows are rounded on their way to a trainer, and its
+            gradients on their way back. Records stay float32, and recovery stays exact.
         heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost.
         keep_freed_bytes: memory that this process has freed and keeps for the next step, at most; 0 leaves the C
             library's allocator as it is.
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
-        rebuild_bytes_per_s: limit of the background rebuild per slot, 0 for none.
+        rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each that was lost; 0 for
+            none. What a request waits for counts, but is never delayed.
     """
 
     join: str | None = None
     window_steps: int = 2
     call_timeout_s: float = 10.0
     give_up_s: float = 120.0
+    wire: str = "float32"
     heartbeat_s: float = 1.0
     lease_s: float = 30.0
     keep_freed_bytes: int = 1 << 30
     rebuild_chunk_bytes: int = 4 << 20
-    rebuild_bytes_per_s: float = 0.0
+    rebuild_bytes_per_s: float = 100e6
 
     def __post_init__(self) -> None:
         require_int("window_steps", self.window_steps, 1)
+        require(self.wire in WIRES, f"`wire` must be one of {', '.join(WIRES)}, got {self.wire!r}")
         for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"):
             require(getattr(self, name) > 0, f"`{name}` must be positive, got {getattr(self, name)}")
         require_int("keep_freed_bytes", self.keep_freed_bytes, 0)
@@ -262,7 +268,7 @@ class Settings:
             text = os.environ.get(f"TORCH_ECREC_{field.name.upper()}")
             if text is not None and field.name not in overrides:
                 try:
-                    values[field.name] = _NUMBERS[type(field.default)](text) if field.name != "join" else text
+                    values[field.name] = _NUMBERS.get(type(field.default), str)(text)
                 except ValueError:
                     raise ValueError(f"TORCH_ECREC_{field.name.upper()} must be a number, got {text!r}") from None
         return Settings(**{**values, **overrides})

@@ -215,7 +215,7 @@ class Layout:
 
     @property
     def route(self) -> tuple[Integers, Integers]:
-        """For kernels: with p = slots * k, row x is on slot `route[0][x % p]`, at position `route[1][x % p] + x // p`."""
+        """For kernels, with p = slots * k: row x is on slot `[0][x % p]`, at position `[1][x % p] + x // p`."""
         return self._slot_of, self._first_of
 
     def row_at(self, slot: int, positions_U: Integers) -> Integers:
@@ -248,10 +248,11 @@ class Layout:
         require(len(first) > 1, "`parity` must be False where r is 0, as there are no parity records")
         ranks_U = np.searchsorted(first, positions_U, side="right") - 1
         groups = []
-        for rank in np.unique(ranks_U).tolist():
+        for rank in range(len(first) - 1):
             where = np.flatnonzero(ranks_U == rank).astype(np.int64, copy=False)
-            rotations = positions_U[where] - first[rank]
-            groups.append(StripeGroup(int(bases[slot, rank]), int(members[slot, rank]), rotations, where))
+            if len(where):
+                rotations = positions_U[where] - first[rank]
+                groups.append(StripeGroup(int(bases[slot, rank]), int(members[slot, rank]), rotations, where))
         return groups
 
     def position(self, base: int, member: int, rotations_G: Integers) -> Integers:

@@ -1,12 +1,14 @@
 """Pooling of looked-up rows into features and back, as kernels over a whole batch.
 
-A *bag* is the ids of one feature in one sample. Bags come feature by feature, as in a `KeyedJaggedTensor`; pooled values
-go out sample by sample, which is the form that the model wants, so that nothing is transposed afterwards.
+A *bag* is the ids of one feature in one sample. Bags come feature by feature, as in a `KeyedJaggedTensor`; pooled
+values go out sample by sample, which is the form that the model wants, so that nothing is transposed afterwards.
 
     pooled[b, f] = (sum over n in bag (f, b) of weight[n] * row[inverse[n]]) / divisor[f, b]
 
 Invariants. One order of summation: the ids of a bag in their order; the gradients of a row in the order of the ids that
 named it, over all bags. The first value is copied, not added to zero, so that -0.0 stays.
+
+Rows that were looked up are float32, or uint16 that is bfloat16; all else is float32.
 
 Shapes: U rows, D dim, N ids, F features, B samples.
 """
@@ -16,9 +18,25 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
 _NOT_FINITE = 0x7F800000  # the exponent bits of a float32 are all ones
+
+
+def _float(value: Any) -> Any:
+    """A float32; a uint16 is a bfloat16, the upper half of one. For kernels."""
+
+
+@overload(_float, inline="always")
+def _type_float(value: Any) -> Any:
+    def is_float(value: Any) -> Any:
+        return value
+
+    def is_half(value: Any) -> Any:
+        return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+
+    return is_float if isinstance(value, types.Float) else is_half
 
 
 @njit(nogil=True, cache=True)
@@ -42,7 +60,7 @@ def to_slab_rows(ids_N: Any, lengths_FB: Any, first_F: Any, rows_F: Any, out_N: 
 def pool(
     weight_UD: Any, inverse_N: Any, lengths_FB: Any, per_id_N: Any, weighted: Any, mean_F: Any, out_BFD: Any
 ) -> None:
-    """Pools rows into bags. `per_id_N` is looked at if `weighted`; `mean_F` says which features divide by their length."""
+    """Pools rows into bags. `per_id_N` counts if `weighted`; `mean_F`: which features divide by their length."""
     dim = weight_UD.shape[1]
     n = 0
     for f in range(lengths_FB.shape[0]):
@@ -57,16 +75,16 @@ def pool(
                     w = per_id_N[i]
                     if i == n:
                         for j in range(dim):
-                            out_BFD[b, f, j] = w * weight_UD[u, j]
+                            out_BFD[b, f, j] = w * _float(weight_UD[u, j])
                     else:
                         for j in range(dim):
-                            out_BFD[b, f, j] += w * weight_UD[u, j]
+                            out_BFD[b, f, j] += w * _float(weight_UD[u, j])
                 elif i == n:
                     for j in range(dim):
-                        out_BFD[b, f, j] = weight_UD[u, j]
+                        out_BFD[b, f, j] = _float(weight_UD[u, j])
                 else:
                     for j in range(dim):
-                        out_BFD[b, f, j] += weight_UD[u, j]
+                        out_BFD[b, f, j] += _float(weight_UD[u, j])
             if mean_F[f] and length > 1:
                 divisor = np.float32(length)
                 for j in range(dim):
@@ -138,7 +156,7 @@ def per_id_backward(grad_BFD: Any, weight_UD: Any, inverse_N: Any, lengths_FB: A
             for i in range(n, n + length):
                 total = np.float32(0)
                 for j in range(weight_UD.shape[1]):
-                    total += grad_BFD[b, f, j] * weight_UD[inverse_N[i], j]
+                    total += grad_BFD[b, f, j] * _float(weight_UD[inverse_N[i], j])
                 out_N[i] = total / np.float32(length) if mean_F[f] else total
             n += length
 
@@ -150,6 +168,7 @@ def warm() -> None:
     for lengths in (np.ones((1, 1), np.int32), np.ones((1, 1), np.int64)):
         for ids in (np.zeros(1, np.int32), np.zeros(1, np.int64)):
             to_slab_rows(ids, lengths, index, index + 1, index.copy())
-        pool(floats[0], index, lengths, floats[0, 0], False, flags, floats)
+        for rows in (floats[0], np.zeros((1, 1), np.uint16)):
+            pool(rows, index, lengths, floats[0, 0], False, flags, floats)
+            per_id_backward(floats, rows, index, lengths, flags, floats[0, 0].copy())
         pool_backward(floats, index, lengths, floats[0, 0], False, flags, np.float32(1), flags.copy(), floats[0].copy())
-        per_id_backward(floats, floats[0], index, lengths, flags, floats[0, 0].copy())

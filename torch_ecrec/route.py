@@ -90,8 +90,10 @@ def _relabel(index_N: Any, rank_U: Any) -> None:
 
 def _parts(values: Tensor, starts: list[int]) -> list[Tensor]:
     """Slices of a tensor, each with a storage of its own size: what is sent of it is the slice alone."""
-    array = values.numpy()
-    return [torch.from_numpy(array[a:b]) for a, b in itertools.pairwise(starts)]
+    half = values.dtype == torch.bfloat16  # which NumPy does not have
+    array = (values.view(torch.uint16) if half else values).numpy()
+    slices = [torch.from_numpy(array[a:b]) for a, b in itertools.pairwise(starts)]
+    return [part.view(torch.bfloat16) for part in slices] if half else slices
 
 
 @dataclass
@@ -120,8 +122,9 @@ class Route:
 
     def join(self, parts: list[Tensor], out: Tensor) -> Tensor:
         """Inverse of `split`, into `out`; parts of slots that have no rows may be missing."""
-        ordered = torch.cat(parts, out=out) if self.rank is None else torch.cat(parts)
-        return ordered if self.rank is None else torch.index_select(ordered, 0, self.rank, out=out)
+        if self.rank is None:
+            return torch.cat(parts, out=out)
+        return torch.index_select(torch.cat(parts), 0, self.rank, out=out)
 
 
 def _sorted(layout: Layout, rows_U: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], list[int], list[Tensor]]:

@@ -92,6 +92,7 @@ class Scenario:
     late: float = LATE
     verify_every: int = 60
     call_timeout_s: float = 0.25
+    wire: str = "float32"
 
     @property
     def job(self) -> JobSpec:
@@ -145,7 +146,9 @@ class Cluster:
         self.scenario = scenario
         self.run = Run(scenario)
         self.settings = Settings(
-            call_timeout_s=scenario.call_timeout_s, rebuild_chunk_bytes=scenario.rebuild_chunk_bytes
+            call_timeout_s=scenario.call_timeout_s,
+            rebuild_chunk_bytes=scenario.rebuild_chunk_bytes,
+            wire=scenario.wire,
         )
         self.network = LocalNetwork(
             scenario.network_seed,

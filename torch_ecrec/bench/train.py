@@ -6,11 +6,11 @@ Systems
     none            our servers without protection
     k2r1, k4r1 ...  our servers with that code
 Each of ours without the dense snapshot; with "+snap" with one after every step. ":bf16" sends rows and gradients as
-bfloat16.
+bfloat16. "torchrec:tuned" has the setting of glibc's malloc that our processes give themselves (allocator.py).
 
-All systems are started, then take turns: one block of steps each, again and again, while the others wait. So noise that
-comes and goes meets all of them, and ratios hold where times do not. CPU seconds are user + system time of all processes
-of a system. Bytes on the wire are what passes the loopback interface while a block runs.
+All systems are started, then take turns: one block of steps each, again and again, while the others wait. So noise
+that comes and goes meets all of them, and ratios hold where times do not. CPU seconds are user + system time of all
+processes of a system. Bytes on the wire are what passes the loopback interface while a block runs.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from typing import Any
 
 import psutil
 
+from torch_ecrec import allocator
 from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.worker import Assignment
-from torch_ecrec.config import CodeSpec, require, require_int
+from torch_ecrec.config import CodeSpec, Settings, require, require_int
 from torch_ecrec.demo.run import descendants, free_port
 from torch_ecrec.launch import Supervisor
 
 DEFAULT = "torchrec,torchrec+ckpt,none,none+snap,k2r1,k2r1+snap,k4r1,k4r1+snap,k4r2,k4r2+snap"
 START_S = 300.0  # tables are filled, and the systems before may still be starting
 BLOCK_S = 600.0
-SETTLE_S = 0.6  # after a block: members report what they sent
-HEARTBEAT_S = 0.2
+SETTLE_S = 1.2  # after a block: members report once a second what they sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,22 +60,24 @@ class System:
 
 def parse_system(name: str) -> System:
     """A system by its name. Raises ValueError."""
-    found = re.fullmatch(r"(torchrec|none|k(\d+)r(\d+))(:bf16)?(\+ckpt|\+snap)?", name)
+    found = re.fullmatch(r"(torchrec|none|k(\d+)r(\d+))(:bf16|:tuned)?(\+ckpt|\+snap)?", name)
     require(
         found is not None, f"unknown system {name!r}; for example torchrec, torchrec+ckpt, none, k2r1, k4r2:bf16+snap"
     )
     assert found is not None
-    base, k, r, bf16, more = found.groups()
+    base, k, r, variant, more = found.groups()
     torchrec = base == "torchrec"
     require(
-        not (torchrec and (bf16 or more == "+snap")), f"{name!r}: TorchRec has neither a bf16 wire nor snapshots here"
+        not (torchrec and (variant == ":bf16" or more == "+snap")),
+        f"{name!r}: TorchRec has neither a bf16 wire nor snapshots here",
     )
     require(torchrec or more != "+ckpt", f"{name!r}: only torchrec saves checkpoints here")
     code = None if torchrec else CodeSpec(3, 2, 1, "none")
     if k is not None:
         code = CodeSpec(int(k) + int(r), int(k), int(r))
-    wire = "bfloat16" if bf16 else "float32"
-    return System(name, base + (bf16 or ""), code, wire, more == "+snap", more == "+ckpt")
+    require(torchrec or variant != ":tuned", f"{name!r}: ours are tuned in any case")
+    wire = "bfloat16" if variant == ":bf16" else "float32"
+    return System(name, base + (variant or ""), code, wire, more == "+snap", more == "+ckpt")
 
 
 class Group:
@@ -105,12 +107,13 @@ class Group:
     def _start(self) -> None:
         system = self.system
         self.folder.mkdir(parents=True, exist_ok=True)
-        beats = {"TORCH_ECREC_HEARTBEAT_S": str(HEARTBEAT_S)}
-        environment = {**os.environ, **beats, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if system.code is not None:
-            self.cluster = Supervisor(system.code, logs=self.folder, environment=beats)
+            self.cluster = Supervisor(system.code, logs=self.folder)
             environment["TORCH_ECREC_JOIN"] = self.cluster.join
             environment["TORCH_ECREC_WIRE"] = system.wire
+        elif system.group.endswith(":tuned"):
+            environment.update(allocator.environment(Settings().keep_freed_bytes))
         environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(self.trainers))
         environment["LOCAL_WORLD_SIZE"] = str(self.trainers)
         backend = "torchrec" if system.code is None else "ecrec"

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 import torchrec
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torchrec.datasets.utils import Batch
 
 import torch_ecrec
@@ -72,9 +72,9 @@ class Trainer:
 
     def run(self, steps: int, snapshot: bool, checkpoint_every: int) -> dict[str, Any]:
         """Trains for some steps; returns what is reported."""
-        ours = isinstance(self.model, torch_ecrec.DistributedModelParallel)
-        if ours and self.model.snapshot_every != int(snapshot):
-            self.model.snapshot_every = int(snapshot)
+        ours = self.model if isinstance(self.model, torch_ecrec.DistributedModelParallel) else None
+        if ours is not None and ours.snapshot_every != int(snapshot):
+            ours.snapshot_every = int(snapshot)
         losses = []
         dist.barrier()
         begin = time.perf_counter()
@@ -87,8 +87,8 @@ class Trainer:
             losses.append(loss.detach())
             if checkpoint_every and self.steps % checkpoint_every == 0:
                 self._checkpoint()
-        if ours:
-            self.model.flush()
+        if ours is not None:
+            ours.flush()
         dist.barrier()
         return {"seconds": time.perf_counter() - begin, "losses": [float(losses[0]), float(losses[-1])]}
 
@@ -97,7 +97,7 @@ class Trainer:
         self.finish()
         folder = Path(self.assignment.folder)
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        self.saving = checkpoint.async_save(state, checkpoint_id=folder / str(self.steps % 2))
+        self.saving = async_save(state, checkpoint_id=folder / str(self.steps % 2))
 
     def finish(self) -> None:
         if self.saving is not None:

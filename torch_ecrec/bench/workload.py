@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,7 +110,7 @@ def torchrec_plan(model: nn.Module, trainers: int) -> ShardingPlan:
     return ShardingPlan({path: entries})
 
 
-def _zipf_ranks(rng: np.random.Generator, count: int, rows: int, exponent: float) -> np.ndarray:
+def _zipf_ranks(rng: np.random.Generator, count: int, rows: int, exponent: float) -> Any:
     """Ranks 0..rows-1 with probability proportional to (rank + 1)^-exponent; uniform for exponent 0."""
     if exponent == 0:
         return rng.integers(0, rows, count)

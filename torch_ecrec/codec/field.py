@@ -311,6 +311,34 @@ def _combine(results_RW: Any, sources_K: Any, coefficients_RK: Any, factors_RKF:
                 _sum_product(result, sources, many, first, count, factors + i * many * FACTOR_BYTES)
 
 
+@njit(nogil=True, cache=True)
+def _combine_rows(target_NW: Any, rows_U: Any, wanted_N: Any, sources_K: Any, coefficients_K: Any, factors: Any) -> Any:
+    """Where row rows[i] is wanted: target[rows[i]] = the sum over m of coefficients[m] * row i at address sources[m].
+
+    `factors` are the rows of `FACTORS` of the coefficients. No row is wanted afterwards; returns how many were.
+    """
+    words, many = target_NW.shape[1], len(sources_K)
+    is_xor = True
+    for m in range(many):
+        is_xor &= coefficients_K[m] == 1
+    target, sources, factors_at = target_NW.ctypes.data, sources_K.ctypes.data, factors.ctypes.data
+    count, i = 0, 0
+    while i < len(rows_U):
+        row = rows_U[i]
+        length = 0  # of a run: its rows follow each other in the target as in the sources
+        while i + length < len(rows_U) and rows_U[i + length] == row + length and wanted_N[row + length]:
+            wanted_N[row + length] = False
+            length += 1
+        result, first = target + row * words * WORD_BYTES, i * words * WORD_BYTES
+        if length and is_xor:
+            _sum_xor(result, sources, many, first, length * words, 0)
+        elif length:
+            _sum_product(result, sources, many, first, length * words, factors_at)
+        count += length
+        i += max(length, 1)
+    return count
+
+
 def _check_bytes(name: str, array: Bytes) -> None:
     if array.ndim != 2 or array.dtype != BYTE:
         raise ValueError(f"`{name}` must be a 2-D uint8 array, got {array.ndim}-D {array.dtype}")
@@ -345,7 +373,7 @@ def _in_place(sources: Sequence[Bytes] | Bytes) -> tuple[object, Rows]:
     return each, np.array([source_UW.ctypes.data for source_UW in each], np.int64)
 
 
-def _check_rows(target_NB: Bytes, rows_U: Rows, source_UB: Bytes) -> None:
+def _check_rows(target_NB: Bytes, rows_U: Rows, source_UB: Bytes, low: int = -1) -> None:
     _check_target("target_NB", target_NB)
     _check_bytes("source_UB", source_UB)
     if rows_U.ndim != 1 or rows_U.dtype != np.int64:
@@ -353,9 +381,9 @@ def _check_rows(target_NB: Bytes, rows_U: Rows, source_UB: Bytes) -> None:
     if source_UB.shape != (len(rows_U), target_NB.shape[1]):
         wanted = (len(rows_U), target_NB.shape[1])
         raise ValueError(f"`source_UB` must have the shape {wanted} of the rows, got {source_UB.shape}")
-    outside = _first_outside(rows_U, -1, len(target_NB))
+    outside = _first_outside(rows_U, low, len(target_NB))
     if outside >= 0:
-        raise IndexError(f"`rows_U[{outside}]` must be in -1..{len(target_NB) - 1}, got {rows_U[outside]}")
+        raise IndexError(f"`rows_U[{outside}]` must be in {low}..{len(target_NB) - 1}, got {rows_U[outside]}")
 
 
 def xor_rows_(target_NB: Bytes, rows_U: Rows, source_UB: Bytes) -> None:
@@ -457,6 +485,43 @@ def combine(coefficients_RK: Bytes, sources: Sequence[Bytes] | Bytes, name: str 
     return results_RUB
 
 
+def combine_rows_(
+    target_NB: Bytes, rows_U: Rows, wanted_N: NDArray[np.bool_], coefficients_K: Bytes, sources: Sequence[Bytes]
+) -> int:
+    """target[rows[i]] = the sum over m of coefficients[m] * sources[m][i] where that row is wanted, in place.
+
+    Args:
+        target_NB: (N, B) uint8, contiguous. Mutated. Must not alias a source.
+        rows_U: (U,) int64, in 0..N-1. Fastest in runs of rows that follow each other.
+        wanted_N: (N,) bool, contiguous. Mutated: False for all `rows_U` afterwards.
+        coefficients_K: (K,) uint8.
+        sources: K >= 1 arrays (U, B) uint8.
+
+    Returns:
+        How many rows were wanted.
+
+    Raises:
+        ValueError: a shape or a dtype does not fit.
+        IndexError: a row is out of range. Nothing was changed then.
+    """
+    if coefficients_K.shape != (len(sources),) or coefficients_K.dtype != BYTE or len(sources) == 0:
+        got = f"{coefficients_K.dtype} of {coefficients_K.shape}"
+        raise ValueError(
+            f"`coefficients_K` must be ({len(sources)},) uint8, one or more for as many sources, got {got}"
+        )
+    if wanted_N.shape != (len(target_NB),) or wanted_N.dtype != np.bool_ or not wanted_N.flags.c_contiguous:
+        got = f"{wanted_N.dtype} of {wanted_N.shape}"
+        raise ValueError(f"`wanted_N` must be contiguous bool of shape ({len(target_NB)},), got {got}")
+    for source_UB in sources:
+        _check_rows(target_NB, rows_U, source_UB, 0)
+    words, addresses_K = _in_place(sources)
+    rows_U, coefficients_K = np.ascontiguousarray(rows_U), np.ascontiguousarray(coefficients_K)
+    factors = FACTORS.take(coefficients_K, axis=0)
+    count = _combine_rows(_as_words(target_NB), rows_U, wanted_N, addresses_K, coefficients_K, factors)
+    del words  # until here the kernel had their addresses
+    return int(count)
+
+
 def warm() -> None:
     """Compiles or loads every kernel."""
     target_NB, source_UB, rows_U = np.zeros((2, 4), np.uint8), np.ones((1, 4), np.uint8), np.zeros(1, np.int64)
@@ -465,3 +530,4 @@ def warm() -> None:
     for coefficient in (1, 2):
         multiply_add_(target_NB[:1], source_UB, coefficient)
     combine(np.array([[1, 1], [1, 2]], np.uint8), [source_UB, source_UB])
+    combine_rows_(target_NB, rows_U, np.ones(2, np.bool_), np.ones(1, np.uint8), [source_UB])

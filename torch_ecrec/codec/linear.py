@@ -25,8 +25,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from torch_ecrec.codec.field import Bytes, Rows, combine, fold_rows_
+from torch_ecrec.codec.field import Bytes, Rows, combine, combine_rows_, fold_rows_
 from torch_ecrec.config import FIELD_SIZE, require, require_int
 
 
@@ -151,6 +152,32 @@ class LinearCode:
         """
         row = self.decode_row(have, want)
         return self._combine("values", row[None, :], values)[0]
+
+    def decode_rows_(
+        self,
+        target_NB: Bytes,
+        rows_U: Rows,
+        wanted_N: NDArray[np.bool_],
+        have: Sequence[int],
+        values: Sequence[Bytes],
+        want: int,
+    ) -> int:
+        """Decodes a member of some stripes straight into the records that are still wanted, in place.
+
+        Args:
+            target_NB: (N, B) uint8, contiguous. Mutated. Must not alias `values`.
+            rows_U: (U,) int64, in 0..N-1, where the record of each stripe goes; fastest in runs.
+            wanted_N: (N,) bool. Mutated: False for all `rows_U` afterwards.
+            have, values, want: as for `decode`.
+
+        Returns:
+            How many records were wanted.
+
+        Raises:
+            ValueError: a member, a shape or a dtype does not fit.
+            IndexError: a row is out of range. Nothing was changed then.
+        """
+        return combine_rows_(target_NB, rows_U, wanted_N, self.decode_row(have, want), values)
 
     def _solve(self, have: tuple[int, ...], want: int) -> Bytes:
         if self.r == 1:

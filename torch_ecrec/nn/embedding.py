@@ -54,6 +54,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torch_ecrec import pooling
 from torch_ecrec.config import JobSpec
 from torch_ecrec.errors import NonFiniteGradient
+from torch_ecrec.transport.wire import as_array
 
 NAN_GRADIENTS = ("raise", "pass")
 _CHUNK_BYTES = 4 << 20
@@ -80,13 +81,13 @@ class EmbeddingBackend(Protocol):
         """The different ones of `rows` (N,), in the best order, (U,), and where each of `rows` is in them, (N,)."""
 
     def lookup(self, rows: list[Tensor]) -> list[Tensor]:
-        """Weights (U, D) after `step - 1`, per slab. May be called several times in a step; does not end it."""
+        """Weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; may be repeated."""
 
     def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
         """Ends the step with gradients (U, D) and a learning rate per slab. Every trainer calls it in every step."""
 
     def read(self, slab: int, rows: Tensor) -> Tensor:
-        """Records (U, W), weights then optimizer state, after `step - 1`; rows ascending. Allowed before `loaded` too."""
+        """Records (U, W), weights then optimizer state, after `step - 1`; rows ascending. Before `loaded`, too."""
 
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
         """Overwrites records before the first step; rows ascending. Called by trainer 0 only."""
@@ -335,7 +336,7 @@ class _Slice:
     def bags(
         self, features: KeyedJaggedTensor, weighted: bool, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, _Bags]:
-        """Unique slab rows (U,) of the ids of `features`, which are in the order of this slice, and how they are pooled.
+        """Unique slab rows (U,) of the ids of `features` (in the order of this slice), and how they are pooled.
 
         Raises:
             ValueError: an id is not a row of its table.
@@ -384,7 +385,13 @@ class _Bags:
         out_BFD = torch.empty(batch, features, self.dim)
         weighted = self.per_id_N is not None
         pooling.pool(
-            weight_UD.numpy(), self.inverse_N, self.lengths_FB, self._weights(), weighted, self.mean_F, out_BFD.numpy()
+            as_array(weight_UD),
+            self.inverse_N,
+            self.lengths_FB,
+            self._weights(),
+            weighted,
+            self.mean_F,
+            out_BFD.numpy(),
         )
         return out_BFD
 
@@ -408,7 +415,7 @@ class _Bags:
         """Gradients (N,) of the weights of the ids."""
         out_N = torch.empty(len(self.inverse_N))
         pooling.per_id_backward(
-            gradient_BFD.numpy(), weight_UD.numpy(), self.inverse_N, self.lengths_FB, self.mean_F, out_N.numpy()
+            gradient_BFD.numpy(), as_array(weight_UD), self.inverse_N, self.lengths_FB, self.mean_F, out_N.numpy()
         )
         return out_N
 

@@ -11,7 +11,7 @@ Without protection there are no holders and no sources, and every step is settle
 A fold carries one part for each slab and each `Run` of the pair (layout.py), slab by slab: the records of a run lie
 side by side in the source's log, and so do their parities at the holder, so nothing is copied to split a step.
 
-Shape legend: U records, B record bytes; lists hold one array per slab and run.
+Shape legend: U records, M of them that changed, B record bytes; lists hold one array per slab and run.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from torch_ecrec.server.slot import Slot
 
 Reply = Callable[[Answer], None]
+# To be folded into some records: (M,) int64 indices of those that changed, (M, B) deltas, (M,) coefficients
+Change = tuple[np.ndarray, np.ndarray, np.ndarray]
 logger = logging.getLogger(__name__)
 
 
@@ -342,50 +344,60 @@ class Protection:
 
     def on_fetch(self, request: wire.Fetch, reply: Reply) -> None:
         """Records of one member of some stripes (all with the same base) as of given steps."""
-        slot, rule, positions = self.slot, self.slot.rule, request.positions.numpy()
-        rebuild = slot.rebuild
-        if not slot.ready or rebuild.lacks(request.slab, request.parity, positions):
+        slot, positions = self.slot, request.positions.numpy()
+        slab, is_parity = request.slab, request.parity
+        if not slot.ready or slot.rebuild.lacks(slab, is_parity, positions):
             reply(Refused("not rebuilt yet"))
-        elif not request.parity:
-            step = request.as_of[slot.index]
-            if not slot.log.floor <= step <= rule.applied and step != rule.applied:
-                reply(Refused(f"cannot present step {step}"))
-            else:
-                reply(wire.Records(torch.from_numpy(slot.records_as_of(request.slab, positions, step))))
+            return
+        changes: list[Change] | None
+        if is_parity:
+            group = slot.layouts[slab].group(slot.index, True, positions)[0]
+            changes = self.parity_changes(slab, group, request.as_of)
         else:
-            parity = slot.shards[request.slab].gather(positions, parity=True)
-            group = slot.layouts[request.slab].group(slot.index, True, positions)[0]
-            if self.move_parity_(parity, request.slab, group, request.as_of):
-                reply(wire.Records(torch.from_numpy(parity)))
-            else:
-                reply(Refused("cannot present these steps"))
+            changes = self.data_changes(slab, positions, request.as_of[slot.index])
+        if changes is None:
+            reply(Refused("cannot present these steps"))
+            return
+        records_UB = slot.shards[slab].gather(positions, parity=is_parity)
+        for rows_M, deltas_MB, coefficients_M in changes:
+            slot.code.fold_(records_UB, rows_M, deltas_MB, coefficients_M)
+        reply(wire.Records(torch.from_numpy(records_UB)))
 
-    def move_parity_(self, parity_UB: np.ndarray, slab: int, group: StripeGroup, other: dict[int, int]) -> bool:
-        """Moves parities between what is folded now and the steps `other` (either direction: XOR), in place.
+    def data_changes(self, slab: int, positions: np.ndarray, step: int) -> list[Change] | None:
+        """What moves data records between what is applied now and `step`; None where the log does not reach."""
+        log, applied = self.slot.log, self.slot.rule.applied
+        if step == applied:
+            return []
+        if not log.floor <= step < applied:
+            return None
+        return [with_coefficient(part, 1) for part in log.parts(slab, positions, step, applied)]
+
+    def parity_changes(self, slab: int, group: StripeGroup, other: dict[int, int]) -> list[Change] | None:
+        """What moves parities between what is folded now and the steps `other` (either direction: XOR).
 
         Returns:
-            False, leaving `parity_UB` undefined, where the fold logs do not reach.
+            None where the fold logs do not reach.
         """
         slot, code = self.slot, self.slot.code
         layout = slot.layouts[slab]
+        changes = []
         for member in range(code.k):
             source = int(layout.member_slot[group.base, member])
-            if source not in slot.rule.folded or not (
-                self.fold_logs[source].floor <= other[source] <= slot.rule.folded[source]
-            ):
-                return False
-            if other[source] == slot.rule.folded[source]:
+            folded = slot.rule.folded.get(source)
+            if folded is None or not self.fold_logs[source].floor <= other[source] <= folded:
+                return None
+            if other[source] == folded:
                 continue
             runs = self.runs[source][slab]
             run = next(i for i, run in enumerate(runs) if run.member == member)
             exists = layout.exists(group.base, member, group.rotations)
-            positions = layout.position(group.base, member, group.rotations)
-            positions = np.where(exists, positions, -1)
-            change = self.fold_logs[source].changes(
-                slab * len(runs) + run, positions, other[source], slot.rule.folded[source]
-            )
-            if change is not None:
-                coefficient = code.coefficients[group.member - code.k, member]
-                rows = np.arange(len(positions), dtype=np.int64)
-                code.fold_(parity_UB, rows, change, np.full(len(rows), coefficient, dtype=np.uint8))
-        return True
+            positions = np.where(exists, layout.position(group.base, member, group.rotations), -1)
+            parts = self.fold_logs[source].parts(slab * len(runs) + run, positions, other[source], folded)
+            coefficient = code.coefficients[group.member - code.k, member]
+            changes += [with_coefficient(part, coefficient) for part in parts]
+        return changes
+
+
+def with_coefficient(part: tuple[np.ndarray, np.ndarray], coefficient: int) -> Change:
+    rows_M, deltas_MB = part
+    return rows_M, deltas_MB, np.full(len(rows_M), coefficient, dtype=np.uint8)

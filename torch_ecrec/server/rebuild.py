@@ -1,13 +1,16 @@
 """Repair of a lost slot on its new host: on first touch, and the rest in the background.
 
 Owns which records and parities are missing. A `_Repair` is one attempt for records whose stripes share a base: ask the
-parities that will be read what they stand for, read k members as of one version vector, decode, roll forward by the own
-logs, install what is still missing (`recovery.py` has the rules). An attempt that is refused (a log no longer reaches
-back, a member is not rebuilt itself) is planned anew after a pause; installing is idempotent.
+parities that will be read what they stand for, read k members as of one version vector, decode what is still missing
+into place, roll it forward by the own logs (`recovery.py` has the rules). An attempt that is refused (a log no longer
+reaches back, a member is not rebuilt itself) is planned anew after a pause; installing is idempotent.
+
+The background goes through the slot in portions, some of them at once. Every byte that is read counts against the
+limit, also for records that a request waits for; but only the background waits for the limit.
 
 Nobody waits for a lock and nothing is frozen: members undo newer steps for the reader.
 
-Shape legend: U records, B record bytes.
+Shape legend: U records, M of them that changed, B record bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +30,11 @@ from torch_ecrec.transport.node import RETRY_S
 from torch_ecrec.transport.wire import Answer
 
 if TYPE_CHECKING:
+    from torch_ecrec.server.protection import Change
     from torch_ecrec.server.slot import Slot
+
+PORTIONS_AT_ONCE = 3  # so that a new host and those it reads from work at the same time
+NOBODY, REPAIRED, AWAITED = range(3)  # of a missing record: whether its repair is under way, and a request waits for it
 
 
 class Rebuild:
@@ -43,18 +50,21 @@ class Rebuild:
         self.stopped = False
         self.reported = whole
         self.snapshots_missing = 0
-        # (slab, parity) -> per position; both only lose entries while the slot lives
+        # (slab, parity) -> per position; only loses entries while the slot lives
         self.missing: dict[tuple[int, bool], np.ndarray] = {}
-        self.asked: dict[tuple[int, bool], np.ndarray] = {}
+        self.state: dict[tuple[int, bool], np.ndarray] = {}  # likewise; it counts only where something is missing
         self.total = self.remaining = 0
         if not whole:
             for slab, shard in enumerate(slot.shards):
                 for parity, count in ((False, len(shard.records)), (True, len(shard.parity))):
                     self.missing[slab, parity] = np.ones(count, dtype=bool)
-                    self.asked[slab, parity] = np.zeros(count, dtype=bool)
+                    self.state[slab, parity] = np.full(count, NOBODY, dtype=np.uint8)
                     self.total += count
             self.remaining = self.total
         self.portions = self._portions()
+        self.portions_under_way = 0
+        self.pausing = False
+        self.unpaid_bytes = 0  # read since the last pause
 
     @property
     def whole(self) -> bool:
@@ -85,21 +95,14 @@ class Rebuild:
             gone = positions_U[self.missing[slab, False][positions_U]]
             if len(gone):
                 missing = True
-                self.repair(slab, False, np.unique(gone))
+                state = self.state[slab, False]
+                new = np.unique(gone[state[gone] == NOBODY])
+                state[gone] = AWAITED
+                for group in self.slot.layouts[slab].group(self.slot.index, False, new):
+                    _Repair(self, slab, False, new[group.where], group)
         return missing
 
     # repair -------------------------------------------------------------------------------------
-
-    def repair(self, slab: int, parity: bool, positions: np.ndarray) -> list[_Repair]:
-        """Starts the repair of those that nobody repairs yet."""
-        asked = self.asked[slab, parity]
-        positions = np.ascontiguousarray(positions[~asked[positions]])
-        asked[positions] = True
-        layout = self.slot.layouts[slab]
-        return [
-            _Repair(self, slab, parity, positions[group.where])
-            for group in layout.group(self.slot.index, parity, positions)
-        ]
 
     def start(self) -> None:
         """The slot is ready: copies the dense snapshots of other holders and starts the background rebuild."""
@@ -108,7 +111,7 @@ class Rebuild:
         if slot.index in slot.host.snapshot_slots and others:
             self.snapshots_missing = 1
             self._copy_snapshots(others, 0)
-        self._next_portion()
+        self._next_portions()
 
     def _copy_snapshots(self, others: list[int], turn: int) -> None:
         """Asks the other holders in turn: one of them is whole as long as at most r are lost."""
@@ -131,43 +134,57 @@ class Rebuild:
 
         self.slot.host.ask_once(holder, lambda i: wire.FetchSnapshots(holder, i), done)
 
-    def _portions(self) -> Iterator[tuple[int, bool, np.ndarray]]:
-        """Everything that is missing, in portions whose records share a rank, so a base."""
+    def _portions(self) -> Iterator[tuple[int, bool, int, int]]:
+        """Everything, in runs of positions that share a rank, so a base."""
         chunk = self.slot.settings.rebuild_chunk_bytes
         for slab, parity in self.missing:
             layout, width = self.slot.layouts[slab], 4 * self.slot.job.slabs[slab].width
             firsts = (layout.parity_first if parity else layout.data_first)[self.slot.index].tolist()
             for begin, behind in itertools.pairwise(firsts):
                 for first, end in recovery.portions(behind - begin, width, chunk):
-                    yield slab, parity, np.arange(begin + first, begin + end, dtype=np.int64)
+                    yield slab, parity, begin + first, begin + end
 
-    def _next_portion(self) -> None:
-        if self.stopped:
-            return
-        for slab, parity, positions in self.portions:
-            todo = positions[self.missing[slab, parity][positions]]
-            repairs = self.repair(slab, parity, todo)
-            if repairs:
-                (repair,) = repairs
-                repair.then = self._pace(repair)
-                return
-        self.check_done()
-
-    def _pace(self, repair: _Repair) -> Callable[[], None]:
-        """Continues after a portion no faster than the limit allows."""
+    def _next_portions(self) -> None:
+        """Starts as many portions as may be under way, no faster than the limit allows."""
         rate = self.slot.settings.rebuild_bytes_per_s
-        pause_s = repair.price_bytes / rate if rate else 0.0
-        return lambda: self.slot.host.later(pause_s, self._next_portion)
+        while not self.stopped and not self.pausing and self.portions_under_way < PORTIONS_AT_ONCE:
+            if not self._start_portion():
+                self.check_done()
+                return
+            if rate:
+                self.pausing = True
+                self.slot.host.later(self.unpaid_bytes / rate, self._after_pause)
+                self.unpaid_bytes = 0
 
-    def install(self, slab: int, parity: bool, positions: np.ndarray, values_UB: np.ndarray) -> None:
-        """Puts repaired records in place, those that are still missing."""
-        missing = self.missing[slab, parity]
-        still = missing[positions]
-        self.slot.shards[slab].scatter_(positions[still], values_UB[still], parity=parity)
-        missing[positions] = False
-        self.asked[slab, parity][positions] = False
-        self.remaining -= int(still.sum())
-        self.slot.progress()
+    def _after_pause(self) -> None:
+        self.pausing = False
+        self._next_portions()
+
+    def _start_portion(self) -> bool:
+        """Starts the repair of the next portion of which something is missing that nobody repairs; false if none is."""
+        for slab, parity, first, end in self.portions:
+            state = self.state[slab, parity][first:end]
+            positions = first + np.flatnonzero(self.missing[slab, parity][first:end] & (state == NOBODY))
+            if len(positions):
+                state[positions - first] = REPAIRED
+                (group,) = self.slot.layouts[slab].group(self.slot.index, parity, positions)
+                self.portions_under_way += 1
+                _Repair(self, slab, parity, positions, group, self._on_portion)
+                return True
+        return False
+
+    def _on_portion(self) -> None:
+        self.portions_under_way -= 1
+        self._next_portions()
+
+    def on_installed(self, slab: int, parity: bool, positions: np.ndarray, count: int) -> None:
+        """None of these is missing any more; `count` of them were."""
+        state = self.state[slab, parity]
+        is_awaited = bool((state[positions] == AWAITED).any())
+        state[positions] = NOBODY
+        self.remaining -= count
+        if is_awaited or self.remaining == 0:
+            self.slot.progress()
         self.check_done()
 
     def check_done(self) -> None:
@@ -183,24 +200,30 @@ class Rebuild:
 class _Repair:
     """The repair of some records of one slab that share a rank; tries until they are installed or the slot is gone."""
 
-    def __init__(self, rebuild: Rebuild, slab: int, parity: bool, positions: np.ndarray) -> None:
+    def __init__(
+        self,
+        rebuild: Rebuild,
+        slab: int,
+        parity: bool,
+        positions: np.ndarray,
+        group: StripeGroup,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         self.rebuild, self.slot, self.slab, self.parity = rebuild, rebuild.slot, slab, parity
-        self.positions = np.ascontiguousarray(positions)
+        self.positions, self.group, self.then = positions, group, then
         self.layout = self.slot.layouts[slab]
-        self.group: StripeGroup = self.layout.group(self.slot.index, parity, self.positions)[0]
-        self.price_bytes = 0
+        self.width = 4 * self.slot.job.slabs[slab].width
         self.failures = 0
         self.attempt = 0
-        self.then: Callable[[], None] | None = None
         self.begin()
 
     def begin(self) -> None:
         if self.rebuild.stopped:
             return
         self.attempt += 1
-        slot, host = self.slot, self.slot.host
+        host = self.slot.host
         self.plan = recovery.plan_repair(self.layout, self.group.base, self.group.member, host.unhealthy_slots())
-        self.price_bytes = self.plan.read_bytes(len(self.positions), 4 * slot.job.slabs[self.slab].width)
+        self.rebuild.unpaid_bytes += self.plan.read_bytes(len(self.positions), self.width)
         self.folded: dict[int, wire.VersionsAre] = {}
         self.records: dict[int, wire.Records] = {}
         if not self.plan.parities:
@@ -258,41 +281,43 @@ class _Repair:
                 make = partial(self._fetch_of, holder, parity=parity, positions=at)
                 self.slot.host.ask_once(holder, make, done)
             else:
-                done(wire.Records(torch.empty((0, 4 * self.slot.job.slabs[self.slab].width), dtype=torch.uint8)))
+                done(wire.Records(torch.empty((0, self.width), dtype=torch.uint8)))
 
     def _fetch_of(self, holder: int, incarnation: int, parity: bool, positions: torch.Tensor) -> wire.Request:
         return wire.Fetch(holder, incarnation, self.slab, parity, positions, self.vector)
 
     def _install(self) -> None:
-        slot, base, rotations = self.slot, self.group.base, self.group.rotations
-        width = 4 * slot.job.slabs[self.slab].width
-        values = []
-        for member in self.plan.reads:
-            exists = self.layout.exists(base, member, rotations)
-            records_UB = np.zeros((len(rotations), width), dtype=np.uint8)  # members that do not exist are zero
-            records_UB[exists] = self.records[member].records.numpy()
-            values.append(records_UB)
-        record_UB = slot.code.decode(list(self.plan.reads), values, self.group.member)
-        if not self._roll_forward_(record_UB):
+        changes = self._roll_forward()
+        if changes is None:
             self._again()
             return
         self.attempt += 1  # nothing that still arrives counts
-        self.rebuild.install(self.slab, self.parity, self.positions, record_UB)
+        slot, positions, missing = self.slot, self.positions, self.rebuild.missing[self.slab, self.parity]
+        shard = slot.shards[self.slab]
+        target_PB = shard.parity if self.parity else shard.bytes
+        # of those that are not missing any more, what is there already stands for the newest step
+        moved = [np.where(missing[positions[rows_M]], positions[rows_M], -1) for rows_M, _, _ in changes]
+        reads, values = self.plan.reads, [self._values(member) for member in self.plan.reads]
+        count = slot.code.decode_rows_(target_PB, positions, missing, reads, values, self.group.member)
+        for rows_M, (_, deltas_MB, coefficients_M) in zip(moved, changes, strict=True):
+            slot.code.fold_(target_PB, rows_M, deltas_MB, coefficients_M)
+        self.rebuild.on_installed(self.slab, self.parity, positions, count)
         if self.then is not None:
             self.then()
 
-    def _roll_forward_(self, record_UB: np.ndarray) -> bool:
-        """From the steps it was read as of to where this slot stands, by its own logs; false if they do not reach."""
-        slot = self.slot
+    def _values(self, member: int) -> np.ndarray:
+        """(U, B) a member of every stripe, zeros where the last stripe lacks it."""
+        records_UB = self.records[member].records.numpy()
+        if len(records_UB) < len(self.positions):
+            exists = self.layout.exists(self.group.base, member, self.group.rotations)
+            present_UB, records_UB = records_UB, np.zeros((len(exists), self.width), dtype=np.uint8)
+            records_UB[exists] = present_UB
+        return records_UB
+
+    def _roll_forward(self) -> list[Change] | None:
+        """From the steps it was read as of to where this slot stands, by its own logs; None if they do not reach."""
+        protection = self.slot.protection
         if self.parity:
-            return slot.protection.move_parity_(record_UB, self.slab, self.group, self.vector)
-        step = self.vector[slot.index]
-        if step > slot.rule.applied or (step < slot.log.floor and step != slot.rule.applied):
-            return False
+            return protection.parity_changes(self.slab, self.group, self.vector)
         # only steps up to the cut can have changed a record that is still missing
-        change = slot.log.changes(self.slab, self.positions, step, slot.rule.applied)
-        if change is not None:
-            still = self.rebuild.missing[self.slab, False][self.positions]
-            change[~still] = 0
-            np.bitwise_xor(record_UB, change, out=record_UB)
-        return True
+        return protection.data_changes(self.slab, self.positions, self.vector[self.slot.index])

@@ -83,7 +83,7 @@ class Slot:
         self.log = DeltaLog(len(job.slabs))
         self.pushes: dict[int, dict[int, wire.Push]] = {}
         self.push_replies: dict[int, list[Reply]] = {}
-        self.merged: tuple[int, list[tuple[np.ndarray, np.ndarray]]] | None = None
+        self.merged: tuple[int, list[optim.Merged]] | None = None
         self.waiting: list[tuple[Callable[[], Answer | None], Reply]] = []
         self.snapshots: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
         self.ready = fresh
@@ -199,10 +199,11 @@ class Slot:
             weights = []
             for s, (shard, rows) in enumerate(zip(self.shards, positions, strict=True)):
                 if self.rule.applied == before:
-                    weights.append(torch.from_numpy(shard.gather_weights(rows)))
+                    weights.append(wire.as_tensor(shard.gather_weights(rows, request.half)))
                 else:
-                    records = self.records_as_of(s, rows, before)
-                    weights.append(torch.from_numpy(records.view(np.float32)[:, : self.job.slabs[s].dim].copy()))
+                    records_UW = self.records_as_of(s, rows, before).view(np.float32)
+                    weight_UD = torch.from_numpy(records_UW[:, : self.job.slabs[s].dim].copy())
+                    weights.append(weight_UD.bfloat16() if request.half else weight_UD)
             return wire.Rows(weights)
 
         self.park(attempt, reply)
@@ -279,26 +280,24 @@ class Slot:
             if self.merged is None or self.merged[0] != step:
                 self.merged = (step, self._merge(got))
             merged = self.merged[1]
-            if self.rebuild.is_missing([positions for positions, _ in merged]):
+            if self.rebuild.is_missing([part.positions for part in merged]):
                 return
             rates = got[0].rates
             deltas = []
-            for slab, shard, rate, (positions, gradients) in zip(
-                self.job.slabs, self.shards, rates, merged, strict=True
-            ):
+            for slab, shard, rate, part in zip(self.job.slabs, self.shards, rates, merged, strict=True):
                 kind, eps = slab.optimizer.kind, slab.optimizer.eps
-                deltas.append(optim.update_(kind, shard.records, positions, gradients, rate, eps))
+                deltas.append(optim.update_(kind, shard.records, part, rate, eps))
             self.rule.on_applied(step)
-            self.log.append(step, [positions for positions, _ in merged], deltas)
+            self.log.append(step, [part.positions for part in merged], deltas)
             self.merged = None
             del self.pushes[step]
             self.protection.on_applied(step)
             self.acknowledge()
 
-    def _merge(self, got: dict[int, wire.Push]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Sums gradients of the same record in trainer order, so that the bits do not depend on who came first."""
+    def _merge(self, got: dict[int, wire.Push]) -> list[optim.Merged]:
+        """Gradients of the same record are summed in trainer order: the bits do not depend on who came first."""
         return [
-            optim.merge([(got[i].positions[s].numpy(), got[i].gradients[s].numpy()) for i in sorted(got)])
+            optim.merge([(got[i].positions[s].numpy(), wire.as_array(got[i].gradients[s])) for i in sorted(got)])
             for s in range(len(self.shards))
         ]
 

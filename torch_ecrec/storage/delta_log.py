@@ -16,7 +16,7 @@ Does not know records, parities or peers, and does not lock: its owner does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -157,6 +157,22 @@ class DeltaLog:
             self._bytes -= _entry_bytes(self._entries.popleft())
             self._floor += 1
 
+    def parts(self, slab: int, positions_Q: Positions, after: int, through: int) -> list[tuple[Positions, Bytes]]:
+        """The same as `changes`, step by step and only what was touched.
+
+        Returns:
+            For each step that touched some: (M,) int64, ascending indices into `positions_Q`, and (M, B) uint8, the
+            deltas of these. Not to be written.
+
+        Raises:
+            As `changes`.
+        """
+        return [
+            (rows_M, deltas_UB[index_Q[rows_M]])
+            for index_Q, deltas_UB in self._matches(slab, positions_Q, after, through)
+            for rows_M in [np.flatnonzero(index_Q >= 0).astype(np.int64, copy=False)]
+        ]
+
     def changes(self, slab: int, positions_Q: Positions, after: int, through: int) -> Bytes | None:
         """What the steps after < t <= through changed of some records.
 
@@ -173,6 +189,17 @@ class DeltaLog:
             ValueError: `slab` or `positions_Q` does not fit.
             LookupError: the log does not reach back to `after`, or forward to `through`.
         """
+        result: Bytes | None = None
+        for index_Q, deltas_UB in self._matches(slab, positions_Q, after, through):
+            if result is None:
+                result = np.zeros((len(positions_Q), deltas_UB.shape[1]), np.uint8)
+            _xor_matches(result.view(np.uint32), as_words(deltas_UB), index_Q)
+        return result
+
+    def _matches(
+        self, slab: int, positions_Q: Positions, after: int, through: int
+    ) -> Iterator[tuple[Positions, Bytes]]:
+        """For each step that touched some: where they are in its entry, or -1 (one buffer for all); its deltas."""
         require(0 <= slab < self._slabs, f"`slab` must be in 0..{self._slabs - 1}, got {slab}")
         if positions_Q.ndim != 1 or positions_Q.dtype != np.int64:
             raise ValueError(f"`positions_Q` must be a 1-D int64 array, got {positions_Q.ndim}-D {positions_Q.dtype}")
@@ -182,15 +209,10 @@ class DeltaLog:
             )
         positions_Q = np.ascontiguousarray(positions_Q)
         index_Q = np.empty(len(positions_Q), np.int64)
-        result: Bytes | None = None
         for step in range(after + 1, through + 1):
             positions_U, deltas_UB = self.get(step)[slab]
-            if _match(np.ascontiguousarray(positions_U), positions_Q, index_Q) == 0:
-                continue
-            if result is None:
-                result = np.zeros((len(positions_Q), deltas_UB.shape[1]), np.uint8)
-            _xor_matches(result.view(np.uint32), as_words(deltas_UB), index_Q)
-        return result
+            if _match(np.ascontiguousarray(positions_U), positions_Q, index_Q):
+                yield index_Q, deltas_UB
 
 
 def _entry_bytes(entry: Entry) -> int:

@@ -24,17 +24,21 @@ Does not know slots, steps or parity.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import carray, njit  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
 from torch_ecrec.config import OPTIMIZERS, require
+from torch_ecrec.pointers import addresses, pointer
 from torch_ecrec.prefetch import prefetch_row
 from torch_ecrec.storage.shard import Bytes, Floats, Positions, check_positions
 
-Part = tuple[Positions, Floats]
+Part = tuple[Positions, NDArray[Any]]
+
+BLOCK = 256  # records whose gradients are summed at a time
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of splitmix64
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -68,19 +72,50 @@ def _union(left: Any, right: Any, result: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _add_part(positions_V: Any, seen_V: Any, sum_VD: Any, positions_U: Any, gradients_UD: Any) -> None:
-    """Adds one part to the sums. The first part to touch a position is copied: 0 + (-0.0) would not be -0.0."""
-    v = 0
-    for u in range(positions_U.shape[0]):
-        while positions_V[v] != positions_U[u]:
-            v += 1
-        if seen_V[v]:
-            for j in range(gradients_UD.shape[1]):
-                sum_VD[v, j] += gradients_UD[u, j]
+def _find(positions_V: Any, positions_U: Any, index_V: Any) -> None:
+    """index[v] = where positions_V[v] is in `positions_U`, both ascending, or -1."""
+    u = 0
+    for v in range(positions_V.shape[0]):
+        if u < positions_U.shape[0] and positions_U[u] == positions_V[v]:
+            index_V[v] = u
+            u += 1
         else:
-            seen_V[v] = True
-            for j in range(gradients_UD.shape[1]):
-                sum_VD[v, j] = gradients_UD[u, j]
+            index_V[v] = -1
+
+
+@njit(nogil=True, cache=True)
+def _sum_rows(address_T: Any, rows_T: Any, half_T: Any, index_TV: Any, first: Any, seen_N: Any, sum_ND: Any) -> None:
+    """sum[n] = the gradients of v = first + n, part by part. The first is copied: 0 + (-0.0) would not be -0.0.
+
+    Parts are float32, or bfloat16, which is the upper half of a float32.
+    """
+    count, dim = sum_ND.shape
+    for n in range(count):
+        seen_N[n] = False
+    bits_ND = sum_ND.view(np.uint32)
+    for t in range(address_T.shape[0]):
+        if half_T[t]:
+            half_UD = carray(pointer(address_T[t]), (rows_T[t], dim), np.uint16)
+            for n in range(count):
+                u = index_TV[t, first + n]
+                if u >= 0 and seen_N[n]:
+                    for j in range(dim):
+                        sum_ND[n, j] += np.uint32(np.uint32(half_UD[u, j]) << np.uint32(16)).view(np.float32)
+                elif u >= 0:
+                    seen_N[n] = True
+                    for j in range(dim):
+                        bits_ND[n, j] = np.uint32(half_UD[u, j]) << np.uint32(16)
+        else:
+            part_UD = carray(pointer(address_T[t]), (rows_T[t], dim), np.float32)
+            for n in range(count):
+                u = index_TV[t, first + n]
+                if u >= 0 and seen_N[n]:
+                    for j in range(dim):
+                        sum_ND[n, j] += part_UD[u, j]
+                elif u >= 0:
+                    seen_N[n] = True
+                    for j in range(dim):
+                        sum_ND[n, j] = part_UD[u, j]
 
 
 @njit(nogil=True, cache=True)
@@ -99,15 +134,51 @@ def require_ascending(name: str, positions_U: Positions) -> None:
         raise ValueError(f"`{name}` must be ascending without duplicates")
 
 
-def merge(parts: Sequence[Part]) -> Part:
-    """Sums the gradients that trainers sent for the same records, in the order of the list.
+@dataclass(frozen=True)
+class Merged:
+    """Gradients of several trainers, record by record. They are added when they are applied, not before.
 
     Args:
-        parts: (positions_U, gradients_UD) each: (U,) int64, ascending, no duplicates; (U, D) float32. U may be 0.
+        positions: (V,) int64, the records that any part has, ascending.
+        parts: in trainer order, (U, D) float32, or uint16 that is bfloat16. Kept, not copied.
+        index: (T, V) int64, where in part t the gradient of record v is, or -1.
+    """
 
-    Returns:
-        (positions_V, gradients_VD): the union of the positions, ascending, and the sums. A single part, or the only one
-        that is not empty, is returned as is.
+    positions: Positions
+    parts: list[NDArray[Any]]
+    index: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if part.dtype not in (np.float32, np.uint16) or part.ndim != 2 or part.shape[1] != self.dim:
+                raise ValueError(
+                    f"parts must be float32 (or bfloat16 as uint16) of one dim, got {part.dtype} {part.shape}"
+                )
+        shape = (len(self.parts), len(self.positions))
+        require(self.index.shape == shape, f"`index` must have the shape {shape}, got {self.index.shape}")
+
+    @property
+    def dim(self) -> int:
+        return int(self.parts[0].shape[1])
+
+    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """For kernels: address, rows, and whether it is bfloat16, of each part."""
+        rows = np.array([len(part) for part in self.parts], np.int64)
+        return addresses(self.parts), rows, np.array([part.dtype == np.uint16 for part in self.parts])
+
+    def gradients(self) -> Floats:
+        """(V, D) float32, the sums that `update_` applies, ((g0 + g1) + g2)."""
+        sum_VD = np.empty((len(self.positions), self.dim), np.float32)
+        _sum_rows(*self.places(), self.index, 0, np.empty(len(sum_VD), np.bool_), sum_VD)
+        return sum_VD
+
+
+def merge(parts: Sequence[Part]) -> Merged:
+    """Brings together the gradients that trainers sent for the same records, in the order of the list.
+
+    Args:
+        parts: (positions_U, gradients_UD) each: (U,) int64, ascending, no duplicates; (U, D) float32, or uint16 that is
+            bfloat16. U may be 0.
 
     Raises:
         ValueError: no parts, or a shape, a dtype or the order of positions does not fit.
@@ -116,30 +187,25 @@ def merge(parts: Sequence[Part]) -> Part:
     dim = parts[0][1].shape[-1]
     for i, (positions_U, gradients_UD) in enumerate(parts):
         require_ascending(f"parts[{i}] positions", positions_U)
-        if gradients_UD.dtype != np.float32 or gradients_UD.shape != (len(positions_U), dim):
+        if gradients_UD.dtype not in (np.float32, np.uint16) or gradients_UD.shape != (len(positions_U), dim):
             raise ValueError(
-                f"gradients of parts[{i}] must be float32 of shape {(len(positions_U), dim)},"
+                f"gradients of parts[{i}] must be float32 (or bfloat16 as uint16) of shape {(len(positions_U), dim)},"
                 f" got {gradients_UD.dtype} of {gradients_UD.shape}"
             )
-    filled = [part for part in parts if len(part[0])]
-    if len(filled) < 2:
-        return filled[0] if filled else parts[0]
-    unions = [positions for positions, _ in filled]
+    unions = [np.ascontiguousarray(positions) for positions, _ in parts]
     while len(unions) > 1:  # a tree: the order of integer unions does not matter
         unions = [_union_of(*unions[i : i + 2]) for i in range(0, len(unions), 2)]
-    positions_V = unions[0]
-    seen_V = np.zeros(len(positions_V), np.bool_)
-    sum_VD = np.empty((len(positions_V), dim), np.float32)
-    for positions_U, gradients_UD in filled:
-        _add_part(positions_V, seen_V, sum_VD, np.ascontiguousarray(positions_U), np.ascontiguousarray(gradients_UD))
-    return positions_V, sum_VD
+    index_TV = np.empty((len(parts), len(unions[0])), np.int64)
+    for t, (positions_U, _) in enumerate(parts):
+        _find(unions[0], np.ascontiguousarray(positions_U), index_TV[t])
+    return Merged(unions[0], [np.ascontiguousarray(gradients) for _, gradients in parts], index_TV)
 
 
 def _union_of(left: Positions, right: Positions | None = None) -> Positions:
     if right is None:
         return left
     result = np.empty(len(left) + len(right), np.int64)
-    count = _union(np.ascontiguousarray(left), np.ascontiguousarray(right), result)
+    count = _union(left, right, result)
     return result[:count]
 
 
@@ -230,28 +296,47 @@ def _rowwise_adagrad(records_PW: Any, positions_U: Any, gradients_UD: Any, lr: A
             delta_UW[i, j] = np.float32(old).view(np.uint32) ^ np.float32(new).view(np.uint32)
 
 
-def update_(
-    kind: str,
-    records_PW: Floats,
-    positions_U: Positions,
-    gradients_UD: Floats,
-    lr: float,
-    eps: float,
-    out: Bytes | None = None,
-) -> Bytes:
+@njit(nogil=True, cache=True)
+def _apply(
+    kind: Any,
+    records_PW: Any,
+    positions_V: Any,
+    address_T: Any,
+    rows_T: Any,
+    half_T: Any,
+    index_TV: Any,
+    dim: Any,
+    lr: Any,
+    eps: Any,
+    delta_VW: Any,
+) -> None:
+    """Sums and applies block by block: the sums stay in the cache."""
+    sum_ND, seen_N = np.empty((BLOCK, dim), np.float32), np.empty(BLOCK, np.bool_)
+    for first in range(0, positions_V.shape[0], BLOCK):
+        last = min(first + BLOCK, positions_V.shape[0])
+        sums, some, delta = sum_ND[: last - first], positions_V[first:last], delta_VW[first:last]
+        _sum_rows(address_T, rows_T, half_T, index_TV, first, seen_N, sums)
+        if kind == 0:
+            _sgd(records_PW, some, sums, lr, delta)
+        elif kind == 1:
+            _adagrad(records_PW, some, sums, lr, eps, delta)
+        else:
+            _rowwise_adagrad(records_PW, some, sums, lr, eps, delta)
+
+
+def update_(kind: str, records_PW: Floats, merged: Merged, lr: float, eps: float, out: Bytes | None = None) -> Bytes:
     """Applies one step of a sparse optimizer to some records, in place.
 
     Args:
         kind: "sgd", "adagrad" or "rowwise_adagrad".
         records_PW: (P, W) float32, contiguous, W = D + state floats of `kind`. Mutated.
-        positions_U: (U,) int64, no duplicates.
-        gradients_UD: (U, D) float32. Must not alias `records_PW`.
+        merged: positions (V,), without duplicates, and gradients (V, D). Must not alias `records_PW`.
         lr: learning rate of this step.
         eps: added to the root of the Adagrad state.
-        out: (U, B) uint8 to put the result in, contiguous and 4-byte aligned; fresh memory without it.
+        out: (V, B) uint8 to put the result in, contiguous and 4-byte aligned; fresh memory without it.
 
     Returns:
-        delta_UB: (U, B) uint8, old XOR new of each record's bytes.
+        delta_VB: (V, B) uint8, old XOR new of each record's bytes.
 
     Raises:
         ValueError: unknown `kind`, or a shape or a dtype does not fit.
@@ -263,29 +348,19 @@ def update_(
         raise ValueError(f"unknown optimizer {kind!r}; expected one of {', '.join(OPTIMIZERS)}")
     if records_PW.ndim != 2 or records_PW.dtype != np.float32 or not records_PW.flags.c_contiguous:
         raise ValueError(f"`records_PW` must be contiguous 2-D float32, got {records_PW.ndim}-D {records_PW.dtype}")
-    if gradients_UD.ndim != 2 or gradients_UD.dtype != np.float32 or len(gradients_UD) != len(positions_U):
-        raise ValueError(
-            f"`gradients_UD` must be 2-D float32 with {len(positions_U)} rows,"
-            f" got {gradients_UD.dtype} of {gradients_UD.shape}"
-        )
-    dim, width = gradients_UD.shape[1], records_PW.shape[1]
+    dim, width = merged.dim, records_PW.shape[1]
     wanted = dim + {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1}[kind]
     require(width == wanted, f"records of {kind} with dim {dim} must have {wanted} floats, got {width}")
-    positions_U = check_positions(positions_U, len(records_PW))
-    shape = (len(positions_U), 4 * width)
+    positions_V = check_positions(merged.positions, len(records_PW))
+    shape = (len(positions_V), 4 * width)
     if out is None:
         out = np.empty(shape, np.uint8)
     elif out.shape != shape or out.dtype != np.uint8 or not out.flags.c_contiguous:
         raise ValueError(f"`out` must be contiguous uint8 of shape {shape}, got {out.dtype} of {out.shape}")
-    delta_UW = out.view(np.uint32)
-    gradients_UD = np.ascontiguousarray(gradients_UD)
     rate, epsilon = np.float32(lr), np.float32(eps)
-    if kind == "sgd":
-        _sgd(records_PW, positions_U, gradients_UD, rate, delta_UW)
-    elif kind == "adagrad":
-        _adagrad(records_PW, positions_U, gradients_UD, rate, epsilon, delta_UW)
-    else:
-        _rowwise_adagrad(records_PW, positions_U, gradients_UD, rate, epsilon, delta_UW)
+    number = OPTIMIZERS.index(kind)
+    places = merged.places()
+    _apply(number, records_PW, positions_V, *places, merged.index, dim, rate, epsilon, out.view(np.uint32))
     return out
 
 
@@ -375,8 +450,9 @@ def initialise_(
 def warm() -> None:
     """Compiles or loads every kernel of this module."""
     position, gradient = np.zeros(1, np.int64), np.ones((1, 1), np.float32)
-    merge([(position, gradient), (position, gradient)])
+    merged = merge([(position, gradient), (position, gradient)])
+    merged.gradients()
     for kind, width in (("sgd", 1), ("adagrad", 2), ("rowwise_adagrad", 2)):
-        update_(kind, np.zeros((1, width), np.float32), position, gradient, 0.1, 1e-8)
+        update_(kind, np.zeros((1, width), np.float32), merged, 0.1, 1e-8)
     bound = np.zeros(1, np.float32)
     initialise_(np.zeros((1, 1), np.float32), position, 0, position, bound, bound, position, 1)

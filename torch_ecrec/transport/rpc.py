@@ -84,6 +84,9 @@ def _wire_classes(base: type) -> dict[str, type]:
 
 REQUESTS = _wire_classes(Request)
 ANSWERS = _wire_classes(Answer)
+_FIELDS = {
+    name: tuple(field.name for field in dataclasses.fields(cls)) for name, cls in {**REQUESTS, **ANSWERS}.items()
+}
 
 
 def _compact(tensor: Tensor) -> Tensor:
@@ -124,10 +127,12 @@ def encode(message: Request | Answer) -> tuple[Encoded, int]:
         raise TypeError(f"`message` must be of a class in wire.py, got {kind}")
     values: list[Any] = []
     total = 0
-    for field in dataclasses.fields(message):
-        value, size = _plain(getattr(message, field.name))
+    for name in _FIELDS[kind]:
+        value = getattr(message, name)
+        if type(value) is not int:  # most fields are
+            value, size = _plain(value)
+            total += size
         values.append(value)
-        total += size
     return (kind, tuple(values)), total
 
 

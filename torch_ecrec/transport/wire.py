@@ -20,7 +20,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+
+
+def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The memory of a tensor on the CPU as an array; NumPy has no bfloat16 and gets uint16."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    """Inverse of `as_array`, for what is float32 or bfloat16."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
 
 @dataclass(frozen=True)
@@ -71,11 +84,12 @@ class Lookup(Request):
     step: int
     trainer: int
     positions: list[Tensor]  # (U,) int64 each
+    half: bool = False  # the answer may be rounded to bfloat16
 
 
 @dataclass
 class Rows(Answer):
-    weights: list[Tensor]  # (U, D) float32 each
+    weights: list[Tensor]  # (U, D) float32 each, or bfloat16
 
 
 @dataclass
@@ -85,7 +99,7 @@ class Push(Request):
     step: int
     trainer: int
     positions: list[Tensor]  # (U,) int64 each, ascending, unique
-    gradients: list[Tensor]  # (U, D) float32 each
+    gradients: list[Tensor]  # (U, D) float32 each, or bfloat16
     rates: list[float]  # learning rate per slab
     complete: int  # all of this trainer's steps up to here are acknowledged
 

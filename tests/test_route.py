@@ -1,0 +1,54 @@
+"""Ids to slots and back, against torch.unique and the layout."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_ecrec.layout import Layout
+from torch_ecrec.route import arrange, route
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    code=st.sampled_from([(1, 1, 0), (3, 2, 1), (6, 4, 2), (9, 2, 1)]),
+    rows=st.integers(1, 400),
+    count=st.integers(0, 300),
+    seed=st.integers(0, 99),
+)
+def test_arrange_finds_unique_rows_in_the_order_of_their_places(code, rows, count, seed):
+    layout = Layout(*code, rows)
+    rows_N = torch.from_numpy(np.random.default_rng(seed).integers(0, rows, count))
+    found, inverse_N = arrange(layout, rows_N)
+    assert torch.equal(found.rows[inverse_N], rows_N)
+    assert torch.equal(found.rows.sort().values, torch.unique(rows_N))
+    slot_U, position_U = layout.locate(found.rows.numpy())
+    places = list(zip(slot_U.tolist(), position_U.tolist(), strict=True))
+    assert places == sorted(places)
+    assert len(found.positions) == layout.slots
+    for slot, positions in enumerate(found.positions):
+        assert torch.equal(positions, torch.from_numpy(position_U[slot_U == slot]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("arranged", [True, False])
+def test_split_and_join_are_inverse(arranged, dtype):
+    layout, rows = Layout(5, 3, 1, 1000), torch.randperm(1000)[:200]
+    there = arrange(layout, rows)[0] if arranged else route(layout, rows)
+    assert arranged or there.rows is rows
+    values = torch.arange(800).view(200, 4).to(dtype)
+    parts = there.split(values)
+    slot_U = layout.locate(there.rows.numpy())[0]
+    for slot, part in enumerate(parts):
+        assert part.dtype == dtype and len(part) == (slot_U == slot).sum() == len(there.positions[slot])
+        assert part.untyped_storage().nbytes() == part.nbytes, "what is sent is the part alone"
+    filled = [part for part in parts if len(part)]
+    assert torch.equal(there.join(filled, torch.empty_like(values)), values)
+
+
+def test_rows_that_collide_in_the_table_are_told_apart():
+    layout = Layout(3, 2, 1, 2**40)
+    rows = torch.arange(0, 2**40, 2**28)  # high bits only
+    found, inverse = arrange(layout, torch.cat([rows, rows]))
+    assert len(found.rows) == len(rows) and torch.equal(found.rows[inverse], torch.cat([rows, rows]))

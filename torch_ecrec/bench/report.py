@@ -1,0 +1,521 @@
+"""Makes docs/performance.md and the tables of docs/scaling.md from the JSON files that benchmarks leave.
+
+    torch-ecrec bench report --from build/bench --out docs
+
+It reads train-<shape>.json, recovery.json, codec.json and scaling.json from one folder, whichever are there, writes the
+documents and copies those files, their CSVs and their pictures to OUT/performance, from where it can read them again
+(`--from docs/performance`). Nothing is measured here, and no figure is typed by hand. What is missing is said in the
+document.
+
+performance.md is written whole; OUT/performance-notes.md, by hand, goes to its end. In scaling.md only what is between
+the markers is replaced.
+
+`TARGETS` is what the figures are held against. A ratio is one of medians; behind it, in brackets, the least and the
+most of the ratios within a block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from json import JSONDecodeError, loads
+from pathlib import Path
+from typing import Any
+
+from torch_ecrec.bench import codec, record
+from torch_ecrec.config import require
+
+MADE_BY = "Made by `torch-ecrec bench report`; do not edit."
+BEGIN, END = "<!-- begin generated -->", "<!-- end generated -->"
+SHAPES = ("embedding-heavy", "uniform", "multi-hot", "paper", "criteo")
+NAMES = (*(f"train-{shape}" for shape in SHAPES), "recovery", "codec", "scaling")
+KINDS = ("lookup", "push", "fold", "snapshot", "other")  # of bytes sent
+SHOWN_RECORD_BYTES = (
+    260  # the size of which the document shows the kernels' rates: 64 weights and the optimizer's state
+)
+RECOVERY = {
+    "case": "case",
+    "kills": "kills",
+    "detected_s_median": "detected s",
+    "rehosted_s_median": "re-hosted s",
+    "first_step_s_median": "first step s",
+    "first_step_s_max": "worst",
+    "stall_s_median": "longest pause s",
+    "rebuilt_s_median": "rebuilt s",
+    "lost_mb_median": "lost MB",
+    "lost_mb_per_s_median": "rebuild MB/s",
+}
+RATES = {
+    "case": "case",
+    "before_samples_per_s_median": "samples/s before",
+    "during_samples_per_s_median": "kill to rebuilt",
+    "after_samples_per_s_median": "after",
+    "during_share_median": "kill to rebuilt / before",
+}
+RESTART = {
+    "gigabytes": "GB",
+    "save_s": "save s",
+    "start_s": "start s",
+    "load_s": "load s",
+    "until_training_s": "until training s",
+    "redo_s": "redo s (computed)",
+    "until_caught_up_s": "until caught up s",
+}
+
+Content = Mapping[str, Any]
+Contents = Mapping[str, Content]
+
+
+class NotMeasured(LookupError):
+    """A figure cannot be had from the files; the message says why."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured number, with its spread where it has one."""
+
+    value: float
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def text(self) -> str:
+        if self.least is None or self.most is None:
+            return _number(self.value)
+        return f"{_number(self.value)} ({_number(self.least)} to {_number(self.most)})"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure and what it should be; `least` and `most` are None where nothing was decided."""
+
+    name: str
+    figure: Callable[[Contents], Figure]
+    least: float | None = None
+    most: float | None = None
+
+    def row(self, contents: Contents) -> dict[str, str]:
+        """Its line of the table."""
+        limits = {"at least": self.least, "at most": self.most}
+        bounds = [f"{which} {_number(limit)}" for which, limit in limits.items() if limit is not None]
+        try:
+            figure = self.figure(contents)
+        except NotMeasured as reason:
+            measured, reached = f"not measured: {reason}", "-"
+        else:
+            measured = figure.text
+            short = self.least is not None and figure.value < self.least
+            beyond = self.most is not None and figure.value > self.most
+            reached = "-" if not bounds else "no" if short or beyond else "yes"
+        return {
+            "figure": self.name,
+            "target": " and ".join(bounds) or "none set",
+            "measured": measured,
+            "reached": reached,
+        }
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+# figures ----------------------------------------------------------------------------------------------
+
+
+def _file(contents: Contents, name: str) -> Content:
+    if name not in contents:
+        raise NotMeasured(f"there is no {name}.json")
+    return contents[name]
+
+
+def _blocks(contents: Contents, shape: str, system: str) -> Sequence[Content]:
+    name = f"train-{shape}"
+    blocks: Mapping[str, Sequence[Content]] = _file(contents, name)["blocks"]
+    if system not in blocks:
+        raise NotMeasured(f"{name}.json has no {system}")
+    return blocks[system]
+
+
+def ratio(figure: str, shape: str, system: str, other: str) -> Callable[[Contents], Figure]:
+    """`figure` of one system in a training benchmark over that of another."""
+
+    def of(contents: Contents) -> Figure:
+        ours, theirs = ([b[figure] for b in _blocks(contents, shape, name)] for name in (system, other))
+        turns = [a / b for a, b in zip(ours, theirs, strict=False)]
+        return Figure(statistics.median(ours) / statistics.median(theirs), min(turns), max(turns))
+
+    return of
+
+
+def snapshot_share(shape: str, system: str) -> Callable[[Contents], Figure]:
+    """Which share of its throughput a system gives for the dense snapshot."""
+
+    def of(contents: Contents) -> Figure:
+        kept = ratio("samples_per_s", shape, f"{system}+snap", system)(contents)
+        assert kept.least is not None and kept.most is not None
+        return Figure(1 - kept.value, 1 - kept.most, 1 - kept.least)
+
+    return of
+
+
+def memory_of_records(system: str) -> Callable[[Contents], Figure]:
+    """Records, parities and logs over records, of the first shape that has the system."""
+
+    def of(contents: Contents) -> Figure:
+        for shape in SHAPES:
+            held = contents.get(f"train-{shape}", {}).get("server_bytes", {}).get(system)
+            if held:
+                return Figure(sum(held.values()) / held["record_bytes"])
+        raise NotMeasured(f"no train-<shape>.json has {system}")
+
+    return of
+
+
+def _kills(contents: Contents, key: str, which: Callable[[Content], bool]) -> list[float]:
+    """A figure of every kill in the cases that are meant; never empty."""
+    content = _file(contents, "recovery")
+    cases = {row["case"] for row in content["rows"] if which(row)}
+    kills = [kill for case in content["cases"] if case["case"] in cases for kill in case["kills"]]
+    values = [kill[key] for kill in kills if kill[key] is not None]
+    if not values:
+        raise NotMeasured("recovery.json has no such kill")
+    return values
+
+
+def _in_training(row: Content) -> bool:
+    return bool(row["mode"] == "training")
+
+
+def _unlimited(row: Content) -> bool:
+    return _in_training(row) and not row["limit_mb_per_s"]
+
+
+def _limited(row: Content) -> bool:
+    return _in_training(row) and bool(row["limit_mb_per_s"])
+
+
+def _idle(row: Content) -> bool:
+    return not _in_training(row)
+
+
+def of_kills(key: str, which: Callable[[Content], bool], worst: bool = False) -> Callable[[Contents], Figure]:
+    """The median of a figure over kills, or the most of it."""
+
+    def of(contents: Contents) -> Figure:
+        spread = record.spread(_kills(contents, key, which))
+        return Figure(spread["max"]) if worst else Figure(spread["median"], spread["min"], spread["max"])
+
+    return of
+
+
+def of_memcpy(what: str, k: int, r: int) -> Callable[[Contents], Figure]:
+    """Speed of a kernel from memory, over that of memcpy of the same source bytes."""
+
+    def of(contents: Contents) -> Figure:
+        for row in _file(contents, "codec")["rows"]:
+            case = (row["what"], row["k"], row["r"], row["place"], row["record_bytes"])
+            if case == (what, k, r, "memory", SHOWN_RECORD_BYTES) and row["of_memcpy"] is not None:
+                return Figure(row["of_memcpy"])
+        raise NotMeasured(f"codec.json has no {what} of ({k}, {r}), {SHOWN_RECORD_BYTES} bytes, in memory")
+
+    return of
+
+
+def _targets() -> tuple[Target, ...]:
+    rate, cpu = "samples_per_s", "cpu_s_per_step"
+    found = [
+        Target("samples/s, k2r1 / none, embedding-heavy", ratio(rate, "embedding-heavy", "k2r1", "none"), least=0.92),
+        Target("CPU per step, k2r1 / none, embedding-heavy", ratio(cpu, "embedding-heavy", "k2r1", "none"), most=1.10),
+    ]
+    for system, wanted in (("k2r1", (1.1, 1.1, 1.0)), ("k2r1:bf16", (1.3, 1.3, 1.05))):
+        for shape, least in zip(("embedding-heavy", "multi-hot", "paper"), wanted, strict=True):
+            name = f"samples/s, {system} / torchrec, {shape}"
+            found.append(Target(name, ratio(rate, shape, system, "torchrec"), least=least))
+    return (
+        *found,
+        Target("samples/s, k4r2 / k2r1, embedding-heavy", ratio(rate, "embedding-heavy", "k4r2", "k2r1"), least=0.85),
+        Target("share of samples/s for the dense snapshot, k2r1, paper", snapshot_share("paper", "k2r1"), most=0.03),
+        Target("first step after a kill, s, median", of_kills("first_step_s", _in_training), most=0.5),
+        Target("first step after a kill, s, worst", of_kills("first_step_s", _in_training, worst=True), most=1.5),
+        Target("samples/s from the kill to rebuilt / before, no limit", of_kills("during_share", _unlimited)),
+        Target("samples/s from the kill to rebuilt / before, limited", of_kills("during_share", _limited), least=0.90),
+        Target("rebuild, MB/s lost, in training, no limit", of_kills("lost_mb_per_s", _unlimited)),
+        Target("rebuild, MB/s lost, trainers idle", of_kills("lost_mb_per_s", _idle), least=250),
+        Target("fold (2, 1), GB/s / memcpy", of_memcpy("fold", 2, 1), least=0.8),
+        Target("fold (4, 2), GB/s / memcpy", of_memcpy("fold", 4, 2)),
+        Target("encode (2, 1), GB/s / memcpy", of_memcpy("encode", 2, 1), least=0.8),
+        Target("encode (4, 2), GB/s / memcpy", of_memcpy("encode", 4, 2)),
+        Target("memory / records, k4r1", memory_of_records("k4r1"), most=1.30),
+    )
+
+
+TARGETS = _targets()
+
+# documents --------------------------------------------------------------------------------------------
+
+
+def load(folder: Path) -> dict[str, Content]:
+    """What the benchmarks left in a folder, by name. Raises ValueError for a file that is not theirs."""
+    found = {}
+    for name in NAMES:
+        path = folder / f"{name}.json"
+        if path.exists():
+            try:
+                content = loads(path.read_text(encoding="utf-8"))
+            except JSONDecodeError as error:
+                raise ValueError(f"{path} is not JSON: {error}") from None
+            require(isinstance(content, dict) and "header" in content, f"{path} was not left by a benchmark: no header")
+            found[name] = content
+    return found
+
+
+def columns(rows: Sequence[Content], titles: Mapping[str, str]) -> str:
+    """A Markdown table of some columns, with titles."""
+    return record.markdown([{title: row.get(key) for key, title in titles.items()} for row in rows])
+
+
+def _origin(header: Content) -> str:
+    """Machine, versions, commit, date and command."""
+    versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
+    return (
+        f"    {header['command']}\n\n"
+        f"{header['processor']}, {header['cores']} cores, {header['memory_gib']} GiB, Linux {header['kernel']};"
+        f" {versions}; commit {header['commit']}; {header['date']}."
+    )
+
+
+def _missing(name: str, command: str) -> str:
+    return f"**Not measured**: there was no {name}.json. `torch-ecrec bench {command}` makes it."
+
+
+def _picture(name: str, text: str, pictures: set[str]) -> str:
+    return f"![{text}](performance/{name}.png)" if name in pictures else f"There was no {name}.png."
+
+
+def _shape_text(content: Content) -> str:
+    shape, blocks = content["shape"], content["blocks"]
+    ids = f"{shape['ids']} {'id' if shape['ids'] == 1 else 'ids'} per bag"
+    if shape["data"] is None:
+        ids += f", Zipf {shape['zipf']:g}" if shape["zipf"] else ", uniform"
+    else:
+        ids += f", rows of {Path(shape['data']).name}" if shape["data"] else ", made-up rows of Criteo's form"
+    turns, steps = max(map(len, blocks.values())), content["steps_per_block"].values()
+    return (
+        f"{shape['tables']} tables x {shape['rows']:,} rows x {shape['dim']}, {ids}, batch {shape['batch']:,} on each"
+        f" of {content['trainers']} trainers, MLPs {list(shape['bottom'])} / {list(shape['top'])}."
+        f" {turns} blocks of each system, of {min(steps)} to {max(steps)} steps."
+    )
+
+
+def _training(shape: str, contents: Contents, pictures: set[str]) -> list[str]:
+    name = f"train-{shape}"
+    if name not in contents:
+        return [_missing(name, f"train --shape {shape}")]
+    content = contents[name]
+    parts = [_origin(content["header"]), _shape_text(content), record.markdown(content["rows"])]
+    sent = [
+        {"system": system, **{kind: size.get(kind, 0) / 1e6 for kind in KINDS}}
+        for system, size in content["sent_bytes"].items()
+        if size
+    ]
+    if sent:
+        parts += ["MB of tensors sent per step, by kind, as the members count them:", record.markdown(sent)]
+    return [*parts, _picture(name, f"samples per second and CPU time per step, {shape}", pictures)]
+
+
+def _recovery(contents: Contents, pictures: set[str]) -> list[str]:
+    if "recovery" not in contents:
+        return [_missing("recovery", "recovery")]
+    content = contents["recovery"]
+    parts = [_origin(content["header"])]
+    if content["error"] is not None:
+        parts.append(f"**It did not come to its end**: {content['error'].splitlines()[0]}")
+    parts += [
+        "Seconds after SIGKILL, medians over the kills of a case; a case is the bytes of all records and the limit of"
+        " the rebuild rate (which counts the k records that are read for each). *First step*: complete, and begun after"
+        " the kill. *Lost*: data and parity records of the slot.",
+        columns(content["rows"], RECOVERY),
+        "Throughput, medians:",
+        columns([row for row in content["rows"] if row["mode"] == "training"], RATES),
+    ]
+    measured = [c for c in content["checkpoints"] if c["skipped"] is None]
+    if measured:
+        interval_s = content["arguments"]["checkpoint_interval_s"]
+        parts += [
+            "Beside it, a restart of plain TorchRec from a checkpoint on the local disk. `redo` is not run but"
+            f" computed: half of an interval of {interval_s:g} s.",
+            columns(measured, RESTART),
+        ]
+    parts += [
+        f"A restart with {c['gigabytes']:g} GB was skipped: {c['skipped']}."
+        for c in content["checkpoints"]
+        if c["skipped"]
+    ]
+    return [
+        *parts,
+        _picture("recovery", "time of each phase of a recovery; throughput before, during and after", pictures),
+    ]
+
+
+def _codec(contents: Contents, pictures: set[str]) -> list[str]:
+    if "codec" not in contents:
+        return [_missing("codec", "codec")]
+    content = contents["codec"]
+    rows = content["rows"]
+    widths = sorted({row["record_bytes"] for row in rows})
+    width = SHOWN_RECORD_BYTES if SHOWN_RECORD_BYTES in widths else widths[0]
+    titles = {
+        key: title
+        for key, title in codec.COLUMNS.items()
+        if key != "record_bytes" and any(row.get(key) is not None for row in rows)
+    }
+    return [
+        _origin(content["header"]),
+        " ".join(content["notes"]),
+        f"Records of {width} bytes; all sizes are in [codec.csv](performance/codec.csv).",
+        columns([row for row in rows if row["record_bytes"] == width], titles),
+        _picture("codec", "GB/s of fold, encode and decode by size of a record", pictures),
+    ]
+
+
+HOW = """\
+**What is compared.** `torchrec`: TorchRec's DistributedModelParallel over gloo, table-wise, without fault tolerance;
+`torchrec:tuned`: with the malloc setting that our processes give themselves; `torchrec+ckpt`: saving itself every so
+many steps. `none`: our 3 servers without protection. `k2r1`, `k4r1`, ...: our servers with that (k, r) code, one for
+each of the k + r members of a stripe; `+snap`: with a snapshot of the dense model after every step; `:bf16`: rows and
+gradients travel as bfloat16. All train the same model from the same seed on the same batches.
+
+**How.** All systems of a shape are started, then take turns: a block of steps each, again and again, while the others
+wait. Noise that comes and goes meets all of them, so ratios hold where times do not. A block ends when everything sent
+in it is acknowledged. Figures are medians over the blocks. *CPU*: user and system time of all processes of a system,
+servers included. *Wire*: bytes that pass the loopback interface. *Resident*: PSS, pages shared among processes divided
+by them. *Memory / records*: records, parities and logs of the servers over records alone.
+
+**Where.** Everything runs on one host: trainers and servers share its cores, so the servers' work takes time from the
+trainers, and no byte crosses a network. A commit with a + had changes that were not committed."""
+
+
+def performance(contents: Contents, pictures: set[str], notes: str | None) -> str:
+    """The text of performance.md.
+
+    Args:
+        contents: what `load` gave.
+        pictures: names whose PNG is there.
+        notes: what somebody wrote by hand, for the end.
+    """
+    absent = [f"{name}.json" for name in NAMES if name not in contents]
+    commits = sorted({str(content["header"]["commit"]) for content in contents.values()})
+    parts = [MADE_BY, "# Performance", HOW]
+    if absent:
+        parts.append(f"**Not measured**: {', '.join(absent)} {'was' if len(absent) == 1 else 'were'} missing.")
+    if len(commits) > 1:
+        parts.append(f"The files are of different commits: {', '.join(commits)}.")
+    parts += [
+        "## Targets",
+        "Ratios are of medians; in brackets the least and the most, for ratios of those within a block.",
+        record.markdown([target.row(contents) for target in TARGETS]),
+        "## Training",
+    ]
+    for shape in SHAPES:
+        parts += [f"### {shape}", *_training(shape, contents, pictures)]
+    parts += ["## Recovery", *_recovery(contents, pictures), "## Kernels", *_codec(contents, pictures)]
+    parts += ["## Scaling", "Tables and picture are in [scaling.md](scaling.md)."]
+    files = [f"[{name}.json](performance/{name}.json)" for name in NAMES if name in contents]
+    if files:
+        parts += [
+            "## Files",
+            f"Every figure comes from {', '.join(files)}; `torch-ecrec bench report --from docs/performance --out docs`"
+            " makes this document from them again.",
+        ]
+    if notes is not None:
+        parts.append(notes.strip())
+    return "\n\n".join(parts) + "\n"
+
+
+def scaling(contents: Contents, pictures: set[str]) -> str:
+    """What goes between the markers of scaling.md."""
+    if "scaling" not in contents:
+        return "\n\n".join([MADE_BY, _missing("scaling", "scaling")])
+    content = contents["scaling"]
+    base = content["base"]
+    parts = [
+        MADE_BY,
+        _origin(content["header"]),
+        f"Base: {content['tables']} tables x {base['rows']:,} rows x {base['dim']}, batch {base['batch']} on each of"
+        f" {base['trainers']} trainers, {base['servers']} servers, code ({base['k']}, {base['r']})."
+        " `none` is without protection on as many servers.",
+        _picture("scaling", "what a step costs by rows, dim, batch, trainers, servers and code; fan-out", pictures),
+    ]
+    for sweep, axis in content["axes"].items():
+        rows = [row for row in content["rows"] if row["sweep"] == sweep]
+        title = f"### By {sweep}"
+        parts += [title, columns(rows, {**content["columns"], "value": axis}) if rows else "**Not measured.**"]
+    if content["left_out"]:
+        parts.append("Left out:")
+        parts.append("\n".join(f"- {out['point']}: {out['reason'].splitlines()[0]}" for out in content["left_out"]))
+    parts += ["### Fan-out (counted, not timed)", columns(content["fan_out"], content["fan_out_columns"])]
+    return "\n\n".join(parts)
+
+
+def between_markers(document: str, generated: str) -> str:
+    """The document with what is between the markers replaced. Raises ValueError if they are not there, in order."""
+    head, begin, rest = document.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    require(bool(begin and end), f"scaling.md must have the markers {BEGIN} and {END}, in this order")
+    return f"{head}{BEGIN}\n{generated}\n{END}{tail}"
+
+
+def copy_files(source: Path, target: Path, names: Sequence[str]) -> set[str]:
+    """Copies what the benchmarks left; returns the names whose picture is there."""
+    target.mkdir(parents=True, exist_ok=True)
+    pictures = set()
+    for name in names:
+        for suffix in (".json", ".csv", ".png"):
+            path = source / f"{name}{suffix}"
+            if not path.exists():
+                continue
+            if path.resolve() != (target / path.name).resolve():
+                shutil.copyfile(path, target / path.name)
+            if suffix == ".png":
+                pictures.add(name)
+    return pictures
+
+
+# the command ------------------------------------------------------------------------------------------
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the documents; 0, also when files are missing: the documents say which.
+
+    Raises:
+        ValueError: there is no such folder, a file in it is not a benchmark's, or scaling.md has lost its markers.
+    """
+    source, out = arguments.source, arguments.out
+    require(source.is_dir(), f"no such folder: {source}")
+    contents = load(source)
+    page = out / "scaling.md"
+    document = page.read_text(encoding="utf-8") if page.exists() else f"# Scaling\n\n{BEGIN}\n{END}\n"
+    between_markers(document, "")  # refused before anything is written
+    pictures = copy_files(source, out / "performance", list(contents))
+    page.write_text(between_markers(document, scaling(contents, pictures)), encoding="utf-8")
+    notes = out / "performance-notes.md"
+    text = performance(contents, pictures, notes.read_text(encoding="utf-8") if notes.exists() else None)
+    (out / "performance.md").write_text(text, encoding="utf-8")
+    for name in NAMES:
+        if name not in contents:
+            print(f"missing: {source / name}.json", file=sys.stderr)
+    print(record.table([target.row(contents) for target in TARGETS]))
+    print(f"written: {out / 'performance.md'}, {page}, {out / 'performance'}")
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `torch-ecrec bench report`."""
+    parser.add_argument(
+        "--from", dest="source", type=Path, default=Path("build/bench"), metavar="DIR", help="what benchmarks left"
+    )
+    parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="of the documents (default docs)")
