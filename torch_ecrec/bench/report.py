@@ -31,7 +31,8 @@ from torch_ecrec.config import require
 
 MADE_BY = "Made by `torch-ecrec bench report`; do not edit."
 BEGIN, END = "<!-- begin generated -->", "<!-- end generated -->"
-SHAPES = ("embedding-heavy", "uniform", "multi-hot", "paper", "criteo")
+# The second holds the codes that the first leaves no memory for (`--label codes`).
+SHAPES = ("embedding-heavy", "embedding-heavy-codes", "uniform", "multi-hot", "paper", "criteo")
 NAMES = (*(f"train-{shape}" for shape in SHAPES), "recovery", "codec", "scaling")
 KINDS = ("lookup", "push", "fold", "snapshot", "other")  # of bytes sent
 SHOWN_RECORD_BYTES = (
@@ -237,7 +238,9 @@ def _targets() -> tuple[Target, ...]:
             found.append(Target(name, ratio(rate, shape, system, "torchrec"), least=least))
     return (
         *found,
-        Target("samples/s, k4r2 / k2r1, embedding-heavy", ratio(rate, "embedding-heavy", "k4r2", "k2r1"), least=0.85),
+        Target(
+            "samples/s, k4r2 / k2r1, embedding-heavy", ratio(rate, "embedding-heavy-codes", "k4r2", "k2r1"), least=0.85
+        ),
         Target("share of samples/s for the dense snapshot, k2r1, paper", snapshot_share("paper", "k2r1"), most=0.03),
         Target("first step after a kill, s, median", of_kills("first_step_s", _in_training), most=0.5),
         Target("first step after a kill, s, worst", of_kills("first_step_s", _in_training, worst=True), most=1.5),

@@ -89,9 +89,13 @@ class Group:
         trainers: number of trainer processes.
         seed: of the model and the batches.
         folder: for logs and checkpoints.
+        pipeline: train in TorchRec's `TrainPipelineSparseDist`.
     """
 
-    def __init__(self, system: System, shape: workload.Shape, trainers: int, seed: int, folder: Path) -> None:
+    def __init__(
+        self, system: System, shape: workload.Shape, trainers: int, seed: int, folder: Path, pipeline: bool = False
+    ) -> None:
+        self.pipeline = pipeline
         self.system, self.shape, self.trainers, self.seed, self.folder = system, shape, trainers, seed, folder
         self.cluster: Supervisor | None = None
         self.workers: list[subprocess.Popen[str]] = []
@@ -118,7 +122,12 @@ class Group:
         environment["LOCAL_WORLD_SIZE"] = str(self.trainers)
         backend = "torchrec" if system.code is None else "ecrec"
         assignment = Assignment(
-            backend, dataclasses.asdict(self.shape), self.seed, system.wire, str(self.folder / "checkpoint")
+            backend,
+            dataclasses.asdict(self.shape),
+            self.seed,
+            system.wire,
+            str(self.folder / "checkpoint"),
+            self.pipeline,
         )
         for rank in range(self.trainers):
             with open(self.folder / f"trainer-{rank}.log", "ab") as log:
@@ -346,7 +355,8 @@ def run(arguments: argparse.Namespace) -> int:
             for system in systems:
                 if system.group not in groups:
                     print(f"starting {system.group}", flush=True)
-                    group = Group(system, shape, arguments.trainers, arguments.seed, folder / system.group)
+                    place = folder / system.group
+                    group = Group(system, shape, arguments.trainers, arguments.seed, place, arguments.pipeline)
                     groups[system.group] = stack.enter_context(group)
             for system in systems:
                 warm = groups[system.group].run(arguments.warmup, system, 0)
@@ -369,12 +379,13 @@ def run(arguments: argparse.Namespace) -> int:
         "header": header,
         "shape": {"name": arguments.shape, **dataclasses.asdict(shape)},
         "trainers": arguments.trainers,
+        "pipeline": arguments.pipeline,
         "steps_per_block": steps,
         "checkpoint_every": arguments.checkpoint_every,
         **summarise(systems, blocks),
     }
     lines = rows(systems, result)
-    name = f"train-{arguments.shape}"
+    name = "-".join(filter(None, ("train", arguments.shape, arguments.label)))
     record.write(arguments.out, name, result, lines)
     plot(arguments.shape, lines, arguments.out / f"{name}.png")
     if arguments.json is not None:
@@ -393,11 +404,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--least-steps", type=int, default=8, help="steps of a block, at least (default 8)")
     parser.add_argument("--warmup", type=int, default=8, metavar="N", help="steps, twice, before the first block")
     parser.add_argument("--trainers", type=int, default=2, metavar="T")
+    parser.add_argument(
+        "--pipeline",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="in TrainPipelineSparseDist, all systems",
+    )
     parser.add_argument("--rows", type=int, help="rows per table, instead of the shape's")
     parser.add_argument("--dim", type=int, help="embedding dim, instead of the shape's")
     parser.add_argument("--batch-size", type=int, help="samples per trainer and step, instead of the shape's")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="X", help="steps, for torchrec+ckpt")
     parser.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows, for --shape criteo")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--label", help="added to the names of the files: more systems than memory take several runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON there")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), metavar="DIR")

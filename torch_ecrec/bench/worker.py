@@ -9,6 +9,7 @@ a barrier after everything sent in it is acknowledged, so that no work of it is 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
@@ -23,6 +24,7 @@ import torchrec
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 import torch_ecrec
 from torch_ecrec.bench import workload
@@ -41,6 +43,7 @@ class Assignment:
         seed: of the model and the batches.
         wire: how rows and gradients travel, for "ecrec": "float32" or "bfloat16".
         folder: where "torchrec" puts its checkpoints.
+        pipeline: train in TorchRec's `TrainPipelineSparseDist`.
     """
 
     backend: str
@@ -48,6 +51,7 @@ class Assignment:
     seed: int
     wire: str
     folder: str
+    pipeline: bool = False
 
 
 class Trainer:
@@ -67,6 +71,8 @@ class Trainer:
         dense = [p for name, p in self.model.named_parameters() if "embedding_bags" not in name]
         self.optimizer = torch.optim.Adagrad(dense, lr=0.02)
         self.pool: list[Batch] = workload.batches(shape, rank, world, assignment.seed)
+        self.batches = itertools.cycle(self.pool)
+        self.pipeline = TrainPipelineSparseDist(self.model, self.optimizer, CPU) if assignment.pipeline else None
         self.steps = 0
         self.saving: Any = None
 
@@ -79,12 +85,16 @@ class Trainer:
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
-            loss, _ = self.model(self.pool[self.steps % len(self.pool)])
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
+            if self.pipeline is not None:
+                loss, _, _ = self.pipeline.progress(self.batches)
+                losses.append(loss.detach())
+            else:
+                loss, _ = self.model(next(self.batches))
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                losses.append(loss.detach())
             self.steps += 1
-            losses.append(loss.detach())
             if checkpoint_every and self.steps % checkpoint_every == 0:
                 self._checkpoint()
         if ours is not None:
