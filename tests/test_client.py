@@ -267,3 +267,26 @@ def test_bad_loads_are_refused():
     session.trainer = 1
     with pytest.raises(ValueError, match="only trainer 0"):
         session.load(0, torch.tensor([0]), torch.zeros(1, 4))
+
+
+def test_rows_asked_for_ahead_are_those_of_a_lookup_and_asked_for_once():
+    ahead, plain = session_over(CodeSpec(3, 2, 1)), session_over(CodeSpec(3, 2, 1))
+    batches = [torch.tensor([5, 2, 5, 9]), torch.tensor([2, 9, 11]), torch.tensor([0])]
+    weights = {ahead: [], plain: []}
+    for session in (ahead, plain):
+        session.client.snapshot_every = 0
+        asked = [[session.arrange(s, rows)[0] for s in range(len(session.job.slabs))] for rows in batches]
+        for step, rows in enumerate(asked):
+            found = session.lookup(rows)
+            weights[session].append([w.clone() for w in found])
+            session.push(rows, [torch.ones_like(w) for w in found], [slab.optimizer.lr for slab in session.job.slabs])
+            if session is ahead and step + 1 < len(asked):
+                exchanges = len(session.client.exchanges)
+                session.look_ahead(asked[step + 1])
+                assert len(session.client.exchanges) > exchanges
+                others = [rows.clone() for rows in asked[step + 1]]
+                assert all(map(torch.equal, session.lookup(others), session.lookup(asked[step + 1]))), "other tensors"
+                session.look_ahead(asked[step + 1])
+        assert session.step == 4
+    for one, other in zip(weights[ahead], weights[plain], strict=True):
+        assert all(map(torch.equal, one, other))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import operator
 import os
 import sys
 import time
@@ -60,6 +61,8 @@ class FakeSession:
     def __init__(self, job: JobSpec, trainer: int = 0) -> None:
         self.job, self.trainer, self.trainers, self.step = job, trainer, job.trainers, 1
         self.records, self.pushed, self.rates, self.snapshot_every = [], [], [], 1
+        self.ahead: list[tuple[int, list[Tensor]]] = []
+        self.looked_up: list[tuple[int, list[Tensor]]] = []
         self.lookups, self.loads, self.opened, self.flushed, self.closed = 0, 0, 0, 0, 0
         self.snapshots: dict[int, tuple[Tensor, str]] = {}
         self.reports: list[dict[str, float]] = []
@@ -78,9 +81,13 @@ class FakeSession:
         unique, inverse = torch.unique(rows, return_inverse=True)
         return unique.flip(0), len(unique) - 1 - inverse
 
+    def look_ahead(self, rows: list[Tensor]) -> None:
+        self.ahead.append((self.step, rows))
+
     def lookup(self, rows: list[Tensor]) -> list[Tensor]:
         assert self.opened == 1
         self.lookups += 1
+        self.looked_up.append((self.step, rows))
         for slab, rows_U in zip(self.job.slabs, rows, strict=True):
             assert rows_U.dtype == torch.int64 and rows_U.device == CPU
             assert len(rows_U.unique()) == len(rows_U) and (rows_U >= 0).all() and (rows_U < slab.rows).all()
@@ -462,6 +469,9 @@ def test_the_pipeline_equals_the_plain_loop() -> None:
         else:
             losses.append(train(model, batches))
         assert session.step == 7
+        used = dict(session.looked_up)
+        assert [step for step, _ in session.ahead] == ([2, 3, 4, 5, 6] if pipeline else [])
+        assert all(rows is used[step] or all(map(operator.is_, rows, used[step])) for step, rows in session.ahead)
         ends.append((session.records, list(dense_parameters(model).values())))
     assert losses[0] == losses[1] and len(set(losses[0])) == 6
     for plain, piped in zip(ends[0][0] + ends[0][1], ends[1][0] + ends[1][1], strict=True):

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torchrec
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -106,7 +107,15 @@ class Trainer:
         """As a careful user would: the one before must be on disk, then the next is written beside training."""
         self.finish()
         folder = Path(self.assignment.folder)
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+        parts = dict(self.model.state_dict())
+        for states in self.model.fused_optimizer.state_dict()["state"].values():  # type: ignore[union-attr, operator]
+            parts.update(states)
+        for name, value in parts.items():
+            if isinstance(value, ShardedTensor):  # which torch's staging of asynchronous saves does not take
+                state.update({f"{name}@{shard.metadata.shard_offsets}": shard.tensor for shard in value.local_shards()})
+            else:
+                state[name] = value
         self.saving = async_save(state, checkpoint_id=folder / str(self.steps % 2))
 
     def finish(self) -> None:

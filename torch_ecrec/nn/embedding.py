@@ -13,7 +13,9 @@ Terms. `SparseStep` is shared by all sharded modules of a model: an optimizer st
 modules took part. A *lookup in training* is one made with grad enabled; others read and change nothing.
 
 Invariants. One backward pass is one push, of every trainer, also when it has no rows. Rows are looked up in `compute`,
-never in `input_dist`, which pipelines run one batch ahead: a row is never a step old. A refused step (non-finite
+never in `input_dist`, which pipelines run one batch ahead: a row is never a step old. A batch that a pipeline has
+announced that way is asked for as soon as the push before it is sent, so that its rows travel while the rest of the
+backward and the dense optimizer run; the servers answer once they have applied that push. A refused step (non-finite
 gradients) is refused by all trainers, before anything is sent.
 
 Does not hold weights, talk to servers (`EmbeddingBackend` does) or change the dense part of the model.
@@ -24,6 +26,7 @@ Shape legend: F features, B batch size, N ids, U unique rows, D embedding dim, W
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -58,6 +61,7 @@ from torch_ecrec.transport.wire import as_array
 
 NAN_GRADIENTS = ("raise", "pass")
 _CHUNK_BYTES = 4 << 20
+PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3
 _NO_WEIGHTS = np.empty(0, np.float32)
 
 
@@ -82,6 +86,9 @@ class EmbeddingBackend(Protocol):
 
     def lookup(self, rows: list[Tensor]) -> list[Tensor]:
         """Weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; may be repeated."""
+
+    def look_ahead(self, rows: list[Tensor]) -> None:
+        """Rows that `lookup` will be called with in this step, the very tensors: they may be asked for now."""
 
     def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
         """Ends the step with gradients (U, D) and a learning rate per slab. Every trainer calls it in every step."""
@@ -123,6 +130,7 @@ class SparseStep:
         self.session = session
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
         self.optimizers: list[ServerOptimizer] = []
+        self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
         self._group = group
         self._refuses_nan = nan_gradients == "raise"
         self._open = False
@@ -204,6 +212,8 @@ class SparseStep:
             if self._refusal is not None:
                 return
         self.session.push(rows, gradients, self.rates())
+        for look_ahead in self.on_pushed:
+            look_ahead()
 
     def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
         """Rows and gradients per slab; where several lookups asked for a row, its gradients are summed as they came."""
@@ -469,6 +479,9 @@ class ErasureCodedEmbeddingBagCollection(
         ]
         self._optimizer = ServerOptimizer(self)
         step.optimizers.append(self._optimizer)
+        self._coming: deque[KeyedJaggedTensor] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
+        self._ready: tuple[KeyedJaggedTensor, list[Tensor], list[_Bags]] | None = None  # looked up ahead
+        step.on_pushed.append(self._look_ahead)
 
     # TorchRec's stages ----------------------------------------------------------------------------
 
@@ -482,15 +495,24 @@ class ErasureCodedEmbeddingBagCollection(
         missing = [name for part in self._slices for name in part.features if name not in features.keys()]
         if missing:
             raise ValueError(f"the batch lacks features {', '.join(missing)}; it has {', '.join(features.keys())}")
+        if torch.is_grad_enabled():
+            self._coming.append(features)
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
-    def compute(self, ctx: NullShardedModuleContext, dist_input: KJTList) -> list[Tensor]:
-        """Looks the rows up and pools them, on the CPU: (B, F, D) for each slab of this module."""
-        (features,) = dist_input
-        step, session = self._step, self._step.session
-        step.open()
-        if torch.is_grad_enabled():
-            step.on_training_lookup()
+    def _look_ahead(self) -> None:
+        """Asks for the rows of the batch that a pipeline will compute next."""
+        if self._coming and not self._weighted:  # weights of ids have a graph, which a backward must not start
+            features = self._coming[0]
+            try:
+                rows, bags = self._prepare(features)
+            except ValueError:  # an id that is no row: `compute` says so, where it belongs
+                return
+            self._ready = (features, rows, bags)
+            self._step.session.look_ahead(rows)
+
+    def _prepare(self, features: KeyedJaggedTensor) -> tuple[list[Tensor], list[_Bags]]:
+        """Unique rows (U,) per slab of the job, and the bags per slab of this module."""
+        session = self._step.session
         rows = [torch.empty(0, dtype=torch.int64) for _ in session.job.slabs]
         bags = []
         for part in self._slices:
@@ -498,6 +520,19 @@ class ErasureCodedEmbeddingBagCollection(
             in_order = features if order == list(range(len(features.keys()))) else features.permute(order)
             rows[part.slab], some = part.bags(in_order, self._weighted, session.arrange)
             bags.append(some)
+        return rows, bags
+
+    def compute(self, ctx: NullShardedModuleContext, dist_input: KJTList) -> list[Tensor]:
+        """Looks the rows up and pools them, on the CPU: (B, F, D) for each slab of this module."""
+        (features,) = dist_input
+        step = self._step
+        step.open()
+        if torch.is_grad_enabled():
+            step.on_training_lookup()
+        while any(other is features for other in self._coming):
+            self._coming.popleft()
+        ready, self._ready = self._ready, None
+        rows, bags = ready[1:] if ready is not None and ready[0] is features else self._prepare(features)
         if torch.is_grad_enabled():
             pooled = _PooledLookup.apply(self._anchor, step, rows, bags, *(part.per_id_N for part in bags))
         else:
