@@ -76,6 +76,7 @@ class Trainer:
         self.pipeline = TrainPipelineSparseDist(self.model, self.optimizer, CPU) if assignment.pipeline else None
         self.steps = 0
         self.saving: Any = None
+        self.saving_group = dist.new_group(backend="gloo")  # its collectives run beside those of training
 
     def run(self, steps: int, snapshot: bool, checkpoint_every: int) -> dict[str, Any]:
         """Trains for some steps; returns what is reported."""
@@ -109,14 +110,15 @@ class Trainer:
         folder = Path(self.assignment.folder)
         state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
         parts = dict(self.model.state_dict())
-        for states in self.model.fused_optimizer.state_dict()["state"].values():  # type: ignore[union-attr, operator]
+        for states in self.model.fused_optimizer.state_dict()["state"].values():  # type: ignore[union-attr]
             parts.update(states)
         for name, value in parts.items():
             if isinstance(value, ShardedTensor):  # which torch's staging of asynchronous saves does not take
                 state.update({f"{name}@{shard.metadata.shard_offsets}": shard.tensor for shard in value.local_shards()})
             else:
                 state[name] = value
-        self.saving = async_save(state, checkpoint_id=folder / str(self.steps % 2))
+        place = folder / str(self.steps % 2)
+        self.saving = async_save(state, checkpoint_id=place, process_group=self.saving_group)
 
     def finish(self) -> None:
         if self.saving is not None:
