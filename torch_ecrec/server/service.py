@@ -67,7 +67,7 @@ class Host(Node):
     # from other processes -----------------------------------------------------------------------
 
     def handle(self, request: wire.Request, reply: Callable[[Answer], None]) -> None:
-        self.run(self._handle, request, lambda answer: self.emit(lambda: reply(answer)))
+        self.run(self._handle, request, lambda answer: self.emit_answer(lambda: reply(answer)))
 
     def _handle(self, request: wire.Request, reply: Callable[[Answer], None]) -> None:
         slot = self.slots.get(request.slot)

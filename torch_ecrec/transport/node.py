@@ -109,6 +109,7 @@ class Node:
         self.placement: Placement | None = None
         self.exchanges: dict[Exchange, None] = {}  # in order of creation
         self._lock = threading.Lock()
+        self._answers: list[Callable[[], None]] = []
         self._outbox: list[Callable[[], None]] = []
 
     def run(self, action: Callable[..., object], *args: Any) -> None:
@@ -127,7 +128,8 @@ class Node:
         try:
             action(*args)
         finally:
-            effects, self._outbox = self._outbox, []
+            effects = self._answers + self._outbox
+            self._answers, self._outbox = [], []
             self._lock.release()
         for effect in effects:
             effect()
@@ -136,6 +138,10 @@ class Node:
 
     def emit(self, effect: Callable[[], None]) -> None:
         self._outbox.append(effect)
+
+    def emit_answer(self, effect: Callable[[], None]) -> None:
+        """Goes before everything that is emitted otherwise: a trainer waits for rows, and nobody for a fold."""
+        self._answers.append(effect)
 
     def call(self, peer: str, request: Request, done: Callable[[Outcome], None]) -> None:
         if peer == self.name:
