@@ -67,7 +67,7 @@ def leave_recovery(folder: Path, error: str | None = None) -> None:
         cases.append((case, kills))
     restart = dict.fromkeys(("save_s", "start_s", "load_s", "until_training_s", "redo_s", "until_caught_up_s"), 5.0)
     content = {
-        "arguments": {"checkpoint_interval_s": 1800.0},
+        "arguments": {"checkpoint_interval_s": 1800.0, "zipf": 1.05},
         "cases": [{"case": case.name, "kills": kills} for case, kills in cases],
         "checkpoints": [{"gigabytes": 1.0, "skipped": None, **restart}, {"gigabytes": 8.0, "skipped": "no room"}],
         "error": error,
@@ -132,8 +132,8 @@ def test_the_documents(source: Path, tmp_path: Path) -> None:
     text = (out / "performance.md").read_text()
     assert text.startswith(MADE_BY) and text.endswith("## Notes\n\nby hand\n")
     assert (
-        "**Not measured**: train-embedding-heavy-codes.json, train-uniform.json, train-criteo.json were missing."
-        in text
+        "**Not measured**: train-embedding-heavy-codes.json, train-uniform.json, train-criteo.json,"
+        " recovery-uniform.json were missing." in text
     )
     assert "there was no train-uniform.json. `torch-ecrec bench train --shape uniform` makes it." in text
     assert f"commit {record.header()['commit']}" in text and f"{os.cpu_count()} cores" in text

@@ -224,7 +224,8 @@ def run(arguments: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script."""
     words = sys.argv[1:] if argv is None else argv
-    arguments = parser(next((word for word in words[1:] if word in BENCHMARKS), None)).parse_args(argv)
+    benchmark = words[1] if len(words) > 1 and words[0] == "bench" and words[1] in BENCHMARKS else None
+    arguments = parser(benchmark).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         return run(arguments)

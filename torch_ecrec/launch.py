@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -285,6 +286,17 @@ def _wait_for_trainers(cluster: Supervisor) -> None:
 # supervisor -------------------------------------------------------------------------------------------
 
 
+def await_end(children: Sequence[subprocess.Popen[Any]], limit_s: float) -> None:
+    """Waits for processes that were asked to end; those that still run after `limit_s` are killed."""
+    deadline = time.monotonic() + limit_s
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
 class Supervisor:
     """A local cluster: a coordinator and servers as child processes.
 
@@ -415,13 +427,8 @@ class Supervisor:
         for child in children:
             if child.poll() is None:
                 child.terminate()
-        deadline = time.monotonic() + STOP_S
+        await_end(children, STOP_S)
         for child in children:
-            try:
-                child.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
             if child.stdin is not None:
                 child.stdin.close()
             if child.stdout is not None:

@@ -210,13 +210,8 @@ class Layout:
         """
         slot_U, position_U = np.empty(len(rows_U), np.int64), np.empty(len(rows_U), np.int64)
         rows_U = np.ascontiguousarray(rows_U, dtype=np.int64)
-        _locate(rows_U, self.slots * self.k, *self.route, slot_U, position_U)
+        _locate(rows_U, self.slots * self.k, self._slot_of, self._first_of, slot_U, position_U)
         return slot_U, position_U
-
-    @property
-    def route(self) -> tuple[Integers, Integers]:
-        """For kernels, with p = slots * k: row x is on slot `[0][x % p]`, at position `[1][x % p] + x // p`."""
-        return self._slot_of, self._first_of
 
     def row_at(self, slot: int, positions_U: Integers) -> Integers:
         """The rows of data records of a slot: inverse of `locate`.

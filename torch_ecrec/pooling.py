@@ -18,25 +18,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
-from numba.extending import overload
+from numba import njit
+
+from torch_ecrec.kernels import as_float
 
 _NOT_FINITE = 0x7F800000  # the exponent bits of a float32 are all ones
-
-
-def _float(value: Any) -> Any:
-    """A float32; a uint16 is a bfloat16, the upper half of one. For kernels."""
-
-
-@overload(_float, inline="always")
-def _type_float(value: Any) -> Any:
-    def is_float(value: Any) -> Any:
-        return value
-
-    def is_half(value: Any) -> Any:
-        return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
-
-    return is_float if isinstance(value, types.Float) else is_half
 
 
 @njit(nogil=True, cache=True)
@@ -75,16 +61,16 @@ def pool(
                     w = per_id_N[i]
                     if i == n:
                         for j in range(dim):
-                            out_BFD[b, f, j] = w * _float(weight_UD[u, j])
+                            out_BFD[b, f, j] = w * as_float(weight_UD[u, j])
                     else:
                         for j in range(dim):
-                            out_BFD[b, f, j] += w * _float(weight_UD[u, j])
+                            out_BFD[b, f, j] += w * as_float(weight_UD[u, j])
                 elif i == n:
                     for j in range(dim):
-                        out_BFD[b, f, j] = _float(weight_UD[u, j])
+                        out_BFD[b, f, j] = as_float(weight_UD[u, j])
                 else:
                     for j in range(dim):
-                        out_BFD[b, f, j] += _float(weight_UD[u, j])
+                        out_BFD[b, f, j] += as_float(weight_UD[u, j])
             if mean_F[f] and length > 1:
                 divisor = np.float32(length)
                 for j in range(dim):
@@ -156,7 +142,7 @@ def per_id_backward(grad_BFD: Any, weight_UD: Any, inverse_N: Any, lengths_FB: A
             for i in range(n, n + length):
                 total = np.float32(0)
                 for j in range(weight_UD.shape[1]):
-                    total += grad_BFD[b, f, j] * _float(weight_UD[inverse_N[i], j])
+                    total += grad_BFD[b, f, j] * as_float(weight_UD[inverse_N[i], j])
                 out_N[i] = total / np.float32(length) if mean_F[f] else total
             n += length
 

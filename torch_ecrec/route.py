@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_ecrec.layout import Layout
+from torch_ecrec.transport.wire import as_array, as_tensor
 
 _POSITION_BITS = 48  # of a sort key; the slot is above
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiplicative hashing (Knuth, TAOCP 3, 6.4)
@@ -55,16 +56,6 @@ def _unique(rows_N: Any, shift: Any, table: Any, unique_N: Any, index_N: Any) ->
 
 
 @njit(nogil=True, cache=True)
-def _keys(rows_U: Any, period: Any, slot_of: Any, first_of: Any, key_U: Any) -> None:
-    """Slot and position of each row as one integer; see `Layout.route`."""
-    for i in range(rows_U.shape[0]):
-        row = np.uint64(rows_U[i])
-        rotation = row // np.uint64(period)
-        offset = row - rotation * np.uint64(period)
-        key_U[i] = (slot_of[offset] << _POSITION_BITS) | (np.int64(rotation) + first_of[offset])
-
-
-@njit(nogil=True, cache=True)
 def _reorder(order_U: Any, rows_U: Any, key_U: Any, sorted_U: Any, position_U: Any, rank_U: Any, start_S: Any) -> None:
     """Rows and positions in the order of their keys, where each row went, and where each slot begins."""
     slot = 0
@@ -90,10 +81,8 @@ def _relabel(index_N: Any, rank_U: Any) -> None:
 
 def _parts(values: Tensor, starts: list[int]) -> list[Tensor]:
     """Slices of a tensor, each with a storage of its own size: what is sent of it is the slice alone."""
-    half = values.dtype == torch.bfloat16  # which NumPy does not have
-    array = (values.view(torch.uint16) if half else values).numpy()
-    slices = [torch.from_numpy(array[a:b]) for a, b in itertools.pairwise(starts)]
-    return [part.view(torch.bfloat16) for part in slices] if half else slices
+    array = as_array(values)
+    return [as_tensor(array[first:end]) for first, end in itertools.pairwise(starts)]
 
 
 @dataclass
@@ -129,8 +118,8 @@ class Route:
 
 def _sorted(layout: Layout, rows_U: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], list[int], list[Tensor]]:
     count = len(rows_U)
-    key_U = np.empty(count, np.int64)
-    _keys(rows_U, layout.slots * layout.k, *layout.route, key_U)
+    slot_U, key_U = layout.locate(rows_U)
+    key_U |= slot_U << _POSITION_BITS
     sorted_U, position_U, rank_U = np.empty((3, count), np.int64)
     start_S = np.empty(layout.slots + 1, np.int64)
     _reorder(np.argsort(key_U), rows_U, key_U, sorted_U, position_U, rank_U, start_S)

@@ -21,22 +21,22 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import functools
 import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from torch_ecrec.bench import record
+from torch_ecrec.codec import LinearCode
 from torch_ecrec.config import require, require_int
-
-if TYPE_CHECKING:  # imported where they are used: the command line reads this module's arguments at every start
-    from torch_ecrec.codec import LinearCode
+from torch_ecrec.kernels import prefetch_row
+from torch_ecrec.storage.shard import scatter
 
 Bytes = NDArray[np.uint8]
 Call = Callable[[], object]
@@ -73,23 +73,6 @@ of ...: the median over the blocks of the ratio within a block."""
 # ----------------------------------------------------------------------------------------------------------- the rivals
 
 
-@functools.cache
-def _scattered_copy() -> Any:
-    """The kernel `copy(target_NW, rows_U, source_UW)`: target[rows[i]] = source[i], with the fold's prefetches."""
-    from numba import njit
-
-    from torch_ecrec.prefetch import prefetch_row
-
-    def copy(target_NW: Any, rows_U: Any, source_UW: Any) -> None:
-        for i in range(rows_U.shape[0]):
-            prefetch_row(target_NW, rows_U, i)
-            row = rows_U[i]
-            for j in range(source_UW.shape[1]):
-                target_NW[row, j] = source_UW[i, j]
-
-    return njit(nogil=True)(copy)
-
-
 class Isal:
     """ISA-L's erasure codes, with our coefficients.
 
@@ -99,10 +82,6 @@ class Isal:
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libisal.so.2")
-
-        from numba import njit
-
-        from torch_ecrec.prefetch import prefetch_row
 
         number, address = ctypes.c_int, ctypes.c_ssize_t  # addresses as numbers, which Numba passes on as well
         self._init_tables: Any = library.ec_init_tables
@@ -290,7 +269,7 @@ def _measure_fold(
 ) -> dict[str, Any]:
     parity, count, take = pool.rows(place, width)
     delta = pool.rng.integers(0, 256, (count, width), dtype=np.uint8)
-    copy, scattered_copy = np.empty_like(delta), _scattered_copy()
+    copy = np.empty_like(delta)
     members = pool.rng.integers(0, code.k, count)
     coefficients = np.ascontiguousarray(code.coefficients[-1, members])
 
@@ -301,7 +280,7 @@ def _measure_fold(
         np.copyto(copy, delta)
 
     def scattered(rows: NDArray[np.int64]) -> None:
-        scattered_copy(parity.view(np.uint32), rows, delta.view(np.uint32))
+        scatter(parity.view(np.uint32), rows, delta.view(np.uint32))
 
     alternatives: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
     alternatives["ours"], alternatives["memcpy"] = (take, ours), (take, memcpy)
@@ -326,8 +305,6 @@ def measure(
     codes: Sequence[tuple[int, int]], widths: Sequence[int], pool: Pool, isal: Isal | None, repeats: int
 ) -> list[dict[str, Any]]:
     """All rows, fold first."""
-    from torch_ecrec.codec import LinearCode
-
     rows = []
     for what in ("fold", "encode", "decode"):
         for k, r in codes:

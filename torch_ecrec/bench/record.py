@@ -17,17 +17,15 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import torch_ecrec
+from torch_ecrec.demo.run import versions
 
 Row = Mapping[str, Any]
-
-PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numba", "numpy")
 
 
 def _processor() -> str:
@@ -54,16 +52,12 @@ def _commit() -> str:
 
 def header() -> dict[str, Any]:
     """Machine, versions, commit, time and command."""
-    versions = {"torch_ecrec": torch_ecrec.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "kernel": platform.release(),
-        "versions": versions,
+        "versions": versions(),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["torch-ecrec", *sys.argv[1:]]),

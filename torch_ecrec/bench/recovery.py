@@ -265,6 +265,7 @@ class Workers:
         command = [sys.executable, "-m", "torch_ecrec.bench.recovery_worker", "--backend", backend, *more]
         command += ["--trainers", str(arguments.trainers), "--port", str(free_port()), "--rows", str(rows)]
         command += ["--batch-size", str(arguments.batch_size), "--seed", str(seed)]
+        command += ["--zipf", str(arguments.zipf)]
         try:
             for trainer in range(arguments.trainers):
                 with log.open("ab") as errors:
@@ -728,7 +729,7 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints and writes recovery.json, recovery.csv and recovery.png to `arguments.out`.
+    """Measures, prints and writes recovery.json, .csv and .png, with the label in their names, to `arguments.out`.
 
     Returns:
         0, or 1 if a kill did not fire or something stopped; what was measured until then is written, with the reason
@@ -744,6 +745,7 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoints: list[dict[str, Any]] = []
     error: str | None = "interrupted"
     header = bench_record.header()
+    name = "-".join(filter(None, ("recovery", arguments.label)))
     try:
         warm()
         for case in todo:
@@ -768,14 +770,14 @@ def run(arguments: argparse.Namespace) -> int:
             "checkpoints": checkpoints,
             "error": error,
         }
-        bench_record.write(arguments.out, "recovery", content, rows)
+        bench_record.write(arguments.out, name, content, rows)
         if arguments.json is not None:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(arguments.out / "recovery.json", arguments.json)
+            shutil.copyfile(arguments.out / f"{name}.json", arguments.json)
     print("\n" + tables(rows, checkpoints, arguments.checkpoint_interval_s))
     try:
         if rows:
-            draw(rows, checkpoints, arguments.out / "recovery.png")
+            draw(rows, checkpoints, arguments.out / f"{name}.png")
     except ImportError as missing:
         print(f"no picture: {missing} (pip install matplotlib)", file=sys.stderr)
     if error is not None:
@@ -806,6 +808,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-r", type=int, default=1, help="parity records in a stripe (default 1)")
     parser.add_argument("--trainers", type=int, default=2, metavar="T")
     parser.add_argument("--batch-size", type=int, default=1024, metavar="B", help="samples per trainer and step")
+    parser.add_argument(
+        "--zipf",
+        type=float,
+        default=1.05,
+        metavar="A",
+        help="exponent of the law that ids follow (default 1.05); 0 for uniform ones, so that hardly any row"
+        " that a step asks for was repaired before: the worst case for training during a rebuild",
+    )
     parser.add_argument("--steady-s", type=float, default=8.0, metavar="S", help="training measured around each kill")
     parser.add_argument(
         "--restart",
@@ -819,5 +829,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-interval-s", type=float, default=1800.0, metavar="S", help="half of it is redone (computed)"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--label", help="added to the names of the files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="another copy of the JSON")
     parser.add_argument("--out", type=Path, default=Path("build/recovery"), metavar="DIR")

@@ -14,7 +14,8 @@ and lines of JSON that it writes to standard output (what others print there goe
     {"step": n, "begin_s": time, "end_s": time}       a step was completed
     {"paused": n}                                     after step n
 
-Ids are uniform over all rows of every table and never the same twice: a stretch of a pool drawn before, shifted.
+Ids are a stretch, begun anywhere, of a pool drawn before. Those that follow Zipf's law are scattered over the tables,
+so that hot rows are not neighbours; uniform ones are shifted, so that none comes twice.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torchrec
-from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torchrec.datasets.utils import Batch
@@ -41,8 +41,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torch_ecrec.bench import workload
 
-CPU = torch.device("cpu")
-POOL_BATCHES = 32  # the pool is so many batches long; stretches of it begin anywhere
+POOL_BATCHES = {True: 512, False: 32}  # the pool is so many batches long, by whether ids follow Zipf's law
+SCATTER = 2_654_435_761  # a prime: rank * SCATTER % rows is a permutation
 STEPS_BEFORE_SAVE = 3  # so that the optimizer has a state
 SAMPLE_ROWS = 997  # every so many rows of a table go into the sample
 
@@ -60,7 +60,9 @@ class Batches:
         self._rng = np.random.default_rng([seed, trainer])
         self._names = workload.features(shape)
         self._count = shape.tables * shape.batch
-        self._pool = self._rng.integers(0, shape.rows, POOL_BATCHES * self._count)
+        length = POOL_BATCHES[shape.zipf > 0] * self._count
+        ranks = workload.zipf_ranks(self._rng, length, shape.rows, shape.zipf)
+        self._pool = (ranks * SCATTER % shape.rows if shape.zipf > 0 else ranks).astype(np.int32)
         self._lengths = torch.ones(self._count, dtype=torch.int32)
         self._dense = torch.from_numpy(self._rng.standard_normal((shape.batch, workload.INTEGERS), dtype=np.float32))
         self._labels = torch.from_numpy(self._rng.integers(0, 2, shape.batch).astype(np.float32))
@@ -68,8 +70,8 @@ class Batches:
     def draw(self) -> Batch:
         """One id per bag, batch and table; dense features and labels are always the same."""
         first = int(self._rng.integers(0, len(self._pool) - self._count + 1))
-        shift = int(self._rng.integers(0, self._shape.rows))
-        ids = torch.from_numpy((self._pool[first : first + self._count] + shift) % self._shape.rows)
+        shift = 0 if self._shape.zipf > 0 else int(self._rng.integers(0, self._shape.rows))
+        ids = torch.from_numpy((self._pool[first : first + self._count].astype(np.int64) + shift) % self._shape.rows)
         sparse = torchrec.KeyedJaggedTensor.from_lengths_sync(self._names, ids, self._lengths)
         return Batch(self._dense, sparse, self._labels)
 
@@ -100,19 +102,6 @@ class Orders:
         """Until told to go on; the parent sees to it that this ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._pause_after is None)
-
-
-def wrap(model: nn.Module, arguments: argparse.Namespace) -> nn.Module:
-    """The distributed model of either backend."""
-    distributed: nn.Module
-    if arguments.backend == "ecrec":
-        import torch_ecrec
-
-        distributed = torch_ecrec.DistributedModelParallel(model, device=CPU, seed=arguments.seed)
-    else:
-        plan = workload.torchrec_plan(model, arguments.trainers)
-        distributed = torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=plan)
-    return distributed
 
 
 def sample(model: Any) -> float:
@@ -153,8 +142,8 @@ def train(arguments: argparse.Namespace, out: TextIO) -> None:
         rank=arguments.trainer,
         world_size=arguments.trainers,
     )
-    shape = workload.Shape(rows=arguments.rows, batch=arguments.batch_size, zipf=0.0)
-    model: Any = wrap(workload.build(shape, arguments.seed), arguments)
+    shape = workload.Shape(rows=arguments.rows, batch=arguments.batch_size, zipf=arguments.zipf)
+    model: Any = workload.distributed(shape, arguments.backend, arguments.seed)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.02))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
@@ -189,6 +178,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True, help="where the trainers meet")
     parser.add_argument("--rows", type=int, required=True, help="of each table")
     parser.add_argument("--batch-size", type=int, default=1024, help="of each trainer")
+    parser.add_argument("--zipf", type=float, default=0.0, help="exponent of the law that ids follow; 0: uniform")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, metavar="DIR", help="save a checkpoint after a few steps")
     parser.add_argument("--load", type=Path, metavar="DIR", help="load a checkpoint before the first step")

@@ -33,7 +33,8 @@ MADE_BY = "Made by `torch-ecrec bench report`; do not edit."
 BEGIN, END = "<!-- begin generated -->", "<!-- end generated -->"
 # The second holds the codes that the first leaves no memory for (`--label codes`).
 SHAPES = ("embedding-heavy", "embedding-heavy-codes", "uniform", "multi-hot", "paper", "criteo")
-NAMES = (*(f"train-{shape}" for shape in SHAPES), "recovery", "codec", "scaling")
+RECOVERIES = ("recovery", "recovery-uniform")  # the second with `--label uniform --zipf 0`
+NAMES = (*(f"train-{shape}" for shape in SHAPES), *RECOVERIES, "codec", "scaling")
 KINDS = ("lookup", "push", "fold", "snapshot", "other")  # of bytes sent
 SHOWN_RECORD_BYTES = (
     260  # the size of which the document shows the kernels' rates: 64 weights and the optimizer's state
@@ -330,11 +331,13 @@ def _training(shape: str, contents: Contents, pictures: set[str]) -> list[str]:
     return [*parts, _picture(name, f"samples per second and CPU time per step, {shape}", pictures)]
 
 
-def _recovery(contents: Contents, pictures: set[str]) -> list[str]:
-    if "recovery" not in contents:
-        return [_missing("recovery", "recovery")]
-    content = contents["recovery"]
-    parts = [_origin(content["header"])]
+def _recovery(name: str, contents: Contents, pictures: set[str]) -> list[str]:
+    if name not in contents:
+        return [_missing(name, "recovery")]
+    content = contents[name]
+    zipf = float(content["arguments"]["zipf"])
+    ids = f"Ids follow Zipf's law, exponent {zipf:g}." if zipf else "Ids are uniform: hardly any comes twice."
+    parts = [_origin(content["header"]), ids]
     if content["error"] is not None:
         parts.append(f"**It did not come to its end**: {content['error'].splitlines()[0]}")
     parts += [
@@ -360,7 +363,7 @@ def _recovery(contents: Contents, pictures: set[str]) -> list[str]:
     ]
     return [
         *parts,
-        _picture("recovery", "time of each phase of a recovery; throughput before, during and after", pictures),
+        _picture(name, "time of each phase of a recovery; throughput before, during and after", pictures),
     ]
 
 
@@ -425,7 +428,10 @@ def performance(contents: Contents, pictures: set[str], notes: str | None) -> st
     ]
     for shape in SHAPES:
         parts += [f"### {shape}", *_training(shape, contents, pictures)]
-    parts += ["## Recovery", *_recovery(contents, pictures), "## Kernels", *_codec(contents, pictures)]
+    parts.append("## Recovery")
+    for name in RECOVERIES:
+        parts += [f"### {name}", *_recovery(name, contents, pictures)]
+    parts += ["## Kernels", *_codec(contents, pictures)]
     parts += ["## Scaling", "Tables and picture are in [scaling.md](scaling.md)."]
     files = [f"[{name}.json](performance/{name}.json)" for name in NAMES if name in contents]
     if files:

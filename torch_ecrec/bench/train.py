@@ -38,11 +38,12 @@ from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.worker import Assignment
 from torch_ecrec.config import CodeSpec, Settings, require, require_int
 from torch_ecrec.demo.run import descendants, free_port
-from torch_ecrec.launch import Supervisor
+from torch_ecrec.launch import Supervisor, await_end
 
 DEFAULT = "torchrec,torchrec+ckpt,none,none+snap,k2r1,k2r1+snap,k4r1,k4r1+snap,k4r2,k4r2+snap"
 START_S = 300.0  # tables are filled, and the systems before may still be starting
 BLOCK_S = 600.0
+END_S = 60.0  # a trainer finishes its checkpoint and leaves
 SETTLE_S = 1.2  # after a block: members report once a second what they sent
 
 
@@ -125,7 +126,6 @@ class Group:
             backend,
             dataclasses.asdict(self.shape),
             self.seed,
-            system.wire,
             str(self.folder / "checkpoint"),
             self.pipeline,
         )
@@ -236,13 +236,7 @@ class Group:
         """Ends all processes: politely, then not."""
         with contextlib.suppress(OSError, ValueError):  # one that has ended reads no more
             self._tell({"end": True})
-        deadline = time.monotonic() + 60.0
-        for worker in self.workers:
-            try:
-                worker.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
+        await_end(self.workers, END_S)
         if self.cluster is not None:
             self.cluster.close()
 

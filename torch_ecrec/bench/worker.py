@@ -20,18 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchrec
-from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torch_ecrec
 from torch_ecrec.bench import workload
-from torch_ecrec.config import Settings
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,6 @@ class Assignment:
         backend: "torchrec" or "ecrec".
         shape: arguments of `workload.Shape`.
         seed: of the model and the batches.
-        wire: how rows and gradients travel, for "ecrec": "float32" or "bfloat16".
         folder: where "torchrec" puts its checkpoints.
         pipeline: train in TorchRec's `TrainPipelineSparseDist`.
     """
@@ -50,7 +45,6 @@ class Assignment:
     backend: str
     shape: dict[str, Any]
     seed: int
-    wire: str
     folder: str
     pipeline: bool = False
 
@@ -62,18 +56,14 @@ class Trainer:
         self.assignment = assignment
         shape = workload.Shape(**assignment.shape)
         rank, world = dist.get_rank(), dist.get_world_size()
-        model = workload.build(shape, assignment.seed)
-        self.model: nn.Module
-        if assignment.backend == "ecrec":
-            self.model = torch_ecrec.DistributedModelParallel(model, device=CPU, settings=Settings.from_environment())
-        else:
-            plan = workload.torchrec_plan(model, world)
-            self.model = torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=plan)
-        dense = [p for name, p in self.model.named_parameters() if "embedding_bags" not in name]
-        self.optimizer = torch.optim.Adagrad(dense, lr=0.02)
+        self.model = workload.distributed(shape, assignment.backend, assignment.seed)
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        self.optimizer = torch.optim.Adagrad(dense.values(), lr=0.02)
         self.pool: list[Batch] = workload.batches(shape, rank, world, assignment.seed)
         self.batches = itertools.cycle(self.pool)
-        self.pipeline = TrainPipelineSparseDist(self.model, self.optimizer, CPU) if assignment.pipeline else None
+        self.pipeline = (
+            TrainPipelineSparseDist(self.model, self.optimizer, workload.CPU) if assignment.pipeline else None
+        )
         self.steps = 0
         self.saving: Any = None
         self.saving_group = dist.new_group(backend="gloo")  # its collectives run beside those of training

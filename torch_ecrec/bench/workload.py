@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torchrec
 from torch import nn
 from torchrec.datasets.utils import Batch
@@ -29,9 +30,11 @@ from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+import torch_ecrec
 from torch_ecrec.config import require_int
 from torch_ecrec.demo import criteo
 
+CPU = torch.device("cpu")
 INTEGERS = 13
 POOL = 32  # batches drawn per trainer, used in turn
 
@@ -102,6 +105,15 @@ def build(shape: Shape, seed: int) -> DLRMTrain:
     return DLRMTrain(DLRM(collection, INTEGERS, list(shape.bottom), list(shape.top)))
 
 
+def distributed(shape: Shape, backend: str, seed: int) -> nn.Module:
+    """The model on all trainers: tables on our servers ("ecrec"), or in TorchRec's own trainers ("torchrec")."""
+    model = build(shape, seed)
+    if backend == "ecrec":
+        return torch_ecrec.DistributedModelParallel(model, device=CPU, seed=seed)  # type: ignore[no-any-return]
+    plan = torchrec_plan(model, dist.get_world_size())
+    return torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=plan)  # type: ignore[no-any-return]
+
+
 def torchrec_plan(model: nn.Module, trainers: int) -> ShardingPlan:
     """Table-wise, tables dealt out in turn. TorchRec's planner would make small tables on a CPU data-parallel."""
     path, collection = next((p, m) for p, m in model.named_modules() if isinstance(m, torchrec.EmbeddingBagCollection))
@@ -110,7 +122,7 @@ def torchrec_plan(model: nn.Module, trainers: int) -> ShardingPlan:
     return ShardingPlan({path: entries})
 
 
-def _zipf_ranks(rng: np.random.Generator, count: int, rows: int, exponent: float) -> Any:
+def zipf_ranks(rng: np.random.Generator, count: int, rows: int, exponent: float) -> Any:
     """Ranks 0..rows-1 with probability proportional to (rank + 1)^-exponent; uniform for exponent 0."""
     if exponent == 0:
         return rng.integers(0, rows, count)
@@ -138,7 +150,7 @@ def batches(shape: Shape, trainer: int, trainers: int, seed: int) -> list[Batch]
     per_table = shape.batch * shape.ids
     lengths = torch.full((shape.tables * shape.batch,), shape.ids, dtype=torch.int32)
     for _ in range(POOL):
-        ranks = _zipf_ranks(rng, shape.tables * per_table, shape.rows, shape.zipf).reshape(shape.tables, per_table)
+        ranks = zipf_ranks(rng, shape.tables * per_table, shape.rows, shape.zipf).reshape(shape.tables, per_table)
         ids = torch.from_numpy(np.take_along_axis(order, ranks, axis=1).reshape(-1))
         dense = torch.from_numpy(rng.standard_normal((shape.batch, INTEGERS), dtype=np.float32))
         labels = torch.from_numpy(rng.integers(0, 2, shape.batch).astype(np.float32))

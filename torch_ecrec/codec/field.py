@@ -30,7 +30,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from torch_ecrec.prefetch import prefetch_row
+from torch_ecrec.kernels import first_outside, prefetch_row
 
 Bytes = NDArray[np.uint8]
 Rows = NDArray[np.int64]
@@ -236,19 +236,6 @@ _sum_product: Any = intrinsic(_type_sum(True))
 
 
 @njit(nogil=True, cache=True)
-def _first_outside(rows_U: Any, low: Any, limit: Any) -> Any:
-    """Index of the first row outside [low, limit), or -1."""
-    outside = 0
-    for i in range(rows_U.shape[0]):  # without a way out, so that it is done in vectors
-        outside += (rows_U[i] < low) | (rows_U[i] >= limit)
-    if outside:
-        for i in range(rows_U.shape[0]):
-            if rows_U[i] < low or rows_U[i] >= limit:
-                return i
-    return -1
-
-
-@njit(nogil=True, cache=True)
 def _xor_rows(target_NW: Any, rows_U: Any, source_UW: Any) -> None:
     words = source_UW.shape[1]
     target, source, none = target_NW.ctypes.data, source_UW.ctypes.data, np.uint64(0)
@@ -381,7 +368,7 @@ def _check_rows(target_NB: Bytes, rows_U: Rows, source_UB: Bytes, low: int = -1)
     if source_UB.shape != (len(rows_U), target_NB.shape[1]):
         wanted = (len(rows_U), target_NB.shape[1])
         raise ValueError(f"`source_UB` must have the shape {wanted} of the rows, got {source_UB.shape}")
-    outside = _first_outside(rows_U, low, len(target_NB))
+    outside = first_outside(rows_U, low, len(target_NB))
     if outside >= 0:
         raise IndexError(f"`rows_U[{outside}]` must be in {low}..{len(target_NB) - 1}, got {rows_U[outside]}")
 

@@ -32,8 +32,7 @@ from numba import carray, njit  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
 from torch_ecrec.config import OPTIMIZERS, require
-from torch_ecrec.pointers import addresses, pointer
-from torch_ecrec.prefetch import prefetch_row
+from torch_ecrec.kernels import addresses, as_float, pointer, prefetch_row
 from torch_ecrec.storage.shard import Bytes, Floats, Positions, check_positions
 
 Part = tuple[Positions, NDArray[Any]]
@@ -84,38 +83,30 @@ def _find(positions_V: Any, positions_U: Any, index_V: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _sum_rows(address_T: Any, rows_T: Any, half_T: Any, index_TV: Any, first: Any, seen_N: Any, sum_ND: Any) -> None:
-    """sum[n] = the gradients of v = first + n, part by part. The first is copied: 0 + (-0.0) would not be -0.0.
+def _add_part(part_UD: Any, index_N: Any, seen_N: Any, sum_ND: Any) -> None:
+    """sum[n] += part[index[n]]. The first one of a record is copied: 0 + (-0.0) would not be -0.0."""
+    for n in range(sum_ND.shape[0]):
+        u = index_N[n]
+        if u >= 0 and seen_N[n]:
+            for j in range(sum_ND.shape[1]):
+                sum_ND[n, j] += as_float(part_UD[u, j])
+        elif u >= 0:
+            seen_N[n] = True
+            for j in range(sum_ND.shape[1]):
+                sum_ND[n, j] = as_float(part_UD[u, j])
 
-    Parts are float32, or bfloat16, which is the upper half of a float32.
-    """
+
+@njit(nogil=True, cache=True)
+def _sum_rows(address_T: Any, rows_T: Any, half_T: Any, index_TV: Any, first: Any, seen_N: Any, sum_ND: Any) -> None:
+    """sum[n] = the gradients of v = first + n, part by part; parts are float32, or uint16 that is bfloat16."""
     count, dim = sum_ND.shape
-    for n in range(count):
-        seen_N[n] = False
-    bits_ND = sum_ND.view(np.uint32)
+    seen_N[:count] = False
     for t in range(address_T.shape[0]):
+        index_N = index_TV[t, first : first + count]
         if half_T[t]:
-            half_UD = carray(pointer(address_T[t]), (rows_T[t], dim), np.uint16)
-            for n in range(count):
-                u = index_TV[t, first + n]
-                if u >= 0 and seen_N[n]:
-                    for j in range(dim):
-                        sum_ND[n, j] += np.uint32(np.uint32(half_UD[u, j]) << np.uint32(16)).view(np.float32)
-                elif u >= 0:
-                    seen_N[n] = True
-                    for j in range(dim):
-                        bits_ND[n, j] = np.uint32(half_UD[u, j]) << np.uint32(16)
+            _add_part(carray(pointer(address_T[t]), (rows_T[t], dim), np.uint16), index_N, seen_N, sum_ND)
         else:
-            part_UD = carray(pointer(address_T[t]), (rows_T[t], dim), np.float32)
-            for n in range(count):
-                u = index_TV[t, first + n]
-                if u >= 0 and seen_N[n]:
-                    for j in range(dim):
-                        sum_ND[n, j] += part_UD[u, j]
-                elif u >= 0:
-                    seen_N[n] = True
-                    for j in range(dim):
-                        sum_ND[n, j] = part_UD[u, j]
+            _add_part(carray(pointer(address_T[t]), (rows_T[t], dim), np.float32), index_N, seen_N, sum_ND)
 
 
 @njit(nogil=True, cache=True)

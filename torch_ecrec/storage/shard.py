@@ -21,20 +21,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from torch_ecrec.config import require, require_int
-from torch_ecrec.prefetch import LINE_BYTES, prefetch_row
+from torch_ecrec.kernels import LINE_BYTES, first_outside, prefetch_row
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Positions = NDArray[np.int64]
-
-
-@njit(nogil=True, cache=True)
-def _first_outside(positions_U: Any, limit: Any) -> Any:
-    """Index of the first position outside [0, limit), or -1."""
-    for i in range(positions_U.shape[0]):
-        if positions_U[i] < 0 or positions_U[i] >= limit:
-            return i
-    return -1
 
 
 @njit(nogil=True, cache=True)
@@ -61,7 +52,8 @@ def _gather_half(source_PW: Any, positions_U: Any, result_UV: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _scatter(target_PW: Any, positions_U: Any, values_UW: Any) -> None:
+def scatter(target_PW: Any, positions_U: Any, values_UW: Any) -> None:
+    """target[positions[i]] = values[i]. Not checked: that the positions are rows of the target."""
     for i in range(positions_U.shape[0]):
         prefetch_row(target_PW, positions_U, i)
         position = positions_U[i]
@@ -90,7 +82,7 @@ def check_positions(positions_U: Positions, limit: int) -> Positions:
     if positions_U.ndim != 1 or positions_U.dtype != np.int64:
         raise ValueError(f"`positions_U` must be a 1-D int64 array, got {positions_U.ndim}-D {positions_U.dtype}")
     positions_U = np.ascontiguousarray(positions_U)
-    outside = _first_outside(positions_U, limit)
+    outside = first_outside(positions_U, 0, limit)
     if outside >= 0:
         raise IndexError(f"position {positions_U[outside]} is out of range: there are {limit} records")
     return positions_U
@@ -190,7 +182,7 @@ class Shard:
             values_UB.shape == shape and values_UB.dtype == np.uint8,
             f"`values_UB` must be uint8 of shape {shape}, got {values_UB.dtype} of {values_UB.shape}",
         )
-        _scatter(target_PB.view(np.uint32), positions_U, as_words(values_UB))
+        scatter(target_PB.view(np.uint32), positions_U, as_words(values_UB))
 
 
 def warm() -> None:

@@ -31,7 +31,7 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """Inverse of `as_array`, for what is float32 or bfloat16."""
+    """Inverse of `as_array`; uint16 is bfloat16."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
