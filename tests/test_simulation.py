@@ -4,9 +4,7 @@ The oracle is the undisturbed run: every lookup, loss, record, optimizer state, 
 bit-equal to it, and the verifiers of `torch_ecrec.testing` must not speak. A fault counts only if it fired; one that
 may not (a trainer, a process that is dead, a loss beyond the contract) says so. Seeds are in the messages of failures.
 
-Mutations: each rule of `docs/design.md` that concerns servers is taken out, and some schedule must notice. Not here:
-- logs that reach back to `settled` only, although the watermark is lower, and new holders that start at `settled`
-  rather than at the floor of the log: nothing but going back to an earlier step (lost trainers) can notice;
+Mutations: each rule of `docs/design.md` is taken out, and some schedule must notice. Not here:
 - a new host that does not know the incarnations of all others from birth: here whatever could do harm through that
   (Attach, Adopt, the next placement) teaches it first, and a server that is dead sends nothing.
 """
@@ -21,7 +19,7 @@ import torch
 from torch_ecrec import client as client_module
 from torch_ecrec import recovery
 from torch_ecrec.config import CodeSpec
-from torch_ecrec.server import protection, rebuild, slot, step
+from torch_ecrec.server import protection, rebuild, service, slot, snapshots, step
 from torch_ecrec.storage import optim
 from torch_ecrec.testing import Cluster, Fault, Run, Scenario, simulate
 from torch_ecrec.transport import wire
@@ -35,9 +33,9 @@ CODES = (TWO_ONE, THREE_TWO, *(CodeSpec(*numbers) for numbers in OTHERS))
 
 
 @functools.cache
-def undisturbed(code: CodeSpec, steps: int, trainers: int = 2) -> Run:
+def undisturbed(code: CodeSpec, steps: int, trainers: int = 2, snapshot_every: int = 1) -> Run:
     """The oracle. Computed before anything is taken out of the protocol."""
-    run = simulate(Scenario(code=code, steps=steps, trainers=trainers))
+    run = simulate(Scenario(code=code, steps=steps, trainers=trainers, snapshot_every=snapshot_every))
     run.check_against(run)
     assert run.kills == 0
     return run
@@ -45,8 +43,12 @@ def undisturbed(code: CodeSpec, steps: int, trainers: int = 2) -> Run:
 
 def check(scenario: Scenario, *faults: Fault) -> Run:
     run = simulate(scenario, faults)
-    run.check_against(undisturbed(scenario.code, scenario.steps, scenario.trainers))
+    run.check_against(oracle(scenario))
     return run
+
+
+def oracle(scenario: Scenario) -> Run:
+    return undisturbed(scenario.code, scenario.steps, scenario.trainers, scenario.snapshot_every)
 
 
 # the undisturbed run ------------------------------------------------------------------------------
@@ -78,12 +80,12 @@ def test_the_oracle_depends_on_every_lookup():
 # crash points -------------------------------------------------------------------------------------
 
 
-def sweep(scenario: Scenario, kinds=FAULTS, first=0):
+def sweep(scenario: Scenario, kinds=FAULTS, first=0, last=10**9):
     """One run for every request and kind; returns what became of them, by kind."""
     healthy = check(scenario)
     became = {kind: Counter() for kind in kinds}
     for number, message in enumerate(healthy.messages):
-        if number < first:
+        if not first <= number <= last:
             continue
         for kind in kinds:
             fault = Fault(kind, number)
@@ -93,7 +95,9 @@ def sweep(scenario: Scenario, kinds=FAULTS, first=0):
             except Exception as error:
                 raise AssertionError(f"{point}: {type(error).__name__}: {error}") from error
             assert fault.fired != fault.skipped, f"{point}: never came to pass"
-            assert run.kills == len(scenario.kills) + (fault.fired and kind in CRASHES), point
+            kills = len(scenario.kills) + len(scenario.trainer_kills) + (fault.fired and kind in CRASHES)
+            one_restart = len(scenario.trainer_kills) > 0  # for two trainers that die at one time
+            assert kills - one_restart <= run.kills + run.trainer_kills <= kills, point
             # nobody is kept waiting until its time limit runs out, but by a message that was lost
             assert scenario.reborn or kind in ("drop", "lose_answer") or not run.overdue, (
                 f"{point}: kept waiting: {[run.messages[i] for i in run.overdue]}"
@@ -123,6 +127,7 @@ def test_every_fault_at_every_message_of_a_healthy_run():
 RECOVERIES = {
     "a spare takes the slot": Scenario(steps=2, kills=((0, 1),), spares=2),
     "a survivor takes the slot, then the restarted process": Scenario(steps=2, kills=((0, 1),), spares=0, reborn=True),
+    "trainers may be lost as well": Scenario(steps=2, kills=((0, 1),), spares=2, trainers_return=True),
 }
 
 
@@ -141,6 +146,32 @@ def test_every_fault_at_every_message_of_a_run_with_a_loss(name):
     for kind in CRASHES:
         assert became[kind]["fired"] + became[kind]["skipped"] == messages
     assert became["crash_receiver"]["fired"] >= 10 and became["crash_after"]["fired"] >= 10
+
+
+def test_a_trainer_dies_at_every_message_it_sends():
+    """Torchrun starts all of them again; they go on after a step that all slots and a dense snapshot know."""
+    healthy, became = sweep(Scenario(steps=3, trainers_return=True), kinds=CRASHES)
+    print(points(became))
+    assert became["crash_sender"] == {"fired": len(healthy.messages)}
+    dead, resumed = [f"trainer-{i}" for i in range(2)], Counter()
+    for number, (sender, _, _) in enumerate(healthy.messages):
+        if sender in dead:
+            resumed.update(check(Scenario(steps=3, trainers_return=True), Fault("crash_sender", number)).resumed)
+    print(f"went on after steps {dict(resumed)}")
+    assert {0, 1, 2} <= resumed.keys()
+
+
+@pytest.mark.parametrize("every", (1, 2))
+def test_every_fault_at_every_message_after_trainers_were_lost(every):
+    """A server, or another trainer, dies while the servers go back; messages get lost, come late or twice."""
+    scenario = Scenario(steps=4, spares=2, trainer_kills=((0, 3),), trainers_return=True, snapshot_every=every)
+    healthy = check(scenario)
+    assert healthy.resumed == [3 // every * every]
+    first = next(i for i, m in enumerate(healthy.messages) if m[2] == "Attach")
+    last = next(i for i, m in enumerate(healthy.messages) if i > first and m[2] == "Lookup")
+    _, became = sweep(scenario, first=max(0, first - 10), last=last)
+    print(points(became))
+    assert all(count["fired"] >= 10 for count in became.values())
 
 
 TWICE = Scenario(code=THREE_TWO, steps=2, spares=3, kills=((1, 1),))
@@ -227,6 +258,13 @@ WAYS = {
     "wait for the restarted process": Scenario(spares=0, reborn=True, without_spare="wait"),
     "spares, in noise": Scenario(spares=3, noise=0.03),
     "restarted processes, in noise": Scenario(spares=1, reborn=True, noise=0.03),
+    "trainers as well": Scenario(spares=3, random_trainer_kills=3, trainers_return=True),
+    "trainers as well, snapshots now and then": Scenario(
+        spares=3, random_trainer_kills=3, trainers_return=True, snapshot_every=3
+    ),
+    "trainers as well, survivors, in noise": Scenario(
+        spares=0, reborn=True, random_trainer_kills=3, trainers_return=True, noise=0.03
+    ),
 }
 
 
@@ -252,7 +290,7 @@ def run_schedules(way: str, first: int, count: int) -> None:
         assert scenario.reborn or scenario.noise or not run.overdue, (
             f"{scenario}: kept waiting: {[run.messages[i] for i in run.overdue]}"
         )
-        kills[run.kills] += 1
+        kills[run.kills + run.trainer_kills] += 1
         longest = {what: max(steps, longest.get(what, 0)) for what, steps in run.longest.items()}
     total = sum(number * times for number, times in kills.items())
     print(f"{count} schedules, {total} kills ({dict(kills)}), kept at most for so many steps: {longest}")
@@ -303,7 +341,7 @@ def hunt_at(name: str, *kinds: str, to: str = "", seeds: int = 20, **scenario):
 def found(mutate, schedules) -> int:
     """How many runs it takes until one notices the mutation; the same schedule must pass without."""
     for number, (scenario, faults) in enumerate(schedules, 1):
-        undisturbed(scenario.code, scenario.steps, scenario.trainers)
+        oracle(scenario)
         with pytest.MonkeyPatch.context() as patch:
             mutate(patch)
             try:
@@ -383,32 +421,20 @@ def stale_confirmation(patch):
     patch.setattr(Node, "ask", ask)
 
 
-def snapshot_once(patch):
-    def place(self, placement):
-        newer = Node.place(self, placement)
-        self.on_change()
-        return newer
-
-    patch.setattr(client_module.Client, "place", place)
-
-
 def snapshots_not_copied(patch):
-    def copy(self, others, turn):
-        self.snapshots_missing = 0
-
-    patch.setattr(rebuild.Rebuild, "_copy_snapshots", copy)
+    patch.setattr(snapshots.SnapshotStore, "copy_all", lambda self: None)
 
 
 def snapshots_from_an_empty_holder(patch):
     """A new holder hands over its snapshots before it has got them itself."""
-    on_fetch = slot.Slot._on_fetch_snapshots
+    on_fetch = snapshots.SnapshotStore.on_fetch
 
     def fetch(self, request, reply):
-        missing, self.rebuild.snapshots_missing = self.rebuild.snapshots_missing, 0
+        lacks, self.lacks_all = self.lacks_all, False
         on_fetch(self, request, reply)
-        self.rebuild.snapshots_missing = missing
+        self.lacks_all = lacks
 
-    patch.setattr(slot.Slot, "_on_fetch_snapshots", fetch)
+    patch.setattr(snapshots.SnapshotStore, "on_fetch", fetch)
 
 
 def fold_twice(patch):
@@ -503,6 +529,90 @@ def acknowledged_again(patch):
     patch.setattr(slot.Slot, "become_ready", ready)
 
 
+def void_stores_count(patch):
+    """A snapshot that a lost holder had stored counts for its new host, although that copied another's before."""
+    patch.setattr(slot.Slot, "known_incarnations", lambda self: [])
+
+
+# lost trainers
+
+
+def no_era(patch):
+    """Messages from before the trainers were lost count."""
+    handle = service.Host._handle
+
+    def any_era(self, request, reply):
+        request.era = self.era
+        handle(self, request, reply)
+
+    patch.setattr(service.Host, "_handle", any_era)
+
+
+def no_freeze(patch):
+    """Servers go on until they know the step that they go back to."""
+    patch.setattr(slot.Slot, "freeze", lambda self: self.report_reach())
+    patch.setattr(service, "TRAINERS_ONLY", ())
+
+
+def records_not_undone(patch):
+    go_back = slot.Slot.go_back
+
+    def keep(self, to):
+        held = [shard.bytes.copy() for shard in self.shards]
+        go_back(self, to)
+        for shard, before in zip(self.shards, held, strict=True):
+            shard.bytes[:] = before
+
+    patch.setattr(slot.Slot, "go_back", keep)
+
+
+def parities_not_undone(patch):
+    patch.setattr(protection.Protection, "undo_all_after", lambda self, to: None)
+
+
+def not_made_durable(patch):
+    """Trainers start before the step that they start after is folded everywhere and its snapshot is on all holders."""
+
+    def check_durable(self):
+        if self.going_back_to is not None:
+            self.going_back_to = None
+            message = {"type": "durable", "era": self.host.era, "slot": self.index, "incarnation": self.incarnation}
+            self.host.tell(message)
+
+    patch.setattr(slot.Slot, "check_durable", check_durable)
+    patch.setattr(snapshots.SnapshotStore, "_copy", lambda self: None)
+
+
+def short_log(patch):
+    """The log reaches back to what is settled, although the trainers may have to start before that."""
+    patch.setattr(step.StepRule, "may_forget", lambda self: self.settled)
+
+
+def start_at_settled(patch):
+    """A new holder gets the steps that are not settled, rather than all that may be undone."""
+    on_attach = protection.Protection.on_attach
+
+    def attach(self, request, reply):
+        request.base = max(request.base, request.acknowledged)
+        on_attach(self, request, reply)
+
+    patch.setattr(protection.Protection, "on_attach", attach)
+
+
+def complete_is_kept(patch):
+    """What trainers called complete counts after going back: the watermark is too high."""
+    go_back = step.StepRule.go_back
+
+    def keep(self, to):
+        complete = dict(self.complete)
+        go_back(self, to)
+        self.complete = complete
+
+    patch.setattr(step.StepRule, "go_back", keep)
+
+
+LOSING = dict(random_trainer_kills=3, trainers_return=True, steps=8, kill_probability=0.01)
+
 MUTATIONS = {
     no_undo: hunt(),
     early_ack: hunt(),
@@ -511,7 +621,6 @@ MUTATIONS = {
     decode_newest: hunt(),
     no_roll_forward: hunt(),
     stale_confirmation: hunt_at("Fold", "late_answer", "crash_after", verify_every=1),
-    snapshot_once: hunt(noise=0.1),
     snapshots_not_copied: hunt(),
     snapshots_from_an_empty_holder: hunt(
         code=CodeSpec(4, 1, 2), kills=((0, 2), (1, 2)), settle_first=False, random_kills=0, noise=0.0
@@ -528,6 +637,15 @@ MUTATIONS = {
     ),
     rebuilt_too_early: hunt_at("Fold", "drop", to="server-3", steps=5, kills=((1, 3),), rebuild_chunk_bytes=1 << 20),
     acknowledged_again: hunt(),
+    void_stores_count: hunt_at("Snapshot", "late", kills=((0, 1), (0, 3)), steps=5, verify_every=1),
+    no_era: hunt(**LOSING, late=0.3),
+    no_freeze: hunt(200, **LOSING, late=0.2),
+    records_not_undone: hunt(**LOSING),
+    parities_not_undone: hunt(**LOSING),
+    not_made_durable: hunt(**LOSING),
+    short_log: hunt(**LOSING),
+    start_at_settled: hunt(**LOSING),
+    complete_is_kept: hunt(**LOSING),
 }
 
 

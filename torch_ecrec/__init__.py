@@ -4,7 +4,7 @@ Public names (imported on first use, so that a server process does not load Torc
 
     DistributedModelParallel   drop-in for torchrec.distributed.DistributedModelParallel
     CodeSpec, Settings         how records are protected; time limits
-    ClusterError, DataLoss, ClusterUnavailable, JoinRefused, NonFiniteGradient
+    ClusterError, DataLoss, ClusterUnavailable, JoinRefused, TrainersLost, NonFiniteGradient
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _PLACES = {
     "ClusterUnavailable": "torch_ecrec.errors",
     "DataLoss": "torch_ecrec.errors",
     "JoinRefused": "torch_ecrec.errors",
+    "TrainersLost": "torch_ecrec.errors",
     "NonFiniteGradient": "torch_ecrec.errors",
 }
 __all__ = ["__version__", *_PLACES]

@@ -48,6 +48,7 @@ class _StepState:
     unstored: set[int] | None = None  # snapshot slots; None: its snapshot was not taken yet
     snapshot: tuple[Tensor, str] | None = None
     since: dict[int, int] = field(default_factory=dict)  # snapshot slot -> incarnation that stored it
+    least: dict[int, int] = field(default_factory=dict)  # slot -> earlier incarnations have stored it for nothing
 
 
 class Client(Node):
@@ -72,6 +73,7 @@ class Client(Node):
         self.snapshot_slots = range(min(job.code.parities + 1, self.slots))
         self.step = 1
         self.complete = 0  # everything of this trainer up to here is acknowledged and stored
+        self.resumable = 0  # the last step up to there after which a snapshot was due: logs must reach back to it
         self.snapshot_every = snapshot_every
         self.half = settings.wire == "bfloat16"
         self.open: dict[int, _StepState] = {}
@@ -135,7 +137,7 @@ class Client(Node):
             mine = [part[slot] for part in parts]
 
             def make(incarnation: int) -> wire.Request:
-                return wire.Push(slot, incarnation, step, self.trainer, positions, mine, list(rates), self.complete)
+                return wire.Push(slot, incarnation, step, self.trainer, positions, mine, list(rates), self.resumable)
 
             def on_answer(_: Answer) -> None:
                 state.unacknowledged.discard(slot)
@@ -170,9 +172,16 @@ class Client(Node):
             sent_to = incarnation
             return wire.Snapshot(slot, incarnation, step, self.trainer, payload, header)
 
-        def on_answer(_: Answer) -> None:
-            unstored.discard(slot)
+        def on_answer(answer: Answer) -> None:
+            assert isinstance(answer, wire.Stored)
             state.since[slot] = sent_to
+            for other, incarnation in enumerate(answer.incarnations):
+                state.least[other] = max(incarnation, state.least.get(other, 0))
+            unstored.discard(slot)
+            for holder in [h for h, since in state.since.items() if since < state.least[h]]:
+                # The one that answers knows a later life of that holder, which has copied what there was before.
+                del state.since[holder]
+                self._send_snapshot(step, state, holder)
             self._advance()
 
         self.ask(slot, make, on_answer)
@@ -184,19 +193,19 @@ class Client(Node):
                 break
             self.complete += 1
             del self.open[self.complete]
+            if self.snapshot_every == 0 or self.snapshot_due(self.complete):
+                self.resumable = self.complete
         self.on_change()
 
     def place(self, placement: Placement) -> bool:
-        """A snapshot that a lost holder had stored is sent again to its new incarnation, until its step is complete."""
-        if not super().place(placement):
-            return False
-        for step, state in self.open.items():
-            for slot, incarnation in list(state.since.items()):
-                if incarnation < placement.slots[slot].incarnation:
-                    del state.since[slot]
-                    self._send_snapshot(step, state, slot)
+        newer = super().place(placement)
         self.on_change()
-        return True
+        return newer
+
+    def resume(self, era: int, step: int) -> None:
+        """Goes on after `step`, in the era that began there. Before anything else."""
+        self.era, self.step = era, step + 1
+        self.complete = self.resumable = step
 
     # whole records ------------------------------------------------------------------------------
 
@@ -221,9 +230,9 @@ class Client(Node):
         for slot in asked:
             ask(slot)
 
-    def stored(self, slot: int, done: Callable[[Answer], None]) -> None:
-        """All snapshots that a snapshot slot holds, to `done`."""
-        self.ask(slot, lambda i: wire.FetchSnapshots(slot, i), done)
+    def stored(self, slot: int, step: int, done: Callable[[Answer], None]) -> None:
+        """The snapshot of a step that a snapshot slot holds (-1: all of them), to `done`."""
+        self.ask(slot, lambda i: wire.FetchSnapshots(slot, i, step), done)
 
     def load(
         self, slab: int, parity: bool, slot: int, positions: Tensor, records: Tensor, done: Callable[[], None]
@@ -251,13 +260,21 @@ class Session:
         client: the protocol.
         tell: sends a message to the coordinator.
         on_close: called once by `close`.
+        restarted: the cluster has trained before: `resume` says from where on. Loading does nothing then.
 
     Every wait ends within `settings.give_up_s` seconds of the last progress with `ClusterUnavailable` (stacks of all
     threads go to stderr), or with the error that the background reported.
     """
 
-    def __init__(self, client: Client, tell: Callable[[dict[str, Any]], None], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        tell: Callable[[dict[str, Any]], None],
+        on_close: Callable[[], None],
+        restarted: bool = False,
+    ) -> None:
         self.client = client
+        self.restarted = restarted
         self.job, self.trainer, self.trainers = client.job, client.trainer, client.job.trainers
         self._tell, self._on_close = tell, on_close
         self._changed = threading.Condition()
@@ -265,6 +282,7 @@ class Session:
         self._awaited: Callable[[], bool] | None = None  # what the user's thread waits for
         self._error: BaseException | None = None
         self._loaded = False
+        self._resumed: tuple[int, int] | None = None  # the era, and the step after which this trainer goes on
         self._closed = False
         self._pending_load: dict[int, tuple[Tensor, Tensor]] = {}
         self._has_loaded = False
@@ -293,6 +311,10 @@ class Session:
             self.client.run(self.client.place, Placement.from_json(message["placement"]))
         elif message["type"] == "loaded":
             self._loaded = True
+            self._notify()
+        elif message["type"] == "resume" and self._resumed is None:
+            self._resumed = message["era"], message["step"]
+            self.client.run(self.client.resume, *self._resumed)
             self._notify()
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
@@ -424,8 +446,23 @@ class Session:
         """
         if slot not in self.client.snapshot_slots:
             raise ValueError(f"`slot` must be one of the snapshot slots {[*self.client.snapshot_slots]}, got {slot}")
-        have: wire.Snapshots = self._run_and_wait(self.client.stored, slot, what=f"snapshots of slot {slot}")
+        return self._stored(slot, -1)
+
+    def _stored(self, slot: int, step: int) -> list[tuple[int, int, str, Tensor]]:
+        have: wire.Snapshots = self._run_and_wait(self.client.stored, slot, step, what=f"snapshots of slot {slot}")
         return list(zip(have.steps, have.trainers, have.headers, have.payloads, strict=True))
+
+    def resume(self) -> tuple[int, list[tuple[Tensor, str]]]:
+        """Where training goes on, in a session that was `restarted`.
+
+        Returns:
+            The last step that counts, and the dense model after it: payload and header of every trainer's part, in
+            their order. Without parts if it is step 0: the model as it was made.
+        """
+        self._wait(lambda: self._resumed is not None, "waiting for the servers to go back to a step that all know")
+        assert self._resumed is not None
+        step = self._resumed[1]
+        return step, [(payload, header) for _, _, header, payload in (self._stored(0, step) if step else ())]
 
     def flush(self) -> None:
         """Waits until everything sent is acknowledged: survives r losses."""
@@ -447,6 +484,8 @@ class Session:
             rows: (U,) int64, ascending and unique. Rows may be loaded again: the last values count.
             records: (U, W) float32.
         """
+        if self.restarted:
+            return
         if self.trainer != 0:
             raise ValueError(f"only trainer 0 loads initial values, this is trainer {self.trainer}")
         if self.step != 1:
@@ -508,7 +547,9 @@ class Session:
 
     def loaded(self) -> None:
         """Ends the loading of initial values; every trainer calls it once and waits for trainer 0."""
-        if self.trainer == 0:
+        if self.restarted:
+            self.resume()
+        elif self.trainer == 0:
             for slab, (rows, values) in list(self._pending_load.items()):
                 if len(rows):
                     self._load_parity(slab, rows, values, whole=True)

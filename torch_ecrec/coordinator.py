@@ -12,6 +12,11 @@ Life of a job: servers join -> trainers join with the same job -> a generation i
 -> training. A lost server: its slots go to a spare, else to the survivor with the fewest slots (or wait for a process
 to come, as `without_spare` says), epoch + 1, incarnation + 1. A process that joins later becomes a spare in a new
 generation; if a server holds several slots and all slots are healthy, one is moved to it.
+
+Lost trainers: whoever supervises them starts all of them again. A new *era* begins at once: servers stop, and say which
+steps they can go back to ("reach"); the last that all of them can, and of which the dense model is kept, is where
+training goes on; they go back, make it durable, and say so ("durable"); then the new trainers are told ("resume"). A
+server that is lost meanwhile begins one more era: its slots' new hosts may not reach as far.
 """
 
 from __future__ import annotations
@@ -44,6 +49,21 @@ class Member:
     alive: bool = True
     left: bool = False
     report: Message = field(default_factory=dict)
+
+
+@dataclass
+class GoingBack:
+    """What the slots have said since an era began.
+
+    Attributes:
+        reach: slot -> its message of that type.
+        step: where training goes on, once it is known.
+        durable: slots at which it is durable.
+    """
+
+    reach: dict[int, Message] = field(default_factory=dict)
+    step: int | None = None
+    durable: set[int] = field(default_factory=set)
 
 
 class Coordinator:
@@ -85,7 +105,11 @@ class Coordinator:
         self.loaded = False
         self.fatal: str | None = None
         self.step = 0
+        self.era = 0
+        self.resume_step = 0  # where the era began
+        self.going_back: GoingBack | None = None
         self._names = 0
+        self._lives: dict[int, int] = {}  # trainer -> how often it has joined
 
     # members ------------------------------------------------------------------------------------
 
@@ -115,8 +139,6 @@ class Coordinator:
             return "this cluster trains other tables (the table list, optimizers, seed or number of trainers differ)"
         if not 0 <= rank < job.trainers:
             return f"trainer rank must be below {job.trainers}, got {rank}"
-        if any(m.role == "trainer" and m.rank == rank for m in self.members.values()):
-            return f"trainer {rank} has joined before; restart of trainers needs a new cluster"
         return None
 
     def _code_json(self) -> Message:
@@ -125,25 +147,33 @@ class Coordinator:
     def name_for(self, message: Message) -> str:
         """A name for a process that was not refused."""
         if message["role"] == "trainer":
-            return f"trainer-{message['rank']}"
+            rank = int(message["rank"])
+            life = self._lives[rank] = self._lives.get(rank, 0) + 1
+            return f"trainer-{rank}" + (f":{life}" if life > 1 else "")
         self._names += 1
         return f"server-{self._names - 1}"
 
     def on_join(self, name: str, message: Message, now_s: float) -> None:
         """A process that was not refused joins under a name from `name_for`."""
-        role = message["role"]
+        role, rank = message["role"], message.get("rank", -1)
         if role == "trainer" and self.job is None:
             self.job = JobSpec.from_json({**message["job"], "code": self._code_json()})
-        member = Member(name, role, message.get("rank", -1), message.get("pid", 0), now_s, now_s)
+        same = [m for m in self.members.values() if m.role == role == "trainer" and m.rank == rank]
+        if same:
+            self._lose_trainers(f"trainer {rank} was started again", now_s)
+        member = Member(name, role, rank, message.get("pid", 0), now_s, now_s)
         self.members[name] = member
-        self.send(name, {"type": "welcome", "name": name, "code": self._code_json()})
+        restarted = self.loaded and role == "trainer"
+        self.send(name, {"type": "welcome", "name": name, "code": self._code_json(), "restarted": restarted})
         self.announce({"event": "joined", "member": name, "pid": member.pid})
         if self.slots:
             self._send_placement(name)
         self._form(now_s)
 
     def on_message(self, name: str, message: Message, now_s: float) -> None:
-        """Anything that a member says."""
+        """Anything that a member says; nothing counts that a trainer says who has been replaced."""
+        if name not in self.members:
+            return
         self.on_heard(name, now_s, message.get("report"))
         kind = message["type"]
         if kind == "in_generation":
@@ -154,6 +184,10 @@ class Coordinator:
             self.on_rebuilt(message["slot"], message["incarnation"])
         elif kind == "unrecoverable":
             self.on_unrecoverable(message["slot"])
+        elif kind == "reach":
+            self.on_reach(message)
+        elif kind == "durable":
+            self.on_durable(message)
         elif kind == "loaded":
             self.on_loaded()
         elif kind == "leave":
@@ -179,8 +213,8 @@ class Coordinator:
 
     def on_lost(self, name: str, now_s: float, why: str) -> None:
         """A member's connection ended, or its lease ran out."""
-        member = self.members[name]
-        if not member.alive:
+        member = self.members.get(name)
+        if member is None or not member.alive:
             return
         member.alive = False
         if member.left or self.fatal is not None:
@@ -189,7 +223,7 @@ class Coordinator:
         self.announce({"event": "lost", "member": name, "why": why, "slots": slots})
         if member.role == "trainer":
             if self.slots:
-                self.stop(f"{name} was lost ({why}); trainers cannot be restored yet", "trainer_lost")
+                self._lose_trainers(f"{name} was lost ({why})", now_s)
             else:
                 del self.members[name]
                 if name in self.world:  # the generation being formed cannot be completed without it
@@ -221,11 +255,12 @@ class Coordinator:
         """Forms a new generation if somebody who is there is not in the present one."""
         if self._forming or self.fatal is not None or self.job is None:
             return
-        present = self._present()
         servers, trainers = self._present("server"), self._present("trainer")
-        everybody = len(trainers) == self.job.trainers or bool(self.slots)
-        if not everybody or (not self.slots and len(servers) < self.code.slots):
+        if len(trainers) < self.job.trainers:
+            trainers = []  # the others are on their way
+        if not self.slots and (not trainers or len(servers) < self.code.slots):
             return
+        present = servers + trainers
         waited = now_s - max(m.joined_s for m in present)
         if not self.slots and len(servers) < self.code.slots + self.spares and waited < 5.0:
             return  # spares are on their way
@@ -255,7 +290,7 @@ class Coordinator:
     def on_in_generation(self, name: str, generation: int, now_s: float) -> None:
         """A member has joined the RPC world of a generation."""
         self.members[name].generation = generation
-        members = [self.members[n] for n in self.world]
+        members = [self.members[n] for n in self.world if n in self.members]
         if generation != self.generation or any(m.alive and m.generation != generation for m in members):
             return
         self.forming_until_s = None
@@ -303,6 +338,8 @@ class Coordinator:
             place = self.slots[i]
             self.slots[i] = SlotPlace(host or "", place.incarnation + 1, False)
         self._new_epoch("re-placed")
+        if self.going_back is not None:
+            self._new_era()
 
     def _is_data_loss(self, gone: set[int]) -> bool:
         assert self.job is not None
@@ -351,10 +388,87 @@ class Coordinator:
 
     def _send_placement(self, name: str) -> None:
         assert self.job is not None
+        self._send_era(name)  # before anything can be asked for
         self.send(name, {"type": "job", "job": self.job.to_json()})
         self.send(name, {"type": "placement", "placement": Placement(self.epoch, tuple(self.slots)).to_json()})
         if self.loaded:
             self.send(name, {"type": "loaded"})
+
+    # going back ---------------------------------------------------------------------------------
+
+    def _lose_trainers(self, why: str, now_s: float) -> None:
+        """One is lost, and none can go on without it: those that live are told to end, and a new era begins."""
+        for member in [m for m in self.members.values() if m.role == "trainer"]:
+            if member.alive and not member.left:
+                self.send(member.name, {"type": "fatal", "kind": "trainers_lost", "reason": why})
+            del self.members[member.name]
+        if self.slots:
+            self._new_era()
+        gone = next((name for name in self.world if name not in self.members), None)
+        if gone is not None:
+            self._give_up_forming(gone, now_s)
+
+    def _new_era(self) -> None:
+        self.era += 1
+        self.going_back = GoingBack()
+        self.announce({"event": "trainers lost", "era": self.era})
+        for member in self._present("server"):
+            self._send_era(member.name)
+
+    def _send_era(self, name: str) -> None:
+        """Servers hear how far they go back as soon as it is known, trainers where they start once it is durable."""
+        back = self.going_back
+        if self.members[name].role == "server":
+            step = self.resume_step if back is None else back.step
+            self.send(name, {"type": "era", "era": self.era, "step": step})
+        elif back is None:
+            self.send(name, {"type": "resume", "era": self.era, "step": self.resume_step})
+
+    def on_reach(self, message: Message) -> None:
+        """A slot says which steps it can go back to. When all have, the last that is common is chosen."""
+        back, slot = self.going_back, message["slot"]
+        if back is None or back.step is not None or message["era"] != self.era:
+            return
+        if self.slots[slot].incarnation != message["incarnation"]:
+            return
+        back.reach[slot] = message
+        if len(back.reach) < len(self.slots):
+            return
+        assert self.job is not None
+        parts: dict[int, set[int]] = {0: set(range(self.job.trainers))}  # of the model as it was made
+        for said in back.reach.values():
+            for step, trainers in said["snapshots"]:
+                parts.setdefault(step, set()).update(trainers)
+        least = max(said["floor"] for said in back.reach.values())
+        most = min(said["applied"] for said in back.reach.values())
+        known = [s for s, trainers in parts.items() if least <= s <= most and len(trainers) == self.job.trainers]
+        if not known:
+            self.stop(
+                f"the trainers were lost, and no dense snapshot of the steps {least} to {most} is kept, which are those"
+                " that the servers can go back to (snapshots are off?): restore a checkpoint",
+                "stopped",
+            )
+            return
+        back.step = max(known)
+        self.announce({"event": "going back", "era": self.era, "step": back.step, "applied": most})
+        for member in self._present("server"):
+            self._send_era(member.name)
+
+    def on_durable(self, message: Message) -> None:
+        """At a slot, the step where training goes on survives r losses. Once it does at all, trainers may start."""
+        back, slot = self.going_back, message["slot"]
+        if back is None or back.step is None or message["era"] != self.era:
+            return
+        if self.slots[slot].incarnation != message["incarnation"]:
+            return
+        back.durable.add(slot)
+        if len(back.durable) == len(self.slots):
+            self.resume_step, self.going_back = back.step, None
+            self.announce({"event": "resumable", "era": self.era, "step": self.resume_step})
+            for member in self._present("trainer"):
+                self._send_era(member.name)
+
+    # slots --------------------------------------------------------------------------------------
 
     def on_ready(self, slot: int, incarnation: int) -> None:
         """A slot's new host serves."""
@@ -389,7 +503,7 @@ class Coordinator:
         self.step = max(self.step, int(message.get("step", 0)))
 
     def stop(self, reason: str, kind: str) -> None:
-        """Ends the job for everybody: kinds are data_loss, trainer_lost, stopped."""
+        """Ends the job for everybody: kinds are data_loss and stopped."""
         self.fatal = reason
         self.announce({"event": "fatal", "kind": kind, "reason": reason})
         for member in self._present():
@@ -402,6 +516,8 @@ class Coordinator:
             "code": self._code_json(),
             "generation": self.generation,
             "epoch": self.epoch,
+            "era": self.era,
+            "resume_step": self.resume_step if self.going_back is None else self.going_back.step,
             "step": self.step,
             "fatal": self.fatal,
             "tables": len(self.job.tables) if self.job else 0,

@@ -6,6 +6,7 @@ A caller's own mistake is a `ValueError` or `TypeError`; these are the condition
       JoinRefused          this process does not fit the cluster: fix its arguments (exit code 2)
       ClusterUnavailable   the coordinator or a slot did not answer in time: see the logs, restart (exit code 4)
       DataLoss             more than r members of a stripe are gone: restore a checkpoint (exit code 3)
+      TrainersLost         another trainer is gone: end, so that all of them are started again (exit code 5)
     NonFiniteGradient      a gradient is NaN or infinite: nothing was applied; skip the batch or stop
 """
 
@@ -32,6 +33,12 @@ class ClusterUnavailable(ClusterError):
     """Something that was needed did not answer within its time limit."""
 
     exit_code = 4
+
+
+class TrainersLost(ClusterError):
+    """A trainer was lost, so this one cannot go on. Torchrun starts all again, and they go on where they were."""
+
+    exit_code = 5
 
 
 class NonFiniteGradient(FloatingPointError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import faulthandler
 import gc
 import json
 import logging
@@ -31,7 +32,7 @@ from torch_ecrec import allocator, codec, layout, pooling, route, storage
 from torch_ecrec.client import Client, Session
 from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int
 from torch_ecrec.coordinator import Coordinator
-from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.errors import ClusterUnavailable, DataLoss, TrainersLost
 from torch_ecrec.member import Member, exit_code_of
 from torch_ecrec.server.service import Host
 from torch_ecrec.transport.control import Connection, ControlServer, request
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 STOP_S = 3.0  # between a polite and an impolite end of a child
 START_S = 60.0
+ABORT_S = 5.0  # from the end of the cluster to that of a trainer that waits for another
 
 
 def end_with_parent() -> None:
@@ -237,7 +239,7 @@ def connect(
     def make(name: str, member: Member, code: CodeSpec) -> Node:
         agreed = JobSpec(job.tables, code, job.trainers, job.seed)
         clients.append(Client(name, member, agreed, trainer, settings, snapshot_every))
-        sessions.append(Session(clients[0], member.tell, on_close=lambda: close(member)))
+        sessions.append(Session(clients[0], member.tell, lambda: close(member), member.restarted))
         return clients[0]
 
     def close(member: Member) -> None:
@@ -246,14 +248,33 @@ def connect(
             _wait_for_trainers(own)
             own.close()
 
+    def on_end(error: BaseException) -> None:
+        if sessions:
+            sessions[0].fail(error)
+        if isinstance(error, (TrainersLost, DataLoss)):
+            _end_soon(error)
+
     Member(
         settings,
         {"role": "trainer", "rank": trainer, "job": job.to_json()},
         make,
         on_control=lambda message: sessions[0].on_control(message),
-        on_end=lambda error: sessions[0].fail(error) if sessions else None,
+        on_end=on_end,
     )
     return sessions[0]
+
+
+def _end_soon(error: BaseException) -> None:
+    """Ends this process if it does not by itself: its thread may be waiting for a lost trainer, without a limit."""
+
+    def end() -> None:
+        print(f"torch-ecrec: {error}; this process did not end within {ABORT_S:g} s of it", file=sys.stderr)
+        faulthandler.dump_traceback(file=sys.stderr)
+        os._exit(exit_code_of(error))
+
+    timer = threading.Timer(ABORT_S, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _start_local(job: JobSpec, trainer: int, code: CodeSpec) -> tuple[Supervisor | None, str]:

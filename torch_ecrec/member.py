@@ -14,7 +14,7 @@ from typing import Any
 
 import torch_ecrec
 from torch_ecrec.config import CodeSpec, Settings
-from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, JoinRefused
+from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, JoinRefused, TrainersLost
 from torch_ecrec.transport.control import ControlClient
 from torch_ecrec.transport.node import Node
 from torch_ecrec.transport.rpc import RpcTransport
@@ -37,6 +37,9 @@ KINDS = {
     "CutLog": "rebuild",
     "Snapshots": "rebuild",
 }
+
+
+ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost}
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -76,6 +79,7 @@ class Member:
         self.settings, self._on_control, self._on_end, self._report = settings, on_control, on_end, report
         self._make_node = make_node
         self.name = ""
+        self.restarted = False  # a trainer: the cluster has trained before
         self.transport: RpcTransport | None = None
         self._timers = Timers(self.on_error)
         self._welcome = threading.Event()
@@ -119,6 +123,7 @@ class Member:
         kind = message["type"]
         if kind == "welcome":
             self.name = message["name"]
+            self.restarted = message["restarted"]
             self.node = self._make_node(self.name, self, CodeSpec(**message["code"]))
             self.transport = RpcTransport(self.name, self.node.handle, on_error=self.on_error)
             self._welcome.set()
@@ -130,8 +135,7 @@ class Member:
                 self._wanted = message
             self._joining.set()
         elif kind == "fatal":
-            loss = message["kind"] == "data_loss"
-            self.end(DataLoss(message["reason"]) if loss else ClusterUnavailable(message["reason"]))
+            self.end(ENDS.get(message["kind"], ClusterUnavailable)(message["reason"]))
         elif kind == "stop":
             self.end(ClusterUnavailable("the cluster was stopped"))
         else:

@@ -34,10 +34,12 @@ from torch_ecrec.layout import Layout
 from torch_ecrec.route import Route
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
+from torch_ecrec.transport import wire
 from torch_ecrec.transport.local import EOF_S, LATE, Fault, Line, LocalNetwork
 from torch_ecrec.transport.wire import Placement
 
 EVENT_LIMIT = 400_000
+ENDING_S, RESTART_S = 0.02, 0.1  # from a trainer's death to that of the others, at most, and to the start of new ones
 LIMIT_S = 120.0  # virtual
 WINDOW = Settings().window_steps
 BOUNDS = {  # in steps: what a slot or a trainer keeps at most
@@ -68,6 +70,9 @@ class Scenario:
         kills: (slot, step) pairs: the host of the slot dies when that step is complete at trainer 0.
         settle_first: such a kill waits until the cluster is whole again, so that the losses stay within the contract.
         reborn: a killed server process starts again and joins.
+        trainer_kills: (trainer, step) pairs: that trainer dies when it has completed the step.
+        random_trainer_kills: so many trainers die at random moments, likewise.
+        trainers_return: faults may kill trainers; whenever one dies, all of them are ended and started again.
         random_kills: so many servers die at random moments, as often as `kill_probability` says per event.
         noise: how often a request is dropped, its answer lost, or it arrives twice: a probability for each.
         late: how often a request or an answer takes much longer than others.
@@ -84,6 +89,9 @@ class Scenario:
     kills: tuple[tuple[int, int], ...] = ()
     settle_first: bool = True
     reborn: bool = False
+    trainer_kills: tuple[tuple[int, int], ...] = ()
+    random_trainer_kills: int = 0
+    trainers_return: bool = False
     without_spare: str = "survivor"
     rebuild_chunk_bytes: int = 48
     random_kills: int = 0
@@ -93,6 +101,7 @@ class Scenario:
     verify_every: int = 60
     call_timeout_s: float = 0.25
     wire: str = "float32"
+    snapshot_every: int = 1
 
     @property
     def job(self) -> JobSpec:
@@ -112,11 +121,13 @@ class Run:
     scenario: Scenario
     lookups: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
-    dense: list[float] = field(default_factory=list)
+    dense: dict[int, float] = field(default_factory=dict)  # after each step
     records: list[torch.Tensor] = field(default_factory=list)
     snapshots: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (step, trainer)
     messages: list[tuple[str, str, str]] = field(default_factory=list)
-    kills: int = 0
+    kills: int = 0  # of servers
+    trainer_kills: int = 0
+    resumed: list[int] = field(default_factory=list)  # steps after which new trainers went on
     fatal: str | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
@@ -133,8 +144,9 @@ class Run:
         assert self.dense == undisturbed.dense, "dense values differ"
         for slab, (mine, theirs) in enumerate(zip(self.records, undisturbed.records, strict=True)):
             assert torch.equal(mine, theirs), f"records of slab {slab} differ"
-        last = self.scenario.steps
-        for trainer in range(self.scenario.trainers):
+        every = self.scenario.snapshot_every
+        last = self.scenario.steps // every * every
+        for trainer in range(self.scenario.trainers if last else 0):
             mine, theirs = self.snapshots[last, trainer], undisturbed.snapshots[last, trainer]
             assert torch.equal(mine, theirs), f"the last snapshot of trainer {trainer} differs"
 
@@ -161,7 +173,7 @@ class Cluster:
         code, slabs = scenario.code, scenario.job.slabs
         self.layouts = [Layout(code.slots, code.k, code.parities, slab.rows) for slab in slabs]
         self.lines: dict[tuple[str, str], Line] = {}
-        self.acknowledged = [0] * scenario.code.slots  # the most that any incarnation of a slot acknowledged
+        self.acknowledged: dict[tuple[int, int], int] = {}  # (era, slot) -> the most that any life of it acknowledged
         self.random = random.Random(scenario.network_seed * 7919 + 1)
         self.hosts: dict[str, Host] = {}
         self.clients: dict[str, Client] = {}
@@ -169,6 +181,9 @@ class Cluster:
         self.contributions: dict[int, dict[int, float]] = {}
         self.dense_of = [1.0] * scenario.trainers
         self.kills = list(scenario.kills)
+        self.trainer_kills = list(scenario.trainer_kills)
+        self.ending = False  # a trainer died: the others are being ended, and all started again
+        self.resume_of: dict[str, int] = {}  # trainer process -> the step it goes on after
         self.coordinator = Coordinator(
             scenario.code,
             scenario.spares,
@@ -180,10 +195,9 @@ class Cluster:
         )
         for _ in range(scenario.code.slots + scenario.spares):
             self.start_server()
-        self.trainers = [self._trainer(i) for i in range(scenario.trainers)]
-        self.ready_to: list[Callable[[], bool]] = [lambda: True] * scenario.trainers
-        for i in range(scenario.trainers):
-            self._join_trainer(i)
+        self.trainers: list[Iterator[Callable[[], bool]] | None] = []
+        self.ready_to: list[Callable[[], bool]] = []
+        self._start_trainers(restarted=False)
         self.network.clock.later(1.0, self._tick)
 
     # processes ----------------------------------------------------------------------------------
@@ -204,15 +218,22 @@ class Cluster:
         host = self.hosts[name] = Host(name, port, self.settings)
         self.network.handlers[name] = host.handle
 
-    def _join_trainer(self, i: int) -> None:
-        name = f"trainer-{i}"
-        port = self.network.port(name, lambda message: self._to_coordinator(name, message))
-        client = self.clients[name] = Client(name, port, self.scenario.job, i, self.settings)
-        assert client.name == name
-        refusal = self.coordinator.refusal(self._message(role="trainer", rank=i, job=self.scenario.job.to_json()))
-        assert refusal is None, refusal
+    def _start_trainers(self, restarted: bool) -> None:
+        """All of them, as torchrun does."""
+        self.contributions = {}
+        names = [self._join_trainer(i) for i in range(self.scenario.trainers)]
+        self.trainers = [self._trainer(i, name, restarted) for i, name in enumerate(names)]
+        self.ready_to = [lambda: True] * len(names)
+
+    def _join_trainer(self, i: int) -> str:
         message = self._message(role="trainer", rank=i, job=self.scenario.job.to_json())
+        refusal = self.coordinator.refusal(message)
+        assert refusal is None, refusal
+        name = self.coordinator.name_for(message)
+        port = self.network.port(name, lambda message: self._to_coordinator(name, message))
+        self.clients[name] = Client(name, port, self.scenario.job, i, self.settings, self.scenario.snapshot_every)
         self.coordinator.on_join(name, message, self.network.clock.now_s)
+        return name
 
     def _tick(self) -> None:
         self.coordinator.on_tick(self.network.clock.now_s)
@@ -236,6 +257,8 @@ class Cluster:
             self._new_host(name)
         elif kind == "generation":
             self._to_coordinator(name, {"type": "in_generation", "generation": message["generation"]})
+        elif kind == "fatal" and message["kind"] == "trainers_lost":
+            self.network.kill(name)
         elif kind == "fatal":
             self.run.fatal = message["reason"]
         elif name in self.hosts:
@@ -243,6 +266,9 @@ class Cluster:
         elif kind == "placement":
             client = self.clients[name]
             client.run(client.place, Placement.from_json(message["placement"]))
+        elif kind == "resume" and name not in self.resume_of:
+            self.resume_of[name] = message["step"]
+            self.clients[name].run(self.clients[name].resume, message["era"], message["step"])
 
     def _to_coordinator(self, name: str, message: dict[str, Any]) -> None:
         clock, coordinator = self.network.clock, self.coordinator
@@ -256,7 +282,11 @@ class Cluster:
         Not before a slot that shares a server is moved to a process that comes back: until it is rebuilt there, the
         move counts as a loss, and the coordinator may decide on it before it hears of this one.
         """
-        if name not in self.hosts or name in self.network.dead:
+        if name in self.network.dead:
+            return False
+        if name in self.clients:  # any trainer at any time, while there are any who are not done
+            return self.scenario.trainers_return and any(trainer is not None for trainer in self.trainers)
+        if name not in self.hosts:
             return False
         servers = [place.server for place in self.coordinator.slots]
         if self.scenario.reborn and len(set(servers)) < len(servers):
@@ -266,14 +296,36 @@ class Cluster:
         return not any(recovery.unrecoverable_bases(layout, gone) for layout in self.layouts)
 
     def _on_crash(self, name: str) -> None:
-        self.run.kills += 1
+        if name in self.clients:
+            self._on_trainer_crash()
+        else:
+            self.run.kills += 1
 
         def lost() -> None:
             self.coordinator.on_lost(name, self.network.clock.now_s, "eof")
 
         self.network.clock.later(EOF_S, lambda: self._line("from", name).carry(lost))
-        if self.scenario.reborn:
+        if self.scenario.reborn and name in self.hosts:
             self.network.clock.later(0.5, self.start_server)
+
+    def _on_trainer_crash(self) -> None:
+        """Torchrun ends the others, a little later, and starts all of them again."""
+        if self.ending:
+            return
+        self.ending = True
+        self.run.trainer_kills += 1
+
+        def end_all() -> None:
+            for name in self.clients:
+                self.network.kill(name)
+            self.clients = {}
+            self.network.clock.later(RESTART_S, start)
+
+        def start() -> None:
+            self.ending = False
+            self._start_trainers(restarted=True)
+
+        self.network.clock.later(self.random.uniform(0.0, ENDING_S), end_all)
 
     def whole(self) -> bool:
         """Every slot is there, rebuilt, and known to be."""
@@ -302,21 +354,31 @@ class Cluster:
 
     # trainers -----------------------------------------------------------------------------------
 
-    def _trainer(self, i: int) -> Iterator[Callable[[], bool]]:
+    def _trainer(self, i: int, name: str, restarted: bool) -> Iterator[Callable[[], bool]]:
         """Yields conditions to wait for."""
-        scenario, job = self.scenario, self.scenario.job
-        yield lambda: self.clients[f"trainer-{i}"].placement is not None
-        client = self.clients[f"trainer-{i}"]
-        for step in range(1, scenario.steps + 1):
+        scenario, job, client = self.scenario, self.scenario.job, self.clients[name]
+        yield lambda: client.placement is not None
+        self.dense_of[i], done = 1.0, 0
+        if restarted:
+            yield lambda: name in self.resume_of
+            done = self.resume_of[name]
+            self.run.resumed += [done] if i == 0 else []
+        if done:
+            stored: list[wire.Snapshots] = []
+            client.run(client.stored, 0, done, stored.append)
+            yield lambda: bool(stored)
+            payload = stored[0].payloads[stored[0].trainers.index(i)]
+            self.dense_of[i] = float(payload.view(torch.float64))
+        for step in range(done + 1, scenario.steps + 1):
             rows = [torch.from_numpy(r) for r in touched(scenario, step, i)]
             routes: list[Route] = [client.route(s, r) for s, r in enumerate(rows)]
             got: list[list[torch.Tensor]] = []
             client.run(client.lookup, routes, got.append)
             yield lambda got=got: bool(got)  # type: ignore[misc]
             weights = got[0]
-            self.run.lookups[step, i] = weights
+            self._same(self.run.lookups, (step, i), weights)
             loss = float(sum(float(w.double().sum()) for w in weights)) + self.dense_of[i]
-            self.run.losses[step, i] = loss
+            self._same(self.run.losses, (step, i), loss)
             gradients = [torch.sin(w * 3 + step + i + self.dense_of[i]) for w in weights]
             yield client.may_push
             client.run(client.push, routes, gradients, [slab.optimizer.lr for slab in job.slabs])
@@ -325,12 +387,23 @@ class Cluster:
             total = sum(self.contributions[step][j] for j in sorted(self.contributions[step]))
             self.dense_of[i] = float(np.tanh(self.dense_of[i] + 0.1 * total))
             if i == 0:
-                self.run.dense.append(self.dense_of[0])
-            payload = torch.tensor([self.dense_of[i]], dtype=torch.float64).view(torch.uint8)
-            client.run(client.snapshot, payload, f'{{"step": {step}}}')
+                self._same(self.run.dense, step, self.dense_of[0])
+            if client.snapshot_due(step):
+                payload = torch.tensor([self.dense_of[i]], dtype=torch.float64).view(torch.uint8)
+                client.run(client.snapshot, payload, f'{{"step": {step}}}')
             self._after_step(i, step)
 
+    @staticmethod
+    def _same(known: dict[Any, Any], key: Any, value: Any) -> None:
+        """Records a value; one that is known from before the trainers went back must be the same."""
+        values, before = (v if isinstance(v, list) else [v] for v in (value, known.setdefault(key, value)))
+        same = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(values, before, strict=True))
+        assert same, f"(step, trainer) {key}: another value after going back than before"
+
     def _after_step(self, trainer: int, step: int) -> None:
+        if (trainer, step) in self.trainer_kills:
+            self.trainer_kills.remove((trainer, step))
+            self.network.kill(list(self.clients)[trainer])
         if trainer == 0:
             for kill in [kill for kill in self.kills if kill[1] == step]:
                 self._kill_when_allowed(kill)
@@ -347,18 +420,18 @@ class Cluster:
         moved = True
         while moved:
             moved = False
-            for i, trainer in enumerate(self.trainers):
-                if trainer is not None and self.ready_to[i]():
+            for i, (name, trainer) in enumerate(zip(list(self.clients), list(self.trainers), strict=False)):
+                if trainer is not None and name not in self.network.dead and self.ready_to[i]():
                     moved = True
                     try:
                         self.ready_to[i] = next(trainer)
                     except StopIteration:
-                        self.trainers[i] = None  # type: ignore[call-overload]
-        return all(trainer is None for trainer in self.trainers)
+                        self.trainers[i] = None
+        return not self.ending and all(trainer is None for trainer in self.trainers)
 
     def go(self) -> Run:
         """Runs to the end; raises RuntimeError, with the state of every slot, if it gets stuck."""
-        random_kills = self.scenario.random_kills
+        random_kills, trainer_kills = self.scenario.random_kills, self.scenario.random_trainer_kills
         for event in range(EVENT_LIMIT):
             done = self._run_trainers()
             placed = self.coordinator.slots
@@ -369,6 +442,11 @@ class Cluster:
                 if self.may_crash(victim):
                     random_kills -= 1
                     self.network.kill(victim)
+            if trainer_kills and placed and not done and self.random.random() < self.scenario.kill_probability:
+                names = [name for name in self.clients if name not in self.network.dead]
+                if names and not self.ending:
+                    trainer_kills -= 1
+                    self.network.kill(self.random.choice(names))
             if event % self.scenario.verify_every == 0:
                 self.verify()
             if done and not self.kills and self.settled():
@@ -402,12 +480,14 @@ class Cluster:
         self._verify_bounds(slots)
 
     def _verify_acknowledged(self, slot: Slot, slots: dict[int, Slot]) -> None:
-        rule, index = slot.rule, slot.index
-        assert rule.acknowledged >= self.acknowledged[index], (
-            f"slot {index} acknowledged {self.acknowledged[index]}, its incarnation {slot.incarnation} knows"
-            f" {rule.acknowledged}"
+        rule, index, key = slot.rule, slot.index, (slot.host.era, slot.index)
+        if slot.host.frozen:
+            return
+        before = self.acknowledged.get(key, 0)
+        assert rule.acknowledged >= before, (
+            f"slot {index} acknowledged {before}, its incarnation {slot.incarnation} knows {rule.acknowledged}"
         )
-        self.acknowledged[index] = rule.acknowledged
+        self.acknowledged[key] = rule.acknowledged
         for holder in rule.holders:
             if knows(slot, other := slots.get(holder)) and knows(other, slot) and index in other.rule.folded:
                 folded = other.rule.folded[index]
@@ -420,11 +500,11 @@ class Cluster:
 
     def _verify_snapshots(self, slots: dict[int, Slot]) -> None:
         """Of the last step that every trainer calls complete, each holder that is whole has the dense snapshot."""
-        step = min(client.complete for client in self.clients.values())
+        step = min((client.resumable for client in self.clients.values()), default=0)
         for holder in range(self.scenario.code.parities + 1) if step else ():
             if holder in slots and self.coordinator.slots[holder].healthy:
                 for trainer in range(self.scenario.trainers):
-                    assert (step, trainer) in slots[holder].snapshots, (
+                    assert (step, trainer) in slots[holder].snapshots.parts, (
                         f"slot {holder} lacks the snapshot of trainer {trainer} of step {step}, which is complete"
                     )
 
@@ -437,12 +517,13 @@ class Cluster:
                 ("fold log", max(folds, default=0)),
                 ("early folds", max((len(early) for early in slot.protection.early.values()), default=0)),
                 ("kept pushes", len(slot.pushes)),
-                ("snapshots", len({step for step, _ in slot.snapshots})),
+                ("snapshots", len(slot.snapshots.trainers_of())),
             ):
                 longest[what] = max(longest.get(what, 0), steps)
         for client in self.clients.values():
             longest["open steps"] = max(longest.get("open steps", 0), len(client.open))
-        beyond = {what: steps for what, steps in longest.items() if steps > BOUNDS[what]}
+        more = self.scenario.snapshot_every - 1  # logs reach back to the last snapshot
+        beyond = {what: steps for what, steps in longest.items() if steps > BOUNDS[what] + more}
         assert not beyond, f"kept for more steps than {BOUNDS}: {beyond}"
 
     def _collect(self) -> None:
@@ -455,15 +536,17 @@ class Cluster:
                 records[layout.row_at(slot.index, positions)] = slot.shards[s].records
             self.run.records.append(torch.from_numpy(records))
         for index in range(min(self.scenario.code.parities + 1, len(slots))):
-            for key, (_, payload) in slots[index].snapshots.items():
+            for key, (_, payload) in slots[index].snapshots.parts.items():
                 known = self.run.snapshots.setdefault(key, payload)
                 assert torch.equal(known, payload), f"the snapshots of (step, trainer) {key} differ between slots"
         check_parity(slots)
 
 
 def knows(slot: Slot | None, other: Slot | None) -> TypeGuard[Slot]:
-    """Whether both are there and `slot` knows that `other` is the present incarnation."""
-    return slot is not None and other is not None and slot.rule.incarnations[other.index] == other.incarnation
+    """Whether both are there, neither has gone back before the other, and `slot` knows the present life of `other`."""
+    if slot is None or other is None or slot.host.history != other.host.history:
+        return False
+    return slot.rule.incarnations[other.index] == other.incarnation
 
 
 def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:

@@ -157,8 +157,21 @@ class Protection:
         self._drop_early(slot)
         if slot in self.streams:
             self.streams[slot].stop()
-            if self.slot.ready:
+            if self.slot.ready and not self.slot.host.frozen:
                 self.streams[slot].attach()
+
+    # going back ---------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Nothing is sent any more, and what waits for its turn will not get it: those steps may be taken back."""
+        for stream in self.streams.values():
+            stream.stop()
+        for source in list(self.early):
+            self._drop_early(source)
+
+    def undo_all_after(self, step: int) -> None:
+        for source in self.fold_logs:
+            self.undo_after(source, step)
 
     # as a holder --------------------------------------------------------------------------------
 
@@ -168,6 +181,9 @@ class Protection:
         if not rule.is_current(request.source, request.source_incarnation):
             reply(Refused(f"slot {request.source} has been replaced"))
             return
+        if self.slot.host.frozen:  # steps of the source may still have to be undone here
+            reply(Refused("the trainers were lost"))
+            return
         if rule.on_attached(request.source, request.base, request.acknowledged):
             self.fold_logs[request.source] = self._new_log(request.source, request.base)
         self.attached[request.source] = max(request.source_incarnation, self.attached.get(request.source, 0))
@@ -176,6 +192,9 @@ class Protection:
 
     def on_fold(self, request: wire.Fold, reply: Reply) -> None:
         rule, source = self.slot.rule, request.source
+        if self.slot.host.frozen:
+            reply(Refused("the trainers were lost"))
+            return
         verdict = rule.judge_fold(source, request.source_incarnation, request.step)
         if verdict is FoldVerdict.NEXT:
             self._fold(request)
@@ -220,7 +239,7 @@ class Protection:
 
     def _drop_early(self, source: int) -> None:
         for _, reply in self.early.pop(source, {}).values():
-            reply(Refused(f"slot {source} has been replaced"))
+            reply(Refused(f"fold of slot {source} is void"))
 
     # the cut of a lost slot, at a holder --------------------------------------------------------------
 

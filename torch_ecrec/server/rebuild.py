@@ -47,9 +47,7 @@ class Rebuild:
 
     def __init__(self, slot: Slot, whole: bool) -> None:
         self.slot = slot
-        self.stopped = False
         self.reported = whole
-        self.snapshots_missing = 0
         # (slab, parity) -> per position; only loses entries while the slot lives
         self.missing: dict[tuple[int, bool], np.ndarray] = {}
         self.state: dict[tuple[int, bool], np.ndarray] = {}  # likewise; it counts only where something is missing
@@ -73,9 +71,6 @@ class Rebuild:
     @property
     def done_fraction(self) -> float:
         return 1.0 if self.total == 0 else 1.0 - self.remaining / self.total
-
-    def stop(self) -> None:
-        self.stopped = True
 
     # what is there ------------------------------------------------------------------------------
 
@@ -106,33 +101,8 @@ class Rebuild:
 
     def start(self) -> None:
         """The slot is ready: copies the dense snapshots of other holders and starts the background rebuild."""
-        slot = self.slot
-        others = [h for h in slot.host.snapshot_slots if h != slot.index]
-        if slot.index in slot.host.snapshot_slots and others:
-            self.snapshots_missing = 1
-            self._copy_snapshots(others, 0)
+        self.slot.snapshots.copy_all()
         self._next_portions()
-
-    def _copy_snapshots(self, others: list[int], turn: int) -> None:
-        """Asks the other holders in turn: one of them is whole as long as at most r are lost."""
-        if self.stopped:
-            return
-        holder = others[turn % len(others)]
-
-        def done(answer: Answer | None) -> None:
-            if self.stopped:
-                return
-            if not isinstance(answer, wire.Snapshots):
-                self.slot.host.later(RETRY_S, lambda: self._copy_snapshots(others, turn + 1))
-                return
-            for step, trainer, header, payload in zip(
-                answer.steps, answer.trainers, answer.headers, answer.payloads, strict=True
-            ):
-                self.slot.snapshots.setdefault((step, trainer), (header, payload))
-            self.snapshots_missing = 0
-            self.check_done()
-
-        self.slot.host.ask_once(holder, lambda i: wire.FetchSnapshots(holder, i), done)
 
     def _portions(self) -> Iterator[tuple[int, bool, int, int]]:
         """Everything, in runs of positions that share a rank, so a base."""
@@ -147,7 +117,7 @@ class Rebuild:
     def _next_portions(self) -> None:
         """Starts as many portions as may be under way, no faster than the limit allows."""
         rate = self.slot.settings.rebuild_bytes_per_s
-        while not self.stopped and not self.pausing and self.portions_under_way < PORTIONS_AT_ONCE:
+        while not self.slot.dead and not self.pausing and self.portions_under_way < PORTIONS_AT_ONCE:
             if not self._start_portion():
                 self.check_done()
                 return
@@ -189,7 +159,7 @@ class Rebuild:
 
     def check_done(self) -> None:
         """Rebuilt: nothing missing, and caught up with all that the sources have acknowledged (rule 5)."""
-        if self.reported or self.stopped or not self.whole or self.snapshots_missing:
+        if self.reported or self.slot.dead or not self.whole or self.slot.snapshots.lacks_all:
             return
         rule = self.slot.rule
         if all(rule.is_caught_up(source) for source in rule.sources):
@@ -218,7 +188,7 @@ class _Repair:
         self.begin()
 
     def begin(self) -> None:
-        if self.rebuild.stopped:
+        if self.slot.dead:
             return
         self.attempt += 1
         host = self.slot.host
@@ -233,12 +203,12 @@ class _Repair:
 
     def _unless_over(self, then: Callable[[Any], None]) -> Callable[[Answer | None], None]:
         """An answer counts only for the attempt that asked for it; a refusal ends the attempt."""
-        attempt = self.attempt
+        attempt, history = self.attempt, self.slot.host.history
 
         def done(answer: Answer | None) -> None:
-            if attempt != self.attempt or self.rebuild.stopped:
+            if attempt != self.attempt or self.slot.dead:
                 return
-            if answer is None:
+            if answer is None or history != self.slot.host.history:
                 self._again()
             else:
                 then(answer)

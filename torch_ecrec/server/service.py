@@ -1,4 +1,4 @@
-"""A server process on the data plane: the slots it hosts, the messages for them, and the placement.
+"""A server process on the data plane: the slots it hosts, the messages for them, the placement, and the era.
 
 The coordinator says which slots live here (`on_control`); requests are handed to their slot. A slot of another
 incarnation than the caller means is refused, which fences both stale callers and stale hosts.
@@ -17,6 +17,8 @@ from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import Node, Port
 from torch_ecrec.transport.wire import Answer, Placement, Refused
 
+TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Export)
+
 
 class Host(Node):
     """All slots of one server process."""
@@ -26,17 +28,31 @@ class Host(Node):
         self.settings = settings
         self.job: JobSpec | None = None
         self.slots: dict[int, Slot] = {}
+        self.frozen = False  # the trainers were lost, and where they start again is not known yet
         self.code = LinearCode(1, 0)
         self.layouts: tuple[Layout, ...] = ()
 
     # from the coordinator -----------------------------------------------------------------------
 
     def on_control(self, message: dict[str, Any]) -> None:
-        """A message of the coordinator. Types: job, placement; others are not for the data plane."""
+        """A message of the coordinator. Types: job, placement, era; others are not for the data plane."""
         if message["type"] == "job":
             self.run(self._take_job, JobSpec.from_json(message["job"]))
         elif message["type"] == "placement":
             self.run(self._take_placement, Placement.from_json(message["placement"]))
+        elif message["type"] == "era":
+            self.run(self._take_era, message["era"], message["step"])
+
+    def _take_era(self, era: int, step: int | None) -> None:
+        """The trainers were lost, for the `era`-th time; `step`: they start again after it (None: not known yet)."""
+        if era > self.era:
+            self.era, self.frozen = era, True
+            for slot in self.slots.values():
+                slot.freeze()
+        if era == self.era and self.frozen and step is not None:
+            self.frozen = False
+            for slot in self.slots.values():
+                slot.go_back(step)
 
     def _take_job(self, job: JobSpec) -> None:
         if self.job is not None and self.job.digest != job.digest:
@@ -75,10 +91,19 @@ class Host(Node):
             reply(Refused(f"slot {request.slot} is not on {self.name}"))
         elif slot.incarnation != request.incarnation:
             reply(Refused(f"slot {request.slot} is incarnation {slot.incarnation} here, not {request.incarnation}"))
+        elif request.era != self.era and not isinstance(request, (wire.Adopt, wire.Cut)):
+            reply(Refused(f"slot {request.slot} is in era {self.era}, not {request.era}"))
+        elif self.frozen and isinstance(request, TRAINERS_ONLY):
+            reply(Refused("the trainers were lost"))
         else:
             slot.handle(request, reply)
 
     # for slots ----------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> tuple[int, bool]:
+        """Changes whenever steps may have been taken back: what was read before then counts for nothing."""
+        return self.era, self.frozen
 
     @property
     def snapshot_slots(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It owns
     pushes        gradients that wait for their step, by step and trainer
     protection    folds sent and received (`protection.py`)
     rebuild       what is missing, on the new host of a lost slot (`rebuild.py`)
+    snapshots     parts of the dense model (`snapshots.py`)
 
 A request that cannot be answered yet is parked (`waiting`) and looked at again when something changed: a step was
 applied, a record was repaired, the slot became ready. Its caller has the time limit.
@@ -23,11 +24,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from torch_ecrec.codec.field import xor_rows_
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.config import JobSpec, Settings, SlabSpec
 from torch_ecrec.layout import Layout
 from torch_ecrec.server.protection import Protection
 from torch_ecrec.server.rebuild import Rebuild
+from torch_ecrec.server.snapshots import SnapshotStore
 from torch_ecrec.server.step import StepRule
 from torch_ecrec.storage import optim
 from torch_ecrec.storage.delta_log import DeltaLog
@@ -85,8 +88,10 @@ class Slot:
         self.push_replies: dict[int, list[Reply]] = {}
         self.merged: tuple[int, list[optim.Merged]] | None = None
         self.waiting: list[tuple[Callable[[], Answer | None], Reply]] = []
-        self.snapshots: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
         self.ready = fresh
+        self.dead = False
+        self.going_back_to: int | None = None  # until that step is durable
+        self.snapshots = SnapshotStore(self)
         self.protection = Protection(self)
         self.rebuild = Rebuild(self, whole=fresh)
         if fresh:
@@ -134,7 +139,7 @@ class Slot:
         handlers: dict[type, Callable[..., None]] = {
             wire.Lookup: self._on_lookup,
             wire.Push: self._on_push,
-            wire.Snapshot: self._on_snapshot,
+            wire.Snapshot: self.snapshots.on_snapshot,
             wire.Load: self._on_load,
             wire.Export: self._on_export,
             wire.Fold: self.protection.on_fold,
@@ -143,7 +148,7 @@ class Slot:
             wire.Cut: self.protection.on_cut,
             wire.Versions: self.protection.on_versions,
             wire.Fetch: self.protection.on_fetch,
-            wire.FetchSnapshots: self._on_fetch_snapshots,
+            wire.FetchSnapshots: self.snapshots.on_fetch,
         }
         handlers[type(request)](request, reply)
 
@@ -173,19 +178,79 @@ class Slot:
         self.host.tell({"type": "ready", "slot": self.index, "incarnation": self.incarnation})
         self.pushes = {step: got for step, got in self.pushes.items() if step > cut}
         self._answer_pushes()  # those of steps up to the cut that came while this was not known
-        self.protection.attach_all()
+        if not self.host.frozen:
+            self.protection.attach_all()
         self.rebuild.start()
         self.progress()
+        self.report_reach()
 
     def die(self) -> None:
         """This incarnation has been replaced: everyone who waits is told to ask again."""
-        self.ready = False
+        self.ready, self.dead = False, True
         self.protection.stop()
-        self.rebuild.stop()
+        self._refuse_all(f"slot {self.index} moved")
+
+    def _refuse_all(self, reason: str) -> None:
         replies = [reply for _, reply in self.waiting] + [r for rs in self.push_replies.values() for r in rs]
         self.waiting, self.push_replies = [], {}
         for reply in replies:
-            reply(Refused(f"slot {self.index} moved"))
+            reply(Refused(reason))
+
+    def known_incarnations(self) -> list[int]:
+        """Of every slot, the life that this one listens to."""
+        return [
+            self.rule.incarnations.get(i, 0) if i != self.index else self.incarnation
+            for i in range(self.job.code.slots)
+        ]
+
+    # going back ---------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """The trainers are lost: nothing of theirs counts from now on, until it is known where they start again."""
+        self.going_back_to = None
+        self.pushes, self.merged = {}, None
+        self._refuse_all("the trainers were lost")
+        self.protection.freeze()
+        self.report_reach()
+
+    def report_reach(self) -> None:
+        """Tells the coordinator which steps this slot can go back to."""
+        if self.host.frozen and self.ready:
+            self.host.tell(
+                {
+                    "type": "reach",
+                    "era": self.host.era,
+                    "slot": self.index,
+                    "incarnation": self.incarnation,
+                    "applied": self.rule.applied,
+                    "floor": self.log.floor,
+                    "snapshots": [[step, trainers] for step, trainers in self.snapshots.trainers_of().items()],
+                }
+            )
+
+    def go_back(self, step: int) -> None:
+        """Takes back every step after `step`, here and in the parities; then makes `step` durable."""
+        while self.log.last > step:
+            for slab, (positions_U, deltas_UB) in enumerate(self.log.pop()):
+                if self.rebuild.remaining:  # what is missing is decoded as of a step that is left
+                    there = ~self.rebuild.missing[slab, False][positions_U]
+                    positions_U = np.where(there, positions_U, -1)
+                xor_rows_(self.shards[slab].bytes, positions_U, deltas_UB)
+        self.protection.undo_all_after(step)
+        self.rule.go_back(step)
+        self.snapshots.go_back(step)
+        self.going_back_to = step
+        self.protection.attach_all()
+        self.progress()
+        self.check_durable()
+
+    def check_durable(self) -> None:
+        """The step that the trainers start again after survives r losses, of records and of the dense model."""
+        step = self.going_back_to
+        if step is None or self.host.frozen or self.rule.settled < step or not self.snapshots.complete:
+            return
+        self.going_back_to = None
+        self.host.tell({"type": "durable", "era": self.host.era, "slot": self.index, "incarnation": self.incarnation})
 
     def _on_lookup(self, request: wire.Lookup, reply: Reply) -> None:
         positions = [p.numpy() for p in request.positions]
@@ -220,28 +285,12 @@ class Slot:
                 self.progress()
         self.forget()
 
-    def _on_snapshot(self, request: wire.Snapshot, reply: Reply) -> None:
-        self.snapshots[request.step, request.trainer] = (request.header, request.payload)
-        reply(wire.Stored(request.step))
-
-    def _on_fetch_snapshots(self, _request: wire.FetchSnapshots, reply: Reply) -> None:
-        if not self.ready or self.rebuild.snapshots_missing:
-            reply(Refused(f"slot {self.index} has not got them all itself"))
-            return
-        answer = wire.Snapshots()
-        for (step, trainer), (header, payload) in sorted(self.snapshots.items()):
-            answer.steps.append(step)
-            answer.trainers.append(trainer)
-            answer.headers.append(header)
-            answer.payloads.append(payload)
-        reply(answer)
-
     def _on_load(self, request: wire.Load, reply: Reply) -> None:
         if self.rule.applied > 0 or not self.rebuild.whole:
             reply(Refused(f"slot {self.index} is in training: initial values come too late"))
             return
         self.shards[request.slab].scatter_(request.positions.numpy(), request.records.numpy(), parity=request.parity)
-        reply(wire.Stored(0))
+        reply(wire.Stored(0, self.known_incarnations()))
 
     def _on_export(self, request: wire.Export, reply: Reply) -> None:
         """Whole records as of a step; parities only when nothing is under way (they are for checks)."""
@@ -306,6 +355,7 @@ class Slot:
         if self.rule.acknowledge():
             self._answer_pushes()
         self.forget()
+        self.check_durable()
 
     def _answer_pushes(self) -> None:
         for step in [t for t in self.push_replies if self.rule.is_acknowledged(t)]:
@@ -314,9 +364,7 @@ class Slot:
 
     def forget(self) -> None:
         self.log.forget(self.rule.may_forget())
-        watermark = self.rule.watermark
-        for key in [key for key in self.snapshots if key[0] < watermark]:
-            del self.snapshots[key]
+        self.snapshots.forget(self.rule.watermark)
 
     # reports ------------------------------------------------------------------------------------
 
@@ -333,5 +381,5 @@ class Slot:
             "record_bytes": sum(shard.bytes.nbytes for shard in self.shards),
             "parity_bytes": sum(shard.parity.nbytes for shard in self.shards),
             "log_bytes": self.log.bytes + self.protection.log_bytes,
-            "snapshot_bytes": sum(payload.numel() for _, payload in self.snapshots.values()),
+            "snapshot_bytes": self.snapshots.bytes,
         }

@@ -86,6 +86,13 @@ class StepRule:
         self.acknowledged = max(before, min(self.settled, self.applied))
         return self.acknowledged > before
 
+    def go_back(self, step: int) -> None:
+        """Takes back every step after `step`, own ones and those of the sources: the trainers start again there [9]."""
+        self.applied = min(self.applied, step)
+        self.acknowledged = min(self.acknowledged, step)
+        for steps in (self.confirmed, self.folded, self.catch_up, self.complete):
+            steps.update({key: min(value, step) for key, value in steps.items()})
+
     def may_forget(self) -> int:
         """Own deltas up to here serve nobody: not a reader, not a cut, not going back [4]."""
         return min(self.settled, self.watermark)

@@ -66,6 +66,7 @@ class Exchange:
         self.incarnation = place.incarnation
         attempt, incarnation = self.attempt, place.incarnation
         request = self.make(incarnation)
+        request.era = self.node.era
         self.node.call(place.server, request, lambda outcome: self._on_outcome(attempt, incarnation, outcome))
 
     def cancel(self) -> None:
@@ -106,6 +107,7 @@ class Node:
         self.name = name
         self.port = port
         self.call_timeout_s = call_timeout_s
+        self.era = 0  # which life of the trainers this node takes part in
         self.placement: Placement | None = None
         self.exchanges: dict[Exchange, None] = {}  # in order of creation
         self._lock = threading.Lock()
@@ -186,7 +188,9 @@ class Node:
             answer = outcome.answer if isinstance(outcome, Ok) else None
             done(None if isinstance(answer, Refused) else answer)
 
-        self.call(place.server, make(place.incarnation), on_outcome)
+        request = make(place.incarnation)
+        request.era = self.era
+        self.call(place.server, request, on_outcome)
 
     def place(self, placement: Placement) -> bool:
         """Takes a newer placement; what was under way to slots that moved is sent again. True if it was newer."""

@@ -142,7 +142,7 @@ def decode(encoded: Encoded, classes: dict[str, type]) -> Any:
     cls = classes.get(kind)
     if cls is None:
         raise ValueError(f"unknown message {kind!r}; the processes run different versions")
-    return cls(*values)
+    return cls(**dict(zip(_FIELDS[kind], values, strict=True)))
 
 
 # the callee's side ----------------------------------------------------------------------------------

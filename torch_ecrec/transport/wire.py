@@ -13,6 +13,9 @@ Positions are int64 indices into a slot's records (not table rows).
 
 Every request about a slot carries the slot's incarnation as the caller knows it; a host that is not that incarnation
 answers `Refused`. Requests of a source carry the source's incarnation, so that one that was replaced is ignored.
+
+Every request carries its sender's *era*, too: which life of the trainers it belongs to (docs/design.md, "Losing
+trainers"). Only requests that repair a lost slot pass from one era to another.
 """
 
 from __future__ import annotations
@@ -56,10 +59,14 @@ Outcome = Ok | Failed | Unknown
 
 @dataclass
 class Request:
-    """Base: `slot` is the slot addressed, `incarnation` the host's incarnation as the caller knows it."""
+    """Base: `slot` is the slot addressed, `incarnation` the host's incarnation as the caller knows it.
+
+    `era` is set by the node that sends it.
+    """
 
     slot: int
     incarnation: int
+    era: int = field(default=0, kw_only=True)
 
 
 @dataclass
@@ -122,6 +129,7 @@ class Snapshot(Request):
 @dataclass
 class Stored(Answer):
     step: int
+    incarnations: list[int]  # of every slot, as the holder knows them: what an earlier one stored may be gone
 
 
 @dataclass
@@ -243,7 +251,11 @@ class Fetch(Request):
 
 @dataclass
 class FetchSnapshots(Request):
-    """All dense snapshots that a slot holds, for the new host of another one."""
+    """Dense snapshots that a slot holds, for the new host of another one, or for a trainer."""
+
+    of: int  # a step, or -1 for all; of a step, a holder that asks gets what there is, a trainer all parts
+    holder: int = -1  # which slot asks, and in which life; -1: a trainer
+    holder_incarnation: int = 0
 
 
 @dataclass

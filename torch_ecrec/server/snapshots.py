@@ -1,0 +1,130 @@
+"""The dense snapshots that a slot keeps: parts of the dense model after a step, one from each trainer.
+
+r + 1 slots keep them (`Host.snapshot_slots`); the others' stores stay empty. A snapshot is *whole* when every trainer's
+part is there. The new host of a slot copies them from another holder, one that is whole itself; so does a holder that
+lacks a part of the snapshot that training starts again from.
+
+Steps before the watermark are forgotten: nobody goes back further.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_ecrec.transport import wire
+from torch_ecrec.transport.node import RETRY_S
+from torch_ecrec.transport.wire import Answer, Refused
+
+if TYPE_CHECKING:
+    from torch_ecrec.server.slot import Reply, Slot
+
+
+class SnapshotStore:
+    """What one incarnation of a slot keeps of the dense model."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.parts: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}  # (step, trainer) -> header, payload
+        self.lacks_all = False  # what other holders have is not here yet
+        self.most: int | None = None  # the trainers start again after this step: later ones are not taken from others
+        self._asking = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(payload.numel() for _, payload in self.parts.values())
+
+    def trainers_of(self) -> dict[int, list[int]]:
+        """Step -> the trainers whose parts are here."""
+        found: dict[int, list[int]] = {}
+        for step, trainer in sorted(self.parts):
+            found.setdefault(step, []).append(trainer)
+        return found
+
+    def is_whole(self, step: int) -> bool:
+        """Whether every trainer's part is here. Nobody needs one of step 0: that is the model as it was made."""
+        return step == 0 or all((step, trainer) in self.parts for trainer in range(self.slot.job.trainers))
+
+    def forget(self, watermark: int) -> None:
+        for key in [key for key in self.parts if key[0] < watermark]:
+            del self.parts[key]
+
+    def go_back(self, step: int) -> None:
+        """Training starts again after `step`: drops what came later, gets what is missing of that step."""
+        self.most = step
+        self.parts = {key: part for key, part in self.parts.items() if key[0] <= step}
+        if not self.complete:
+            self._copy()
+
+    # requests -----------------------------------------------------------------------------------
+
+    def on_snapshot(self, request: wire.Snapshot, reply: Reply) -> None:
+        self.most = None
+        self.parts[request.step, request.trainer] = (request.header, request.payload)
+        reply(wire.Stored(request.step, self.slot.known_incarnations()))
+
+    def on_fetch(self, request: wire.FetchSnapshots, reply: Reply) -> None:
+        if request.holder >= 0:
+            # From now on this slot tells trainers that an earlier life of the holder counts for nothing.
+            self.slot.protection.meet(request.holder, request.holder_incarnation)
+        lacks_some = self.lacks_all if request.of < 0 else request.holder < 0 and not self.is_whole(request.of)
+        if not self.slot.ready or lacks_some:
+            reply(Refused(f"slot {self.slot.index} has not got them all itself"))
+            return
+        answer = wire.Snapshots()
+        for (step, trainer), (header, payload) in sorted(self.parts.items()):
+            if request.of not in (-1, step):
+                continue
+            answer.steps.append(step)
+            answer.trainers.append(trainer)
+            answer.headers.append(header)
+            answer.payloads.append(payload)
+        reply(answer)
+
+    # copies ---------------------------------------------------------------------------------------
+
+    def copy_all(self) -> None:
+        """The new host of a lost slot: asks the other holders in turn for all they have."""
+        if self.slot.index in self.slot.host.snapshot_slots and len(self.slot.host.snapshot_slots) > 1:
+            self.lacks_all = True
+            self._copy()
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing that other holders may have."""
+        return not self.lacks_all and (self.most is None or not self._is_holder or self.is_whole(self.most))
+
+    @property
+    def _is_holder(self) -> bool:
+        return self.slot.index in self.slot.host.snapshot_slots
+
+    def _copy(self) -> None:
+        """One of the others has everything, as long as at most r are lost."""
+        others = [h for h in self.slot.host.snapshot_slots if h != self.slot.index]
+        if others and not self._asking:
+            self._asking = True
+            self._ask(others, 0)
+
+    def _ask(self, others: list[int], turn: int) -> None:
+        slot, of = self.slot, -1 if self.lacks_all or self.most is None else self.most
+        holder = others[turn % len(others)]
+
+        def done(answer: Answer | None) -> None:
+            if slot.dead:
+                return
+            if isinstance(answer, wire.Snapshots):
+                for step, trainer, header, payload in zip(
+                    answer.steps, answer.trainers, answer.headers, answer.payloads, strict=True
+                ):
+                    if self.most is None or step <= self.most:
+                        self.parts.setdefault((step, trainer), (header, payload))
+                self.lacks_all &= of >= 0
+            if self.complete:
+                self._asking = False
+                slot.rebuild.check_done()
+                slot.check_durable()
+            else:
+                slot.host.later(RETRY_S, lambda: None if slot.dead else self._ask(others, turn + 1))
+
+        slot.host.ask_once(holder, lambda i: wire.FetchSnapshots(holder, i, of, slot.index, slot.incarnation), done)
