@@ -5,6 +5,7 @@ bit-equal to it, and the verifiers of `torch_ecrec.testing` must not speak. A fa
 may not (a trainer, a process that is dead, a loss beyond the contract) says so. Seeds are in the messages of failures.
 
 Mutations: each rule of `docs/design.md` is taken out, and some schedule must notice. Not here:
+- trainers' words of what is complete that are kept when they go back (`tests/test_step_rule.py` has that);
 - a new host that does not know the incarnations of all others from birth: here whatever could do harm through that
   (Attach, Adopt, the next placement) teaches it first, and a server that is dead sends nothing.
 """
@@ -599,18 +600,6 @@ def start_at_settled(patch):
     patch.setattr(protection.Protection, "on_attach", attach)
 
 
-def complete_is_kept(patch):
-    """What trainers called complete counts after going back: the watermark is too high."""
-    go_back = step.StepRule.go_back
-
-    def keep(self, to):
-        complete = dict(self.complete)
-        go_back(self, to)
-        self.complete = complete
-
-    patch.setattr(step.StepRule, "go_back", keep)
-
-
 LOSING = dict(random_trainer_kills=3, trainers_return=True, steps=8, kill_probability=0.01)
 
 MUTATIONS = {
@@ -645,7 +634,6 @@ MUTATIONS = {
     not_made_durable: hunt(**LOSING),
     short_log: hunt(**LOSING),
     start_at_settled: hunt(**LOSING),
-    complete_is_kept: hunt(**LOSING),
 }
 
 

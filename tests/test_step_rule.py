@@ -127,3 +127,16 @@ def test_acknowledged_never_falls_and_never_leads(confirmations: list[tuple[int,
         assert before <= r.acknowledged <= r.applied
         assert r.settled <= r.applied
         assert r.may_forget() <= r.settled
+
+
+def test_going_back_takes_everything_back_that_came_later() -> None:
+    """Words of the trainers, too: what they called complete later would let the logs be forgotten too early."""
+    r = rule(sources=(1,), folded={1: 5}, catch_up={1: 4}, confirmed={1: 5, 2: 3})
+    apply(r, 6)
+    r.acknowledge()
+    r.on_complete(0, 3)
+    r.on_complete(1, 5)
+    r.go_back(4)
+    assert (r.applied, r.acknowledged, r.settled) == (4, 3, 3)
+    assert r.folded == {1: 4} and r.catch_up == {1: 4} and r.confirmed == {1: 4, 2: 3} and r.complete == {0: 3, 1: 4}
+    assert r.is_due(5)
