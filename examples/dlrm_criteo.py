@@ -1,9 +1,10 @@
 """Trains TorchRec's DLRM on Criteo click logs, its embedding tables on erasure-coded servers or in plain TorchRec.
 
-    torchrun --nproc-per-node 2 examples/dlrm_criteo.py --data train.tsv.gz --steps 200
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/dlrm_criteo.py --data train.tsv.gz --steps 200
     torchrun --nproc-per-node 2 examples/dlrm_criteo.py --backend torchrec
 
-The two differ in `wrap`, and nowhere else. Without `--data` it trains on synthetic lines of the same shape. The last 20
+The two differ in `wrap`, and in `attach`, which brings trainers back that were lost (servers in a cluster of their own:
+`torch-ecrec up`), and nowhere else. Without `--data` it trains on synthetic lines of the same shape. The last 20
 % of the lines are held out; the area under the ROC curve on them is the last thing printed. Runs are reproducible: the
 same arguments give the same losses.
 """
@@ -14,6 +15,7 @@ import argparse
 import functools
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torch_ecrec.demo.criteo import CATEGORIES, INTEGERS, Clicks, auc, read, synthetic
+from torch_ecrec.errors import ClusterError
 
 TABLE_OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
 FEATURES = [f"C{i}" for i in range(1, CATEGORIES + 1)]
@@ -108,11 +111,38 @@ def to_batch(clicks: Clicks) -> Batch:
     return Batch(torch.from_numpy(clicks.dense), sparse, torch.from_numpy(clicks.labels))
 
 
-def batches(clicks: Clicks, args: argparse.Namespace, trainer: int, trainers: int) -> Iterator[Batch]:
-    """Step after step, the next lines of the log: trainer 0's share, then trainer 1's. After its end, the start."""
-    for step in range(args.steps):
-        first = (step * trainers + trainer) * args.batch_size
-        yield to_batch(clicks[(first + np.arange(args.batch_size)) % len(clicks)])
+class Batches:
+    """Step after step, the next lines of the log: trainer 0's share, then trainer 1's. After its end, the start.
+
+    Its state is how many batches were drawn: trainers that are started again draw the next.
+    """
+
+    def __init__(self, clicks: Clicks, args: argparse.Namespace, trainer: int, trainers: int) -> None:
+        self.clicks, self.args, self.trainer, self.trainers = clicks, args, trainer, trainers
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        size = self.args.batch_size
+        while self.drawn < self.args.steps:
+            first = (self.drawn * self.trainers + self.trainer) * size
+            self.drawn += 1
+            yield to_batch(self.clicks[(first + np.arange(size)) % len(self.clicks)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+
+class Losses(list[float]):
+    """The loss of every step, those before a restart included."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self[:] = state["losses"]
 
 
 def held_out_auc(model: nn.Module, clicks: Clicks, batch_size: int, trainer: int, trainers: int) -> float:
@@ -153,9 +183,12 @@ def main() -> None:
     pipeline_class = TrainPipelineSparseDist if args.pipeline else TrainPipelineBase
     pipeline = pipeline_class(model, optimizer, CPU)
 
-    stream = batches(train, args, trainer, trainers)
-    losses, begin = [], time.perf_counter()
-    for step in range(1, args.steps + 1):
+    losses = Losses()
+    stream: Iterator[Batch] = iter(Batches(train, args, trainer, trainers))
+    if args.backend == "ecrec":  # when a trainer is lost, all are started again and go on where they were
+        stream = model.attach(optimizer=optimizer, reader=Batches(train, args, trainer, trainers), losses=losses)
+    done, begin = len(losses), time.perf_counter()
+    for step in range(done + 1, args.steps + 1):
         step_begin = time.perf_counter()
         loss, _, _ = pipeline.progress(stream)
         losses.append(float(loss))
@@ -164,7 +197,7 @@ def main() -> None:
             model.session.report(step=step, loss=losses[-1], samples_per_s=rate)
         if trainer == 0 and step % 20 == 0:
             print(f"step {step}  loss {losses[-1]:.4f}  {rate:.0f} samples/s", flush=True)
-    samples_per_s = args.steps * args.batch_size * trainers / (time.perf_counter() - begin)
+    samples_per_s = (args.steps - done) * args.batch_size * trainers / (time.perf_counter() - begin)
 
     if args.pipeline:
         pipeline.detach()
@@ -183,4 +216,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ClusterError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -61,6 +61,7 @@ class FakeSession:
     def __init__(self, job: JobSpec, trainer: int = 0) -> None:
         self.job, self.trainer, self.trainers, self.step = job, trainer, job.trainers, 1
         self.records, self.pushed, self.rates, self.snapshot_every = [], [], [], 1
+        self.restarted = False
         self.ahead: list[tuple[int, list[Tensor]]] = []
         self.looked_up: list[tuple[int, list[Tensor]]] = []
         self.lookups, self.loads, self.opened, self.flushed, self.closed = 0, 0, 0, 0, 0

@@ -149,7 +149,7 @@ class Coordinator:
         if message["role"] == "trainer":
             rank = int(message["rank"])
             life = self._lives[rank] = self._lives.get(rank, 0) + 1
-            return f"trainer-{rank}" + (f":{life}" if life > 1 else "")
+            return f"trainer-{rank}" + (f"_{life}" if life > 1 else "")
         self._names += 1
         return f"server-{self._names - 1}"
 

@@ -6,8 +6,9 @@ trainers, trainer 0 packs bytes [0, 334), 1 [334, 668), 2 [668, 1000). `unpack` 
 a model.
 
     payload  uint8, contiguous: tensors one behind the other, in the order of the header, without padding
-    header   JSON: step, part, parts, bytes, begin; `tensors` (name, dtype, shape, offset); `optimizers`: class,
-             hyperparameters of every group, and state values that are not tensors
+             then what the trainer keeps of its own
+    header   JSON: step, part, parts, bytes, begin, own (bytes of that); `tensors` (name, dtype, shape, offset);
+             `optimizers`: class, hyperparameters of every group, and state values that are not tensors
 
 Names: `parameter/<fqn>`, `buffer/<fqn>`, `optimizer/<i>/<fqn>/<key>` for state, `optimizer/<i>/<group>/<key>` for
 hyperparameters that are tensors. i counts optimizers in the order of their first step.
@@ -15,8 +16,8 @@ hyperparameters that are tensors. i counts optimizers in the order of their firs
 Optimizers are found without the user's help: a hook that torch runs after every optimizer's step keeps those that own a
 parameter of this model. TorchRec's keyed wrappers are passed over in favour of the torch optimizers inside them.
 
-Does not contain embedding rows (the servers hold them), random states, schedulers, or what a TorchRec wrapper (warm-up)
-counts by itself. Does not send anything.
+Does not contain embedding rows (the servers hold them), and does not know what a trainer keeps of its own
+(`nn/trainer_state.py`). Does not send anything.
 """
 
 from __future__ import annotations
@@ -82,8 +83,24 @@ class DenseSnapshot:
         """Those found so far, in the order of their first step."""
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
-    def pack(self, step: int) -> tuple[Tensor, str]:
+    def use(self, optimizers: Sequence[Optimizer]) -> None:
+        """Takes these optimizers, in this order, rather than those that are found: those that own a dense parameter."""
+        model = self._model()
+        assert model is not None
+        dense = {id(parameter) for _, parameter in dense_parameters(model)}
+        self._hook.remove()
+        self._optimizers = [
+            weakref.ref(optimizer)
+            for optimizer in optimizers
+            if any(id(parameter) in dense for group in optimizer.param_groups for parameter in group["params"])
+        ]
+
+    def pack(self, step: int, own: bytes = b"") -> tuple[Tensor, str]:
         """This trainer's part of the state after `step`: a fresh buffer that nobody writes to later, and its header.
+
+        Args:
+            step: of the header.
+            own: what this trainer alone has; kept behind its part, see `own_of`.
 
         Raises:
             RuntimeError: the model is gone.
@@ -97,7 +114,9 @@ class DenseSnapshot:
         size = -(-total // self.parts)
         begin = min(self.part * size, total)
         end = min(begin + size, total)
-        payload = torch.empty(end - begin, dtype=torch.uint8)
+        payload = torch.empty(end - begin + len(own), dtype=torch.uint8)
+        if own:
+            payload[end - begin :] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         for (_, tensor), offset in zip(tensors, offsets, strict=True):
             low, high = max(begin, offset), min(end, offset + tensor.nbytes)
             if low < high:
@@ -112,6 +131,7 @@ class DenseSnapshot:
             "parts": self.parts,
             "bytes": total,
             "begin": begin,
+            "own": len(own),
             "tensors": index,
             "optimizers": optimizers,
         }
@@ -136,7 +156,8 @@ def unpack(parts: Sequence[tuple[Tensor, str]]) -> dict[str, Any]:
         raise ValueError(f"step {steps[0]}: need parts 0 to {wanted - 1}, got {sorted(h['part'] for h in headers)}")
     buffer = torch.empty(headers[0]["bytes"], dtype=torch.uint8)
     filled = 0
-    for (payload, _), header in sorted(zip(parts, headers, strict=True), key=lambda pair: pair[1]["begin"]):
+    for (part, _), header in sorted(zip(parts, headers, strict=True), key=lambda pair: pair[1]["begin"]):
+        payload = part[: part.numel() - header["own"]]
         if header["begin"] != filled or header["tensors"] != headers[0]["tensors"]:
             raise ValueError(f"step {steps[0]}: part {header['part']} does not fit the others")
         if filled + payload.numel() > len(buffer):
@@ -151,6 +172,12 @@ def unpack(parts: Sequence[tuple[Tensor, str]]) -> dict[str, Any]:
         _as_bytes(out).copy_(buffer[offset : offset + out.nbytes])
         tensors[name] = out
     return {"step": steps[0], "tensors": tensors, "optimizers": headers[0]["optimizers"]}
+
+
+def own_of(payload: Tensor, header: str) -> bytes:
+    """What a trainer had given to `pack` as its own."""
+    size = json.loads(header)["own"]
+    return payload[payload.numel() - size :].numpy().tobytes()
 
 
 def load_(model: nn.Module, optimizers: Sequence[Optimizer], parts: Sequence[tuple[Tensor, str]]) -> int:

@@ -76,6 +76,7 @@ class EmbeddingBackend(Protocol):
     trainer: int
     trainers: int
     snapshot_every: int  # `snapshot` is called after each step that is a multiple of it; 0: never
+    restarted: bool  # the cluster has trained before: `load` does nothing, `resume` says where training goes on
 
     @property
     def step(self) -> int:
@@ -104,6 +105,9 @@ class EmbeddingBackend(Protocol):
 
     def snapshot(self, payload: Tensor, header: str) -> None:
         """Keeps this trainer's part (uint8) of the dense state after `step - 1`."""
+
+    def resume(self) -> tuple[int, list[tuple[Tensor, str]]]:
+        """The last step that counts, and what every trainer's `snapshot` was given after it, in trainer order."""
 
     def flush(self) -> None: ...
 

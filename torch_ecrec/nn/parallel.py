@@ -14,13 +14,15 @@ Does not shard other module types: they are data-parallel unless the given plan 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchrec.distributed
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -32,9 +34,11 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int
-from torch_ecrec.dense import DenseSnapshot, dense_parameters
+from torch_ecrec.dense import DenseSnapshot, dense_parameters, load_, own_of
 from torch_ecrec.nn.embedding import EmbeddingBackend, SparseStep
+from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.sharder import ErasureCodedSharder, job_names, table_specs
+from torch_ecrec.nn.trainer_state import Stateful, TrainerState, random_states, set_random_states
 
 DIGEST_CHUNK_ROWS = 65_536
 
@@ -120,6 +124,89 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._dense = DenseSnapshot(self, session.trainer, session.trainers)
         self._step.on_training_lookup = self._take_snapshot
         self._snapshot_every = snapshot_every
+        self._state: TrainerState | None = None
+        self._forwards = 0  # batches trained on
+
+    def init_data_parallel(self) -> None:
+        """As in TorchRec; gradients of three and more trainers are summed in trainer order, see `reduce.py`."""
+        wrapped = self._ddp_wrapped
+        super().init_data_parallel()
+        model, group = self._dmp_wrapped_module, self._env.process_group
+        if wrapped or not isinstance(model, DistributedDataParallel) or group is None or dist.get_world_size(group) < 3:
+            return
+        if not model._comm_hooks:  # the user's own stays
+            ranks = dist.get_process_group_ranks(group)
+            OrderedMean(dist.new_group(ranks, use_local_synchronization=True)).install(model)
+
+    def attach(
+        self,
+        *,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        lr_scheduler: Stateful | Sequence[Stateful] = (),
+        reader: Iterable[Any] | None = None,
+        **stateful: Stateful,
+    ) -> Iterator[Any]:
+        """Names what must be brought back with the model when trainers are started again; brings it back if they were.
+
+        Every trainer calls it once, before its first step:
+
+            batches = model.attach(optimizer=optimizer, lr_scheduler=scheduler, reader=loader)
+            for batch in batches: ...
+
+        After a restart, dense weights, optimizers, schedulers, random states, the reader's position and everything
+        else given here are as they were after the step that training goes on from (`steps_done`).
+
+        Args:
+            optimizer: all that step the dense parameters; TorchRec's wrappers and combinations as they are.
+            lr_scheduler: those of the learning rates.
+            reader: where batches come from. With `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`
+                has them) it is put back by its state; else by drawing as often again from its beginning.
+            **stateful: anything else with `state_dict` and `load_state_dict`.
+
+        Returns:
+            Iterates `reader`, and must be iterated in its place. Without one, it has nothing.
+
+        Raises:
+            RuntimeError: called twice, or after the first step.
+            ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
+        """
+        if self._state is not None or self._forwards:
+            raise RuntimeError("`attach` is called once, before the first step")
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        schedulers = [lr_scheduler] if isinstance(lr_scheduler, Stateful) else list(lr_scheduler)
+        named = {f"lr_scheduler[{i}]": scheduler for i, scheduler in enumerate(schedulers)}
+        state = TrainerState(optimizers, reader, {**named, **stateful})
+        if optimizers:
+            self._dense.use(state.dense_optimizers)
+        session = self.session
+        if session.restarted:
+            step, parts = session.resume()
+            if step:
+                own = own_of(*parts[session.trainer])
+                if not own:
+                    raise RuntimeError(
+                        f"training cannot go on after step {step}: nothing was attached when that snapshot was taken"
+                    )
+                load_(self, self._dense.optimizers, parts)
+                self._forwards = state.load(own)
+            self._snapshotted = step
+        self._state = state
+        return iter(()) if state.reader is None else state.reader
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that have ended, those before a restart included."""
+        return self.session.step - 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TorchRec."""
+        if torch.is_grad_enabled():
+            if self._state is not None and self._state.random is not None:
+                set_random_states(self._state.random)
+                self._state.random = None
+            self._take_snapshot()
+            self._forwards += 1
+        return super().forward(*args, **kwargs)
 
     @property
     def session(self) -> EmbeddingBackend:
@@ -178,9 +265,15 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         The end of a backward ends a sparse step, but the dense optimizer runs after it: the state of step t is complete
         when the rows of t + 1 are asked for, or at a flush.
         """
+        if self.session.restarted and self._state is None:
+            raise RuntimeError(
+                "the servers have trained before, and go on from there; call `attach` before the first step, so that"
+                " the dense model does, too (or start a new cluster)"
+            )
         step, every = self.session.step - 1, self._snapshot_every
         if step > self._snapshotted and every > 0 and step % every == 0:
-            self.session.snapshot(*self._dense.pack(step))
+            own = b"" if self._state is None else self._state.pack(self._forwards, random_states())
+            self.session.snapshot(*self._dense.pack(step, own))
             self._snapshotted = step
 
 

@@ -62,7 +62,7 @@ Encoded = tuple[str, tuple[Any, ...]]
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # torch allows 128 characters, and the generation is added
+NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # torch allows 128 characters, and the generation is added
 LEAST_TIMEOUT_S = 0.001  # 0 would mean "no limit" to torch
 POLL_LEAST_S, POLL_MOST_S = 0.002, 0.02
 # What is sent goes through the socket. On one host torch prefers that the receiver reads the sender's memory ("cma"):
@@ -212,7 +212,7 @@ class RpcTransport:
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         if not NAME.fullmatch(name):
-            raise ValueError(f"`name` must be 1 to 100 letters, digits, '_', '-' or '.', got {name!r}")
+            raise ValueError(f"`name` must be 1 to 100 letters, digits, '_' or '-', got {name!r}")
         if threads < 1:
             raise ValueError(f"`threads` must be at least 1, got {threads}")
         self.name = name
@@ -394,7 +394,7 @@ class RpcTransport:
             raise ValueError(f"`members` must be different names, {self.name} among them, got {list(members)}")
         for member in world.members:
             if not NAME.fullmatch(member):
-                raise ValueError(f"`members` must be 1 to 100 letters, digits, '_', '-' or '.', got {member!r}")
+                raise ValueError(f"`members` must be 1 to 100 letters, digits, '_' or '-', got {member!r}")
         deadline_s = time.monotonic() + timeout_s
         with self._gate:
             if generation <= self._newest:
