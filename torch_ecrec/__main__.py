@@ -79,10 +79,13 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
     demo.add_argument(
         "--kill",
         action="append",
-        metavar="server:SLOT@STEP[~][+MS]",
-        help="SIGKILL the process that hosts SLOT when STEP is complete (MS milliseconds later), or, with ~, when from"
-        " STEP on all that former kills took is rebuilt; may be given again; default server:1 in the middle; 'none'"
-        " for no kill",
+        metavar="{server:SLOT,trainer:RANK}@STEP[~][+MS]",
+        help="SIGKILL the process that hosts SLOT, or trainer RANK, when STEP is complete (MS milliseconds later), or,"
+        " with ~, when from STEP on all that former kills took is there again; may be given again; default server:1 in"
+        " the middle; 'none' for no kill",
+    )
+    demo.add_argument(
+        "--max-restarts", type=int, default=10, metavar="N", help="of the trainers, by torchrun (default 10)"
     )
     demo.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="of the tables")
     demo.add_argument("--seed", type=int, default=0)

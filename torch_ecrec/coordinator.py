@@ -165,7 +165,7 @@ class Coordinator:
         self.members[name] = member
         restarted = self.loaded and role == "trainer"
         self.send(name, {"type": "welcome", "name": name, "code": self._code_json(), "restarted": restarted})
-        self.announce({"event": "joined", "member": name, "pid": member.pid})
+        self.announce({"event": "joined", "member": name, "role": role, "rank": rank, "pid": member.pid})
         if self.slots:
             self._send_placement(name)
         self._form(now_s)
@@ -411,7 +411,7 @@ class Coordinator:
     def _new_era(self) -> None:
         self.era += 1
         self.going_back = GoingBack()
-        self.announce({"event": "trainers lost", "era": self.era})
+        self.announce({"event": "era", "era": self.era})
         for member in self._present("server"):
             self._send_era(member.name)
 

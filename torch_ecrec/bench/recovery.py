@@ -447,7 +447,7 @@ class Trial:
                 figures = figures_of(kill, steps, spare_s, (before_s, after_s, end_s), samples, lost)
             before_s = after_s
             self.kills.append(
-                {"slot": kill.slot, "server": kill.server, "pid": kill.pid, "kill_s": kill.kill_s, **figures}
+                {"slot": kill.number, "server": kill.member, "pid": kill.pid, "kill_s": kill.kill_s, **figures}
             )
             print(f"  {self.case.name}, kill {number}: {kill_line(figures)}", flush=True)
 
@@ -468,7 +468,7 @@ class Trial:
             server = watch.record.places[slot][0]
             if not self._whole() or not server:
                 raise Stopped(f"{watch.name}: kill {number} did not fire: the cluster is not whole; {watch.trouble()}")
-            kill = watch.record.on_kill(f"{self.case.name}, kill {number}", slot, time.time())
+            kill = watch.record.on_kill(f"{self.case.name}, kill {number}", "server", slot, time.time())
             try:
                 os.kill(kill.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -479,7 +479,7 @@ class Trial:
     def _recover(self, kill: Kill, lost: tuple[int, int]) -> float:
         """Waits for every phase; returns when all was whole again, with a spare."""
         watch = self.watch
-        what = f"{kill.server} (pid {kill.pid}, host of slot {kill.slot}) was killed; its"
+        what = f"{kill.member} (pid {kill.pid}, host of slot {kill.number}) was killed; its"
         watch.wait(lambda: kill.detected_s is not None, DETECT_LIMIT_S, f"{what} detection")
         watch.wait(lambda: kill.rehosted_s is not None, STEP_LIMIT_S, f"{what} slot on another host")
         if not self.case.idle:

@@ -32,6 +32,8 @@ EVENTS = (
     ("rehosted_s", "re-hosted"),
     ("first_step_s", "first step"),
     ("rebuilt_s", "rebuilt"),
+    ("resumable_s", "servers went back"),
+    ("rejoined_s", "trainers are back"),
 )
 
 
@@ -78,7 +80,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     _draw_slots(strip, kills, slots, start_s, end_s)
     for kill in kills:
         begin = kill["times"]["kill_s"] - start_s
-        until = kill["times"]["rebuilt_s"]
+        until = kill["times"]["rebuilt_s" if kill["role"] == "server" else "first_step_s"]
         rates.axvspan(begin, end_s if until is None else min(until - start_s, end_s), color=BAND, alpha=0.45, lw=0)
     if len(kills) == 1:
         _label_events(rates, kills[0], start_s, end_s)
@@ -177,16 +179,16 @@ def _number_kills(figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], s
         times = [f"{title} {after[name]:.3f} s" for name, title in EVENTS[1:] if after[name] is not None]
         y = (0.24 * (len(kills) - i) - 0.04) / height
         figure.text(0.085, y, str(i + 1), color=LOST, weight="bold", fontsize=9.5)
-        figure.text(
-            0.11, y, f"{kill['server']} (slot {kill['slot']}) killed at step {kill['step']}", color=INK, fontsize=9.5
-        )
+        slot = f" (slot {kill['number']})" if kill["role"] == "server" else ""
+        figure.text(0.11, y, f"{kill['member']}{slot} killed at step {kill['step']}", color=INK, fontsize=9.5)
         figure.text(0.42, y, "  ·  ".join(times), color=FAINT, fontsize=9.5)
 
 
 def _head(figure: Figure, result: dict[str, Any], height: float) -> None:
     arguments = result["arguments"]
-    kills = len(result["kills"])
-    what = "A server is killed" if kills == 1 else f"{kills} servers are killed" if kills else "Nothing is killed"
+    roles = [kill["role"] for kill in result["kills"]]
+    killed = [f"{n} {role}{'s' * (n > 1)}" for role in ("server", "trainer") if (n := roles.count(role))]
+    what = f"{' and '.join(killed)} {'is' if len(roles) == 1 else 'are'} killed" if roles else "Nothing is killed"
     end = {True: ": not one bit differs from the undisturbed run", False: ": the result DIFFERS", None: ""}
     figure.text(0.02, 1 - 0.32 / height, what + end[result["equal"]], color=INK, fontsize=14, weight="bold")
     code = f"(k, r) = ({arguments['k']}, {arguments['r']})"

@@ -13,6 +13,9 @@ A *kill* and its times, all as seconds since the epoch, relative to the first in
     first_step  the first step that began after the kill is complete at all trainers       0.061
     rebuilt     all records of these slots are there again, in full protection             0.713
 
+Of a trainer that is killed, in place of the last two: `resumable`, all servers have gone back to a step that survives r
+losses, and `rejoined`, all trainers, which torchrun has started again, have joined.
+
 A step that was in progress at the kill may end without noticing it, so `first_step` is not that one. `stall` is the
 longest time between two completed steps from the last before the kill to `first_step`.
 
@@ -34,27 +37,46 @@ WARM_STEPS = 5  # not counted in the throughput before a kill
 
 @dataclass
 class Kill:
-    """One fault that fired. `lost`: slot -> incarnation, for the slots that the process hosted."""
+    """One fault that fired.
+
+    Args:
+        role: "server" or "trainer".
+        number: which slot it hosted, or which trainer it was.
+        member: its name.
+        step: the last that was complete at all trainers.
+        begun: the last step that some trainer may have begun.
+        lost: slot -> incarnation, for the slots that the process hosted.
+        resumed_after: the step after which new trainers go on.
+    """
 
     spec: str
-    slot: int
-    server: str
+    role: str
+    number: int
+    member: str
     pid: int
-    step: int  # complete at all trainers
-    begun: int  # the last step that some trainer may have begun
+    step: int
+    begun: int
     kill_s: float
     lost: dict[int, int]
     detected_s: float | None = None
     rehosted: dict[int, float] = field(default_factory=dict)
     rebuilt: dict[int, float] = field(default_factory=dict)
+    resumable_s: float | None = None
+    resumed_after: int | None = None
+    rejoined_s: float | None = None
 
     @property
     def rehosted_s(self) -> float | None:
-        return max(self.rehosted.values()) if len(self.rehosted) == len(self.lost) else None
+        return max(self.rehosted.values()) if len(self.rehosted) == len(self.lost) > 0 else None
 
     @property
     def rebuilt_s(self) -> float | None:
-        return max(self.rebuilt.values()) if len(self.rebuilt) == len(self.lost) else None
+        return max(self.rebuilt.values()) if len(self.rebuilt) == len(self.lost) > 0 else None
+
+    @property
+    def repaired_s(self) -> float | None:
+        """When the cluster was again as it was before."""
+        return self.rebuilt_s if self.role == "server" else self.rejoined_s
 
     def to_json(self, step_times: Sequence[float]) -> Message:
         """An entry of `kills` in result.json. `step_times[i]`: when step i + 1 was complete at all trainers."""
@@ -66,6 +88,8 @@ class Kill:
             "rehosted_s": self.rehosted_s,
             "first_step_s": first_step_s,
             "rebuilt_s": self.rebuilt_s,
+            "resumable_s": self.resumable_s,
+            "rejoined_s": self.rejoined_s,
         }
         after = {name: since(value, self.kill_s) for name, value in times.items() if name != "kill_s"}
         around = step_times[max(self.step - 1, 0) : first_step]
@@ -73,10 +97,12 @@ class Kill:
         after["stall_s"] = round(max(gaps), 6) if gaps and first_step_s is not None else None
         return {
             "spec": self.spec,
-            "slot": self.slot,
+            "role": self.role,
+            "number": self.number,
             "slots_lost": sorted(self.lost),
-            "server": self.server,
+            "member": self.member,
             "pid": self.pid,
+            "resumed_after": self.resumed_after,
             "step": self.step,
             "first_step": first_step if first_step_s is not None else None,
             "times": times,
@@ -98,6 +124,7 @@ class Record:
 
     def __init__(self, trainers: int, slots: int) -> None:
         self.pids: dict[str, int] = {}  # of members, by name
+        self.trainers: dict[int, str] = {}  # those that are there, by rank
         self.places: list[tuple[str, int]] = [("", -1)] * slots  # server and incarnation per slot
         self.healthy = [False] * slots
         self.rebuilt = [0.0] * slots  # fraction, of slots that are not healthy
@@ -134,6 +161,16 @@ class Record:
         event, time_s = message["event"], message["time_s"]
         if event == "joined":
             self.pids[message["member"]] = message["pid"]
+            if message["role"] == "trainer":
+                self.trainers[message["rank"]] = message["member"]
+                if len(self.trainers) == len(self.steps):
+                    self._mark("rejoined_s", time_s)
+        elif event == "era":
+            self.trainers = {}
+            self._mark("detected_s", time_s)
+        elif event == "resumable":
+            for kill in self._mark("resumable_s", time_s):
+                kill.resumed_after = message["step"]
         elif event in ("placed", "re-placed", "moved"):
             for slot, (server, incarnation) in enumerate(message["slots"]):
                 if incarnation > self.places[slot][1]:
@@ -141,9 +178,9 @@ class Record:
                 self.places[slot] = (server, incarnation)
         elif event == "lost":
             for kill in self.kills:
-                if kill.server == message["member"] and kill.detected_s is None:
+                if kill.member == message["member"] and kill.detected_s is None:
                     kill.detected_s = time_s
-            if message["slots"] and not any(kill.server == message["member"] for kill in self.kills):
+            if message["slots"] and not any(kill.member == message["member"] for kill in self.kills):
                 self.unexpected.append(f"{message['member']} was lost though nobody killed it: {message['why']}")
         elif event in ("re-hosted", "slot rebuilt"):
             slot, incarnation = message["slot"], message["incarnation"]
@@ -169,13 +206,25 @@ class Record:
             if figures["incarnation"] == self.places[slot][1]:
                 self.rebuilt[slot] = figures["rebuilt"]
 
-    def on_kill(self, spec: str, slot: int, time_s: float) -> Kill:
-        """SIGKILL is being sent to the process that hosts `slot`."""
-        server = self.places[slot][0]
-        lost = {i: incarnation for i, (host, incarnation) in enumerate(self.places) if host == server}
+    def _mark(self, what: str, time_s: float) -> list[Kill]:
+        """Of the trainers' kills, those that did not have this time yet."""
+        kills = [kill for kill in self.kills if kill.role == "trainer" and getattr(kill, what) is None]
+        for kill in kills:
+            setattr(kill, what, time_s)
+        return kills
+
+    def target(self, role: str, number: int) -> str | None:
+        """The member that hosts a slot, or is a trainer, if there is one at the moment."""
+        return (self.places[number][0] or None) if role == "server" else self.trainers.get(number)
+
+    def on_kill(self, spec: str, role: str, number: int, time_s: float) -> Kill:
+        """SIGKILL is being sent to the process that hosts a slot, or to a trainer."""
+        member = self.target(role, number)
+        assert member is not None
+        lost = {i: incarnation for i, (host, incarnation) in enumerate(self.places) if host == member}
         begun = max(self.steps) + 1
-        kill = Kill(spec, slot, server, self.pids[server], self.step, begun, time_s, lost)
-        same = next((k for k in self.kills if k.server == server), None)
+        kill = Kill(spec, role, number, member, self.pids[member], self.step, begun, time_s, lost)
+        same = next((k for k in self.kills if k.member == member), None)
         if same is not None:  # it hosted both slots: one loss
             kill.detected_s = same.detected_s
         self.kills.append(kill)
@@ -186,7 +235,7 @@ class Record:
     @property
     def whole(self) -> bool:
         """Every kill was noticed, and what it took is there again."""
-        return all(self.healthy) and all(kill.rebuilt_s is not None for kill in self.kills)
+        return all(self.healthy) and all(kill.repaired_s is not None for kill in self.kills)
 
     @property
     def settled(self) -> bool:
@@ -201,7 +250,7 @@ class Record:
         end_s = times[-1]
         spans: list[tuple[float, float]] = []
         for kill in sorted(self.kills, key=lambda kill: kill.kill_s):
-            until_s = min(end_s, kill.rebuilt_s if kill.rebuilt_s is not None else end_s)
+            until_s = min(end_s, kill.repaired_s if kill.repaired_s is not None else end_s)
             if spans and kill.kill_s <= spans[-1][1]:
                 spans[-1] = (spans[-1][0], max(spans[-1][1], until_s))
             elif until_s > kill.kill_s:
@@ -335,9 +384,9 @@ def _seconds(value: float | None) -> str:
 def format_kill(entry: Message) -> list[str]:
     """The timeline of one failure, in seconds after the kill."""
     after = entry["after_kill_s"]
-    slots = ", ".join(map(str, entry["slots_lost"]))
+    hosted = f", host of slot {', '.join(map(str, entry['slots_lost']))}" if entry["slots_lost"] else ""
     first = "first step begun after it" + (f" ({entry['first_step']})" if entry["first_step"] is not None else "")
-    who = f"{entry['server']}, pid {entry['pid']}, host of slot {slots}"
+    who = f"{entry['member']}, pid {entry['pid']}{hosted}"
     lines = [f"failure {entry['spec']}", f"  {_seconds(0.0)} s  killed: {who}, at step {entry['step']}"]
     marks = [
         (after["detected_s"], "detected"),
@@ -345,6 +394,9 @@ def format_kill(entry: Message) -> list[str]:
         (after["first_step_s"], f"{first} complete at all trainers"),
         (after["rebuilt_s"], "rebuilt: fully protected again"),
     ]
+    if entry["role"] == "trainer":
+        marks[1] = (after["resumable_s"], f"servers have gone back to step {entry['resumed_after']}, and keep it safe")
+        marks[3] = (after["rejoined_s"], "torchrun has started all trainers again, and they have joined")
     marks.sort(key=lambda mark: math.inf if mark[0] is None else mark[0])
     lines += [f"  {_seconds(time_s)} s  {what}" for time_s, what in marks]
     if after["stall_s"] is not None:

@@ -52,9 +52,12 @@ STEP_LIMIT_S = 10.0  # for a step, on average
 FATAL_GRACE_S = 10.0  # for trainers to end by themselves once the cluster has stopped
 SETTLE_S = 20.0  # for a rebuild that goes on when training is over
 TAIL_LINES = 15
+# Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of those
+# that have ended in it.
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "numba", "galois")
 
-_KILL = re.compile(r"server:(\d+)@(\d+)(~?)(?:\+(\d+))?")
+_KILL = re.compile(r"(server|trainer):(\d+)@(\d+)(~?)(?:\+(\d+))?")
 
 log = logging.getLogger(__name__)
 _interrupted = threading.Event()
@@ -68,17 +71,18 @@ class KillSpec:
     """A kill that is asked for. `settled`: not before all that former ones took is rebuilt."""
 
     text: str
-    slot: int
+    role: str  # "server" or "trainer"
+    number: int  # of the slot that the server hosts, or of the trainer
     step: int
     settled: bool
     delay_ms: int
 
 
-def parse_kills(texts: Sequence[str] | None, slots: int, steps: int) -> list[KillSpec]:
+def parse_kills(texts: Sequence[str] | None, slots: int, steps: int, trainers: int = 1) -> list[KillSpec]:
     """The kills asked for, by step; None stands for one of slot 1 in the middle, ["none"] for none.
 
     Raises:
-        ValueError: one is not of the form, or names a slot or a step that there is not.
+        ValueError: one is not of the form, or names a slot, a trainer or a step that there is not.
     """
     if texts is None:
         texts = [f"server:{min(1, slots - 1)}@{steps // 2}"] if steps > 1 else []
@@ -87,12 +91,13 @@ def parse_kills(texts: Sequence[str] | None, slots: int, steps: int) -> list[Kil
     kills = []
     for text in texts:
         match = _KILL.fullmatch(text)
-        require(match is not None, f"`--kill` must be server:SLOT@STEP[~][+MS] or none, got {text!r}")
+        require(match is not None, f"`--kill` must be server:SLOT@STEP[~][+MS], trainer:RANK@... or none, got {text!r}")
         assert match is not None
-        slot, step = int(match[1]), int(match[2])
-        require(slot < slots, f"`--kill {text}`: slots are 0 to {slots - 1}, got {slot}")
+        role, number, step = match[1], int(match[2]), int(match[3])
+        most, what = (slots - 1, "slots") if role == "server" else (trainers - 1, "trainers")
+        require(number <= most, f"`--kill {text}`: {what} are 0 to {most}, got {number}")
         require(1 <= step < steps, f"`--kill {text}`: the step must be from 1 to {steps - 1}, got {step}")
-        kills.append(KillSpec(text, slot, step, bool(match[3]), int(match[4] or 0)))
+        kills.append(KillSpec(text, role, number, step, bool(match[4]), int(match[5] or 0)))
     return sorted(kills, key=lambda kill: kill.step)
 
 
@@ -105,7 +110,7 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[KillSpec]]:
     require_int("trainers", arguments.trainers, 1)
     require_int("seed", arguments.seed, 0)
     OptimizerSpec(arguments.optimizer)
-    kills = parse_kills(arguments.kill, code.slots, arguments.steps)
+    kills = parse_kills(arguments.kill, code.slots, arguments.steps, arguments.trainers)
     if arguments.data is not None:
         lines = len(criteo.read(arguments.data, rows_per_table=1))
         require(lines >= 5, f"{arguments.data}: {lines} lines are too few: a fifth of them is held out")
@@ -218,8 +223,8 @@ class Run:
                 return
             if spec.settled and not (self._fired == len(self.record.kills) and self.record.settled):
                 continue
-            if not spec.delay_ms and not self.record.places[spec.slot][0]:
-                continue  # nobody hosts it at the moment
+            if not spec.delay_ms and self.record.target(spec.role, spec.number) is None:
+                continue  # nobody is there at the moment
             self._to_kill.remove(spec)
             self._fired += 1
             if spec.delay_ms:
@@ -236,14 +241,15 @@ class Run:
                 self._kill(spec)
 
     def _kill(self, spec: KillSpec) -> None:
-        if not self.record.places[spec.slot][0]:  # lost a moment ago, and nobody has come yet: wait for somebody
+        if self.record.target(spec.role, spec.number) is None:  # lost a moment ago, and nobody has come yet: wait for somebody
             self._fired -= 1
             self._to_kill.insert(0, spec)
             return
-        kill = self.record.on_kill(spec.text, spec.slot, time.time())
+        kill = self.record.on_kill(spec.text, spec.role, spec.number, time.time())
         with contextlib.suppress(ProcessLookupError):  # it hosted another slot that was to be killed at this step
             os.kill(kill.pid, signal.SIGKILL)
-        self._news.append(f"step {kill.step}: kill -9 {kill.pid} ({kill.server}, host of slot {spec.slot})")
+        hosted = f", host of slot {spec.number}" if spec.role == "server" else ""
+        self._news.append(f"step {kill.step}: kill -9 {kill.pid} ({kill.member}{hosted})")
 
     def _tell(self, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -254,6 +260,10 @@ class Run:
             self._news.append(f"  slot {event['slot']} serves again, on {server}; rebuild begins")
         elif kind == "slot rebuilt":
             self._news.append(f"  slot {event['slot']} is rebuilt")
+        elif kind == "lost" and event["member"].startswith("trainer"):
+            self._news.append(f"  {event['member']} is lost ({event['why']})")
+        elif kind == "resumable":
+            self._news.append(f"  servers have gone back to step {event['step']}; torchrun starts all trainers again")
         elif kind == "joined" and self.record.step:
             self._news.append(f"  {event['member']} has joined (pid {event['pid']})")
 
@@ -300,8 +310,9 @@ class Run:
         for trainer in range(self.arguments.trainers):
             self._report_path(trainer).unlink(missing_ok=True)
         module, root = example()
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.arguments.trainers)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(self.arguments.trainers)]
+        command += ["--max-restarts", str(self.arguments.max_restarts), "-m", module]
         command += ["--steps", str(self.arguments.steps), "--batch-size", str(self.arguments.batch_size)]
         command += ["--optimizer", self.arguments.optimizer, "--seed", str(self.arguments.seed)]
         command += ["--report", str((self.logs / "trainer.json").resolve())]
@@ -314,7 +325,7 @@ class Run:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=root,
-                env={**os.environ, **environment, "TORCH_ECREC_JOIN": join, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                env={**os.environ, **environment, **FRESH_STORE, "TORCH_ECREC_JOIN": join},
                 start_new_session=True,  # Ctrl-C reaches us, and we end them
             )
         try:
