@@ -32,8 +32,8 @@ EVENTS = (
     ("rehosted_s", "re-hosted"),
     ("first_step_s", "first step"),
     ("rebuilt_s", "rebuilt"),
-    ("resumable_s", "servers went back"),
-    ("rejoined_s", "trainers are back"),
+    ("resumable_s", "went back"),
+    ("rejoined_s", "rejoined"),
 )
 
 
@@ -176,7 +176,8 @@ def _number_kills(figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], s
         )  # fmt: skip
     for i, kill in enumerate(kills):
         after = kill["after_kill_s"]
-        times = [f"{title} {after[name]:.3f} s" for name, title in EVENTS[1:] if after[name] is not None]
+        events = sorted((after[name], title) for name, title in EVENTS[1:] if after[name] is not None)
+        times = [f"{title} {time_s:.3f} s" for time_s, title in events]
         y = (0.24 * (len(kills) - i) - 0.04) / height
         figure.text(0.085, y, str(i + 1), color=LOST, weight="bold", fontsize=9.5)
         slot = f" (slot {kill['number']})" if kill["role"] == "server" else ""

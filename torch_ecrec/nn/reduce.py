@@ -31,7 +31,8 @@ class OrderedMean:
         self._thread = ThreadPoolExecutor(1, "reduce")  # one: all trainers reduce buckets in the order they are given
 
     def install(self, model: DistributedDataParallel) -> None:
-        model.register_comm_hook(self, OrderedMean.hook)
+        # A lambda: torch insists on annotations that are classes, not their names, or on none.
+        model.register_comm_hook(self, lambda state, bucket: state.hook(bucket))
 
     def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
