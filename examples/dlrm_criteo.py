@@ -183,7 +183,7 @@ def main() -> None:
     pipeline_class = TrainPipelineSparseDist if args.pipeline else TrainPipelineBase
     pipeline = pipeline_class(model, optimizer, CPU)
 
-    losses = Losses()
+    losses, ended = Losses(), []
     stream: Iterator[Batch] = iter(Batches(train, args, trainer, trainers))
     if args.backend == "ecrec":  # when a trainer is lost, all are started again and go on where they were
         stream = model.attach(optimizer=optimizer, reader=Batches(train, args, trainer, trainers), losses=losses)
@@ -192,6 +192,7 @@ def main() -> None:
         step_begin = time.perf_counter()
         loss, _, _ = pipeline.progress(stream)
         losses.append(float(loss))
+        ended.append(time.time())
         rate = args.batch_size * trainers / (time.perf_counter() - step_begin)
         if hasattr(model, "session") and hasattr(model.session, "report"):  # what `torch-ecrec status` shows
             model.session.report(step=step, loss=losses[-1], samples_per_s=rate)
@@ -206,6 +207,7 @@ def main() -> None:
         print(f"auc {area:.4f} on {len(test)} held-out lines, {samples_per_s:.0f} samples/s", flush=True)
     if args.report:
         report = {"losses": losses, "auc": area, "samples_per_s": samples_per_s, "dense_digest": dense_digest(model)}
+        report["step_ended_s"] = ended
         if args.backend == "ecrec":
             model.flush()
             report["digest"] = model.digest() if trainer == 0 else None

@@ -337,7 +337,7 @@ def test_a_generation_without_one_of_its_members_fails_in_time(cluster: Cluster)
             result = child.answer(number)
             assert "not arrived in time: ghost" in result["error"]
             assert result["took_s"] < 0.5 + PROMPTLY_S
-        assert a.call(b, PROMPT)["detail"] == "between generations"
+        assert a.call(b, PROMPT)["outcome"] == "Ok", "the generation before goes on until all have arrived"
     cluster.form([a, b])
     assert a.call(b, PROMPT)["outcome"] == "Ok"
 

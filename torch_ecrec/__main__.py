@@ -79,10 +79,10 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
     demo.add_argument(
         "--kill",
         action="append",
-        metavar="{server:SLOT,trainer:RANK}@STEP[~][+MS]",
-        help="SIGKILL the process that hosts SLOT, or trainer RANK, when STEP is complete (MS milliseconds later), or,"
-        " with ~, when from STEP on all that former kills took is there again; may be given again; default server:1 in"
-        " the middle; 'none' for no kill",
+        metavar="{server:SLOT,trainer:RANK,coordinator}@STEP[~][+MS]",
+        help="SIGKILL the process that hosts SLOT, trainer RANK, or the coordinator, when STEP is complete (MS"
+        " milliseconds later), or, with ~, when from STEP on all that former kills took is there again; may be given"
+        " again; default server:1 in the middle; 'none' for no kill",
     )
     demo.add_argument(
         "--max-restarts", type=int, default=10, metavar="N", help="of the trainers, by torchrun (default 10)"
@@ -160,9 +160,9 @@ def run_up(arguments: argparse.Namespace) -> int:
             flush=True,
         )
         with contextlib.suppress(KeyboardInterrupt):
-            while (status := cluster.coordinator.poll()) is None:
+            while cluster.ended is None:
                 time.sleep(0.5)
-            print(f"torch-ecrec: the coordinator ended with {status}", file=sys.stderr)
+            print(f"torch-ecrec: the coordinator ended with {cluster.ended}", file=sys.stderr)
             return 4
     return 0
 

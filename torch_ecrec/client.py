@@ -299,6 +299,18 @@ class Session:
             if self._awaited is not None and (self._error is not None or self._awaited()):
                 self._changed.notify_all()
 
+    def known(self) -> dict[str, Any]:
+        """What a coordinator that was started again must know."""
+        placement = self.client.placement
+        return {
+            "job": self.job.to_json(),
+            "placement": placement.to_json() if placement is not None else None,
+            "era": self.client.era,
+            "frozen": False,
+            "resume_step": self._resumed[1] if self._resumed is not None else 0,
+            "loaded": self._loaded,
+        }
+
     def fail(self, error: BaseException) -> None:
         """Something went wrong in the background: the next or present wait raises it."""
         if self._error is None:

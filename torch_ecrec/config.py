@@ -230,7 +230,8 @@ class Settings:
         give_up_s: a lookup or push without progress for so long ends with `ClusterUnavailable`.
         wire: "bfloat16" halves what lookups and pushes send: rows are rounded on their way to a trainer, and its
             gradients on their way back. Records stay float32, and recovery stays exact.
-        heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost.
+        heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost. When it
+            wakes up, nothing that it did since counts; a server comes back as a spare.
         keep_freed_bytes: memory that this process has freed and keeps for the next step, at most; 0 leaves the C
             library's allocator as it is.
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
@@ -244,7 +245,7 @@ class Settings:
     give_up_s: float = 120.0
     wire: str = "float32"
     heartbeat_s: float = 1.0
-    lease_s: float = 30.0
+    lease_s: float = 10.0
     keep_freed_bytes: int = 1 << 30
     rebuild_chunk_bytes: int = 4 << 20
     rebuild_bytes_per_s: float = 100e6

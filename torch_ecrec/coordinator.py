@@ -17,10 +17,15 @@ Lost trainers: whoever supervises them starts all of them again. A new *era* beg
 steps they can go back to ("reach"); the last that all of them can, and of which the dense model is kept, is where
 training goes on; they go back, make it durable, and say so ("durable"); then the new trainers are told ("resume"). A
 server that is lost meanwhile begins one more era: its slots' new hosts may not reach as far.
+
+A coordinator that is started again knows nothing. Members notice the end of the one before, go on without, and tell the
+new one what they know ("rejoin"); when everybody of the newest placement has, or `REGATHER_S` later, it goes on from
+there: who is missing then is lost.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +38,9 @@ from torch_ecrec.transport.wire import Placement, SlotPlace
 
 Message = dict[str, Any]
 FORMING_LIMIT_S = 20.0
+REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for the others
+TICK_MOST_S = 2.0  # between two calls of `on_tick`, unless the coordinator itself was stopped
+FENCED = "this process was taken for lost, and what it did has been given to another"
 
 
 @dataclass
@@ -87,7 +95,7 @@ class Coordinator:
         send: Callable[[str, Message], None],
         announce: Callable[[Message], None],
         without_spare: str = "survivor",
-        lease_s: float = 30.0,
+        lease_s: float = 10.0,
     ) -> None:
         require(
             without_spare in WITHOUT_SPARE, f"`without_spare` must be one of {WITHOUT_SPARE}, got {without_spare!r}"
@@ -110,6 +118,9 @@ class Coordinator:
         self.going_back: GoingBack | None = None
         self._names = 0
         self._lives: dict[int, int] = {}  # trainer -> how often it has joined
+        self._ticked_s = math.inf
+        self._regathered: dict[str, Message] | None = None  # what members that rejoin have said; None: not now
+        self._regathering_until_s = 0.0
 
     # members ------------------------------------------------------------------------------------
 
@@ -170,9 +181,85 @@ class Coordinator:
             self._send_placement(name)
         self._form(now_s)
 
+    # after a restart of the coordinator ---------------------------------------------------------
+
+    def rejoin_refusal(self, message: Message) -> tuple[str, str] | None:
+        """Why a member of before may not rejoin, with a kind for `fatal`, or None."""
+        if message.get("version") != torch_ecrec.__version__:
+            return "stopped", f"version {message.get('version')} joins a cluster of version {torch_ecrec.__version__}"
+        if self.fatal is not None:
+            return "stopped", f"the cluster has stopped: {self.fatal}"
+        if message["code"] != self._code_json():
+            return "stopped", f"code parameters are {self._code_json()} in this cluster, got {message['code']}"
+        if self._regathered is None and (self.slots or self.job is not None):
+            return "fenced", FENCED
+        return None
+
+    def on_rejoin(self, message: Message, now_s: float) -> None:
+        """A member of the coordinator before tells what it knows."""
+        if self._regathered is None:
+            self._regathered, self._regathering_until_s = {}, now_s + REGATHER_S
+            self.announce({"event": "regathering"})
+        name, role = message["name"], message["role"]
+        member = Member(name, role, message["rank"], message["pid"], now_s, now_s, message["generation"])
+        self.members[name] = member
+        self._regathered[name] = message
+        words = name.replace("_", "-").split("-")
+        if role == "server":
+            self._names = max(self._names, int(words[1]) + 1)
+        else:
+            self._lives[member.rank] = max(self._lives.get(member.rank, 0), int(words[2]) if len(words) > 2 else 1)
+        self.announce({"event": "joined", "member": name, "role": role, "rank": member.rank, "pid": member.pid})
+        self._end_regathering(now_s)
+
+    def _end_regathering(self, now_s: float) -> None:
+        """Goes on as soon as everybody is back who is needed, or the time is up."""
+        said = self._regathered
+        if said is None:
+            return
+        newest = max(said.values(), key=lambda m: m["placement"]["epoch"] if m["placement"] else 0)
+        placement = Placement.from_json(newest["placement"]) if newest["placement"] else None
+        hosts = {place.server for place in placement.slots if place.server} if placement else set()
+        job = next((JobSpec.from_json(m["job"]) for m in said.values() if m["job"]), None)
+        trainers = sum(m["role"] == "trainer" for m in said.values())
+        if job is not None and hosts <= said.keys() and trainers == job.trainers:  # spares may be a little later
+            self._regathering_until_s = min(self._regathering_until_s, now_s + SPARES_S)
+        if now_s < self._regathering_until_s and not set(newest["world"]) <= said.keys():
+            return
+        self._regathered = None
+        self.job = job
+        self.loaded = any(m["loaded"] for m in said.values())
+        self.generation = max(m["generation"] for m in said.values())
+        self.world = next(m["world"] for m in said.values() if m["generation"] == self.generation)
+        eras = {m["era"] for m in said.values() if m["role"] == "server"}
+        self.era = max((m["era"] for m in said.values()), default=0)
+        if placement is not None:
+            self.epoch, self.slots = placement.epoch, list(placement.slots)
+        self.resume_step = max(m["resume_step"] for m in said.values())
+        self.announce({"event": "regathered", "epoch": self.epoch, "members": sorted(said)})
+        for name in said:
+            self.send(name, {"type": "rejoined"})
+        if placement is None:
+            self._form(now_s)
+            return
+        assert job is not None
+        frozen = any(m["frozen"] for m in said.values())
+        if frozen or len(eras) > 1 or trainers < job.trainers:
+            self._lose_trainers("trainers were lost while there was no coordinator", now_s)
+        gone = [i for i, place in enumerate(self.slots) if place.server and place.server not in said]
+        if gone:
+            for server in sorted({self.slots[i].server for i in gone}):
+                slots = [i for i in gone if self.slots[i].server == server]
+                self.announce({"event": "lost", "member": server, "why": "it did not rejoin", "slots": slots})
+            self._lose(gone)
+        else:
+            self._new_epoch("regathered")
+        current = all(m.generation == self.generation for m in self._present())
+        self._form(now_s, even_if_complete=not current)
+
     def on_message(self, name: str, message: Message, now_s: float) -> None:
-        """Anything that a member says; nothing counts that a trainer says who has been replaced."""
-        if name not in self.members:
+        """Anything that a member says; nothing counts that one says who was taken for lost."""
+        if name not in self.members or not self.members[name].alive:
             return
         self.on_heard(name, now_s, message.get("report"))
         kind = message["type"]
@@ -235,11 +322,17 @@ class Coordinator:
 
     def on_tick(self, now_s: float) -> None:
         """Called about every `heartbeat_s`: leases, and generations that were not formed in time."""
+        slept_s = now_s - self._ticked_s - TICK_MOST_S
+        self._ticked_s = now_s
         for member in list(self.members.values()):
+            if slept_s > 0:  # this process hung itself: it was not the members who were silent
+                member.heard_s += slept_s + TICK_MOST_S
             if member.alive and not member.left and now_s - member.heard_s > self.lease_s:
+                self.send(member.name, {"type": "fatal", "kind": "fenced", "reason": FENCED})  # when it wakes up
                 self.on_lost(member.name, now_s, f"not heard of for {self.lease_s:g} s")
         if self.forming_until_s is not None and now_s > self.forming_until_s:
             self._give_up_forming(self.world[0], now_s)
+        self._end_regathering(now_s)
         self._form(now_s)
 
     # the RPC world ------------------------------------------------------------------------------
@@ -253,7 +346,7 @@ class Coordinator:
 
     def _form(self, now_s: float, even_if_complete: bool = False) -> None:
         """Forms a new generation if somebody who is there is not in the present one."""
-        if self._forming or self.fatal is not None or self.job is None:
+        if self._forming or self.fatal is not None or self.job is None or self._regathered is not None:
             return
         servers, trainers = self._present("server"), self._present("trainer")
         if len(trainers) < self.job.trainers:
@@ -496,7 +589,7 @@ class Coordinator:
     def on_loaded(self) -> None:
         """Trainer 0 has loaded the initial values."""
         self.loaded = True
-        for member in self._present("trainer"):
+        for member in self._present():
             self.send(member.name, {"type": "loaded"})
 
     def on_progress(self, message: Message) -> None:

@@ -7,6 +7,7 @@ A caller's own mistake is a `ValueError` or `TypeError`; these are the condition
       ClusterUnavailable   the coordinator or a slot did not answer in time: see the logs, restart (exit code 4)
       DataLoss             more than r members of a stripe are gone: restore a checkpoint (exit code 3)
       TrainersLost         another trainer is gone: end, so that all of them are started again (exit code 5)
+      Fenced               this process was taken for lost: start it again, as a new member (exit code 6)
     NonFiniteGradient      a gradient is NaN or infinite: nothing was applied; skip the batch or stop
 """
 
@@ -39,6 +40,12 @@ class TrainersLost(ClusterError):
     """A trainer was lost, so this one cannot go on. Torchrun starts all again, and they go on where they were."""
 
     exit_code = 5
+
+
+class Fenced(ClusterError):
+    """This process was taken for lost while it hung or was cut off; what it did has been given to another."""
+
+    exit_code = 6
 
 
 class NonFiniteGradient(FloatingPointError):

@@ -32,7 +32,7 @@ from torch_ecrec import allocator, codec, layout, pooling, route, storage
 from torch_ecrec.client import Client, Session
 from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int
 from torch_ecrec.coordinator import Coordinator
-from torch_ecrec.errors import ClusterUnavailable, DataLoss, TrainersLost
+from torch_ecrec.errors import ClusterUnavailable, DataLoss, Fenced, TrainersLost
 from torch_ecrec.member import Member, exit_code_of
 from torch_ecrec.server.service import Host
 from torch_ecrec.transport.control import Connection, ControlServer, request
@@ -111,6 +111,14 @@ def run_coordinator(
             name = connection.tag = core.name_for(message)
             connections[name] = connection
             core.on_join(name, message, now_s)
+        elif kind == "rejoin":
+            why = core.rejoin_refusal(message)
+            if why is not None:
+                connection.send({"type": "fatal", "kind": why[0], "reason": why[1]})
+                return
+            name = connection.tag = message["name"]
+            connections[name] = connection
+            core.on_rejoin(message, now_s)
         elif kind == "status":
             connection.send({"type": "status", **core.status(now_s)})
         elif kind == "watch":
@@ -130,7 +138,7 @@ def run_coordinator(
     def on_closed(connection: Connection) -> None:
         if connection in watchers:
             watchers.remove(connection)
-        if connection.tag is not None:
+        if connection.tag is not None and connections.get(connection.tag) is connection:
             core.on_lost(connection.tag, time.monotonic(), "its connection ended")
 
     def tick() -> None:
@@ -142,8 +150,14 @@ def run_coordinator(
     core = Coordinator(
         code, spares, (host, store.port), send, announce, without_spare=without_spare, lease_s=settings.lease_s
     )
+
+    def end() -> None:
+        if core.fatal is None:
+            core.stop("the coordinator was told to end", "stopped")  # nobody waits for another then
+        server.close()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.call_soon(server.close))
+        signal.signal(number, lambda *_: server.call_soon(end))
     print(json.dumps({"address": list(server.address)}), file=out, flush=True)
     _freeze()
     server.call_later(0.0, tick)
@@ -157,6 +171,8 @@ def run_coordinator(
 def run_server(settings: Settings, code: dict[str, int | None] | None = None) -> int:
     """Runs one server process until the cluster ends; returns its exit code.
 
+    When it was taken for lost, since it hung for longer than a lease, it lets go of everything and joins as a new one.
+
     Args:
         settings: `settings.join` names the coordinator.
         code: code parameters this server insists on (k, r, slots), for a refusal where the cluster's differ.
@@ -167,6 +183,14 @@ def run_server(settings: Settings, code: dict[str, int | None] | None = None) ->
     allocator.keep_freed(settings.keep_freed_bytes)
     warm()
     _freeze()
+    while isinstance(reason := _serve_once(settings, code), Fenced):
+        log.warning("%s; joins again", reason)
+        gc.collect()  # the slots of before
+    return 0 if isinstance(reason, KeyboardInterrupt) else exit_code_of(reason)
+
+
+def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseException:
+    """One membership, from joining to its end; returns why it ended."""
     ended = threading.Event()
     reasons: list[BaseException] = []
 
@@ -187,6 +211,7 @@ def run_server(settings: Settings, code: dict[str, int | None] | None = None) ->
         on_control=lambda message: hosts[0].on_control(message),
         on_end=on_end,
         report=lambda: hosts[0].status() if hosts else {},
+        known=lambda: hosts[0].known(),
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: on_end(KeyboardInterrupt()))
@@ -195,10 +220,9 @@ def run_server(settings: Settings, code: dict[str, int | None] | None = None) ->
         pass
     reason = reasons[0]
     member.close()
-    if isinstance(reason, KeyboardInterrupt):
-        return 0
-    log.info("%s ends: %s", member.name, reason)
-    return exit_code_of(reason)
+    if not isinstance(reason, KeyboardInterrupt):
+        log.info("%s ends: %s", member.name, reason)
+    return reason
 
 
 # trainer ----------------------------------------------------------------------------------------------
@@ -251,7 +275,7 @@ def connect(
     def on_end(error: BaseException) -> None:
         if sessions:
             sessions[0].fail(error)
-        if isinstance(error, (TrainersLost, DataLoss)):
+        if isinstance(error, (TrainersLost, DataLoss, Fenced)):
             _end_soon(error)
 
     Member(
@@ -260,6 +284,7 @@ def connect(
         make,
         on_control=lambda message: sessions[0].on_control(message),
         on_end=on_end,
+        known=lambda: sessions[0].known(),
     )
     return sessions[0]
 
@@ -326,7 +351,7 @@ class Supervisor:
         spares: servers beyond that.
         host, port: where the coordinator listens; port 0 takes a free one.
         without_spare: see `Coordinator`.
-        restart: start a server again that died by itself.
+        restart: start a server again that died by itself, and the coordinator, at the same address, if it was killed.
         logs: folder for the children's standard error; None lets them write to ours.
         environment: extra environment for the children.
 
@@ -357,12 +382,12 @@ class Supervisor:
         self._supervising: threading.Thread | None = None
         self._stop = threading.Event()
         self._started = 0
+        self.ended: int | None = None  # exit code of the coordinator, once there will be no other
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
-        arguments = ["coordinator", "--host", host, "--port", str(port), "--servers", str(code.slots)]
-        arguments += ["--spares", str(spares), "-k", str(code.k), "-r", str(code.r), "--protection", code.protection]
-        arguments += ["--without-spare", without_spare]
-        self.coordinator = self._start("coordinator", arguments, stdout=subprocess.PIPE)
+        self._rules = ["--servers", str(code.slots), "--spares", str(spares), "-k", str(code.k), "-r", str(code.r)]
+        self._rules += ["--protection", code.protection, "--without-spare", without_spare]
+        self.coordinator = self._start_coordinator(host, port)
         try:
             self.address = self._read_address()
             for _ in range(code.slots + spares):
@@ -402,6 +427,10 @@ class Supervisor:
             self._children.append(child)
         return child
 
+    def _start_coordinator(self, host: str, port: int) -> subprocess.Popen[Any]:
+        arguments = ["coordinator", "--host", host, "--port", str(port), *self._rules]
+        return self._start("coordinator", arguments, stdout=subprocess.PIPE)
+
     def _read_address(self) -> tuple[str, int]:
         """The coordinator's address, or the reason why there is none."""
         result: list[str] = []
@@ -423,14 +452,25 @@ class Supervisor:
         return self._start(f"server-{self._started - 1}", ["serve", "--join", self.join])
 
     def _supervise(self) -> None:
-        """Starts servers again that were killed. Their exit code 2 or 3 means that another try is useless."""
+        """Starts processes again that were killed. A server's exit code 2 or 3 means that another try is useless."""
         while not self._stop.wait(0.2):
             with self._lock:
                 dead = [c for c in self._children if c.poll() is not None]
                 self._children = [c for c in self._children if c not in dead]
             for child in dead:
                 if child is self.coordinator:
-                    return
+                    if not self.restart or child.returncode >= 0 or self._stop.is_set():
+                        self.ended = child.returncode
+                        return
+                    log.warning("the coordinator was killed (%d); starting another", child.returncode)
+                    self.coordinator = self._start_coordinator(*self.address)
+                    try:
+                        self._read_address()
+                    except (OSError, ClusterUnavailable) as error:
+                        log.error("it did not start: %s", error)
+                        self.ended = child.returncode
+                        return
+                    continue
                 if self.restart and not self._stop.is_set() and child.returncode not in (0, 2, 3, 4):
                     log.info("server process %d ended with %d; starting another", child.pid, child.returncode)
                     self.start_server()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch_ecrec
 from torch_ecrec.config import CodeSpec, Settings
-from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, JoinRefused, TrainersLost
+from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.transport.control import ControlClient
 from torch_ecrec.transport.node import Node
 from torch_ecrec.transport.rpc import RpcTransport
@@ -39,7 +39,7 @@ KINDS = {
 }
 
 
-ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost}
+ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost, "fenced": Fenced}
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -59,6 +59,10 @@ class Member:
         make_node: builds the node, given its name, its port and the cluster's code parameters.
         on_control: gets the coordinator's messages that are not about membership.
         on_end: called once when the cluster ends for this process, with the reason.
+        report: figures for the coordinator, with every heartbeat.
+        known: what a coordinator that was started again must know of this member.
+
+    The end of the coordinator is not the end of the cluster: the member goes on, and rejoins for up to `give_up_s`.
 
     Raises:
         JoinRefused: the coordinator refused.
@@ -73,11 +77,12 @@ class Member:
         on_control: Callable[[dict[str, Any]], None],
         on_end: Callable[[BaseException], None],
         report: Callable[[], dict[str, Any]] = dict,
+        known: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         if settings.join is None:
             raise ValueError("no cluster named: `settings.join` (TORCH_ECREC_JOIN) must be HOST:PORT")
         self.settings, self._on_control, self._on_end, self._report = settings, on_control, on_end, report
-        self._make_node = make_node
+        self._make_node, self._hello, self._known = make_node, hello, known
         self.name = ""
         self.restarted = False  # a trainer: the cluster has trained before
         self.transport: RpcTransport | None = None
@@ -85,16 +90,21 @@ class Member:
         self._welcome = threading.Event()
         self._joining = threading.Event()
         self._refusal: str | None = None
+        self._gone: str | None = None  # the coordinator, before it had answered
         self._ended = False
         self._lock = threading.Lock()  # guards _wanted and _ended
         self._wanted: dict[str, Any] | None = None
         try:
             host, port = parse_address(settings.join)
             self._control = ControlClient(host, port, self._on_message, self._on_closed, settings.give_up_s)
+            self._address = host, port
         except OSError as error:
             raise ClusterUnavailable(f"no coordinator at {settings.join}: {error}") from error
         self.tell({"type": "join", "version": torch_ecrec.__version__, "pid": os.getpid(), **hello})
-        if not self._welcome.wait(settings.give_up_s):
+        if not self._welcome.wait(settings.give_up_s) or self._gone is not None:
+            self.close()
+            if self._gone is not None:
+                raise ClusterUnavailable(f"the coordinator at {settings.join} ended: {self._gone}")
             raise ClusterUnavailable(f"the coordinator at {settings.join} did not answer in {settings.give_up_s:g} s")
         self._raise_if_refused()
         threading.Thread(target=self._follow_generations, name="generations", daemon=True).start()
@@ -124,7 +134,8 @@ class Member:
         if kind == "welcome":
             self.name = message["name"]
             self.restarted = message["restarted"]
-            self.node = self._make_node(self.name, self, CodeSpec(**message["code"]))
+            self._code = message["code"]
+            self.node = self._make_node(self.name, self, CodeSpec(**self._code))
             self.transport = RpcTransport(self.name, self.node.handle, on_error=self.on_error)
             self._welcome.set()
         elif kind == "refused":
@@ -145,7 +156,39 @@ class Member:
                 self.on_error(error)
 
     def _on_closed(self, reason: str) -> None:
-        self.end(ClusterUnavailable(f"the coordinator is gone ({reason})"))
+        if self.transport is None:
+            self._gone = reason
+            self._welcome.set()
+            return
+        threading.Thread(target=self._rejoin, args=(reason,), name="rejoin", daemon=True).start()
+
+    def _rejoin(self, reason: str) -> None:
+        """Finds the coordinator that is started in place of the one that is gone, and tells it what is known here."""
+        with self._lock:
+            if self._ended:
+                return
+        log.warning("%s: the coordinator is gone (%s); goes on, and waits for another", self.name, reason)
+        limit_s = self.settings.give_up_s
+        try:
+            self._control = ControlClient(*self._address, self._on_message, self._on_closed, limit_s)
+        except ClusterUnavailable:
+            self.end(ClusterUnavailable(f"the coordinator is gone ({reason}), and none came within {limit_s:g} s"))
+            return
+        assert self.transport is not None
+        self.tell(
+            {
+                "type": "rejoin",
+                "version": torch_ecrec.__version__,
+                "pid": os.getpid(),
+                "name": self.name,
+                "role": self._hello["role"],
+                "rank": self._hello.get("rank", -1),
+                "code": self._code,
+                "generation": self.transport.generation,
+                "world": list(self.transport.members),
+                **self._known(),
+            }
+        )
 
     def _follow_generations(self) -> None:
         while True:

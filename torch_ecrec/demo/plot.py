@@ -188,7 +188,7 @@ def _number_kills(figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], s
 def _head(figure: Figure, result: dict[str, Any], height: float) -> None:
     arguments = result["arguments"]
     roles = [kill["role"] for kill in result["kills"]]
-    killed = [f"{n} {role}{'s' * (n > 1)}" for role in ("server", "trainer") if (n := roles.count(role))]
+    killed = [f"{n} {role}{'s' * (n > 1)}" for role in dict.fromkeys(roles) if (n := roles.count(role))]
     what = f"{' and '.join(killed)} {'is' if len(roles) == 1 else 'are'} killed" if roles else "Nothing is killed"
     end = {True: ": not one bit differs from the undisturbed run", False: ": the result DIFFERS", None: ""}
     figure.text(0.02, 1 - 0.32 / height, what + end[result["equal"]], color=INK, fontsize=14, weight="bold")

@@ -13,7 +13,7 @@ A *kill* and its times, all as seconds since the epoch, relative to the first in
     first_step  the first step that began after the kill is complete at all trainers       0.061
     rebuilt     all records of these slots are there again, in full protection             0.713
 
-Of a trainer that is killed, in place of the last two: `resumable`, all servers have gone back to a step that survives r
+Of a coordinator, only `rejoined` (all members have, at another one) and `first_step`. Of a trainer that is killed, in place of the last two: `resumable`, all servers have gone back to a step that survives r
 losses, and `rejoined`, all trainers, which torchrun has started again, have joined.
 
 A step that was in progress at the kill may end without noticing it, so `first_step` is not that one. `stall` is the
@@ -40,7 +40,7 @@ class Kill:
     """One fault that fired.
 
     Args:
-        role: "server" or "trainer".
+        role: "server", "trainer" or "coordinator".
         number: which slot it hosted, or which trainer it was.
         member: its name.
         step: the last that was complete at all trainers.
@@ -165,6 +165,8 @@ class Record:
                 self.trainers[message["rank"]] = message["member"]
                 if len(self.trainers) == len(self.steps):
                     self._mark("rejoined_s", time_s)
+        elif event == "regathered":
+            self._mark("rejoined_s", time_s, "coordinator")
         elif event == "era":
             self.trainers = {}
             self._mark("detected_s", time_s)
@@ -206,15 +208,17 @@ class Record:
             if figures["incarnation"] == self.places[slot][1]:
                 self.rebuilt[slot] = figures["rebuilt"]
 
-    def _mark(self, what: str, time_s: float) -> list[Kill]:
-        """Of the trainers' kills, those that did not have this time yet."""
-        kills = [kill for kill in self.kills if kill.role == "trainer" and getattr(kill, what) is None]
+    def _mark(self, what: str, time_s: float, role: str = "trainer") -> list[Kill]:
+        """Of the kills of a role, those that did not have this time yet."""
+        kills = [kill for kill in self.kills if kill.role == role and getattr(kill, what) is None]
         for kill in kills:
             setattr(kill, what, time_s)
         return kills
 
     def target(self, role: str, number: int) -> str | None:
         """The member that hosts a slot, or is a trainer, if there is one at the moment."""
+        if role == "coordinator":
+            return role
         return (self.places[number][0] or None) if role == "server" else self.trainers.get(number)
 
     def on_kill(self, spec: str, role: str, number: int, time_s: float) -> Kill:
@@ -288,7 +292,8 @@ class Record:
             servers = sum(name.startswith("server") for name in self.pids)
             return f"starting: {servers} servers, {len(self.pids) - servers} trainers have joined"
         recent = [t for t in self.step_times[-1000:] if t >= self.step_times[-1] - 1.0]
-        rate = (len(recent) - 1) * samples_per_step / (recent[-1] - recent[0]) if len(recent) > 1 else 0.0
+        span_s = recent[-1] - recent[0]  # 0 where they came together, after a coordinator was missing
+        rate = (len(recent) - 1) * samples_per_step / span_s if span_s > 0 else 0.0
         slots = []
         for slot, (server, _) in enumerate(self.places):
             state = "" if self.healthy[slot] else f" rebuilding {self.rebuilt[slot]:.0%}" if server else "nobody"
@@ -394,6 +399,8 @@ def format_kill(entry: Message) -> list[str]:
         (after["first_step_s"], f"{first} complete at all trainers"),
         (after["rebuilt_s"], "rebuilt: fully protected again"),
     ]
+    if entry["role"] == "coordinator":
+        marks = [marks[2], (after["rejoined_s"], "another one is there, and all members have rejoined")]
     if entry["role"] == "trainer":
         marks[1] = (after["resumable_s"], f"servers have gone back to step {entry['resumed_after']}, and keep it safe")
         marks[3] = (after["rejoined_s"], "torchrun has started all trainers again, and they have joined")

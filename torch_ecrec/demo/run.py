@@ -57,7 +57,7 @@ TAIL_LINES = 15
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "numba", "galois")
 
-_KILL = re.compile(r"(server|trainer):(\d+)@(\d+)(~?)(?:\+(\d+))?")
+_KILL = re.compile(r"(?:(server|trainer):(\d+)|coordinator)@(\d+)(~?)(?:\+(\d+))?")
 
 log = logging.getLogger(__name__)
 _interrupted = threading.Event()
@@ -71,7 +71,7 @@ class KillSpec:
     """A kill that is asked for. `settled`: not before all that former ones took is rebuilt."""
 
     text: str
-    role: str  # "server" or "trainer"
+    role: str  # "server", "trainer" or "coordinator"
     number: int  # of the slot that the server hosts, or of the trainer
     step: int
     settled: bool
@@ -91,10 +91,10 @@ def parse_kills(texts: Sequence[str] | None, slots: int, steps: int, trainers: i
     kills = []
     for text in texts:
         match = _KILL.fullmatch(text)
-        require(match is not None, f"`--kill` must be server:SLOT@STEP[~][+MS], trainer:RANK@... or none, got {text!r}")
+        require(match is not None, f"`--kill` must be server:SLOT@STEP[~][+MS], trainer:RANK@..., coordinator@... or none, got {text!r}")
         assert match is not None
-        role, number, step = match[1], int(match[2]), int(match[3])
-        most, what = (slots - 1, "slots") if role == "server" else (trainers - 1, "trainers")
+        role, number, step = match[1] or "coordinator", int(match[2] or 0), int(match[3])
+        most, what = (trainers - 1, "trainers") if role == "trainer" else (slots - 1, "slots")
         require(number <= most, f"`--kill {text}`: {what} are 0 to {most}, got {number}")
         require(1 <= step < steps, f"`--kill {text}`: the step must be from 1 to {steps - 1}, got {step}")
         kills.append(KillSpec(text, role, number, step, bool(match[4]), int(match[5] or 0)))
@@ -197,6 +197,7 @@ class Run:
         self._over = False
         self._timers: list[threading.Timer] = []
         self._coordinator_gone: str | None = None
+        self._cluster: Supervisor | None = None
         self._news: list[str] = []  # lines to show
         self._moved_s = time.monotonic()  # when a step was completed last
 
@@ -214,7 +215,21 @@ class Run:
 
     def _on_closed(self, reason: str) -> None:
         with self._lock:
-            self._coordinator_gone = reason
+            if not self._over:
+                threading.Thread(target=self._watch_again, args=(reason,), daemon=True).start()
+
+    def _watch_again(self, reason: str) -> None:
+        """The coordinator is gone: another one may be on its way."""
+        try:
+            self._connect()
+        except ClusterUnavailable:
+            with self._lock:
+                self._coordinator_gone = reason
+
+    def _connect(self) -> None:
+        assert self._cluster is not None
+        self.client = ControlClient(*self._cluster.address, self._on_message, self._on_closed, timeout_s=10.0)
+        self.client.send({"type": "watch"})
 
     def _start_kills(self) -> None:
         """A step was completed: the kills whose time has come."""
@@ -245,6 +260,8 @@ class Run:
             self._fired -= 1
             self._to_kill.insert(0, spec)
             return
+        assert self._cluster is not None
+        self.record.pids["coordinator"] = self._cluster.coordinator.pid
         kill = self.record.on_kill(spec.text, spec.role, spec.number, time.time())
         with contextlib.suppress(ProcessLookupError):  # it hosted another slot that was to be killed at this step
             os.kill(kill.pid, signal.SIGKILL)
@@ -264,6 +281,8 @@ class Run:
             self._news.append(f"  {event['member']} is lost ({event['why']})")
         elif kind == "resumable":
             self._news.append(f"  servers have gone back to step {event['step']}; torchrun starts all trainers again")
+        elif kind == "regathered":
+            self._news.append(f"  a new coordinator: {len(event['members'])} members have rejoined")
         elif kind == "joined" and self.record.step:
             self._news.append(f"  {event['member']} has joined (pid {event['pid']})")
 
@@ -287,19 +306,19 @@ class Run:
             logs=self.logs,
             environment=environment,
         )
+        self._cluster = cluster
         with cluster:
-            client = ControlClient(*cluster.address, self._on_message, self._on_closed, timeout_s=10.0)
+            self._connect()
             try:
-                client.send({"type": "watch"})
                 with self._trainers(cluster.join, environment) as trainers:
-                    self._watch(cluster, client, trainers)
-                self._settle(client)
+                    self._watch(cluster, trainers)
+                self._settle()
             finally:
                 with self._lock:
                     self._over = True
                 for timer in self._timers:
                     timer.cancel()
-                client.close()
+                self.client.close()
         self._read_reports()
 
     def _report_path(self, trainer: int) -> Path:
@@ -333,7 +352,7 @@ class Run:
         finally:
             end_tree(process)
 
-    def _watch(self, cluster: Supervisor, client: ControlClient, trainers: subprocess.Popen[bytes]) -> None:
+    def _watch(self, cluster: Supervisor, trainers: subprocess.Popen[bytes]) -> None:
         """Until the trainers are done."""
         steps = self.arguments.steps
         begin_s = asked_s = time.monotonic()
@@ -353,9 +372,9 @@ class Run:
             self.terminal.progress(line)
             if now_s - asked_s >= STATUS_S:
                 asked_s = now_s
-                client.send({"type": "status"})
-            if fatal is None and cluster.coordinator.poll() is not None:
-                raise ClusterUnavailable(f"the coordinator ended with {cluster.coordinator.poll()}\n{self._tail()}")
+                self.client.send({"type": "status"})
+            if fatal is None and cluster.ended is not None:
+                raise ClusterUnavailable(f"the coordinator ended with {cluster.ended}\n{self._tail()}")
             if fatal is not None:
                 fatal_s = fatal_s or now_s
                 if now_s - fatal_s > FATAL_GRACE_S:
@@ -375,7 +394,7 @@ class Run:
         if code:
             raise ClusterError(f"the trainers failed (exit code {code})\n{self._tail()}")
 
-    def _settle(self, client: ControlClient) -> None:
+    def _settle(self) -> None:
         """Training is over: waits for a rebuild that goes on, and for last figures."""
         until_s = time.monotonic() + SETTLE_S
         while time.monotonic() < until_s:
@@ -386,7 +405,7 @@ class Run:
         time.sleep(2 * HEARTBEAT_S)  # the servers' last figures are on their way; nothing says when they are there
         with self._lock:
             seen = self.record.status_count
-        client.send({"type": "status"})
+        self.client.send({"type": "status"})
         while time.monotonic() < until_s + 2.0:
             with self._lock:
                 if self.record.status_count > seen or self._coordinator_gone:
@@ -403,6 +422,10 @@ class Run:
                 self.reports.append(json.loads(self._report_path(trainer).read_text()))
             except (OSError, ValueError) as error:
                 raise ClusterError(f"trainer {trainer} left no report: {error}\n{self._tail()}") from error
+        times = [report["step_ended_s"] for report in self.reports]
+        if all(len(of_one) == self.arguments.steps for of_one in times):  # none was started again
+            # their own clocks: what a coordinator that was killed did not pass on is in there
+            self.record.step_times = [max(ended) for ended in zip(*times, strict=True)]
 
     def _tail(self) -> str:
         """The end of the trainers' log."""

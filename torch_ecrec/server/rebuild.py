@@ -164,6 +164,11 @@ class Rebuild:
         rule = self.slot.rule
         if all(rule.is_caught_up(source) for source in rule.sources):
             self.reported = True
+            self.tell_again()
+
+    def tell_again(self) -> None:
+        """Tells the coordinator that the slot is rebuilt, if it is."""
+        if self.reported:
             self.slot.host.tell({"type": "rebuilt", "slot": self.slot.index, "incarnation": self.slot.incarnation})
 
 

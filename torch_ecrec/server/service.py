@@ -29,6 +29,8 @@ class Host(Node):
         self.job: JobSpec | None = None
         self.slots: dict[int, Slot] = {}
         self.frozen = False  # the trainers were lost, and where they start again is not known yet
+        self.resume_step = 0  # where the era began
+        self.loaded = False  # initial values are there: training may have begun
         self.code = LinearCode(1, 0)
         self.layouts: tuple[Layout, ...] = ()
 
@@ -42,6 +44,32 @@ class Host(Node):
             self.run(self._take_placement, Placement.from_json(message["placement"]))
         elif message["type"] == "era":
             self.run(self._take_era, message["era"], message["step"])
+        elif message["type"] == "loaded":
+            self.loaded = True
+        elif message["type"] == "rejoined":
+            self.run(self._tell_again)
+
+    def known(self) -> dict[str, Any]:
+        """What a coordinator that was started again must know."""
+        found: dict[str, Any] = {}
+
+        def look() -> None:
+            found.update(
+                job=self.job.to_json() if self.job is not None else None,
+                placement=self.placement.to_json() if self.placement is not None else None,
+                era=self.era,
+                frozen=self.frozen,
+                resume_step=self.resume_step,
+                loaded=self.loaded,
+            )
+
+        self.run(look)
+        return found
+
+    def _tell_again(self) -> None:
+        """What a coordinator may have missed, or never heard."""
+        for slot in self.slots.values():
+            slot.tell_again()
 
     def _take_era(self, era: int, step: int | None) -> None:
         """The trainers were lost, for the `era`-th time; `step`: they start again after it (None: not known yet)."""
@@ -50,7 +78,7 @@ class Host(Node):
             for slot in self.slots.values():
                 slot.freeze()
         if era == self.era and self.frozen and step is not None:
-            self.frozen = False
+            self.frozen, self.resume_step = False, step
             for slot in self.slots.values():
                 slot.go_back(step)
 

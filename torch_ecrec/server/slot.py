@@ -203,6 +203,13 @@ class Slot:
             for i in range(self.job.code.slots)
         ]
 
+    def tell_again(self) -> None:
+        """Everything the coordinator should know of this incarnation."""
+        if self.ready:
+            self.host.tell({"type": "ready", "slot": self.index, "incarnation": self.incarnation})
+            self.rebuild.tell_again()
+            self.report_reach()
+
     # going back ---------------------------------------------------------------------------------
 
     def freeze(self) -> None:

@@ -372,9 +372,9 @@ class RpcTransport:
     # generations ------------------------------------------------------------------------------------
 
     def join(self, generation: int, members: Sequence[str], store: tuple[str, int], timeout_s: float) -> None:
-        """Leaves the generation joined before, if any, and forms `generation` together with the other members. Blocks.
+        """Forms `generation` together with the other members. Blocks.
 
-        A join with a higher generation, or `close`, on another thread ends one that is still waiting.
+        The generation joined before, if any, goes on until all members have arrived, and for good if they do not. A join with a higher generation, or `close`, on another thread ends one that is still waiting.
 
         Args:
             generation: higher than any before.
@@ -402,12 +402,16 @@ class RpcTransport:
             self._newest = generation
         with self._joining:
             self._check_wanted(generation)
-            self._leave()
             self._claim()
+            left = False
             try:
-                self._form(world, store, deadline_s)
-            except RuntimeError as error:  # what the store and the agent raise for time-outs and lost connections
+                connection = self._arrive(world, store, deadline_s)  # until all have, the present world serves
                 self._leave()
+                left = True
+                self._form(world, store, connection, deadline_s)
+            except RuntimeError as error:  # what the store and the agent raise for time-outs and lost connections
+                if left:
+                    self._leave()
                 if isinstance(error, ClusterUnavailable):
                     raise
                 raise ClusterUnavailable(f"generation {generation} was not formed: {_first_line(error)}") from error
@@ -442,11 +446,15 @@ class RpcTransport:
         if generation < self._newest:
             raise ClusterUnavailable(f"generation {generation} was overtaken by {self._newest}")
 
-    def _form(self, world: World, store: tuple[str, int], deadline_s: float) -> None:
-        generation, rank = world.generation, world.members.index(self.name)
+    def _arrive(self, world: World, store: tuple[str, int], deadline_s: float) -> TCPStore:
+        """Returns when all members are at the store."""
         connection = self._connect(store, deadline_s)
+        self._meet(PrefixStore(f"generation-{world.generation}", connection), "arrived", world, deadline_s)
+        return connection
+
+    def _form(self, world: World, store: tuple[str, int], connection: TCPStore, deadline_s: float) -> None:
+        generation, rank = world.generation, world.members.index(self.name)
         shared = PrefixStore(f"generation-{generation}", connection)
-        self._meet(shared, "arrived", world, deadline_s)
         connection.set_timeout(_remaining(deadline_s))
         _prepare_process()
         options = TensorPipeRpcBackendOptions(

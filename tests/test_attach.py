@@ -1,0 +1,475 @@
+"""`attach`: a trainer that is made anew goes on as the one that was lost would have, bit for bit.
+
+The first trainer runs to the end and its session keeps the tables after every step. Then everything is made anew, from
+other seeds, on a session that says it has trained before, and runs to the end, too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_nn import (  # noqa: F401 - a fixture of this module, too
+    CPU,
+    LR,
+    FakeSession,
+    batch_of,
+    collection,
+    dense_parameters,
+    job_of,
+    process_group,
+)
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils._pytree import tree_leaves
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchrec import EmbeddingBagCollection
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from torch_ecrec.errors import NonFiniteGradient
+from torch_ecrec.nn.parallel import DistributedModelParallel
+
+END = 9
+Part = tuple[Tensor, str]
+
+
+class Session(FakeSession):
+    """Keeps the tables after every step; goes on after a step of another one."""
+
+    def __init__(self, module: nn.Module, before: Session | None = None, step: int = 0) -> None:
+        super().__init__(job_of(module))
+        self.after: dict[int, list[Tensor]] = {}
+        if before is not None:
+            self.restarted, self.step = True, step + 1
+            self.records = [records.clone() for records in before.after[step]]
+            self.parts = [before.snapshots[step]] if step else []
+
+    def copy(self) -> list[Tensor]:
+        return [records.clone() for records in self.records]
+
+    def loaded(self) -> None:
+        super().loaded()
+        self.after[self.step - 1] = self.copy()
+
+    def push(self, *arguments: Any) -> None:
+        super().push(*arguments)
+        self.after[self.step - 1] = self.copy()
+
+    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
+        if not self.restarted:
+            super().load(slab, rows, records)
+
+    def resume(self) -> tuple[int, list[Part]]:
+        assert self.restarted
+        return self.step - 1, self.parts
+
+
+class Net(nn.Module):
+    """Draws from every generator: dropout before the lookup, noise after it."""
+
+    def __init__(self, tables: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.below = nn.Sequential(nn.Linear(2, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
+        self.tables = tables
+        self.over = nn.Linear(6 + 32, 1)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        below = self.below(batch.dense_features)
+        pooled = self.tables(batch.sparse_features).values()
+        logits = torch.tanh(self.over(torch.cat([below, pooled], dim=1))).squeeze(1)
+        noise = 0.01 * random.random() + 0.01 * float(np.random.rand())
+        loss = nn.functional.mse_loss(logits + noise, batch.labels)
+        return loss, loss.detach()
+
+
+class Losses(list[float]):
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self[:] = state["losses"]
+
+
+class Passes:
+    """Stateful: a pass of `size` batches, each of its own, then another pass."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size, self.drawn = size, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _ in range(self.drawn % self.size, self.size):
+            self.drawn += 1
+            yield batch_of(6, self.drawn)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+
+@dataclass
+class Trainer:
+    model: DistributedModelParallel
+    session: Session
+    optimizer: CombinedOptimizer
+    scheduler: StepLR
+    losses: Losses
+    batches: Any
+
+    def steps(self, end: int, batches: Iterator[Any] | None = None) -> None:
+        """The plain loop."""
+        batches = batches or passes(self.batches)
+        while self.model.steps_done < end:
+            self.optimizer.zero_grad()
+            loss, _ = self.model(next(batches))
+            try:
+                loss.backward()
+            except NonFiniteGradient:
+                continue
+            self.optimizer.step()
+            self.scheduler.step()
+            self.losses.append(float(loss.detach()))
+
+    def pipeline(self, end: int) -> None:
+        runner = TrainPipelineSparseDist(self.model, self.optimizer, CPU)
+        while self.model.steps_done < end:
+            loss = runner.progress(self.batches)
+            self.scheduler.step()
+            self.losses.append(float(loss))
+
+    def state(self) -> list[Any]:
+        """Everything that training has changed, as leaves."""
+        return tree_leaves(
+            [
+                self.session.records,
+                list(dense_parameters(self.model).values()),
+                list(self.model.buffers()),
+                self.optimizer.state_dict(),
+                [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
+                self.scheduler.state_dict(),
+                list(self.losses),
+            ]
+        )
+
+
+def passes(batches: Iterable[Batch]) -> Iterator[Batch]:
+    while True:
+        yield from batches
+
+
+def made(before: Session | None = None, step: int = 0, seed: int = 1, **more: Any) -> Trainer:
+    """A trainer, not attached yet; after a restart in place of `before` if it is given."""
+    tables = collection("adagrad")  # it seeds
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    net = Net(tables)
+    session = Session(net, before, step)
+    model = DistributedModelParallel(net, device=CPU, session=session, **more)
+    dense = KeyedOptimizerWrapper(dense_parameters(model), lambda p: torch.optim.Adam(p, lr=LR))
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    return Trainer(model, session, optimizer, StepLR(optimizer, step_size=3, gamma=0.5), Losses(), None)
+
+
+def attach(trainer: Trainer, reader: Any = None) -> Trainer:
+    trainer.batches = trainer.model.attach(
+        optimizer=trainer.optimizer,
+        lr_scheduler=trainer.scheduler,
+        reader=Passes() if reader is None else reader,
+        losses=trainer.losses,
+    )
+    return trainer
+
+
+def same(a: Trainer, b: Trainer) -> bool:
+    """All of the state, bit for bit."""
+    pairs = list(zip(a.state(), b.state(), strict=True))
+    assert len(pairs) > 20 and sum(isinstance(x, Tensor) for x, _ in pairs) > 15
+    return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs)
+
+
+# what comes back --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 8])
+def test_a_restarted_trainer_goes_on_bit_for_bit(step: int) -> None:
+    first = attach(made())
+    first.steps(END)
+    assert len(set(first.losses)) == END == first.model.steps_done
+    second = made(first.session, step, seed=2)
+    assert not torch.equal(second.model.module.over.weight, first.model.module.over.weight)
+    attach(second)
+    assert second.model.steps_done == step == len(second.losses)
+    second.steps(END)
+    assert second.losses == first.losses and same(first, second)
+    assert sorted(second.session.snapshots) == list(range(step + 1, END))
+    for later in second.session.snapshots:  # of the same bytes, but for how they are pickled
+        assert torch.equal(part(second, later), part(first, later))
+
+
+def part(trainer: Trainer, step: int) -> Tensor:
+    """What `load_` reads of a snapshot."""
+    payload, _ = trainer.session.snapshots[step]
+    return payload[: sum(p.nbytes for p in dense_parameters(trainer.model).values())]
+
+
+def test_a_trainer_may_be_restarted_again_and_again() -> None:
+    first = attach(made())
+    first.steps(END)
+    before = first.session
+    for seed, step in enumerate([2, 3, 6, 7], start=2):
+        trainer = attach(made(before, step, seed))
+        trainer.steps(step + 4 if step < 6 else END)
+        before = trainer.session
+    assert trainer.losses == first.losses and same(first, trainer)
+
+
+def test_it_goes_on_after_the_last_step_that_has_a_snapshot() -> None:
+    first = attach(made(snapshot_every=3))
+    first.steps(END)
+    assert sorted(first.session.snapshots) == [3, 6]
+    second = attach(made(first.session, 6, seed=2, snapshot_every=3))
+    second.steps(END)
+    assert second.losses == first.losses and same(first, second)
+
+
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_the_pipeline_goes_on_bit_for_bit_though_it_draws_ahead(step: int) -> None:
+    piped = attach(made(), Passes(20))
+    piped.pipeline(END)
+    assert len(set(piped.losses)) == END
+    again = attach(made(piped.session, step, seed=2), Passes(20))
+    again.pipeline(END)
+    assert again.losses == piped.losses and same(again, piped)
+    mixed = attach(made(piped.session, step, seed=3), Passes(20))
+    mixed.steps(END)
+    assert mixed.losses == piped.losses and same(mixed, piped)
+
+
+def test_a_reader_without_state_is_drawn_again() -> None:
+    batches = [batch_of(6, seed) for seed in range(4)]
+    ends = []
+    for before, step in [(None, 0), ("first", 6)]:
+        trainer = attach(made(ends[0].session if before else None, step, seed=step), batches)
+        trainer.steps(END, cycle(trainer.batches))
+        ends.append(trainer)
+    assert ends[0].losses == ends[1].losses and same(*ends)
+
+
+def cycle(batches: Iterator[Batch]) -> Iterator[Batch]:
+    while True:
+        try:
+            yield next(batches)
+        except StopIteration:
+            continue
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_torchdatas_loader_goes_on(step: int) -> None:
+    first = attach(made(), loader())
+    first.steps(END)
+    assert len(set(first.losses)) == END
+    second = attach(made(first.session, step, seed=2), loader())
+    second.steps(END)
+    assert second.losses == first.losses and same(first, second)
+
+
+def loader() -> StatefulDataLoader[Batch]:
+    """4 batches a pass, in another order each. Every pass draws a seed from torch's generator as it begins."""
+    batches = [batch_of(6, seed) for seed in range(4)]
+    return StatefulDataLoader(batches, batch_size=1, shuffle=True, collate_fn=lambda batch: batch[0])
+
+
+def test_a_refused_step_has_used_a_batch_and_no_step() -> None:
+    def batches() -> list[Batch]:
+        made_here = [batch_of(6, seed) for seed in range(20)]
+        made_here[2].labels[0] = float("nan")
+        return made_here
+
+    first = attach(made(), batches())
+    first.steps(END)
+    assert len(first.losses) == END == first.model.steps_done
+    second = attach(made(first.session, 5, seed=2), batches())
+    second.steps(END, cycle(second.batches))
+    assert second.losses == first.losses and same(first, second)
+
+
+def test_lookups_without_grad_before_the_first_step_change_nothing() -> None:
+    first = attach(made())
+    first.steps(END)
+    second = attach(made(first.session, 4, seed=2))
+    with torch.no_grad():
+        second.model.eval()
+        second.model(batch_of(6, 99))
+        second.model.train()
+    second.model.flush()
+    second.steps(END)
+    assert second.losses == first.losses and same(first, second)
+
+
+def test_a_snapshot_taken_by_a_flush_is_as_good() -> None:
+    first = attach(made())
+    first.steps(3)
+    first.model.flush()
+    first.steps(END)
+    second = attach(made(first.session, 3, seed=2))
+    second.steps(END)
+    assert second.losses == first.losses and same(first, second)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.xfail(strict=True, reason="a flush takes the random states before the next pass has drawn its seed")
+def test_a_flush_between_passes_is_as_good() -> None:
+    first = attach(made(), loader())
+    first.steps(4)
+    first.model.flush()
+    first.steps(END)
+    second = attach(made(first.session, 4, seed=2), loader())
+    second.steps(END)
+    assert second.losses == first.losses
+
+
+@pytest.mark.xfail(
+    strict=True, reason="`attach` returns one iterator: the pipeline takes it for the one that has ended"
+)
+def test_the_pipeline_begins_another_pass() -> None:
+    trainer = attach(made(), Passes(4))
+    runner = TrainPipelineSparseDist(trainer.model, trainer.optimizer, CPU)
+    for done in (4, 8):
+        stream = iter(trainer.batches)
+        for _ in range(4):
+            runner.progress(stream)
+        with pytest.raises(StopIteration):
+            runner.progress(stream)
+        assert trainer.model.steps_done == done
+
+
+@pytest.mark.xfail(strict=True, reason="states are let go by snapshots only")
+def test_without_snapshots_few_states_of_the_reader_are_kept() -> None:
+    trainer = attach(made(snapshot_every=0))
+    trainer.steps(END)
+    assert len(trainer.batches._states) < END
+
+
+# where nothing comes back -----------------------------------------------------------------------------
+
+
+def test_nothing_is_restored_at_step_0() -> None:
+    first = attach(made())
+    first.steps(END)
+    restarted = made(first.session, 0)
+    weights = [p.detach().clone() for p in dense_parameters(restarted.model).values()]
+    attach(restarted)
+    assert restarted.session.restarted and restarted.model.steps_done == 0 and restarted.losses == []
+    for weight, now in zip(weights, dense_parameters(restarted.model).values(), strict=True):
+        assert torch.equal(weight, now)
+    restarted.steps(END)
+    assert restarted.losses == first.losses and same(first, restarted)
+
+
+def test_a_new_cluster_is_not_asked_to_resume() -> None:
+    trainer = attach(made())
+    assert not trainer.session.restarted and trainer.model.steps_done == 0
+
+
+def test_attach_without_a_reader_has_nothing_to_iterate() -> None:
+    trainer = made()
+    assert list(trainer.model.attach(optimizer=trainer.optimizer)) == []
+    trainer.steps(5, passes(Passes()))
+    again = made(trainer.session, 3, seed=2)
+    assert list(again.model.attach(optimizer=[again.optimizer])) == []
+    assert again.model.steps_done == 3
+
+
+# what is refused --------------------------------------------------------------------------------------
+
+
+def test_without_attach_a_restarted_trainer_does_not_train() -> None:
+    first = attach(made())
+    first.steps(3)
+    second = made(first.session, 2, seed=2)
+    with torch.no_grad():
+        second.model(batch_of(6, 0))
+    with pytest.raises(RuntimeError, match=r"the servers have trained before.*call `attach` before the first step"):
+        second.model(batch_of(6, 0))
+    with pytest.raises(RuntimeError, match="call `attach`"):
+        second.model.flush()
+    assert second.session.step == 3 and not second.session.snapshots
+
+
+def test_attach_is_called_once() -> None:
+    trainer = attach(made())
+    with pytest.raises(RuntimeError, match="`attach` is called once, before the first step"):
+        attach(trainer)
+
+
+def test_attach_after_a_step_is_refused() -> None:
+    trainer = made()
+    trainer.steps(1, passes(Passes()))
+    with pytest.raises(RuntimeError, match="`attach` is called once, before the first step"):
+        attach(trainer)
+
+
+def test_a_snapshot_taken_without_attach_cannot_be_resumed() -> None:
+    first = made()
+    first.steps(4, passes(Passes()))
+    second = made(first.session, 3, seed=2)
+    with pytest.raises(RuntimeError, match="after step 3: nothing was attached when that snapshot was taken"):
+        attach(second)
+
+
+def test_the_reader_itself_must_not_be_iterated() -> None:
+    trainer, reader = made(), Passes()
+    attach(trainer, reader)
+    trainer.model(next(iter(reader)))[0].backward()
+    with pytest.raises(RuntimeError, match="trained on 1 batches, but 0 were drawn from what `attach` returned"):
+        trainer.model(next(iter(reader)))
+
+
+def refused(second: Trainer, match: str, call: Callable[[], Any]) -> None:
+    before = [x.clone() if isinstance(x, Tensor) else x for x in second.state()]
+    with pytest.raises(ValueError, match=match):
+        call()
+    after = second.state()
+    assert len(before) == len(after) and second.losses == []
+    for x, y in zip(before, after, strict=True):
+        assert torch.equal(x, y) if isinstance(x, Tensor) else x == y
+
+
+def test_other_dense_optimizers_are_refused_and_nothing_is_changed() -> None:
+    first = attach(made())
+    first.steps(4)
+    second = made(first.session, 3, seed=2)
+    refused(
+        second,
+        r"optimizers \[\] given, \['Adam'\] in the snapshot",
+        lambda: second.model.attach(lr_scheduler=second.scheduler, reader=Passes(), losses=second.losses),
+    )
+
+
+@pytest.mark.xfail(strict=True, reason="the dense model is loaded before the attached things are compared")
+def test_other_attachments_are_refused_and_nothing_is_changed() -> None:
+    first = attach(made())
+    first.steps(4)
+    second = made(first.session, 3, seed=2)
+    refused(
+        second,
+        "attached now but not when the snapshot was taken, or the other way: losses, reader",
+        lambda: second.model.attach(optimizer=second.optimizer, lr_scheduler=second.scheduler),
+    )
+
+
+def test_a_thing_without_a_state_is_refused() -> None:
+    trainer = made()
+    with pytest.raises(TypeError, match="`losses` must have state_dict and load_state_dict, got list"):
+        trainer.model.attach(optimizer=trainer.optimizer, losses=[])
+    attach(trainer)  # it was not attached
