@@ -353,6 +353,19 @@ def test_the_pipeline_begins_another_pass() -> None:
         assert trainer.model.steps_done == done
 
 
+@pytest.mark.xfail(strict=True, reason="every forward with grad counts as a batch that was trained on")
+def test_a_forward_that_nothing_is_trained_on_does_not_move_the_reader() -> None:
+    first = attach(made())
+    first.steps(2)
+    first.model.eval()
+    first.model(batch_of(6, 99))  # somebody's evaluation, without no_grad
+    first.model.train()
+    first.steps(END)
+    second = attach(made(first.session, 4, seed=2))
+    second.steps(END)
+    assert second.losses == first.losses
+
+
 @pytest.mark.xfail(strict=True, reason="states are let go by snapshots only")
 def test_without_snapshots_few_states_of_the_reader_are_kept() -> None:
     trainer = attach(made(snapshot_every=0))
@@ -451,7 +464,7 @@ def test_other_dense_optimizers_are_refused_and_nothing_is_changed() -> None:
     second = made(first.session, 3, seed=2)
     refused(
         second,
-        r"optimizers \[\] given, \['Adam'\] in the snapshot",
+        "optimizers",
         lambda: second.model.attach(lr_scheduler=second.scheduler, reader=Passes(), losses=second.losses),
     )
 

@@ -1,4 +1,4 @@
-"""Command line: `torch-ecrec demo | serve | up | status | bench | warm`, also as `python -m torch_ecrec`.
+"""Command line: `torch-ecrec demo | chaos | serve | up | status | bench | warm`, also as `python -m torch_ecrec`.
 
 Exit codes: 0 done, 1 failed, 2 bad arguments or refused by the cluster, 3 data lost beyond what the code repairs, 4 the
 cluster cannot be reached or did not answer, 130 interrupted.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch_ecrec
-from torch_ecrec.config import OPTIMIZERS, PROTECTIONS, WITHOUT_SPARE, CodeSpec, Settings, require_int
+from torch_ecrec.config import CHAOS_EVENTS, OPTIMIZERS, PROTECTIONS, WITHOUT_SPARE, CodeSpec, Settings, require_int
 from torch_ecrec.errors import ClusterError
 
 BENCHMARKS = {
@@ -91,6 +91,23 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="also run undisturbed")
     demo.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR")
+
+    chaos = commands.add_parser("chaos", help="kills and hangs at random while it trains: does one bit differ?")
+    add_code(chaos)
+    chaos.add_argument("--minutes", type=float, default=2.0, metavar="M", help="of disturbed training, about")
+    chaos.add_argument("--seed", type=int, default=0, help="of the schedule and of the model")
+    chaos.add_argument(
+        "--events",
+        type=lambda text: text.split(","),
+        default=list(CHAOS_EVENTS),
+        metavar="EVENT,...",
+        help=f"of {', '.join(CHAOS_EVENTS)} (default: all)",
+    )
+    chaos.add_argument("--data", type=Path, metavar="FILE", help="Criteo rows (.tsv or .tsv.gz); default: made-up rows")
+    chaos.add_argument("--batch-size", type=int, default=128, metavar="B", help="samples per trainer and step")
+    chaos.add_argument("--trainers", type=int, default=2, metavar="T")
+    chaos.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="of the tables")
+    chaos.add_argument("--out", type=Path, default=Path("chaos"), metavar="DIR")
 
     serve = commands.add_parser("serve", help="one server process")
     serve.add_argument("--join", metavar="HOST:PORT", help="the coordinator (default: $TORCH_ECREC_JOIN)")
@@ -186,6 +203,10 @@ def run(arguments: argparse.Namespace) -> int:
         from torch_ecrec.demo.run import run_demo
 
         return run_demo(arguments)
+    if arguments.command == "chaos":
+        from torch_ecrec.demo.chaos import run_chaos
+
+        return run_chaos(arguments)
     if arguments.command == "bench":
         arguments.out.mkdir(parents=True, exist_ok=True)
         return int(_module_of(arguments.bench).run(arguments))

@@ -24,6 +24,7 @@ OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no spare
 PROTECTIONS = ("parity", "none")
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
+CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
 FIELD_SIZE = 256
 
 

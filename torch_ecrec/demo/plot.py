@@ -142,6 +142,43 @@ def _draw_slots(axes: Axes, kills: Sequence[dict[str, Any]], slots: int, start_s
                     axes.add_patch(Rectangle((begin, slot - 0.34), end - begin, 0.68, color=color, lw=0))
 
 
+def draw_chaos(result: dict[str, Any], path: Path) -> None:
+    """A timeline of `chaos`: throughput, the events, the slots' state and the memory of all processes."""
+    if len(result["step_times_s"]) < 3:
+        return
+    samples = result["samples"]
+    figure = Figure(figsize=(1.6 * WIDTH_INCHES, 6.5), dpi=DPI, facecolor="white")
+    rates, strip, memory = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1.2, 1.5]})
+    per_step = result["arguments"]["batch_size"] * result["arguments"]["trainers"]
+    rates.plot(*throughput(result["step_times_s"], per_step), color=RUN, lw=0.8)
+    rates.set_ylabel("samples / s")
+    colors = {"kill-server": LOST, "stop-server": REBUILDING, "kill-trainer": "#7c3aed", "stop-trainer": "#c4b5fd"}
+    for entry in result["schedule"]:
+        color = colors.get(entry["event"], INK)
+        for axes in (rates, strip):
+            axes.axvline(entry["s"], color=color, lw=0.9, alpha=0.8)
+            if entry["seconds"]:
+                axes.axvspan(entry["s"], entry["s"] + entry["seconds"], color=color, alpha=0.15, lw=0)
+    for event in dict.fromkeys(entry["event"] for entry in result["schedule"]):
+        count = sum(entry["event"] == event for entry in result["schedule"])
+        rates.plot([], [], color=colors.get(event, INK), label=f"{count} {event}")
+    rates.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False)
+    slots = 1 + max((slot for sample in samples for slot in sample["unhealthy"]), default=0)
+    for sample in samples:
+        strip.barh(sample["unhealthy"], 0.5, left=sample["s"], height=0.8, color=REBUILDING, lw=0)
+    strip.set_ylim(-0.6, max(slots, 3) - 0.4)
+    strip.set_ylabel("slots not whole")
+    memory.plot([s["s"] for s in samples], [s["resident_bytes"] / 2**30 for s in samples], color=INK, lw=0.9)
+    memory.set_ylim(bottom=0)
+    memory.set_ylabel("resident GiB")
+    memory.set_xlabel("seconds since the first step")
+    for axes in (rates, strip, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.005)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 def _label_events(axes: Axes, kill: dict[str, Any], start_s: float, end_s: float) -> None:
     """The five moments of one failure, labelled above the picture, with leader lines."""
     events = [(kill["times"][name] - start_s, title) for name, title in EVENTS if kill["times"][name] is not None]

@@ -198,6 +198,7 @@ class Run:
         self._timers: list[threading.Timer] = []
         self._coordinator_gone: str | None = None
         self._cluster: Supervisor | None = None
+        self.environment = {"TORCH_ECREC_HEARTBEAT_S": str(HEARTBEAT_S), "OMP_NUM_THREADS": "1"}
         self._news: list[str] = []  # lines to show
         self._moved_s = time.monotonic()  # when a step was completed last
 
@@ -298,19 +299,18 @@ class Run:
         for file in self.logs.glob("*.log"):
             file.unlink()
         self._moved_s = time.monotonic()
-        environment = {"TORCH_ECREC_HEARTBEAT_S": str(HEARTBEAT_S), "OMP_NUM_THREADS": "1"}
         cluster = Supervisor(
             self.code,
             self.arguments.spares,
             without_spare=self.arguments.without_spare,
             logs=self.logs,
-            environment=environment,
+            environment=self.environment,
         )
         self._cluster = cluster
         with cluster:
             self._connect()
             try:
-                with self._trainers(cluster.join, environment) as trainers:
+                with self._trainers(cluster.join) as trainers:
                     self._watch(cluster, trainers)
                 self._settle()
             finally:
@@ -325,7 +325,7 @@ class Run:
         return self.logs / f"trainer.{trainer}.json"
 
     @contextlib.contextmanager
-    def _trainers(self, join: str, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    def _trainers(self, join: str) -> Iterator[subprocess.Popen[bytes]]:
         for trainer in range(self.arguments.trainers):
             self._report_path(trainer).unlink(missing_ok=True)
         module, root = example()
@@ -344,13 +344,16 @@ class Run:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=root,
-                env={**os.environ, **environment, **FRESH_STORE, "TORCH_ECREC_JOIN": join},
+                env={**os.environ, **self.environment, **FRESH_STORE, "TORCH_ECREC_JOIN": join},
                 start_new_session=True,  # Ctrl-C reaches us, and we end them
             )
         try:
             yield process
         finally:
             end_tree(process)
+
+    def on_tick(self) -> None:
+        """Called many times a second while the trainers run."""
 
     def _watch(self, cluster: Supervisor, trainers: subprocess.Popen[bytes]) -> None:
         """Until the trainers are done."""
@@ -362,6 +365,7 @@ class Run:
                 trainers.wait(TICK_S)
             if _interrupted.is_set():
                 raise KeyboardInterrupt
+            self.on_tick()
             now_s = time.monotonic()
             with self._lock:
                 news, self._news = self._news, []
@@ -527,21 +531,21 @@ def assemble(arguments: argparse.Namespace, run: Run, calm: Run | None, error: s
         "servers": run.record.servers(),
         "bytes_sent": run.record.bytes_sent(),
     }
-    cleaned: dict[str, Any] = _without_nan(result)
+    cleaned: dict[str, Any] = without_nan(result)
     return cleaned
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """JSON knows no NaN: null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    return [_without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: without_nan(item) for key, item in value.items()}
+    return [without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM ends the demo as Ctrl-C does: with everything it has started."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -583,7 +587,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     run = Run(arguments, code, kills, out / "logs" / "run", terminal)
     calm: Run | None = None
     error: str | None = "interrupted"
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         try:
             warm()
             run.execute()

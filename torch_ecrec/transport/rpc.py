@@ -374,7 +374,8 @@ class RpcTransport:
     def join(self, generation: int, members: Sequence[str], store: tuple[str, int], timeout_s: float) -> None:
         """Forms `generation` together with the other members. Blocks.
 
-        The generation joined before, if any, goes on until all members have arrived, and for good if they do not. A join with a higher generation, or `close`, on another thread ends one that is still waiting.
+        The generation joined before, if any, goes on until all members have arrived, and for good if they do not. A
+        join with a higher generation, or `close`, on another thread ends one that is still waiting.
 
         Args:
             generation: higher than any before.

@@ -1,0 +1,250 @@
+"""`torch-ecrec chaos`: a random schedule of kills and hangs against real processes, then: does one bit differ?
+
+    torch-ecrec chaos --minutes 5 --seed 1 -k 4 -r 2 --servers 6 --trainers 3
+
+A short run measures the pace, so that training takes about `--minutes`. Then it trains the demonstration's model while
+events come at random moments, alone or several at one instant, and trains the same again undisturbed.
+
+The schedule stays within the contract: an event comes once all that former ones took is there again, and at one instant
+at most r servers are hit, with any number of trainers, and the coordinator. A process that is stopped (SIGSTOP) goes on
+(SIGCONT) after 1, 5 or 20 s; the lease is `LEASE_S`, so that some are taken for lost meanwhile and some are not.
+
+Written to the folder: chaos.json (arguments, schedule, events, samples of throughput and memory, verdict), chaos.png,
+and the logs of all processes. A failure prints the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import math
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from torch_ecrec.config import CHAOS_EVENTS, CodeSpec, require
+from torch_ecrec.demo import run as demo
+from torch_ecrec.errors import ClusterError, ClusterUnavailable
+from torch_ecrec.launch import warm
+
+STOPS_S = (1.0, 5.0, 20.0)
+LEASE_S = 3.0
+PAUSE_S = (0.3, 4.0)  # between two instants, at least and at most, once the cluster is whole
+WHOLE_LIMIT_S = 120.0  # to be whole again after an event
+SAMPLE_S = 0.5
+PACE_STEPS = 150  # of the run that measures the pace
+DISTURBED = 0.6  # of the pace is left, about, while events come
+LAST_SHARE = 0.97  # of the steps; later there are no events
+
+
+class ChaosRun(demo.Run):
+    """One training, disturbed at random.
+
+    Attributes:
+        schedule: what was done, in order: seconds since the first step, kind, whom, for how long.
+        samples: every `SAMPLE_S`: seconds since the first step, step, slots that are not healthy, resident bytes.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: demo.Terminal) -> None:
+        super().__init__(arguments, code, [], logs, terminal)
+        self.environment["TORCH_ECREC_LEASE_S"] = str(LEASE_S)
+        self.schedule: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
+        self._random = random.Random(arguments.seed)
+        self._next_s: float | None = None  # when the next instant comes; None: not before the cluster is whole
+        self._waiting_since_s = time.monotonic()
+        self._sampled_s = 0.0
+        self._stopped: dict[int, float] = {}  # pid -> when it goes on
+
+    def on_tick(self) -> None:
+        """Called many times a second while the trainers run."""
+        now_s = time.monotonic()
+        for pid in [pid for pid, until_s in self._stopped.items() if until_s <= now_s]:
+            del self._stopped[pid]
+            _send(pid, signal.SIGCONT)
+        with self._lock:
+            step, begun = self.record.step, self.record.step_times[:1]
+            whole = self.record.settled and len(self.record.trainers) == self.arguments.trainers
+        if not begun:
+            self._waiting_since_s = now_s
+            return
+        since_s = time.time() - begun[0]
+        if now_s - self._sampled_s >= SAMPLE_S:
+            self._sampled_s = now_s
+            self._sample(since_s)
+        if step >= LAST_SHARE * self.arguments.steps:
+            return
+        if not whole or self._stopped:
+            self._next_s = None
+            if now_s - self._waiting_since_s > WHOLE_LIMIT_S + max(STOPS_S):
+                raise ClusterUnavailable(f"not whole again within {WHOLE_LIMIT_S:g} s; last event {self.schedule[-1:]}")
+        elif self._next_s is None:
+            self._next_s = now_s + self._random.uniform(*PAUSE_S)
+            self._waiting_since_s = now_s
+        elif now_s >= self._next_s:
+            self._next_s, self._waiting_since_s = None, now_s
+            for kind in self._instant():
+                self._do(kind, since_s)
+
+    def _instant(self) -> list[str]:
+        """What happens at one instant: mostly one event, now and then several."""
+        kinds = list(self.arguments.events)
+        chosen = [self._random.choice(kinds)]
+        while self._random.random() < 0.3:
+            chosen.append(self._random.choice(kinds))
+        kept: list[str] = []
+        for kind in chosen:
+            most = {"server": self.code.parities, "trainer": self.arguments.trainers, "coordinator": 1}
+            role = kind.partition("-")[2]
+            if sum(other.endswith(role) for other in kept) < most[role]:
+                kept.append(kind)
+        return kept
+
+    def _do(self, kind: str, since_s: float) -> None:
+        what, _, role = kind.partition("-")
+        with self._lock:
+            numbers = list(range(self.code.slots if role == "server" else self.arguments.trainers))
+            hit = [entry["number"] for entry in self.schedule if entry["s"] == since_s and entry["role"] == role]
+            number = 0 if role == "coordinator" else self._random.choice([n for n in numbers if n not in hit])
+            seconds = self._random.choice(STOPS_S) if what == "stop" else 0.0
+            member = self.record.target(role, number)
+            if member is None:
+                return
+            self.record.pids["coordinator"] = self._cluster.coordinator.pid if self._cluster is not None else 0
+            pid = self.record.pids[member]
+            if what == "kill" or seconds > LEASE_S:
+                self.record.on_kill(kind, role, number, time.time())
+            entry = {"s": since_s, "event": kind, "role": role, "number": number, "member": member, "pid": pid}
+            self.schedule.append({**entry, "seconds": seconds, "step": self.record.step})
+            for_s = f" for {seconds:g} s" if seconds else ""
+            self._news.append(f"step {self.record.step}: {kind} {number}{for_s} ({member}, pid {pid})")
+        _send(pid, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+        if what == "stop":
+            self._stopped[pid] = time.monotonic() + seconds
+
+    def _sample(self, since_s: float) -> None:
+        resident = 0
+        for pid in demo.descendants(os.getpid()):
+            with contextlib.suppress(psutil.Error):
+                resident += psutil.Process(pid).memory_info().rss
+        with self._lock:
+            unhealthy = [slot for slot, healthy in enumerate(self.record.healthy) if not healthy]
+            self.samples.append(
+                {"s": since_s, "step": self.record.step, "unhealthy": unhealthy, "resident_bytes": resident}
+            )
+
+    def release(self) -> None:
+        """Lets everybody go on who is stopped: nobody can be ended politely otherwise."""
+        for pid in self._stopped:
+            _send(pid, signal.SIGCONT)
+        self._stopped = {}
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def check(arguments: argparse.Namespace) -> CodeSpec:
+    """Raises ValueError or TypeError if an argument is wrong; nothing was started."""
+    unknown = [event for event in arguments.events if event not in CHAOS_EVENTS]
+    require(not unknown, f"`--events` must be of {', '.join(CHAOS_EVENTS)}, got {', '.join(unknown)}")
+    require(arguments.minutes > 0, f"`--minutes` must be positive, got {arguments.minutes}")
+    arguments.kill, arguments.compare, arguments.max_restarts = ["none"], True, 10_000
+    arguments.without_spare, arguments.steps = "survivor", PACE_STEPS
+    code, _ = demo.check(arguments)
+    require(code.parities > 0, "chaos without protection loses data at once")
+    return code
+
+
+def pace(arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: demo.Terminal) -> float:
+    """Steps per second of an undisturbed run."""
+    run = demo.Run(arguments, code, [], logs, terminal)
+    run.execute()
+    times = run.record.step_times
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def run_chaos(arguments: argparse.Namespace) -> int:
+    """Runs it; returns 0 if nothing differs and everybody ended, 1 otherwise.
+
+    Raises:
+        ValueError, TypeError: bad arguments.
+        ClusterError: a run did not come to its end; the seed is on standard error.
+    """
+    code = check(arguments)
+    out, terminal = arguments.out, demo.Terminal()
+    begin_s, before = time.time(), set(demo.descendants(os.getpid()))
+    error: str | None = "interrupted"
+    calm: demo.Run | None = None
+    with demo.sigterm_interrupts():
+        warm()
+        terminal.say("measuring the pace")
+        rate = pace(arguments, code, out / "logs" / "pace", terminal)
+        arguments.steps = max(PACE_STEPS, math.ceil(60 * arguments.minutes * rate * DISTURBED))
+        terminal.say(f"{rate:.1f} steps/s undisturbed: {arguments.steps} steps; seed {arguments.seed}")
+        run = ChaosRun(arguments, code, out / "logs" / "run", terminal)
+        try:
+            try:
+                run.execute()
+            finally:
+                run.release()
+            minutes = (time.time() - begin_s) / 60
+            terminal.say("\nthe same training, undisturbed:")
+            calm_arguments = copy.copy(arguments)
+            calm = demo.Run(calm_arguments, code, [], out / "logs" / "undisturbed", terminal)
+            calm.execute()
+            error = None
+        except ClusterError as failure:
+            error = str(failure)
+            print(f"torch-ecrec: chaos with seed {arguments.seed} failed; logs: {out / 'logs'}", file=sys.stderr)
+            raise
+        finally:
+            figures = run.figures()
+            different = demo.differences(figures, calm.figures()) if calm is not None and calm.reports else []
+            left = [pid for pid in demo.descendants(os.getpid()) if pid not in before]
+            result = {
+                "versions": demo.versions(),
+                "arguments": {
+                    n: str(v) if isinstance(v, Path) else v for n, v in vars(arguments).items() if n != "command"
+                },
+                "error": error,
+                "differences": different,
+                "unexpected": run.record.unexpected,
+                "processes_left": left,
+                "threads": [thread.name for thread in threading.enumerate()],
+                "schedule": run.schedule,
+                "kills": [kill.to_json(run.record.step_times) for kill in run.record.kills],
+                "samples": run.samples,
+                **figures,
+            }
+            (out / "chaos.json").write_text(json.dumps(demo.without_nan(result), indent=1, allow_nan=False) + "\n")
+            with contextlib.suppress(ImportError):  # no matplotlib: the figures are in the JSON
+                from torch_ecrec.demo.plot import draw_chaos
+
+                draw_chaos(result, out / "chaos.png")
+    counts = {event: sum(entry["event"] == event for entry in run.schedule) for event in CHAOS_EVENTS}
+    faults = [*different, *run.record.unexpected, *(f"process {pid} is left" for pid in left)]
+    verdict = "EQUAL: every record, every dense parameter and every loss, bit for bit" if not different else "NOT EQUAL"
+    terminal.say(f"\n{minutes:.1f} minutes, {arguments.steps} steps, seed {arguments.seed}: {verdict}")
+    terminal.say("events: " + ", ".join(f"{count} {event}" for event, count in counts.items() if count))
+    restarts = [kill["after_kill_s"]["first_step_s"] for kill in result["kills"] if kill["role"] == "trainer"]
+    servers = [kill["after_kill_s"]["first_step_s"] for kill in result["kills"] if kill["role"] == "server"]
+    for name, values in (("a trainer", restarts), ("a server", servers)):
+        known = sorted(value for value in values if value is not None)
+        if known:
+            middle = known[len(known) // 2]
+            terminal.say(f"first step after the loss of {name}: {middle:.2f} s median, {known[-1]:.2f} s worst")
+    terminal.say(f"written: {out / 'chaos.json'}, {out / 'chaos.png'}")
+    if faults:
+        print(f"torch-ecrec: seed {arguments.seed}: {'; '.join(faults)}; logs: {out / 'logs'}", file=sys.stderr)
+    return 1 if faults else 0
