@@ -327,7 +327,6 @@ def test_a_snapshot_taken_by_a_flush_is_as_good() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-@pytest.mark.xfail(strict=True, reason="a flush takes the random states before the next pass has drawn its seed")
 def test_a_flush_between_passes_is_as_good() -> None:
     first = attach(made(), loader())
     first.steps(4)
@@ -338,9 +337,6 @@ def test_a_flush_between_passes_is_as_good() -> None:
     assert second.losses == first.losses
 
 
-@pytest.mark.xfail(
-    strict=True, reason="`attach` returns one iterator: the pipeline takes it for the one that has ended"
-)
 def test_the_pipeline_begins_another_pass() -> None:
     trainer = attach(made(), Passes(4))
     runner = TrainPipelineSparseDist(trainer.model, trainer.optimizer, CPU)
@@ -353,7 +349,6 @@ def test_the_pipeline_begins_another_pass() -> None:
         assert trainer.model.steps_done == done
 
 
-@pytest.mark.xfail(strict=True, reason="every forward with grad counts as a batch that was trained on")
 def test_a_forward_that_nothing_is_trained_on_does_not_move_the_reader() -> None:
     first = attach(made())
     first.steps(2)
@@ -366,7 +361,6 @@ def test_a_forward_that_nothing_is_trained_on_does_not_move_the_reader() -> None
     assert second.losses == first.losses
 
 
-@pytest.mark.xfail(strict=True, reason="states are let go by snapshots only")
 def test_without_snapshots_few_states_of_the_reader_are_kept() -> None:
     trainer = attach(made(snapshot_every=0))
     trainer.steps(END)
@@ -469,7 +463,6 @@ def test_other_dense_optimizers_are_refused_and_nothing_is_changed() -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="the dense model is loaded before the attached things are compared")
 def test_other_attachments_are_refused_and_nothing_is_changed() -> None:
     first = attach(made())
     first.steps(4)

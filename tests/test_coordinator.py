@@ -8,7 +8,8 @@ import pytest
 
 import torch_ecrec
 from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec, TableSpec
-from torch_ecrec.coordinator import FORMING_LIMIT_S, Coordinator
+from torch_ecrec.coordinator import FENCED, FORMING_LIMIT_S, REGATHER_S, Coordinator
+from torch_ecrec.transport.wire import Placement
 
 TABLES = (TableSpec("a", 30, 4, -1.0, 1.0), TableSpec("b", 20, 8, -1.0, 1.0, OptimizerSpec("adagrad")))
 
@@ -211,21 +212,227 @@ def test_a_late_entry_into_an_old_generation_counts_for_nothing() -> None:
 
 def test_leases() -> None:
     h = Harness(lease_s=20.0).start()
-    for name in h.core.members:
-        if name != "server-1":
-            h.core.on_heard(name, 100.0)
-    h.core.on_tick(100.0)
+    for now_s in range(11, 35):
+        for name in h.core.members:
+            if name != "server-1":
+                h.core.on_heard(name, now_s)
+        h.core.on_tick(now_s)
     assert [e["member"] for e in h.events if e["event"] == "lost"] == ["server-1"]
     assert h.places[1] == "server-3"
 
 
-def test_a_trainer_that_dies_ends_the_job_and_one_that_leaves_does_not() -> None:
+def reach(h: Harness, slot: int, applied: int, floor: int = 0, **fields: Any) -> None:
+    """A slot says which steps it can go back to; it holds the dense snapshots of the last two that it has applied."""
+    kept = [[step, list(range(h.job.trainers))] for step in range(max(1, applied - 1), applied + 1)]
+    message = {"era": h.core.era, "incarnation": h.core.slots[slot].incarnation, "snapshots": kept, **fields}
+    h.say(h.places[slot], type="reach", slot=slot, applied=applied, floor=floor, **message)
+
+
+def durable(h: Harness, slot: int) -> None:
+    incarnation = h.core.slots[slot].incarnation
+    h.say(h.places[slot], type="durable", era=h.core.era, slot=slot, incarnation=incarnation)
+
+
+def told(h: Harness, name: str, kind: str) -> list[dict[str, Any]]:
+    return [message for member, message in h.sent if member == name and message["type"] == kind]
+
+
+def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
     h = Harness().start()
-    h.say("trainer-1", type="leave")
+    h.say("trainer-0", type="loaded")
     h.lose("trainer-1")
-    assert h.core.fatal is None
+    assert h.core.fatal is None and h.core.era == 1
+    assert [m["kind"] for m in told(h, "trainer-0", "fatal")] == ["trainers_lost"], "it cannot go on alone"
+    assert told(h, "server-0", "era")[-1] == {"type": "era", "era": 1, "step": None}
+    for slot, applied in enumerate((7, 6, 8)):
+        reach(h, slot, applied)
+    assert h.core.going_back is not None and h.core.going_back.step == 6, "all reach it, and a snapshot is kept"
+    assert told(h, "server-2", "era")[-1]["step"] == 6
+    durable(h, 0)
+    durable(h, 1)
+    names = [h.trainer(0), h.trainer(1)]
+    assert names == ["trainer-0_2", "trainer-1_2"]
+    assert all(told(h, name, "welcome")[-1]["restarted"] for name in names)
+    assert not told(h, names[0], "resume"), "slot 2 is not there yet"
+    durable(h, 2)
+    assert told(h, names[0], "resume") == [{"type": "resume", "era": 1, "step": 6}] and h.core.going_back is None
+
+
+def test_trainers_that_come_late_are_told_at_once() -> None:
+    h = Harness().start()
+    h.lose("trainer-1")
+    for slot in range(3):
+        reach(h, slot, 5)
+        durable(h, slot)  # too early, for the first two: nobody knows the step yet
+    for slot in range(2):
+        durable(h, slot)
+    assert h.core.going_back is None
+    name = h.trainer(0)
+    assert told(h, name, "resume")[-1]["step"] == 5
+
+
+def test_a_server_lost_meanwhile_begins_another_era() -> None:
+    h = Harness().start()
     h.lose("trainer-0")
-    assert h.core.fatal is not None and "trainer-0" in h.core.fatal
+    for slot in range(3):
+        reach(h, slot, 9)
+    h.lose("server-1")
+    assert h.core.era == 2 and h.core.going_back is not None and h.core.going_back.step is None
+    reach(h, 0, 9)
+    reach(h, 2, 9)
+    reach(h, 1, 4, era=1)  # of the era before
+    reach(h, 1, 4, incarnation=0)  # of a host that was replaced
+    assert h.core.going_back.step is None
+    h.say(h.places[1], type="reach", era=2, slot=1, incarnation=1, applied=4, floor=0, snapshots=[[4, [0, 1]]])
+    assert h.core.going_back.step == 4, "its new host knows no more than four steps"
+
+
+def test_without_a_snapshot_that_all_can_go_back_to_the_job_ends() -> None:
+    h = Harness().start()
+    h.lose("trainer-0")
+    for slot in range(3):
+        reach(h, slot, 20, floor=15, snapshots=[[16, [0]]])  # of one trainer only
+    assert h.core.fatal is not None and "no dense snapshot of the steps 15 to 20" in h.core.fatal
+
+
+def test_trainers_that_left_are_done_and_new_ones_go_on_from_there() -> None:
+    h = Harness().start()
+    for name in ("trainer-0", "trainer-1"):
+        h.say(name, type="leave")
+        h.lose(name)
+    assert h.core.fatal is None and h.core.era == 0
+    h.trainer(0)
+    assert h.core.era == 1 and h.core.going_back is not None
+
+
+def test_nothing_is_moved_while_the_servers_go_back() -> None:
+    h = Harness(spares=0).start(3)
+    h.lose("server-0")
+    h.rebuilt(0)
+    assert h.places == ["server-1", "server-1", "server-2"]
+    h.lose("trainer-0")
+    h.server()
+    h.enter()
+    assert h.places == ["server-1", "server-1", "server-2"], "a new host would not know how far to go back"
+    for slot in range(3):
+        reach(h, slot, 3)
+    for slot in range(3):
+        durable(h, slot)
+    assert h.places == ["server-1", "server-3", "server-2"]
+
+
+def test_who_was_silent_for_a_lease_is_fenced_unless_the_coordinator_slept() -> None:
+    h = Harness(lease_s=10.0).start()
+    for _ in range(8):
+        h.now_s += 1.0
+        for name in ("server-0", "server-2", "server-3", "trainer-0", "trainer-1"):
+            h.say(name, type="beat")
+        h.core.on_tick(h.now_s)
+    h.now_s += 60.0  # it was stopped
+    h.core.on_tick(h.now_s)
+    assert h.places[1] == "server-1"
+    for _ in range(11):
+        h.now_s += 1.0
+        for name in ("server-0", "server-2", "server-3", "trainer-0", "trainer-1"):
+            h.say(name, type="beat")
+        h.core.on_tick(h.now_s)
+    assert h.places[1] == "server-3" and [m["kind"] for m in told(h, "server-1", "fatal")] == ["fenced"]
+    h.say("server-1", type="rebuilt", slot=1, incarnation=1)
+    assert not h.core.slots[1].healthy, "nothing that it says counts"
+
+
+# a coordinator that was started again -------------------------------------------------------------
+
+
+def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
+    """What a member of `h` tells another coordinator."""
+    member = h.core.members[name]
+    placement = Placement(h.core.epoch, tuple(h.core.slots)).to_json() if h.core.slots else None
+    message = {"type": "rejoin", "name": name, "role": member.role, "rank": member.rank, "code": h.core._code_json()}
+    message |= {"generation": member.generation, "newest": member.generation, "world": h.core.world}
+    message |= {"job": h.job.to_json(), "placement": placement, "era": 0, "frozen": False, "resume_step": 0}
+    return h.message(**{**message, "loaded": True, **fields})
+
+
+def rejoin(h: Harness, message: dict[str, Any]) -> None:
+    assert h.core.rejoin_refusal(message) is None
+    h.core.on_rejoin(message, h.now_s)
+
+
+MEMBERS = ("server-0", "server-1", "server-2", "server-3", "trainer-0", "trainer-1")
+
+
+def test_members_tell_a_new_coordinator_what_they_know() -> None:
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        assert not after.core.slots
+        rejoin(after, known(before, name))
+    assert after.places == before.places and after.core.epoch == before.core.epoch + 1 and after.core.loaded
+    assert after.core.generation == before.core.generation, "the RPC world goes on"
+    assert after.core.era == 0 and after.core.fatal is None
+    assert after.server() == "server-4"
+    assert after.core.rejoin_refusal(known(before, "server-1")) == ("fenced", FENCED)
+
+
+def test_who_does_not_come_back_is_lost() -> None:
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        if name != "server-1":
+            rejoin(after, known(before, name))
+    assert not after.core.slots
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.places == ["server-0", "server-3", "server-2"] and after.core.slots[1].incarnation == 1
+    assert after.core.era == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trainer-1": None},  # died meanwhile
+        {"server-0": {"frozen": True, "era": 1}},
+        {"server-0": {"era": 1}, "server-1": {"era": 1}, "server-2": {"era": 1}, "server-3": {"era": 1}},
+    ],
+)
+def test_lost_trainers_begin_an_era_at_the_new_coordinator(change: dict[str, dict[str, Any] | None]) -> None:
+    """Also where the servers had gone back, and the trainers had not been told."""
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        fields = change.get(name, {})
+        if fields is not None:
+            rejoin(after, known(before, name, **fields))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.core.going_back is not None and after.core.era > max((f or {}).get("era", 0) for f in change.values())
+    assert not after.core._present("trainer")
+
+
+def test_a_member_without_a_world_does_not_end_the_waiting() -> None:
+    before, after = Harness().start(), Harness()
+    rejoin(after, known(before, "server-3", placement=None, job=None, world=[], generation=0, newest=0))
+    after.core.on_tick(after.now_s)
+    for name in MEMBERS:
+        if name != "server-3":
+            rejoin(after, known(before, name))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.places == before.places and after.core.fatal is None
+
+
+def test_a_generation_that_was_being_formed_is_not_asked_for_again() -> None:
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        rejoin(after, known(before, name, newest=2))
+    assert after.core.generation == 3 and after.core.world == list(MEMBERS)
+
+
+def test_the_coordinator_outlives_a_training_whose_servers_have_left() -> None:
+    h = Harness().start()
+    for name in ("trainer-0", "trainer-1", "server-0", "server-1", "server-2", "server-3"):
+        h.say(name, type="leave")
+    h.now_s += 1
+    h.core.on_tick(h.now_s)
+    assert h.core.fatal is None
 
 
 def test_a_server_that_leaves_in_mid_training_is_lost() -> None:
@@ -242,7 +449,7 @@ def test_a_server_that_leaves_in_mid_training_is_lost() -> None:
 def test_loaded_reaches_all_trainers_also_late_ones() -> None:
     h = Harness().start()
     h.say("trainer-0", type="loaded")
-    assert {n for n, m in h.sent if m["type"] == "loaded"} == {"trainer-0", "trainer-1"}
+    assert {n for n, m in h.sent if m["type"] == "loaded"} == set(h.core.members), "servers tell the next coordinator"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +461,6 @@ def test_loaded_reaches_all_trainers_also_late_ones() -> None:
         ({"role": "server", "code": {"slots": 7}}, ["slots is 3", "got 7"]),
         ({"role": "server", "job_digest": "another"}, ["other tables"]),
         ({"role": "trainer", "rank": 2}, ["below 2", "got 2"]),
-        ({"role": "trainer", "rank": 0}, ["trainer 0 has joined before"]),
         ({"role": "trainer", "rank": 1, "job": {}}, ["not a job"]),
         ({"role": "trainer", "job": None}, ["not a job"]),
         ({"role": "observer"}, ["not a role"]),
@@ -309,7 +515,9 @@ def test_a_survivor_with_two_slots_takes_both_along() -> None:
 def test_a_new_host_that_finds_nothing_stops_everything() -> None:
     h = Harness().start()
     h.lose("server-1")
-    h.say("server-3", type="unrecoverable", slot=1)
+    h.say("server-3", type="unrecoverable", slot=1, incarnation=0)
+    assert h.core.fatal is None, "said of an earlier life"
+    h.say("server-3", type="unrecoverable", slot=1, incarnation=1)
     assert h.core.fatal is not None and "slot 1" in h.core.fatal and h.events[-1]["kind"] == "data_loss"
 
 
@@ -325,7 +533,7 @@ def test_a_trainer_that_dies_while_the_first_world_forms_may_come_back() -> None
     assert h.core.epoch == 0 and h.core.fatal is None
     h.trainer(0)
     h.enter()
-    assert h.core.epoch == 1 and {"trainer-0", "trainer-1"} <= set(h.core.world)
+    assert h.core.epoch == 1 and {"trainer-0_2", "trainer-1"} <= set(h.core.world)
 
 
 def test_a_slot_lost_while_a_world_forms_is_placed_when_it_has_formed() -> None:

@@ -100,7 +100,6 @@ def test_a_plain_reader_is_drawn_again(kind: str, ahead: int, forwards: int) -> 
     assert first(15 - forwards, by_next(after)) == expected[forwards:]
 
 
-@pytest.mark.xfail(strict=True, reason="`for` calls __iter__, which begins the pass anew: what was skipped comes again")
 @pytest.mark.parametrize("kind", ["list", "factory"])
 def test_a_plain_reader_that_was_drawn_again_goes_on_in_a_for_loop(kind: str) -> None:
     before = TrackedReader(plain(kind))
@@ -155,7 +154,6 @@ def test_an_empty_reader_cannot_be_drawn_again() -> None:
         TrackedReader([]).load({"draws": 3, "state": None})
 
 
-@pytest.mark.xfail(strict=True, reason="StopIteration gets out of `load` where a second pass is empty")
 def test_a_generator_that_ends_too_early_is_told() -> None:
     with pytest.raises(Exception) as caught:  # of any type: pytest takes StopIteration badly
         TrackedReader(i for i in range(2)).load({"draws": 3, "state": None})
@@ -260,7 +258,6 @@ def test_a_warm_up_goes_on_where_it_was(make: Any) -> None:
         assert rates(after) == rates(before)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="a warm-up that has not stepped has no counter to load into")
 @pytest.mark.parametrize("make", [inside, around])
 def test_a_warm_up_that_was_made_anew_goes_on_where_it_was(make: Any) -> None:
     model = nn.Linear(2, 1)

@@ -4,7 +4,7 @@ Public names (imported on first use, so that a server process does not load Torc
 
     DistributedModelParallel   drop-in for torchrec.distributed.DistributedModelParallel
     CodeSpec, Settings         how records are protected; time limits
-    ClusterError, DataLoss, ClusterUnavailable, JoinRefused, TrainersLost, NonFiniteGradient
+    ClusterError, DataLoss, ClusterUnavailable, JoinRefused, TrainersLost, Fenced, NonFiniteGradient
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _PLACES = {
     "ClusterError": "torch_ecrec.errors",
     "ClusterUnavailable": "torch_ecrec.errors",
     "DataLoss": "torch_ecrec.errors",
+    "Fenced": "torch_ecrec.errors",
     "JoinRefused": "torch_ecrec.errors",
     "TrainersLost": "torch_ecrec.errors",
     "NonFiniteGradient": "torch_ecrec.errors",

@@ -1,7 +1,8 @@
 """Command line: `torch-ecrec demo | chaos | serve | up | status | bench | warm`, also as `python -m torch_ecrec`.
 
 Exit codes: 0 done, 1 failed, 2 bad arguments or refused by the cluster, 3 data lost beyond what the code repairs, 4 the
-cluster cannot be reached or did not answer, 130 interrupted.
+cluster cannot be reached or did not answer, 5 another trainer was lost, 6 this process was taken for lost, 130
+interrupted.
 """
 
 from __future__ import annotations

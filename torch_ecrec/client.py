@@ -285,7 +285,8 @@ class Session:
         self._resumed: tuple[int, int] | None = None  # the era, and the step after which this trainer goes on
         self._closed = False
         self._pending_load: dict[int, tuple[Tensor, Tensor]] = {}
-        self._has_loaded = False
+        self._loaded_into: tuple[int, ...] | None = None  # incarnations of the slots when loading began
+        self._has_told = False  # trainer 0: that it has loaded
         self._routes: deque[Route] = deque(maxlen=ROUTES_KEPT)
         self._ahead: list[_Ahead] = []
         client.on_change = self._notify
@@ -324,6 +325,8 @@ class Session:
         elif message["type"] == "loaded":
             self._loaded = True
             self._notify()
+        elif message["type"] == "rejoined" and self._has_told:
+            self._tell({"type": "loaded"})
         elif message["type"] == "resume" and self._resumed is None:
             self._resumed = message["era"], message["step"]
             self.client.run(self.client.resume, *self._resumed)
@@ -505,7 +508,6 @@ class Session:
         most = self.client.layouts[slab].rows
         if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < most)).all()):
             raise ValueError(f"`rows` must be ascending and unique, from 0 to {most - 1}")
-        self._has_loaded = True
         self._check_nothing_lost()
         values = records.contiguous().view(torch.uint8)
         self._send_load(slab, False, self.client.route(slab, rows), values)
@@ -567,14 +569,18 @@ class Session:
                     self._load_parity(slab, rows, values, whole=True)
             self._pending_load = {}
             self._check_nothing_lost()
+            self._has_told = True
             self._tell({"type": "loaded"})
         self._wait(lambda: self._loaded, "waiting for trainer 0 to load initial values")
 
     def _check_nothing_lost(self) -> None:
         """A server lost while initial values are loaded takes some of them along: loading has to start again."""
         self._wait(lambda: self.client.placement is not None, "waiting for the cluster")
-        placement = self.client.placement
-        if placement is not None and self._has_loaded and any(place.incarnation for place in placement.slots):
+        assert self.client.placement is not None
+        incarnations = tuple(place.incarnation for place in self.client.placement.slots)
+        if self._loaded_into is None:
+            self._loaded_into = incarnations
+        elif self._loaded_into != incarnations:
             raise ClusterUnavailable("a server was lost while the initial values were loaded; start the job again")
 
     # the rest -----------------------------------------------------------------------------------

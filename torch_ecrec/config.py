@@ -44,6 +44,11 @@ def require_int(name: str, value: object, least: int, most: int | None = None) -
         raise ValueError(f"`{name}` must be at most {most}, got {value}")
 
 
+def restarts() -> int:
+    """How often torchrun has started the trainers again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 @dataclass(frozen=True)
 class OptimizerSpec:
     """The sparse optimizer of some tables.

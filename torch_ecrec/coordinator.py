@@ -191,7 +191,7 @@ class Coordinator:
             return "stopped", f"the cluster has stopped: {self.fatal}"
         if message["code"] != self._code_json():
             return "stopped", f"code parameters are {self._code_json()} in this cluster, got {message['code']}"
-        if self._regathered is None and (self.slots or self.job is not None):
+        if self._regathered is None and self.slots:
             return "fenced", FENCED
         return None
 
@@ -217,22 +217,24 @@ class Coordinator:
         said = self._regathered
         if said is None:
             return
-        newest = max(said.values(), key=lambda m: m["placement"]["epoch"] if m["placement"] else 0)
-        placement = Placement.from_json(newest["placement"]) if newest["placement"] else None
-        hosts = {place.server for place in placement.slots if place.server} if placement else set()
+        placements = [Placement.from_json(m["placement"]) for m in said.values() if m["placement"]]
+        placement = max(placements, key=lambda p: p.epoch, default=None)
         job = next((JobSpec.from_json(m["job"]) for m in said.values() if m["job"]), None)
         trainers = sum(m["role"] == "trainer" for m in said.values())
-        if job is not None and hosts <= said.keys() and trainers == job.trainers:  # spares may be a little later
-            self._regathering_until_s = min(self._regathering_until_s, now_s + SPARES_S)
-        if now_s < self._regathering_until_s and not set(newest["world"]) <= said.keys():
+        world: list[str] = max(said.values(), key=lambda m: int(m["generation"]))["world"]
+        if placement is not None and job is not None and trainers == job.trainers:
+            hosts = {place.server for place in placement.slots if place.server}
+            if hosts <= said.keys():  # spares may be a little later
+                all_here = set(world) <= said.keys()
+                self._regathering_until_s = min(self._regathering_until_s, now_s + (0 if all_here else SPARES_S))
+        if now_s < self._regathering_until_s:
             return
         self._regathered = None
-        self.job = job
+        self.job = job or self.job
         self.loaded = any(m["loaded"] for m in said.values())
-        self.generation = max(m["generation"] for m in said.values())
-        self.world = next(m["world"] for m in said.values() if m["generation"] == self.generation)
-        eras = {m["era"] for m in said.values() if m["role"] == "server"}
-        self.era = max((m["era"] for m in said.values()), default=0)
+        self.generation, self.world = max(m["newest"] for m in said.values()), world
+        eras = {m["era"] for m in said.values()}
+        self.era = max(eras)
         if placement is not None:
             self.epoch, self.slots = placement.epoch, list(placement.slots)
         self.resume_step = max(m["resume_step"] for m in said.values())
@@ -244,7 +246,8 @@ class Coordinator:
             return
         assert job is not None
         frozen = any(m["frozen"] for m in said.values())
-        if frozen or len(eras) > 1 or trainers < job.trainers:
+        strangers = any(m.role == "trainer" and m.name not in said for m in self.members.values())
+        if frozen or len(eras) > 1 or trainers < job.trainers or strangers:
             self._lose_trainers("trainers were lost while there was no coordinator", now_s)
         gone = [i for i, place in enumerate(self.slots) if place.server and place.server not in said]
         if gone:
@@ -270,7 +273,7 @@ class Coordinator:
         elif kind == "rebuilt":
             self.on_rebuilt(message["slot"], message["incarnation"])
         elif kind == "unrecoverable":
-            self.on_unrecoverable(message["slot"])
+            self.on_unrecoverable(message["slot"], message["incarnation"])
         elif kind == "reach":
             self.on_reach(message)
         elif kind == "durable":
@@ -291,7 +294,8 @@ class Coordinator:
 
     def on_left(self, name: str, now_s: float) -> None:
         """A trainer that is done, or a server that ends: what it hosted is lost as if it had been killed."""
-        if any(place.server == name for place in self.slots) and self._present("trainer"):
+        in_training = bool(self._present("trainer")) or self.going_back is not None
+        if in_training and any(place.server == name for place in self.slots):
             self.on_lost(name, now_s, "it left")
             return
         self.members[name].left = True
@@ -354,6 +358,8 @@ class Coordinator:
         if not self.slots and (not trainers or len(servers) < self.code.slots):
             return
         present = servers + trainers
+        if not present:
+            return
         waited = now_s - max(m.joined_s for m in present)
         if not self.slots and len(servers) < self.code.slots + self.spares and waited < 5.0:
             return  # spares are on their way
@@ -469,6 +475,8 @@ class Coordinator:
         crowded = [i for i, place in enumerate(self.slots) if self._load_of(place.server) > 1]
         if not spares or not crowded or not all(place.healthy for place in self.slots) or not self.code.parities:
             return
+        if self.going_back is not None:  # later: a new host does not know how far to go back
+            return
         i = crowded[-1]
         self.slots[i] = SlotPlace(spares[0], self.slots[i].incarnation + 1, False)
         self._new_epoch("moved")
@@ -556,10 +564,11 @@ class Coordinator:
             return
         back.durable.add(slot)
         if len(back.durable) == len(self.slots):
-            self.resume_step, self.going_back = back.step, None
+            self.resume_step, self.going_back, self.step = back.step, None, back.step
             self.announce({"event": "resumable", "era": self.era, "step": self.resume_step})
             for member in self._present("trainer"):
                 self._send_era(member.name)
+            self._rebalance()
 
     # slots --------------------------------------------------------------------------------------
 
@@ -578,8 +587,10 @@ class Coordinator:
         self.announce({"event": "slot rebuilt", "slot": slot, "incarnation": incarnation})
         self._rebalance()
 
-    def on_unrecoverable(self, slot: int) -> None:
+    def on_unrecoverable(self, slot: int, incarnation: int) -> None:
         """A new host found that nobody has what it needs."""
+        if self.slots[slot].incarnation != incarnation:
+            return
         self._is_data_loss({slot} | {i for i, place in enumerate(self.slots) if not place.healthy})
         if self.fatal is None:
             self.stop(f"slot {slot} is lost: no holder of its parities has caught up with it", "data_loss")

@@ -30,8 +30,8 @@ from typing import IO, Any
 
 from torch_ecrec import allocator, codec, layout, pooling, route, storage
 from torch_ecrec.client import Client, Session
-from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int
-from torch_ecrec.coordinator import Coordinator
+from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int, restarts
+from torch_ecrec.coordinator import FENCED, Coordinator
 from torch_ecrec.errors import ClusterUnavailable, DataLoss, Fenced, TrainersLost
 from torch_ecrec.member import Member, exit_code_of
 from torch_ecrec.server.service import Host
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 STOP_S = 3.0  # between a polite and an impolite end of a child
 START_S = 60.0
+JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
 ABORT_S = 5.0  # from the end of the cluster to that of a trainer that waits for another
 
 
@@ -87,6 +88,7 @@ def run_coordinator(
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    joins_from_s = time.monotonic() + JOINS_HELD_S
     connections: dict[str, Connection] = {}
     watchers: list[Connection] = []
 
@@ -103,7 +105,11 @@ def run_coordinator(
     def on_message(connection: Connection, message: dict[str, Any]) -> None:
         kind, now_s = message.get("type"), time.monotonic()
         name = connection.tag
-        if kind == "join":
+        if kind == "join" and now_s < joins_from_s:  # members of a coordinator before come first
+            server.call_later(
+                joins_from_s - now_s, lambda: None if connection.ended else on_message(connection, message)
+            )
+        elif kind == "join":
             refusal = core.refusal(message)
             if refusal is not None:
                 connection.send({"type": "refused", "reason": refusal})
@@ -117,6 +123,9 @@ def run_coordinator(
                 connection.send({"type": "fatal", "kind": why[0], "reason": why[1]})
                 return
             name = connection.tag = message["name"]
+            if name in connections:  # somebody who came since has got that name: it joins again under another
+                connections[name].send({"type": "fatal", "kind": "fenced", "reason": FENCED})
+                connections[name].tag = None
             connections[name] = connection
             core.on_rejoin(message, now_s)
         elif kind == "status":
@@ -308,6 +317,11 @@ def _start_local(job: JobSpec, trainer: int, code: CodeSpec) -> tuple[Supervisor
 
     if job.trainers > 1 and not dist.is_initialized():
         raise ValueError("no cluster named (TORCH_ECREC_JOIN) and no process group to share a local one in")
+    if trainer == 0 and restarts() > 0:
+        log.warning(
+            "trainers were started again, and the servers that they had started had ended with them: training begins at"
+            " step 1. Servers that outlive trainers: torch-ecrec up, and TORCH_ECREC_JOIN"
+        )
     own = Supervisor(code, spares=1, restart=True) if trainer == 0 else None
     if own is not None:
         atexit.register(own.close)
@@ -452,7 +466,7 @@ class Supervisor:
         return self._start(f"server-{self._started - 1}", ["serve", "--join", self.join])
 
     def _supervise(self) -> None:
-        """Starts processes again that were killed. A server's exit code 2 or 3 means that another try is useless."""
+        """Starts processes again that were killed. After a server's own exit codes another try would be useless."""
         while not self._stop.wait(0.2):
             with self._lock:
                 dead = [c for c in self._children if c.poll() is not None]

@@ -147,8 +147,6 @@ class Member:
             self._joining.set()
         elif kind == "fatal":
             self.end(ENDS.get(message["kind"], ClusterUnavailable)(message["reason"]))
-        elif kind == "stop":
-            self.end(ClusterUnavailable("the cluster was stopped"))
         else:
             try:
                 self._on_control(message)
@@ -185,6 +183,7 @@ class Member:
                 "rank": self._hello.get("rank", -1),
                 "code": self._code,
                 "generation": self.transport.generation,
+                "newest": self.transport.newest,
                 "world": list(self.transport.members),
                 **self._known(),
             }

@@ -187,6 +187,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
                     raise RuntimeError(
                         f"training cannot go on after step {step}: nothing was attached when that snapshot was taken"
                     )
+                state.check(own)  # what does not fit is said before anything is changed
                 load_(self, self._dense.optimizers, parts)
                 self._forwards = state.load(own)
             self._snapshotted = step
@@ -200,11 +201,11 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in TorchRec."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.training:
             if self._state is not None and self._state.random is not None:
                 set_random_states(self._state.random)
                 self._state.random = None
-            self._take_snapshot()
+            self._take_snapshot(forward=True)
             self._forwards += 1
         return super().forward(*args, **kwargs)
 
@@ -259,8 +260,12 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             result.update(name.encode() + parameter.detach().cpu().contiguous().numpy().tobytes())
         return result.hexdigest()
 
-    def _take_snapshot(self) -> None:
+    def _take_snapshot(self, forward: bool = False) -> None:
         """Hands this trainer's part of the dense state over, once per finished step.
+
+        Args:
+            forward: a training forward begins. If not, what is drawn at random until then is lost when trainers are
+                started again, so it is given back here, too: the next forward begins with the states of now.
 
         The end of a backward ends a sparse step, but the dense optimizer runs after it: the state of step t is complete
         when the rows of t + 1 are asked for, or at a flush.
@@ -272,9 +277,15 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             )
         step, every = self.session.step - 1, self._snapshot_every
         if step > self._snapshotted and every > 0 and step % every == 0:
-            own = b"" if self._state is None else self._state.pack(self._forwards, random_states())
+            own = b""
+            if self._state is not None:
+                states = random_states()
+                own = self._state.pack(self._forwards, states)
+                self._state.random = None if forward else states
             self.session.snapshot(*self._dense.pack(step, own))
             self._snapshotted = step
+        if self._state is not None and self._state.reader is not None:
+            self._state.reader.forget(self._forwards)
 
 
 def _plan(collections: dict[str, EmbeddingBagCollection], given: ShardingPlan | None, world_size: int) -> ShardingPlan:

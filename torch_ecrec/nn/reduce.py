@@ -59,5 +59,5 @@ class OrderedMean:
         parts = received.view(self._trainers, size)
         for before, after in itertools.pairwise(parts):
             after += before  # ((g0 + g1) + g2) ...
-        dist.all_gather_into_tensor(sent, parts[-1].clone(), group=self._group)
+        dist.all_gather_single(sent, parts[-1].clone(), group=self._group)
         buffer.copy_(sent[: buffer.numel()])

@@ -61,8 +61,20 @@ def unwrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return found
 
 
+class _Pass(Iterator[Any]):
+    """One pass over a reader."""
+
+    def __init__(self, owner: TrackedReader, batches: Iterator[Any]) -> None:
+        self._owner, self._batches = owner, batches
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._owner.on_drawn()
+        return batch
+
+
 class TrackedReader(Iterator[Any]):
-    """Iterates a reader and remembers its state after every draw.
+    """Iterates a reader and remembers its state after every draw. After `load` the first pass is the rest of one.
 
     Args:
         reader: an iterable. If it is `Stateful` it is put back by its state, else by drawing as often again.
@@ -70,32 +82,39 @@ class TrackedReader(Iterator[Any]):
 
     def __init__(self, reader: Iterable[Any]) -> None:
         self._reader = reader
-        self._iterator: Iterator[Any] | None = None
+        self._begun: Iterator[Any] | None = None  # a pass that `load` has brought to its place
+        self._pass: Iterator[Any] | None = None  # of `next`
         self._drawn = 0
-        self._states = {0: self._state()}  # draws -> pickled state; a few, the last ones
+        self._states = {0: self._state()}  # draws -> pickled state; from the last that was asked for on
 
-    def __iter__(self) -> TrackedReader:
+    def __iter__(self) -> Iterator[Any]:
         """Begins the reader's next pass."""
-        self._iterator = iter(self._reader)
-        return self
+        begun, self._begun = self._begun, None
+        return _Pass(self, iter(self._reader) if begun is None else begun)
 
     def __next__(self) -> Any:
-        if self._iterator is None:
-            self._iterator = iter(self._reader)
+        if self._pass is None:
+            self._pass = iter(self)
         try:
-            batch = next(self._iterator)
+            return next(self._pass)
         except StopIteration:
-            self._iterator = None
+            self._pass = None
             raise
-        self._drawn += 1
-        self._states[self._drawn] = self._state()
-        return batch
 
     def __len__(self) -> int:
         return len(self._reader)  # type: ignore[arg-type]
 
     def _state(self) -> bytes | None:
         return pickle.dumps(self._reader.state_dict()) if isinstance(self._reader, Stateful) else None
+
+    def on_drawn(self) -> None:
+        self._drawn += 1
+        self._states[self._drawn] = self._state()
+
+    def forget(self, draws: int) -> None:
+        """Nobody will ask for the state after fewer draws."""
+        for n in [n for n in self._states if n < draws]:
+            del self._states[n]
 
     def state_after(self, draws: int) -> dict[str, Any]:
         """The state after so many draws; forgets those of fewer.
@@ -108,30 +127,34 @@ class TrackedReader(Iterator[Any]):
                 f"the model has trained on {draws} batches, but {self._drawn} were drawn from what `attach` returned:"
                 " iterate that, not the reader itself"
             )
-        self._states = {n: state for n, state in self._states.items() if n >= draws}
+        self.forget(draws)
         return {"draws": draws, "state": self._states[draws]}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Goes on where the state was taken."""
+        """Goes on where the state was taken.
+
+        Raises:
+            RuntimeError: a reader without a state has fewer batches than were drawn before.
+        """
         state, self._drawn = saved["state"], saved["draws"]
         if isinstance(self._reader, Stateful) and state is not None:
             self._reader.load_state_dict(pickle.loads(state))
         else:
-            self._skip(self._drawn)
+            self._begun = self._skipped(self._drawn)
         self._states = {self._drawn: state}
 
-    def _skip(self, draws: int) -> None:
-        self._iterator = iter(self._reader)
-        begun = 0  # draws of this pass
-        for _ in range(draws):
+    def _skipped(self, draws: int) -> Iterator[Any]:
+        batches, drawn, begun = iter(self._reader), 0, 0  # begun: draws of this pass
+        while drawn < draws:
             try:
-                next(self._iterator)
-                begun += 1
+                next(batches)
             except StopIteration:
                 if not begun:
                     raise RuntimeError(f"the reader ended before the {draws} batches that were drawn before") from None
-                self._iterator, begun = iter(self._reader), 1
-                next(self._iterator)
+                batches, begun = iter(self._reader), 0
+            else:
+                drawn, begun = drawn + 1, begun + 1
+        return batches
 
 
 class TrainerState:
@@ -163,13 +186,16 @@ class TrainerState:
     def _fused(self) -> list[Optimizer]:
         return [o for o in self._optimizers if isinstance(o, FusedOptimizer)]
 
-    def _counters(self) -> list[dict[str, Any]]:
-        """States that wrappers keep under a parameter of their own (warm-up does), once each."""
-        found: dict[int, dict[str, Any]] = {}
+    def _counters(self) -> dict[str, tuple[Optimizer, Any]]:
+        """Parameters of wrappers' own, under which they count (warm-up does): name -> (whose, parameter)."""
+        found: dict[int, tuple[str, Optimizer, Any]] = {}
         for optimizer in self._optimizers:
-            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            found |= {id(state): state for p, state in optimizer.state.items() if id(p) not in own}
-        return list(found.values())
+            if isinstance(optimizer, KeyedOptimizer) and not isinstance(optimizer, CombinedOptimizer):
+                own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                for name, parameter in optimizer.params.items():
+                    if id(parameter) not in own:
+                        found.setdefault(id(parameter), (name, optimizer, parameter))
+        return {f"{i}/{name}": (whose, p) for i, (name, whose, p) in enumerate(found.values())}
 
     def pack(self, forwards: int, states: Mapping[str, Any]) -> bytes:
         """As it is now.
@@ -187,31 +213,45 @@ class TrainerState:
                 "forwards": forwards,
                 "random": dict(states),
                 "groups": groups,
-                "counters": self._counters(),
+                "counters": {
+                    name: dict(whose.state[parameter])
+                    for name, (whose, parameter) in self._counters().items()
+                    if parameter in whose.state
+                },
                 "reader": None if self.reader is None else self.reader.state_after(forwards),
                 "stateful": {name: thing.state_dict() for name, thing in self._stateful.items()},
             }
         )
 
-    def load(self, packed: bytes) -> int:
-        """Puts everything back; returns how many batches the model had trained on.
+    def check(self, packed: bytes) -> None:
+        """Raises ValueError if other things are attached now than when that was packed."""
+        self._unpack(packed)
 
-        Raises:
-            ValueError: other things are attached now than then; nothing was changed.
-        """
-        saved = pickle.loads(packed)
+    def _unpack(self, packed: bytes) -> dict[str, Any]:
+        saved: dict[str, Any] = pickle.loads(packed)
         names = sorted(saved["stateful"].keys() ^ self._stateful.keys())
         if (saved["reader"] is None) != (self.reader is None):
             names.append("reader")
         if names:
             raise ValueError(f"attached now but not when the snapshot was taken, or the other way: {', '.join(names)}")
-        if len(saved["groups"]) != len(self._fused) or len(saved["counters"]) != len(self._counters()):
+        if len(saved["groups"]) != len(self._fused) or not saved["counters"].keys() <= self._counters().keys():
             raise ValueError("other optimizers are attached than when the snapshot was taken")
+        return saved
+
+    def load(self, packed: bytes) -> int:
+        """Puts everything back; returns how many batches the model had trained on.
+
+        Raises:
+            ValueError: as `check`; nothing was changed.
+        """
+        saved = self._unpack(packed)
         for optimizer, groups in zip(self._fused, saved["groups"], strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(values)
-        for counter, values in zip(self._counters(), saved["counters"], strict=True):
-            counter.update(values)
+        counters = self._counters()
+        for name, values in saved["counters"].items():
+            whose, parameter = counters[name]
+            whose.state[parameter] = values
         for optimizer in self._optimizers:
             if isinstance(optimizer, KeyedOptimizer):
                 optimizer.post_load_state_dict()

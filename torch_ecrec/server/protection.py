@@ -301,7 +301,7 @@ class Protection:
                 if len(reports) == len(holders):
                     cut = choose_cut(reports.values())
                     if cut is None:
-                        slot.host.unrecoverable(slot.index)
+                        slot.give_up()
                     else:
                         self._cut(cut)
 
@@ -332,7 +332,7 @@ class Protection:
         layout, k = slot.layouts[0], slot.code.k
         known = {run.member for holder in logs for run in layout.runs(slot.index, holder)}
         if len(known) < k:
-            slot.host.unrecoverable(slot.index)
+            slot.give_up()
             return
         floor = min(cut, max(log.floor for log in logs.values()))
         own = DeltaLog(len(slot.shards), floor=floor)

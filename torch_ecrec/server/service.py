@@ -141,10 +141,6 @@ class Host(Node):
     def unhealthy_slots(self) -> list[int]:
         return [i for i, place in enumerate(self.placement.slots) if not place.healthy] if self.placement else []
 
-    def unrecoverable(self, slot: int) -> None:
-        """No caught-up holder knows a lost slot: more is lost than the code repairs."""
-        self.tell({"type": "unrecoverable", "slot": slot})
-
     def status(self) -> dict[str, object]:
         """Figures of every slot; nothing while the host is busy, so that a heartbeat never waits for it."""
         report: dict[str, object] = {}

@@ -90,6 +90,7 @@ class Slot:
         self.waiting: list[tuple[Callable[[], Answer | None], Reply]] = []
         self.ready = fresh
         self.dead = False
+        self.hopeless = False
         self.going_back_to: int | None = None  # until that step is durable
         self.snapshots = SnapshotStore(self)
         self.protection = Protection(self)
@@ -209,6 +210,13 @@ class Slot:
             self.host.tell({"type": "ready", "slot": self.index, "incarnation": self.incarnation})
             self.rebuild.tell_again()
             self.report_reach()
+        elif self.hopeless:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """No holder that has caught up knows this slot: more is lost than the code repairs."""
+        self.hopeless = True
+        self.host.tell({"type": "unrecoverable", "slot": self.index, "incarnation": self.incarnation})
 
     # going back ---------------------------------------------------------------------------------
 

@@ -120,6 +120,10 @@ class Connection(asyncio.Protocol):
             log.warning("control channel: %s does not read; its connection is closed", self.peer)
             self._transport.abort()
 
+    @property
+    def ended(self) -> bool:
+        return self._transport is None
+
     def close(self) -> None:
         """Ends the connection after what was sent; `on_closed` follows. On the server's thread."""
         if self._transport is not None:

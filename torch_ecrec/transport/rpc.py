@@ -233,6 +233,11 @@ class RpcTransport:
         self._bytes_sent: dict[str, int] = {}
 
     @property
+    def newest(self) -> int:
+        """The highest generation ever asked for: the next must be higher."""
+        return self._newest
+
+    @property
     def generation(self) -> int:
         """The generation joined; 0 between generations."""
         world = self._world
