@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/dlrm_criteo.py --data train.tsv.gz --steps 200
     torchrun --nproc-per-node 2 examples/dlrm_criteo.py --backend torchrec
 
-The two differ in `wrap`, and in `attach`, which brings lost trainers back (docs/assumptions.md says how torchrun must be
-started for that), and nowhere else. Without `--data` it trains on synthetic lines of the same shape. The last 20
-% of the lines are held out; the area under the ROC curve on them is the last thing printed. Runs are reproducible: the
+The two differ in `wrap`, and in `attach`, which brings lost trainers back (docs/assumptions.md says how torchrun must
+be started for that), and nowhere else. Without `--data` it trains on synthetic lines of the same shape. The last 20 %
+of the lines are held out; the area under the ROC curve on them is the last thing printed. Runs are reproducible: the
 same arguments give the same losses.
 """
 

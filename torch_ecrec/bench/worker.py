@@ -59,6 +59,8 @@ class Trainer:
         self.model = workload.distributed(shape, assignment.backend, assignment.seed)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.optimizer = torch.optim.Adagrad(dense.values(), lr=0.02)
+        if isinstance(self.model, torch_ecrec.DistributedModelParallel):
+            self.model.attach(optimizer=self.optimizer)
         self.pool: list[Batch] = workload.batches(shape, rank, world, assignment.seed)
         self.batches = itertools.cycle(self.pool)
         self.pipeline = (
