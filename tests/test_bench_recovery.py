@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import MARK, leftover, wait_for_none
 
-from torch_ecrec.bench import recovery
+from torch_ecrec.bench import recovery, recovery_worker, workload
 from torch_ecrec.bench.recovery import FIGURES, RECORD_BYTES, TABLES, Case, Steps, Stopped, Watch
 from torch_ecrec.config import CodeSpec
 from torch_ecrec.demo.report import Kill
@@ -100,7 +101,8 @@ def test_the_longest_pause() -> None:
 
 
 def kill_at(kill_s: float) -> Kill:
-    return Kill("a kill", 1, "server-1", 7, 0, 1, kill_s, {1: 0}, kill_s + 0.01, {1: kill_s + 0.5}, {1: kill_s + 2.5})
+    times: dict[str, Any] = {"detected_s": kill_s + 0.01, "rehosted": {1: kill_s + 0.5}, "rebuilt": {1: kill_s + 2.5}}
+    return Kill("a kill", "server", 1, "server-1", 7, 0, 1, kill_s, {1: 0}, **times)
 
 
 def test_figures_of_a_kill() -> None:
@@ -127,6 +129,40 @@ def test_nobody_trains_while_idle() -> None:
         *(f"{p}_samples_per_s" for p in ("before", "during", "after")),
     }
     assert {name for name, value in figures.items() if value is None} == nothing
+
+
+def test_ids_of_a_batch_follow_the_law_or_are_uniform() -> None:
+    rows, tables, batch = 1001, 3, 256
+    seen = {}
+    for zipf in (1.05, 0.0):
+        shape = workload.Shape(tables=tables, rows=rows, batch=batch, zipf=zipf)
+        batches = recovery_worker.Batches(shape, seed=1, trainer=0)
+        drawn = [batches.draw().sparse_features for _ in range(20)]
+        same = recovery_worker.Batches(shape, seed=1, trainer=0)
+        assert torch.equal(same.draw().sparse_features.values(), drawn[0].values()), "the seed decides"
+        other = recovery_worker.Batches(shape, seed=1, trainer=1).draw().sparse_features
+        assert not torch.equal(other.values(), drawn[0].values()) and not torch.equal(
+            drawn[0].values(), drawn[1].values()
+        )
+        assert drawn[0].keys() == ["C0", "C1", "C2"] and bool((drawn[0].lengths() == 1).all())
+        ids = torch.cat([features.values() for features in drawn])
+        assert len(ids) == 20 * tables * batch and 0 <= int(ids.min()) and int(ids.max()) < rows
+        seen[zipf] = torch.bincount(ids, minlength=rows)
+    assert seen[1.05].max() > 0.08 * seen[1.05].sum(), "one row is hot"
+    assert seen[0.0].max() < 0.01 * seen[0.0].sum()
+    hottest = seen[1.05].topk(3).indices.sort().values
+    assert int(hottest.diff().min()) > 1, "hot rows are not neighbours"
+
+
+def test_the_files_are_named_by_the_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "warm", lambda: None)
+    monkeypatch.setattr(recovery, "measure", lambda *_: None)
+    words = ["--gigabytes", "1", "--no-checkpoint", "--out", str(tmp_path)]
+    assert recovery.run(parse(*words, "--label", "uniform", "--zipf", "0")) == 0
+    assert json.loads((tmp_path / "recovery-uniform.json").read_text())["arguments"]["zipf"] == 0.0
+    assert not (tmp_path / "recovery.json").exists()
+    assert recovery.run(parse(*words)) == 0
+    assert json.loads((tmp_path / "recovery.json").read_text())["arguments"]["zipf"] == 1.05
 
 
 def a_row(case: Case, *detected_s: float) -> dict[str, Any]:

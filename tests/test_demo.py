@@ -1,4 +1,4 @@
-"""The demo: what it makes of its arguments and of a coordinator's messages, and two real runs of it.
+"""The demo: what it makes of its arguments and of a coordinator's messages, and a few real runs of it.
 
 The runs are small, but real: processes, SIGKILL, exit codes.
 """
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,14 +36,25 @@ END_LIMIT_S = 5.0
 def test_kills_are_parsed_and_sorted_by_step() -> None:
     kills = parse_kills(["server:2@9~+5", "server:0@3", "server:1@7+12"], slots=3, steps=10)
     assert kills == [
-        KillSpec("server:0@3", 0, 3, False, 0),
-        KillSpec("server:1@7+12", 1, 7, False, 12),
-        KillSpec("server:2@9~+5", 2, 9, True, 5),
+        KillSpec("server:0@3", "server", 0, 3, False, 0),
+        KillSpec("server:1@7+12", "server", 1, 7, False, 12),
+        KillSpec("server:2@9~+5", "server", 2, 9, True, 5),
     ]
     assert parse_kills(["none"], slots=3, steps=10) == []
     assert [kill.text for kill in parse_kills(None, slots=3, steps=120)] == ["server:1@60"]
     assert [kill.text for kill in parse_kills(None, slots=1, steps=3)] == ["server:0@1"]
     assert parse_kills(None, slots=3, steps=1) == []
+
+
+def test_trainers_and_the_coordinator_may_be_killed_as_well() -> None:
+    texts = ["coordinator@41~+7", "trainer:1@40", "coordinator@40", "trainer:0@42~", "trainer:1@43+12"]
+    assert parse_kills(texts, slots=1, steps=60, trainers=2) == [
+        KillSpec("trainer:1@40", "trainer", 1, 40, False, 0),
+        KillSpec("coordinator@40", "coordinator", 0, 40, False, 0),
+        KillSpec("coordinator@41~+7", "coordinator", 0, 41, True, 7),
+        KillSpec("trainer:0@42~", "trainer", 0, 42, True, 0),
+        KillSpec("trainer:1@43+12", "trainer", 1, 43, False, 12),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -55,11 +67,16 @@ def test_kills_are_parsed_and_sorted_by_step() -> None:
         ("server:3@5", "slots are 0 to 2, got 3"),
         ("server:1@10", "the step must be from 1 to 9, got 10"),
         ("server:1@0", "the step must be from 1 to 9, got 0"),
+        ("trainer:2@5", "`--kill trainer:2@5`: trainers are 0 to 1, got 2"),
+        ("trainer:0@10~", "`--kill trainer:0@10~`: the step must be from 1 to 9, got 10"),
+        ("coordinator@0", "`--kill coordinator@0`: the step must be from 1 to 9, got 0"),
+        ("trainer@5", "trainer:RANK@..., coordinator@... or none, got 'trainer@5'"),
+        ("coordinator:0@5", "coordinator@... or none, got 'coordinator:0@5'"),
     ],
 )
 def test_a_bad_kill_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        parse_kills([text], slots=3, steps=10)
+        parse_kills([text], slots=3, steps=10, trainers=2)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +89,7 @@ def test_a_bad_kill_is_refused(text: str, says: str) -> None:
         (["--batch-size", "-1"], "`batch-size` must be at least 1, got -1"),
         (["--spares", "-1"], "`spares` must be at least 0, got -1"),
         (["--kill", "server:9@5"], "slots are 0 to 2, got 9"),
+        (["--kill", "trainer:3@5", "--trainers", "3"], "`--kill trainer:3@5`: trainers are 0 to 2, got 3"),
         (["--data", "none.tsv"], "none.tsv: no such file"),
         (["--data", "bad.tsv"], "bad.tsv, line 3: 39 columns, expected 40"),
     ],
@@ -115,7 +133,16 @@ def steps(first: int, last: int, begin_s: float, step_s: float = 0.1, trainers: 
     ]
 
 
-JOINED = [event(0.0, "joined", member=f"server-{i}", pid=100 + i) for i in range(4)]
+def joined(time_s: float, member: str, pid: int) -> dict[str, Any]:
+    role, number = member.partition("_")[0].split("-")
+    rank = int(number) if role == "trainer" else -1
+    return event(time_s, "joined", member=member, role=role, rank=rank, pid=pid)
+
+
+JOINED = [
+    *(joined(0.0, f"server-{i}", 100 + i) for i in range(4)),
+    *(joined(0.4, f"trainer-{i}", 200 + i) for i in range(2)),
+]
 PLACED = event(0.5, "placed", slots=[["server-0", 0], ["server-1", 0], ["server-2", 0]])
 
 
@@ -135,7 +162,7 @@ def recorded() -> Record:
     record = Record(trainers=2, slots=3)
     for message in [*JOINED, PLACED, *steps(1, 20, 1.0)]:
         record.on_message(message)
-    record.on_kill("server:1@20", slot=1, time_s=2.92)
+    record.on_kill("server:1@20", "server", 1, time_s=2.92)
     after = [["server-0", 0], ["server-3", 1], ["server-2", 0]]
     messages = [*steps(21, 21, 3.0), *steps(22, 40, 3.4), *recovery(2.92, "server-1", 1, "server-3", after)]
     for message in sorted(messages, key=lambda message: message["time_s"]):
@@ -147,10 +174,12 @@ def test_the_timeline_of_a_failure() -> None:
     record = recorded()
     assert record.step == 40 and record.settled
     entry = record.kills[0].to_json(record.step_times)
-    assert (entry["server"], entry["pid"], entry["slots_lost"]) == ("server-1", 101, [1])
+    assert (entry["member"], entry["pid"], entry["slots_lost"]) == ("server-1", 101, [1])
+    assert (entry["role"], entry["number"], entry["resumed_after"]) == ("server", 1, None)
     assert (entry["step"], entry["first_step"]) == (20, 22)
     assert entry["times"]["kill_s"] == 2.92
     after = entry["after_kill_s"]
+    assert [after.pop(name) for name in ("resumable_s", "rejoined_s")] == [None, None], "of other roles"
     assert after == pytest.approx(
         {"detected_s": 0.02, "rehosted_s": 0.05, "first_step_s": 0.49, "rebuilt_s": 0.5, "stall_s": 0.4}
     )
@@ -172,9 +201,9 @@ def test_a_process_with_two_slots_is_one_loss_of_both() -> None:
     for message in [*JOINED, event(0.5, "placed", slots=[["server-0", 0], ["server-1", 0], ["server-1", 0]])]:
         record.on_message(message)
     record.on_message({"type": "progress", "trainer": 0, "step": 1, "time_s": 1.0})
-    record.on_kill("server:1@1", slot=1, time_s=1.0)
+    record.on_kill("server:1@1", "server", 1, time_s=1.0)
     record.on_message(event(1.1, "lost", member="server-1", why="", slots=[1, 2]))
-    record.on_kill("server:2@1", slot=2, time_s=1.1)
+    record.on_kill("server:2@1", "server", 2, time_s=1.1)
     record.on_message(event(1.2, "re-placed", slots=[["server-0", 0], ["server-3", 1], ["server-3", 1]]))
     record.on_message(event(1.3, "re-hosted", slot=1, incarnation=1))
     assert record.kills[0].rehosted_s is None, "slot 2 is not there yet"
@@ -188,15 +217,124 @@ def test_a_new_host_that_is_lost_too_ends_the_first_recovery_later() -> None:
     record = Record(trainers=1, slots=3)
     for message in [*JOINED, PLACED]:
         record.on_message(message)
-    record.on_kill("server:1@1", slot=1, time_s=1.0)
+    record.on_kill("server:1@1", "server", 1, time_s=1.0)
     record.on_message(event(1.1, "lost", member="server-1", why="", slots=[1]))
     record.on_message(event(1.1, "re-placed", slots=[["server-0", 0], ["server-3", 1], ["server-2", 0]]))
-    record.on_kill("server:1@2", slot=1, time_s=1.2)
+    record.on_kill("server:1@2", "server", 1, time_s=1.2)
     record.on_message(event(1.3, "lost", member="server-3", why="", slots=[1]))
     record.on_message(event(1.3, "re-placed", slots=[["server-0", 0], ["server-2", 2], ["server-2", 0]]))
     record.on_message(event(1.9, "slot rebuilt", slot=1, incarnation=2))
-    assert [kill.server for kill in record.kills] == ["server-1", "server-3"]
+    assert [kill.member for kill in record.kills] == ["server-1", "server-3"]
     assert [kill.rebuilt_s for kill in record.kills] == [1.9, 1.9]
+
+
+def watched() -> Record:
+    """15 steps of 0.1 s, the last of them complete at 2.41."""
+    record = Record(trainers=2, slots=3)
+    for message in [*JOINED, PLACED, *steps(1, 15, 1.0)]:
+        record.on_message(message)
+    record.pids["coordinator"] = 99
+    return record
+
+
+TRAINERS_LOST = [
+    event(2.43, "lost", member="trainer-1", why="its connection ended", slots=[]),
+    event(2.44, "era", era=1),
+    event(2.9, "resumable", era=1, step=14),
+]
+TRAINERS_BACK = [joined(7.0, "trainer-1_2", 211), joined(7.2, "trainer-0_2", 210)]
+
+
+def test_the_timeline_of_the_loss_of_a_trainer() -> None:
+    record = watched()
+    kill = record.on_kill("trainer:1@15", "trainer", 1, time_s=2.42)
+    assert (kill.member, kill.pid, kill.step, kill.lost) == ("trainer-1", 201, 15, {})
+    lost, era, resumable = TRAINERS_LOST
+    record.on_message(lost)
+    assert kill.detected_s == 2.43
+    record.on_message(era)
+    assert kill.detected_s == 2.43, "the first of the two counts"
+    assert record.target("trainer", 0) is None and record.target("trainer", 1) is None, "all are started again"
+    record.on_message(resumable)
+    assert (kill.resumable_s, kill.resumed_after, kill.rejoined_s) == (2.9, 14, None)
+    first, last = TRAINERS_BACK
+    record.on_message(first)
+    assert kill.rejoined_s is None and not record.whole and not record.settled
+    record.on_message(last)
+    assert kill.rejoined_s == 7.2 and record.settled and record.unexpected == []
+    assert record.target("trainer", 1) == "trainer-1_2"
+
+    for message in steps(15, 20, 8.0):
+        record.on_message(message)
+    assert record.step == 20 and len(record.step_times) == 20, "a step that is done again counts once"
+    entry = record.kills[0].to_json(record.step_times)
+    assert (entry["role"], entry["number"], entry["member"], entry["slots_lost"]) == ("trainer", 1, "trainer-1", [])
+    assert (entry["resumed_after"], entry["first_step"]) == (14, 17)
+    after = entry["after_kill_s"]
+    assert after["rehosted_s"] is None and after["rebuilt_s"] is None
+    assert {name: time_s for name, time_s in after.items() if time_s is not None} == pytest.approx(
+        {"detected_s": 0.01, "resumable_s": 0.48, "rejoined_s": 4.78, "first_step_s": 5.79, "stall_s": 5.7}
+    )
+    text = "\n".join(format_kill(entry))
+    words = ["killed: trainer-1, pid 201, at step 15", "detected", "gone back to step 14", "all trainers again"]
+    order = [text.index(word) for word in [*words, "(17) complete at all trainers", "pause"]]
+    assert order == sorted(order)
+    assert "host of slot" not in text and "rebuilt" not in text and "(not)" not in text
+
+
+def test_a_trainer_that_was_started_again_unnoticed_is_detected_by_the_new_era() -> None:
+    record = watched()
+    kill = record.on_kill("trainer:1@15", "trainer", 1, time_s=2.42)
+    record.on_message(TRAINERS_LOST[1])
+    assert kill.detected_s == 2.44
+
+
+def test_what_was_noted_of_one_loss_of_trainers_stays_at_the_next() -> None:
+    record = watched()
+    record.on_kill("trainer:1@15", "trainer", 1, time_s=2.42)
+    for message in [*TRAINERS_LOST, *TRAINERS_BACK, *steps(15, 20, 8.0)]:
+        record.on_message(message)
+    second = record.on_kill("trainer:0@20", "trainer", 0, time_s=9.0)
+    assert (second.member, second.pid) == ("trainer-0_2", 210) and not record.settled
+    later = [event(9.1, "era", era=2), event(9.2, "resumable", era=2, step=19)]
+    for message in [*later, joined(9.8, "trainer-0_3", 220), joined(9.9, "trainer-1_3", 221)]:
+        record.on_message(message)
+    assert [kill.resumed_after for kill in record.kills] == [14, 19]
+    assert [kill.rejoined_s for kill in record.kills] == [7.2, 9.9] and record.settled
+
+
+def test_the_timeline_of_the_loss_of_a_coordinator() -> None:
+    record = watched()
+    kill = record.on_kill("coordinator@15", "coordinator", 0, time_s=2.42)
+    assert (kill.member, kill.pid, kill.lost) == ("coordinator", 99, {}) and not record.settled
+    again = [{**message, "time_s": 5.0} for message in JOINED]
+    for message in [*steps(16, 18, 3.0), event(4.9, "regathering"), *again]:
+        record.on_message(message)
+    assert kill.rejoined_s is None and not record.whole
+    members = [message["member"] for message in JOINED]
+    record.on_message(event(5.1, "regathered", epoch=2, members=members))
+    assert kill.rejoined_s == 5.1 and record.settled and record.unexpected == []
+    assert record.places[1] == ("server-1", 0) and record.target("trainer", 1) == "trainer-1"
+    entry = kill.to_json(record.step_times)
+    assert (entry["role"], entry["number"], entry["resumed_after"]) == ("coordinator", 0, None)
+    assert {name: time_s for name, time_s in entry["after_kill_s"].items() if time_s is not None} == pytest.approx(
+        {"first_step_s": 0.69, "rejoined_s": 2.68, "stall_s": 0.6}
+    )
+    lines = format_kill(entry)
+    assert "killed: coordinator, pid 99, at step 15" in lines[1]
+    assert "first step begun after it (17)" in lines[2] and "all members have rejoined" in lines[3]
+    assert len(lines) == 5 and "pause" in lines[4]
+
+
+def test_the_joining_of_trainers_and_the_regathering_of_a_coordinator_are_kept_apart() -> None:
+    record = watched()
+    of_trainer = record.on_kill("trainer:1@15", "trainer", 1, time_s=2.42)
+    of_coordinator = record.on_kill("coordinator@15", "coordinator", 0, time_s=2.42)
+    for message in [*TRAINERS_LOST, *TRAINERS_BACK]:
+        record.on_message(message)
+    assert (of_trainer.rejoined_s, of_coordinator.rejoined_s) == (7.2, None) and not record.settled
+    record.on_message(event(8.0, "regathered", epoch=2, members=[]))
+    assert (of_trainer.rejoined_s, of_coordinator.rejoined_s) == (7.2, 8.0) and record.settled
 
 
 def test_a_loss_that_is_not_ours_is_told() -> None:
@@ -228,7 +366,8 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def started_run(tmp_path: Path, *kills: str) -> Run:
-    one = Run(arguments_of("--steps", "40"), CodeSpec(), parse_kills(kills, 3, 40), tmp_path, Terminal())
+    one = Run(arguments_of("--steps", "40"), CodeSpec(), parse_kills(kills, 3, 40, 2), tmp_path, Terminal())
+    one._cluster = SimpleNamespace(coordinator=SimpleNamespace(pid=99))  # type: ignore[assignment]
     for message in [*JOINED, PLACED]:
         one._on_message(message)
     return one
@@ -279,6 +418,49 @@ def test_a_kill_with_a_delay_fires_later(tmp_path: Path, killed: list[int]) -> N
     assert killed == [] and one.not_fired(), "not at once"
     one._timers[0].join(5.0)
     assert killed == [101] and not one.not_fired()
+
+
+def test_a_kill_of_any_role_goes_to_the_right_process(tmp_path: Path, killed: list[int]) -> None:
+    one = started_run(tmp_path, "trainer:1@2", "coordinator@3", "server:2@4")
+    for message in steps(1, 4, 1.0):
+        one._on_message(message)
+    assert killed == [201, 99, 102] and one.not_fired() == []
+    assert [kill.member for kill in one.record.kills] == ["trainer-1", "coordinator", "server-2"]
+
+
+def test_a_kill_of_a_trainer_waits_until_one_is_there(tmp_path: Path, killed: list[int]) -> None:
+    one = started_run(tmp_path, "trainer:1@3")
+    for message in [*steps(1, 2, 1.0), event(1.5, "era", era=1), *steps(3, 3, 1.6)]:
+        one._on_message(message)
+    assert killed == [] and one.not_fired() == ["trainer:1@3"]
+    for message in [*TRAINERS_BACK, *steps(4, 4, 8.0)]:
+        one._on_message(message)
+    assert killed == [211] and one.not_fired() == []
+
+
+def test_a_late_kill_of_a_trainer_that_has_gone_comes_at_a_later_step(tmp_path: Path, killed: list[int]) -> None:
+    one = started_run(tmp_path, "trainer:1@3+20")
+    for message in [*steps(1, 3, 1.0), event(1.5, "era", era=1)]:
+        one._on_message(message)
+    one._timers[0].join(5.0)
+    assert killed == [] and one.not_fired() == ["trainer:1@3+20"]
+    for message in [*TRAINERS_BACK, *steps(4, 4, 8.0)]:
+        one._on_message(message)
+    one._timers[1].join(5.0)
+    assert killed == [211] and one.not_fired() == []
+
+
+def test_a_kill_with_a_tilde_waits_for_trainers_and_for_a_coordinator(tmp_path: Path, killed: list[int]) -> None:
+    one = started_run(tmp_path, "trainer:1@15", "coordinator@16~", "server:0@17~")
+    for message in [*steps(1, 15, 1.0), *TRAINERS_LOST, TRAINERS_BACK[0], *steps(16, 16, 7.1)]:
+        one._on_message(message)
+    assert killed == [201], "one trainer is missing"
+    for message in [TRAINERS_BACK[1], *steps(17, 18, 8.0)]:
+        one._on_message(message)
+    assert killed == [201, 99] and one.not_fired() == ["server:0@17~"]
+    for message in [event(9.0, "regathered", epoch=2, members=[]), *steps(19, 19, 9.1)]:
+        one._on_message(message)
+    assert killed == [201, 99, 100] and one.not_fired() == []
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -338,6 +520,45 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
         draw(assemble(arguments, disturbed, calm, None), tmp_path / "recovery.png")
         assert (tmp_path / "recovery.png").read_bytes()[:4] == b"\x89PNG"
         (tmp_path / "recovery.png").unlink()
+
+
+def test_kills_of_all_roles_are_drawn(tmp_path: Path) -> None:
+    arguments, disturbed, calm = finished(tmp_path)
+    one = disturbed.record = watched()
+    one.on_kill("trainer:1@15", "trainer", 1, time_s=2.42)
+    for message in [*TRAINERS_LOST, *TRAINERS_BACK, *steps(15, 20, 8.0)]:
+        one.on_message(message)
+    one.on_kill("coordinator@20", "coordinator", 0, time_s=8.52)
+    for message in [*steps(21, 22, 8.6), event(9.9, "regathered", epoch=2, members=[]), *steps(23, 30, 10.0)]:
+        one.on_message(message)
+    one.on_kill("server:1@30", "server", 1, time_s=10.72)
+    after = [["server-0", 0], ["server-3", 1], ["server-2", 0]]
+    for message in [*recovery(10.72, "server-1", 1, "server-3", after), *steps(31, 40, 11.3)]:
+        one.on_message(message)
+    assert one.settled
+    everyone = one.kills
+    for kills in ([everyone[0]], [everyone[1]], everyone):
+        one.kills = kills
+        result = assemble(arguments, disturbed, calm, None)
+        draw(result, tmp_path / "recovery.png")
+        assert (tmp_path / "recovery.png").stat().st_size > 10_000
+        (tmp_path / "recovery.png").unlink()
+        assert all(kill.spec in format_summary(result) for kill in kills)
+
+
+def test_steps_have_the_trainers_own_times_unless_they_were_started_again(tmp_path: Path) -> None:
+    one = Run(arguments_of("--steps", "3"), CodeSpec(), [], tmp_path, Terminal())
+    one.record.step_times = [1.0, 3.0, 3.0]  # a coordinator was missing
+    for trainer in range(2):
+        ended = [1.0 + trainer / 10, 2.0, 3.0 - trainer / 10]
+        (tmp_path / f"trainer.{trainer}.json").write_text(json.dumps({"step_ended_s": ended}))
+    one._read_reports()
+    assert one.record.step_times == [1.1, 2.0, 3.0]
+    again = Run(arguments_of("--steps", "3"), CodeSpec(), [], tmp_path, Terminal())
+    again.record.step_times = [1.0, 2.5, 3.5]
+    (tmp_path / "trainer.1.json").write_text(json.dumps({"step_ended_s": [2.0, 3.0]}))
+    again._read_reports()
+    assert again.record.step_times == [1.0, 2.5, 3.5]
 
 
 def test_throughput_over_time_sees_a_pause() -> None:
@@ -407,7 +628,7 @@ def test_status_as_text() -> None:
 # --- real runs -------------------------------------------------------------------------------------------------------
 
 
-def demo(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def demo(out: Path, *words: str, limit_s: float = RUN_LIMIT_S) -> subprocess.CompletedProcess[str]:
     """Runs the command on a few made-up rows, and asserts that nothing is left of it."""
     criteo.write_synthetic(out / "rows.tsv", rows=1000, seed=3)
     command = [sys.executable, "-m", "torch_ecrec", "demo", "--data", str(out / "rows.tsv"), "--out", str(out)]
@@ -417,7 +638,7 @@ def demo(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=RUN_LIMIT_S,
+        timeout=limit_s,
     )
     print(done.stdout, done.stderr)
     left = wait_for_none(lambda: leftover(os.getpid(), os.environ[MARK]), END_LIMIT_S)
@@ -431,7 +652,8 @@ def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(result["kills"]) == 1, "the kill fired"
     (kill,) = result["kills"]
-    assert kill["spec"] == "server:1@10" and kill["step"] == 10 and kill["server"] == "server-1"
+    assert kill["spec"] == "server:1@10" and kill["step"] == 10 and kill["member"] == "server-1"
+    assert (kill["role"], kill["number"], kill["slots_lost"]) == ("server", 1, [1])
     after = kill["after_kill_s"]
     assert 0 < after["detected_s"] < after["rehosted_s"] < after["rebuilt_s"]
     assert after["first_step_s"] > 0
@@ -453,3 +675,25 @@ def test_more_losses_than_parities_end_with_exit_code_3(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     assert "cannot repair" in result["error"] and result["equal"] is None
     assert [kill["spec"] for kill in result["kills"]] == ["server:0@10", "server:1@10"], "both fired"
+
+
+@pytest.mark.timeout(240)
+def test_kills_of_a_trainer_the_coordinator_and_a_server_change_nothing(tmp_path: Path) -> None:
+    """The coordinator while trainers start again: later, training might be over before the next one is there."""
+    texts = ["trainer:1@15", "coordinator@15+1000", "server:0@45~"]
+    words = [word for text in texts for word in ("--kill", text)]
+    done = demo(tmp_path, "--steps", "60", "--batch-size", "64", *words, limit_s=220.0)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert done.returncode == 0, done.stderr
+    assert result["equal"] is True and result["error"] is None and result["differences"] == []
+    assert result["digest"] == result["undisturbed"]["digest"] and len(result["losses"]) == 60
+    assert [kill["spec"] for kill in result["kills"]] == texts, "every kill fired"
+    assert [kill["role"] for kill in result["kills"]] == ["trainer", "coordinator", "server"]
+    trainer, coordinator, server = result["kills"]
+    assert 13 <= trainer["resumed_after"] <= 16 and trainer["number"] == 1 and trainer["slots_lost"] == []
+    after = trainer["after_kill_s"]
+    assert 0 < after["detected_s"] < after["resumable_s"] < after["rejoined_s"] < after["first_step_s"]
+    assert coordinator["after_kill_s"]["rejoined_s"] > 0, "another one is there"
+    assert "a new coordinator: 4 members have rejoined" in done.stdout
+    assert server["step"] >= 45 and server["after_kill_s"]["rebuilt_s"] > 0
+    assert (tmp_path / "recovery.png").stat().st_size > 10_000

@@ -39,6 +39,7 @@ from torch_ecrec.transport.wire import Placement, SlotPlace
 Message = dict[str, Any]
 FORMING_LIMIT_S = 20.0
 REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for the others
+NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
 TICK_MOST_S = 2.0  # between two calls of `on_tick`, unless the coordinator itself was stopped
 FENCED = "this process was taken for lost, and what it did has been given to another"
 
@@ -116,6 +117,7 @@ class Coordinator:
         self.era = 0
         self.resume_step = 0  # where the era began
         self.going_back: GoingBack | None = None
+        self.life = 0  # how many coordinators there were before, as far as the members know
         self._names = 0
         self._lives: dict[int, int] = {}  # trainer -> how often it has joined
         self._ticked_s = math.inf
@@ -175,7 +177,8 @@ class Coordinator:
         member = Member(name, role, rank, message.get("pid", 0), now_s, now_s)
         self.members[name] = member
         restarted = self.loaded and role == "trainer"
-        self.send(name, {"type": "welcome", "name": name, "code": self._code_json(), "restarted": restarted})
+        welcome = {"type": "welcome", "name": name, "code": self._code_json(), "restarted": restarted}
+        self.send(name, {**welcome, "life": self.life})
         self.announce({"event": "joined", "member": name, "role": role, "rank": rank, "pid": member.pid})
         if self.slots:
             self._send_placement(name)
@@ -204,18 +207,13 @@ class Coordinator:
         member = Member(name, role, message["rank"], message["pid"], now_s, now_s, message["generation"])
         self.members[name] = member
         self._regathered[name] = message
-        words = name.replace("_", "-").split("-")
-        if role == "server":
-            self._names = max(self._names, int(words[1]) + 1)
-        else:
-            self._lives[member.rank] = max(self._lives.get(member.rank, 0), int(words[2]) if len(words) > 2 else 1)
         self.announce({"event": "joined", "member": name, "role": role, "rank": member.rank, "pid": member.pid})
         self._end_regathering(now_s)
 
     def _end_regathering(self, now_s: float) -> None:
         """Goes on as soon as everybody is back who is needed, or the time is up."""
         said = self._regathered
-        if said is None:
+        if not said:
             return
         placements = [Placement.from_json(m["placement"]) for m in said.values() if m["placement"]]
         placement = max(placements, key=lambda p: p.epoch, default=None)
@@ -230,6 +228,9 @@ class Coordinator:
         if now_s < self._regathering_until_s:
             return
         self._regathered = None
+        self.life = 1 + max(m["life"] for m in said.values())
+        self._names = NAMES_OF_A_LIFE * self.life
+        self._lives = dict.fromkeys(range(job.trainers if job is not None else 0), NAMES_OF_A_LIFE * self.life)
         self.job = job or self.job
         self.loaded = any(m["loaded"] for m in said.values())
         self.generation, self.world = max(m["newest"] for m in said.values()), world
@@ -240,7 +241,7 @@ class Coordinator:
         self.resume_step = max(m["resume_step"] for m in said.values())
         self.announce({"event": "regathered", "epoch": self.epoch, "members": sorted(said)})
         for name in said:
-            self.send(name, {"type": "rejoined"})
+            self.send(name, {"type": "rejoined", "life": self.life})
         if placement is None:
             self._form(now_s)
             return
@@ -266,6 +267,8 @@ class Coordinator:
             return
         self.on_heard(name, now_s, message.get("report"))
         kind = message["type"]
+        if self._regathered is not None and kind != "leave":
+            return  # it will be said again
         if kind == "in_generation":
             self.on_in_generation(name, message["generation"], now_s)
         elif kind == "ready":
@@ -308,6 +311,9 @@ class Coordinator:
         if member is None or not member.alive:
             return
         member.alive = False
+        if self._regathered is not None and self._regathered.pop(name, None) is not None:
+            del self.members[name]  # as if it had not come back
+            return
         if member.left or self.fatal is not None:
             return
         slots = [i for i, place in enumerate(self.slots) if place.server == name]

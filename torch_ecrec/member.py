@@ -134,7 +134,7 @@ class Member:
         if kind == "welcome":
             self.name = message["name"]
             self.restarted = message["restarted"]
-            self._code = message["code"]
+            self._code, self._life = message["code"], message["life"]
             self.node = self._make_node(self.name, self, CodeSpec(**self._code))
             self.transport = RpcTransport(self.name, self.node.handle, on_error=self.on_error)
             self._welcome.set()
@@ -145,6 +145,9 @@ class Member:
             with self._lock:
                 self._wanted = message
             self._joining.set()
+        elif kind == "rejoined":
+            self._life = message["life"]
+            self._on_control(message)
         elif kind == "fatal":
             self.end(ENDS.get(message["kind"], ClusterUnavailable)(message["reason"]))
         else:
@@ -182,6 +185,7 @@ class Member:
                 "role": self._hello["role"],
                 "rank": self._hello.get("rank", -1),
                 "code": self._code,
+                "life": self._life,
                 "generation": self.transport.generation,
                 "newest": self.transport.newest,
                 "world": list(self.transport.members),

@@ -21,6 +21,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -36,9 +37,11 @@ from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.local import EOF_S, LATE, Fault, Line, LocalNetwork
-from torch_ecrec.transport.wire import Placement
+from torch_ecrec.transport.node import RETRY_S
+from torch_ecrec.transport.wire import Placement, SlotPlace
 
 EVENT_LIMIT = 400_000
+REJOIN_S = 0.2  # from the start of a coordinator to the last member that tries to find it, at most
 ENDING_S, RESTART_S = 0.02, 0.1  # from a trainer's death to that of the others, at most, and to the start of new ones
 LIMIT_S = 120.0  # virtual
 WINDOW = Settings().window_steps
@@ -72,6 +75,7 @@ class Scenario:
         reborn: a killed server process starts again and joins.
         trainer_kills: (trainer, step) pairs: that trainer dies when it has completed the step.
         random_trainer_kills: so many trainers die at random moments, likewise.
+        random_coordinator_kills: the coordinator dies so often, likewise.
         trainers_return: faults may kill trainers; whenever one dies, all of them are ended and started again.
         random_kills: so many servers die at random moments, as often as `kill_probability` says per event.
         noise: how often a request is dropped, its answer lost, or it arrives twice: a probability for each.
@@ -92,6 +96,7 @@ class Scenario:
     trainer_kills: tuple[tuple[int, int], ...] = ()
     random_trainer_kills: int = 0
     trainers_return: bool = False
+    random_coordinator_kills: int = 0
     without_spare: str = "survivor"
     rebuild_chunk_bytes: int = 48
     random_kills: int = 0
@@ -127,6 +132,8 @@ class Run:
     messages: list[tuple[str, str, str]] = field(default_factory=list)
     kills: int = 0  # of servers
     trainer_kills: int = 0
+    coordinator_kills: int = 0
+    fenced: int = 0
     resumed: list[int] = field(default_factory=list)  # steps after which new trainers went on
     fatal: str | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -165,6 +172,7 @@ class Cluster:
         self.network = LocalNetwork(
             scenario.network_seed,
             crash=self._on_crash,
+            crash_coordinator=self.kill_coordinator,
             may_crash=self.may_crash,
             faults=list(faults),
             noise=scenario.noise,
@@ -184,15 +192,14 @@ class Cluster:
         self.trainer_kills = list(scenario.trainer_kills)
         self.ending = False  # a trainer died: the others are being ended, and all started again
         self.resume_of: dict[str, int] = {}  # trainer process -> the step it goes on after
-        self.coordinator = Coordinator(
-            scenario.code,
-            scenario.spares,
-            ("virtual", 0),
-            send=self._from_coordinator,
-            announce=self.run.events.append,
-            without_spare=scenario.without_spare,
-            lease_s=1e9,
-        )
+        self.random_coordinator_kills = scenario.random_coordinator_kills
+        self.life = 0  # of the coordinator
+        self.coordinator_lives = True
+        self.life_of: dict[str, int] = {}  # member -> which coordinator it is connected to
+        self.world_of: dict[str, tuple[int, list[str]]] = {}  # member -> generation joined, and who is in it
+        self.told_of: dict[str, int] = {}  # member -> the life that a coordinator said it had
+        self.placed: list[SlotPlace] = []  # as the coordinator knew them last
+        self.coordinator = self._new_coordinator()
         for _ in range(scenario.code.slots + scenario.spares):
             self.start_server()
         self.trainers: list[Iterator[Callable[[], bool]] | None] = []
@@ -207,10 +214,92 @@ class Cluster:
 
         return {"version": torch_ecrec.__version__, "pid": 0, **extra}
 
+    def _new_coordinator(self) -> Coordinator:
+        return Coordinator(
+            self.scenario.code,
+            self.scenario.spares,
+            ("virtual", 0),
+            send=self._from_coordinator,
+            announce=self.run.events.append,
+            without_spare=self.scenario.without_spare,
+            lease_s=1e9,
+        )
+
+    @property
+    def slots_known(self) -> list[SlotPlace]:
+        """The coordinator's placement, or that of the one before while it does not know."""
+        self.placed = self.coordinator.slots or self.placed
+        return self.placed
+
+    @property
+    def can_join(self) -> bool:
+        """Not while there is no coordinator, or it waits for those who were there before."""
+        return self.coordinator_lives and (self.life == 0 or bool(self.coordinator.slots))
+
+    def kill_coordinator(self) -> None:
+        """It is gone, and another one comes soon, which knows nothing."""
+        if not self.coordinator_lives:
+            return
+        self.placed = list(self.slots_known)
+        self.coordinator_lives = False
+        self.life += 1
+        self.run.coordinator_kills += 1
+
+        def start() -> None:
+            self.coordinator, self.coordinator_lives = self._new_coordinator(), True
+            for name in [*self.hosts, *self.clients]:
+                if name not in self.network.dead:
+                    self.network.clock.later(self.random.uniform(0.0, REJOIN_S), partial(self._rejoin, name))
+
+        self.network.clock.later(RESTART_S, start)
+
+    def _rejoin(self, name: str) -> None:
+        life = self.life
+        if name in self.network.dead or not self.coordinator_lives:
+            return
+        self.life_of[name] = life
+        role, rank = ("server", -1) if name in self.hosts else ("trainer", self.clients[name].trainer)
+        generation, world = self.world_of.get(name, (0, []))
+        known = self.hosts[name].known() if role == "server" else self._known(name)
+        message = self._message(type="rejoin", name=name, role=role, rank=rank, code=self.coordinator._code_json())
+        message |= {"generation": generation, "newest": generation, "world": world, "life": self.told_of[name], **known}
+
+        def arrive() -> None:
+            if life != self.life:
+                return
+            refusal = self.coordinator.rejoin_refusal(message)
+            if refusal is None:
+                self.coordinator.on_rejoin(message, self.network.clock.now_s)
+            else:
+                self._line("to", name).carry(lambda: self._fence(name))
+
+        self._line("from", name).carry(arrive)
+
+    def _known(self, name: str) -> dict[str, Any]:
+        """As `Session.known`."""
+        client = self.clients[name]
+        placement = client.placement.to_json() if client.placement is not None else None
+        known = {"job": self.scenario.job.to_json(), "placement": placement, "era": client.era, "frozen": False}
+        return {**known, "resume_step": self.resume_of.get(name, 0), "loaded": True}
+
+    def _fence(self, name: str) -> None:
+        """It came too late, and has been taken for lost: it ends, and joins as another."""
+        if name not in self.network.dead:
+            self.run.fenced += 1
+            self.network.dead.add(name)
+            if name in self.hosts:
+                self.start_server()
+            else:
+                self._on_trainer_crash()
+
     def start_server(self) -> None:
         """A server process joins."""
+        if not self.can_join:
+            self.network.clock.later(RETRY_S, self.start_server)
+            return
         message = self._message(role="server")
         name = self.coordinator.name_for(message)
+        self.life_of[name] = self.life
         self.coordinator.on_join(name, message, self.network.clock.now_s)
 
     def _new_host(self, name: str) -> None:
@@ -220,6 +309,10 @@ class Cluster:
 
     def _start_trainers(self, restarted: bool) -> None:
         """All of them, as torchrun does."""
+        if not self.can_join:
+            self.network.clock.later(RETRY_S, lambda: self._start_trainers(restarted))
+            return
+        self.ending = False
         self.contributions = {}
         names = [self._join_trainer(i) for i in range(self.scenario.trainers)]
         self.trainers = [self._trainer(i, name, restarted) for i, name in enumerate(names)]
@@ -231,15 +324,19 @@ class Cluster:
         assert refusal is None, refusal
         name = self.coordinator.name_for(message)
         port = self.network.port(name, lambda message: self._to_coordinator(name, message))
+        self.life_of[name] = self.life
         self.clients[name] = Client(name, port, self.scenario.job, i, self.settings, self.scenario.snapshot_every)
         self.coordinator.on_join(name, message, self.network.clock.now_s)
         return name
 
     def _tick(self) -> None:
-        self.coordinator.on_tick(self.network.clock.now_s)
-        self.network.clock.later(1.0, self._tick)
+        if self.coordinator_lives:
+            self.coordinator.on_tick(self.network.clock.now_s)
+        self.network.clock.later(0.5, self._tick)
 
     def _from_coordinator(self, name: str, message: dict[str, Any]) -> None:
+        if self.life_of.get(name) != self.life:
+            return
         self._line("to", name).carry(lambda: self._deliver(name, message))
 
     def _line(self, direction: str, name: str) -> Line:
@@ -253,9 +350,12 @@ class Cluster:
         if name in self.network.dead:
             return
         kind = message["type"]
+        if kind in ("welcome", "rejoined"):
+            self.told_of[name] = message["life"]
         if kind == "welcome" and name.startswith("server"):
             self._new_host(name)
         elif kind == "generation":
+            self.world_of[name] = message["generation"], message["members"]
             self._to_coordinator(name, {"type": "in_generation", "generation": message["generation"]})
         elif kind == "fatal" and message["kind"] == "trainers_lost":
             self.network.kill(name)
@@ -271,8 +371,15 @@ class Cluster:
             self.clients[name].run(self.clients[name].resume, message["era"], message["step"])
 
     def _to_coordinator(self, name: str, message: dict[str, Any]) -> None:
-        clock, coordinator = self.network.clock, self.coordinator
-        self._line("from", name).carry(lambda: coordinator.on_message(name, message, clock.now_s))
+        life = self.life
+        if self.life_of.get(name) != life:
+            return  # not connected
+
+        def arrive() -> None:
+            if life == self.life:
+                self.coordinator.on_message(name, message, self.network.clock.now_s)
+
+        self._line("from", name).carry(arrive)
 
     # faults -------------------------------------------------------------------------------------
 
@@ -288,10 +395,10 @@ class Cluster:
             return self.scenario.trainers_return and any(trainer is not None for trainer in self.trainers)
         if name not in self.hosts:
             return False
-        servers = [place.server for place in self.coordinator.slots]
+        servers = [place.server for place in self.slots_known]
         if self.scenario.reborn and len(set(servers)) < len(servers):
             return False
-        placed = enumerate(self.coordinator.slots)
+        placed = enumerate(self.slots_known)
         gone = {i for i, p in placed if not p.healthy or p.server in self.network.dead or p.server == name}
         return not any(recovery.unrecoverable_bases(layout, gone) for layout in self.layouts)
 
@@ -301,8 +408,11 @@ class Cluster:
         else:
             self.run.kills += 1
 
+        life = self.life_of.get(name)
+
         def lost() -> None:
-            self.coordinator.on_lost(name, self.network.clock.now_s, "eof")
+            if life == self.life and self.coordinator_lives:
+                self.coordinator.on_lost(name, self.network.clock.now_s, "eof")
 
         self.network.clock.later(EOF_S, lambda: self._line("from", name).carry(lost))
         if self.scenario.reborn and name in self.hosts:
@@ -322,14 +432,13 @@ class Cluster:
             self.network.clock.later(RESTART_S, start)
 
         def start() -> None:
-            self.ending = False
             self._start_trainers(restarted=True)
 
         self.network.clock.later(self.random.uniform(0.0, ENDING_S), end_all)
 
     def whole(self) -> bool:
         """Every slot is there, rebuilt, and known to be."""
-        placed = self.coordinator.slots
+        placed = self.coordinator.slots if self.coordinator_lives else []
         return bool(placed) and all(p.healthy and p.server not in self.network.dead for p in placed)
 
     def settled(self) -> bool:
@@ -345,7 +454,7 @@ class Cluster:
         """The live incarnation of every slot, in order."""
         found = [
             host.slots[i]
-            for i, place in enumerate(self.coordinator.slots)
+            for i, place in enumerate(self.slots_known)
             if (host := self.hosts.get(place.server)) is not None
             and place.server not in self.network.dead
             and i in host.slots
@@ -409,7 +518,7 @@ class Cluster:
                 self._kill_when_allowed(kill)
 
     def _kill_when_allowed(self, kill: tuple[int, int]) -> None:
-        host = self.coordinator.slots[kill[0]].server
+        host = self.slots_known[kill[0]].server
         if not self.scenario.settle_first or (self.whole() and self.may_crash(host)):
             self.kills.remove(kill)
             self.network.kill(host)
@@ -434,9 +543,13 @@ class Cluster:
         random_kills, trainer_kills = self.scenario.random_kills, self.scenario.random_trainer_kills
         for event in range(EVENT_LIMIT):
             done = self._run_trainers()
-            placed = self.coordinator.slots
+            placed = self.slots_known
             if self.run.fatal is not None:
                 break
+            if self.random_coordinator_kills and placed and not done and self.coordinator_lives:
+                if self.random.random() < self.scenario.kill_probability:
+                    self.random_coordinator_kills -= 1
+                    self.kill_coordinator()
             if random_kills and placed and not done and self.random.random() < self.scenario.kill_probability:
                 victim = placed[self.random.randrange(len(placed))].server
                 if self.may_crash(victim):
@@ -494,7 +607,7 @@ class Cluster:
                 assert rule.confirmed[holder] <= folded, (
                     f"slot {index} counts step {rule.confirmed[holder]} as folded by {holder}, which folded {folded}"
                 )
-                assert rule.acknowledged <= folded or not self.coordinator.slots[holder].healthy, (
+                assert rule.acknowledged <= folded or not self.slots_known[holder].healthy, (
                     f"slot {index} acknowledged {rule.acknowledged}, but {holder}, which is whole, has folded {folded}"
                 )
 
@@ -502,7 +615,7 @@ class Cluster:
         """Of the last step that every trainer calls complete, each holder that is whole has the dense snapshot."""
         step = min((client.resumable for client in self.clients.values()), default=0)
         for holder in range(self.scenario.code.parities + 1) if step else ():
-            if holder in slots and self.coordinator.slots[holder].healthy:
+            if holder in slots and self.slots_known[holder].healthy:
                 for trainer in range(self.scenario.trainers):
                     assert (step, trainer) in slots[holder].snapshots.parts, (
                         f"slot {holder} lacks the snapshot of trainer {trainer} of step {step}, which is complete"

@@ -9,6 +9,7 @@ Every request gets a number, counted from 0 in the order of sending; a `Fault` n
     crash_sender     its sender dies right after sending it (the message may still arrive)
     crash_receiver   its receiver dies when it arrives, before handling it
     crash_after      its receiver dies right after handling it (what it sent, the answer included, may still arrive)
+    crash_coordinator  the coordinator dies as it is sent
     drop             it never arrives; the caller's time limit runs out
     lose_answer      it is handled, but the answer never arrives
     duplicate        it arrives twice, the second time perhaps much later
@@ -30,6 +31,7 @@ from typing import Any
 from torch_ecrec.transport.wire import Answer, Ok, Outcome, Request, Unknown
 
 CRASHES = ("crash_sender", "crash_receiver", "crash_after")
+CRASH_COORDINATOR = "crash_coordinator"
 NOISES = ("drop", "lose_answer", "duplicate")
 LOSSES = (*NOISES, "late", "late_answer")
 FAULTS = CRASHES + LOSSES
@@ -57,7 +59,7 @@ class Fault:
     skipped: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in FAULTS:
+        if self.kind not in (*FAULTS, CRASH_COORDINATOR):
             raise ValueError(f"unknown fault {self.kind!r}; expected one of {', '.join(FAULTS)}")
 
 
@@ -103,6 +105,7 @@ class LocalNetwork:
     Attributes:
         handlers: process name -> how it handles a request.
         crash: called with the name of a process that a fault kills.
+        crash_coordinator: called when a fault kills the coordinator.
         may_crash: which processes faults may kill; a crash fault on another one does not fire.
         noise: how often a request is dropped, its answer lost, or it arrives twice: a probability for each.
         late: how often a request or an answer takes much longer than others.
@@ -114,6 +117,7 @@ class LocalNetwork:
     seed: int
     crash: Callable[[str], None] = lambda name: None
     may_crash: Callable[[str], bool] = lambda name: True
+    crash_coordinator: Callable[[], None] = lambda: None
     faults: list[Fault] = field(default_factory=list)
     noise: float = 0.0
     late: float = LATE
@@ -189,6 +193,8 @@ class LocalNetwork:
                 self.clock.later(self.delay_s(late=True), arrive)
         if self._fires(number, "crash_sender", sender):
             self.kill(sender)
+        if self._fires(number, CRASH_COORDINATOR):
+            self.crash_coordinator()
 
 
 @dataclass

@@ -1,0 +1,329 @@
+"""Chaos: what it refuses, what it does at an instant and to whom, and when it keeps still. Its processes are `sleep`s."""
+
+import argparse
+import random
+import re
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from torch_ecrec.__main__ import main, parser
+from torch_ecrec.config import CHAOS_EVENTS, CodeSpec
+from torch_ecrec.demo import chaos, run
+from torch_ecrec.demo.chaos import LEASE_S, ChaosRun
+from torch_ecrec.demo.plot import draw_chaos
+from torch_ecrec.demo.run import Terminal
+from torch_ecrec.errors import ClusterUnavailable
+
+WAIT_S = 5.0
+
+
+def arguments_of(*words: str) -> argparse.Namespace:
+    return parser().parse_args(["chaos", *words])
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_completed(tmp_path: Path) -> None:
+    arguments = arguments_of("-k", "4", "-r", "2", "--servers", "6", "--out", str(tmp_path / "out"))
+    assert chaos.check(arguments) == CodeSpec(6, 4, 2)
+    assert arguments.events == list(CHAOS_EVENTS) and arguments.compare is True
+    assert arguments.kill == ["none"] and arguments.steps == chaos.PACE_STEPS
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--events", "kill-server,kill-all,stop-time"], "must be of kill-server, kill-trainer, kill-coordinator"),
+        (["--events", "kill-server,kill-all,stop-time"], "got kill-all, stop-time"),
+        (["--events", ""], "`--events` must be of"),
+        (["--minutes", "0"], "`--minutes` must be positive, got 0.0"),
+        (["--minutes", "-1"], "`--minutes` must be positive, got -1.0"),
+        (["--protection", "none"], "chaos without protection loses data at once"),
+        (["--servers", "2"], "needs as many slots, got 2"),
+        (["--trainers", "0"], "`trainers` must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_one_message_and_starts_nothing(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        pytest.fail("something was started")
+
+    monkeypatch.setattr(run, "Supervisor", start)
+    monkeypatch.setattr(chaos, "warm", start)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        chaos.check(arguments_of("--out", str(tmp_path), *words))
+    assert main(["chaos", "--out", str(tmp_path), *words]) == 2
+    out, error = capsys.readouterr()
+    assert says in error and error.count("\n") == 1 and out == ""
+
+
+# --- what happens at an instant --------------------------------------------------------------------------------------
+
+
+def chaos_run(tmp_path: Path, *words: str) -> ChaosRun:
+    arguments = arguments_of("--out", str(tmp_path), *words)
+    return ChaosRun(arguments, chaos.check(arguments), tmp_path / "logs", Terminal())
+
+
+@pytest.mark.parametrize(("r", "trainers"), [(1, 1), (1, 3), (2, 2), (3, 1)])
+def test_an_instant_stays_within_what_is_tolerated(r: int, trainers: int, tmp_path: Path) -> None:
+    one = chaos_run(tmp_path, "-r", str(r), "--servers", "6", "--trainers", str(trainers), "--seed", "7")
+    instants = [one._instant() for _ in range(300)]
+    for kinds in instants:
+        roles = Counter(kind.partition("-")[2] for kind in kinds)
+        assert roles["server"] <= r and roles["trainer"] <= trainers and roles["coordinator"] <= 1
+    sizes = Counter(map(len, instants))
+    assert sizes[0] == 0 and sizes[1] > 150, "mostly one event"
+    assert sum(count for size, count in sizes.items() if size > 1) > 15, "now and then several"
+    assert {kind for kinds in instants for kind in kinds} == set(CHAOS_EVENTS)
+    again = chaos_run(tmp_path, "-r", str(r), "--servers", "6", "--trainers", str(trainers), "--seed", "7")
+    assert [again._instant() for _ in range(300)] == instants, "the seed decides"
+
+
+def test_only_the_events_asked_for_happen(tmp_path: Path) -> None:
+    one = chaos_run(tmp_path, "--events", "kill-coordinator,stop-server")
+    assert {kind for _ in range(100) for kind in one._instant()} == {"kill-coordinator", "stop-server"}
+
+
+# --- to whom ---------------------------------------------------------------------------------------------------------
+
+ROLES = ["server-0", "server-1", "server-2", "trainer-0", "trainer-1", "coordinator"]
+
+
+@pytest.fixture
+def sleepers() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Harmless processes in the place of members."""
+    found = {name: subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) for name in ROLES}
+    yield found
+    for process in found.values():
+        process.kill()
+        process.wait()
+
+
+class Cluster:
+    """In the place of a supervisor."""
+
+    def __init__(self, coordinator: subprocess.Popen[bytes]) -> None:
+        self.coordinator = coordinator
+
+
+def event(kind: str, **more: Any) -> dict[str, Any]:
+    return {"type": "event", "event": kind, "time_s": time.time(), **more}
+
+
+def training(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], *words: str) -> ChaosRun:
+    """A run of 3 servers and 2 trainers at step 1, with (k, r) = (1, 2)."""
+    one = chaos_run(tmp_path, "-k", "1", "-r", "2", "--servers", "3", *words)
+    one._cluster = Cluster(sleepers["coordinator"])  # type: ignore[assignment]
+    for name in ROLES[:-1]:
+        role, number = name.split("-")
+        one._on_message(event("joined", member=name, role=role, rank=int(number), pid=sleepers[name].pid))
+    one._on_message(event("placed", slots=[[f"server-{i}", 0] for i in range(3)]))
+    progress(one, 1)
+    return one
+
+
+def progress(one: ChaosRun, last: int) -> None:
+    for step in range(one.record.step + 1, last + 1):
+        for trainer in range(2):
+            message = {"type": "progress", "trainer": trainer, "step": step, "time_s": time.time()}
+            one._on_message(message)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    return bool(psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+
+
+@pytest.mark.parametrize("role", ["server", "trainer", "coordinator"])
+def test_a_kill_reaches_its_process_and_is_recorded(
+    role: str, tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    one = training(tmp_path, sleepers)
+    one._do(f"kill-{role}", 3.5)
+    (entry,) = one.schedule
+    name = role if role == "coordinator" else f"{role}-{entry['number']}"
+    hit = sleepers[name]
+    assert entry == {
+        "s": 3.5,
+        "event": f"kill-{role}",
+        "role": role,
+        "number": entry["number"],
+        "member": name,
+        "pid": hit.pid,
+        "seconds": 0.0,
+        "step": 1,
+    }
+    assert hit.wait(WAIT_S) == -signal.SIGKILL
+    assert [other for other, process in sleepers.items() if process.poll() is not None] == [name]
+    (kill,) = one.record.kills
+    assert (kill.spec, kill.role, kill.member, kill.pid) == (f"kill-{role}", role, name, hit.pid)
+    assert not one.record.settled and not one._stopped
+
+
+@pytest.mark.parametrize("role", ["server", "trainer"])
+def test_a_process_that_is_stopped_goes_on_when_its_time_is_over(
+    role: str, tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos, "STOPS_S", (0.3,))
+    one = training(tmp_path, sleepers)
+    one._do(f"stop-{role}", 3.5)
+    (entry,) = one.schedule
+    hit = sleepers[entry["member"]]
+    assert (entry["event"], entry["role"], entry["seconds"]) == (f"stop-{role}", role, 0.3)
+    assert entry["pid"] == hit.pid and entry["member"] == f"{role}-{entry['number']}"
+    wait_until(lambda: is_stopped(hit))
+    one.on_tick()
+    assert list(one._stopped) == [hit.pid] and is_stopped(hit), "its time is not over"
+    assert one._next_s is None, "nothing else happens meanwhile"
+    time.sleep(0.3)
+    one.on_tick()
+    wait_until(lambda: not is_stopped(hit))
+    assert not one._stopped and hit.poll() is None
+    assert one.record.kills == [] and one.record.settled, "shorter than the lease: nobody is lost"
+
+
+def test_a_stop_that_is_longer_than_the_lease_counts_as_a_loss(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos, "STOPS_S", (LEASE_S + 2,))
+    one = training(tmp_path, sleepers)
+    one._do("stop-server", 3.5)
+    hit = sleepers[one.schedule[0]["member"]]
+    assert [kill.spec for kill in one.record.kills] == ["stop-server"] and not one.record.settled
+    wait_until(lambda: is_stopped(hit))
+    one.release()
+    wait_until(lambda: not is_stopped(hit))
+    assert not one._stopped
+
+
+def test_nobody_is_hit_twice_at_one_instant(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]) -> None:
+    one = training(tmp_path, sleepers)
+    for kind in ("kill-server", "stop-trainer", "stop-server", "kill-trainer"):
+        one._do(kind, 3.5)
+    assert len({entry["pid"] for entry in one.schedule}) == len(one.schedule) == 4
+    one.release()
+
+
+def test_nothing_happens_to_a_member_that_is_not_there(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    one = training(tmp_path, sleepers)
+    one._on_message(event("era", era=1))
+    one._do("kill-trainer", 3.5)
+    assert one.schedule == [] and one.record.kills == []
+    assert all(process.poll() is None for process in sleepers.values())
+
+
+def test_a_process_that_has_ended_meanwhile_is_no_error(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    one = training(tmp_path, sleepers)
+    sleepers["coordinator"].kill()
+    sleepers["coordinator"].wait()
+    one._do("kill-coordinator", 3.5)
+    assert len(one.schedule) == 1
+
+
+# --- when ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What would have been done to somebody."""
+    kinds: list[str] = []
+    monkeypatch.setattr(ChaosRun, "_do", lambda self, kind, since_s: kinds.append(kind))
+    monkeypatch.setattr(chaos, "PAUSE_S", (0.0, 0.0))
+    return kinds
+
+
+def test_no_event_comes_in_the_last_steps(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], done: list[str]
+) -> None:
+    one = training(tmp_path, sleepers, "--events", "kill-server")
+    one.arguments.steps = 100
+    progress(one, 97)
+    for _ in range(10):
+        one.on_tick()
+    assert done == [] and one.record.settled
+    assert one.samples, "it looks on"
+
+
+def test_an_event_comes_after_a_pause_once_the_cluster_is_whole(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], done: list[str]
+) -> None:
+    one = training(tmp_path, sleepers, "--events", "kill-server")
+    one.arguments.steps = 100
+    progress(one, 96)
+    one._on_message(event("era", era=1))
+    for _ in range(3):
+        one.on_tick()
+    assert done == [], "no trainers"
+    for trainer in range(2):
+        one._on_message(event("joined", member=f"trainer-{trainer}_2", role="trainer", rank=trainer, pid=1))
+    one.on_tick()
+    assert done == [] and one._next_s is not None, "the pause begins"
+    one.on_tick()
+    assert done and set(done) == {"kill-server"} and one._next_s is None
+
+
+def test_nothing_happens_before_the_first_step(tmp_path: Path, done: list[str]) -> None:
+    one = chaos_run(tmp_path)
+    for _ in range(5):
+        one.on_tick()
+    assert done == [] and one.samples == []
+
+
+def test_a_cluster_that_is_not_whole_again_in_time_ends_the_run(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = training(tmp_path, sleepers)
+    one._do("kill-server", 3.5)
+    one.on_tick()
+    monkeypatch.setattr(chaos, "WHOLE_LIMIT_S", -1000.0)
+    with pytest.raises(ClusterUnavailable, match=r"not whole again within .* last event .*'kill-server'"):
+        one.on_tick()
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    schedule = [
+        {"s": 2.0 + i, "event": kind, "role": kind.partition("-")[2], "seconds": 1.0 if "stop" in kind else 0.0}
+        for i, kind in enumerate(CHAOS_EVENTS)
+    ]
+    samples = [
+        {"s": i / 2, "step": i, "unhealthy": [rng.randrange(6)] if i % 5 == 0 else [], "resident_bytes": 2**30 + i}
+        for i in range(20)
+    ]
+    result = {
+        "arguments": {"batch_size": 32, "trainers": 2},
+        "schedule": schedule,
+        "samples": samples,
+        "step_times_s": [100.0 + i / 10 for i in range(100)],
+    }
+    draw_chaos(result, tmp_path / "chaos.png")
+    assert (tmp_path / "chaos.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "chaos.png").stat().st_size > 10_000
+    draw_chaos({**result, "samples": []}, tmp_path / "short.png")
+    assert (tmp_path / "short.png").exists()
+    draw_chaos({**result, "step_times_s": [1.0, 2.0]}, tmp_path / "nothing.png")
+    assert not (tmp_path / "nothing.png").exists()
