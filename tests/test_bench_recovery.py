@@ -146,7 +146,7 @@ def test_ids_of_a_batch_follow_the_law_or_are_uniform() -> None:
         )
         assert drawn[0].keys() == ["C0", "C1", "C2"] and bool((drawn[0].lengths() == 1).all())
         ids = torch.cat([features.values() for features in drawn])
-        assert len(ids) == 20 * tables * batch and 0 <= int(ids.min()) and int(ids.max()) < rows
+        assert len(ids) == 20 * tables * batch and int(ids.min()) >= 0 and int(ids.max()) < rows
         seen[zipf] = torch.bincount(ids, minlength=rows)
     assert seen[1.05].max() > 0.08 * seen[1.05].sum(), "one row is hot"
     assert seen[0.0].max() < 0.01 * seen[0.0].sum()

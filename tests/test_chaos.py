@@ -1,4 +1,4 @@
-"""Chaos: what it refuses, what it does at an instant and to whom, and when it keeps still. Its processes are `sleep`s."""
+"""Chaos: what it refuses, what it does at an instant and to whom, and when it keeps still. Members are `sleep`s."""
 
 import argparse
 import random

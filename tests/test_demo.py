@@ -694,6 +694,6 @@ def test_kills_of_a_trainer_the_coordinator_and_a_server_change_nothing(tmp_path
     after = trainer["after_kill_s"]
     assert 0 < after["detected_s"] < after["resumable_s"] < after["rejoined_s"] < after["first_step_s"]
     assert coordinator["after_kill_s"]["rejoined_s"] > 0, "another one is there"
-    assert "a new coordinator: 4 members have rejoined" in done.stdout
+    assert "a new coordinator: " in done.stdout
     assert server["step"] >= 45 and server["after_kill_s"]["rebuilt_s"] > 0
     assert (tmp_path / "recovery.png").stat().st_size > 10_000

@@ -24,7 +24,7 @@ from torch_ecrec.server import protection, rebuild, service, slot, snapshots, st
 from torch_ecrec.storage import optim
 from torch_ecrec.testing import Cluster, Fault, Run, Scenario, simulate
 from torch_ecrec.transport import wire
-from torch_ecrec.transport.local import CRASHES, FAULTS, LOSSES
+from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, FAULTS, LOSSES
 from torch_ecrec.transport.node import Node
 
 TWO_ONE = CodeSpec(3, 2, 1)
@@ -175,6 +175,28 @@ def test_every_fault_at_every_message_after_trainers_were_lost(every):
     assert all(count["fired"] >= 10 for count in became.values())
 
 
+COORDINATOR = {
+    "a healthy run": Scenario(steps=3),
+    "a loss": Scenario(steps=2, kills=((0, 1),), spares=2),
+    "lost trainers": Scenario(steps=3, trainer_kills=((0, 2),), trainers_return=True),
+}
+
+
+@pytest.mark.parametrize("name", COORDINATOR)
+def test_the_coordinator_dies_at_every_message(name):
+    """Another one comes, which knows nothing; members tell it. Without a loss nobody goes back; nobody is fenced."""
+    scenario = COORDINATOR[name]
+    healthy = check(scenario)
+    for number, message in enumerate(healthy.messages):
+        try:
+            run = check(scenario, Fault(CRASH_COORDINATOR, number))
+        except Exception as error:
+            raise AssertionError(f"request {number}, {message}: {type(error).__name__}: {error}") from error
+        assert run.coordinator_kills == 1 and run.fenced == 0, (number, message)
+        assert run.resumed or not scenario.trainer_kills
+        assert not run.resumed or scenario.trainer_kills, "nobody was lost"
+
+
 TWICE = Scenario(code=THREE_TWO, steps=2, spares=3, kills=((1, 1),))
 
 
@@ -263,9 +285,10 @@ WAYS = {
     "trainers as well, snapshots now and then": Scenario(
         spares=3, random_trainer_kills=3, trainers_return=True, snapshot_every=3
     ),
-    "trainers as well, survivors, in noise": Scenario(
-        spares=0, reborn=True, random_trainer_kills=3, trainers_return=True, noise=0.03
+    "everybody, survivors, in noise": Scenario(
+        spares=0, reborn=True, random_trainer_kills=3, trainers_return=True, noise=0.03, random_coordinator_kills=2
     ),
+    "everybody, spares": Scenario(spares=3, random_trainer_kills=2, trainers_return=True, random_coordinator_kills=2),
 }
 
 
@@ -288,10 +311,10 @@ def run_schedules(way: str, first: int, count: int) -> None:
             run = check(scenario)
         except Exception as error:
             raise AssertionError(f"{scenario}: {type(error).__name__}: {error}") from error
-        assert scenario.reborn or scenario.noise or not run.overdue, (
+        assert scenario.reborn or scenario.noise or run.coordinator_kills or not run.overdue, (
             f"{scenario}: kept waiting: {[run.messages[i] for i in run.overdue]}"
         )
-        kills[run.kills + run.trainer_kills] += 1
+        kills[run.kills + run.trainer_kills + run.coordinator_kills] += 1
         longest = {what: max(steps, longest.get(what, 0)) for what, steps in run.longest.items()}
     total = sum(number * times for number, times in kills.items())
     print(f"{count} schedules, {total} kills ({dict(kills)}), kept at most for so many steps: {longest}")

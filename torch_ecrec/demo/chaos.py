@@ -7,7 +7,7 @@ events come at random moments, alone or several at one instant, and trains the s
 
 The schedule stays within the contract: an event comes once all that former ones took is there again, and at one instant
 at most r servers are hit, with any number of trainers, and the coordinator. A process that is stopped (SIGSTOP) goes on
-(SIGCONT) after 1, 5 or 20 s; the lease is `LEASE_S`, so that some are taken for lost meanwhile and some are not.
+(SIGCONT) after 1, 5 or 20 s; who is silent for a lease (`TORCH_ECREC_LEASE_S`, 10 s) is taken for lost meanwhile.
 
 Written to the folder: chaos.json (arguments, schedule, events, samples of throughput and memory, verdict), chaos.png,
 and the logs of all processes. A failure prints the seed.
@@ -31,13 +31,12 @@ from typing import Any
 
 import psutil
 
-from torch_ecrec.config import CHAOS_EVENTS, CodeSpec, require
+from torch_ecrec.config import CHAOS_EVENTS, CodeSpec, Settings, require
 from torch_ecrec.demo import run as demo
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.launch import warm
 
 STOPS_S = (1.0, 5.0, 20.0)
-LEASE_S = 3.0
 PAUSE_S = (0.3, 4.0)  # between two instants, at least and at most, once the cluster is whole
 WHOLE_LIMIT_S = 120.0  # to be whole again after an event
 SAMPLE_S = 0.5
@@ -56,7 +55,7 @@ class ChaosRun(demo.Run):
 
     def __init__(self, arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: demo.Terminal) -> None:
         super().__init__(arguments, code, [], logs, terminal)
-        self.environment["TORCH_ECREC_LEASE_S"] = str(LEASE_S)
+        self._lease_s = Settings.from_environment().lease_s
         self.schedule: list[dict[str, Any]] = []
         self.samples: list[dict[str, Any]] = []
         self._random = random.Random(arguments.seed)
@@ -121,7 +120,7 @@ class ChaosRun(demo.Run):
                 return
             self.record.pids["coordinator"] = self._cluster.coordinator.pid if self._cluster is not None else 0
             pid = self.record.pids[member]
-            if what == "kill" or seconds > LEASE_S:
+            if what == "kill" or seconds > self._lease_s:
                 self.record.on_kill(kind, role, number, time.time())
             entry = {"s": since_s, "event": kind, "role": role, "number": number, "member": member, "pid": pid}
             self.schedule.append({**entry, "seconds": seconds, "step": self.record.step})
