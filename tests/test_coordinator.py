@@ -379,6 +379,7 @@ def test_members_tell_a_new_coordinator_what_they_know() -> None:
     assert after.core.era == 0 and after.core.fatal is None
     assert after.server() == "server-1000", "names that were given before may be known to nobody here"
     assert after.core.rejoin_refusal(known(before, "server-1")) == ("fenced", FENCED)
+    assert "not a member: code, era" in str(after.core.rejoin_refusal({"type": "rejoin", "name": "server-9"}))
 
 
 def test_who_does_not_come_back_is_lost() -> None:

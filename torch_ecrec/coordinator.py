@@ -41,6 +41,9 @@ FORMING_LIMIT_S = 20.0
 REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for the others
 NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
 TICK_MOST_S = 2.0  # between two calls of `on_tick`, unless the coordinator itself was stopped
+REJOIN_KEYS = frozenset(
+    "version pid name role rank code life generation newest world job placement era frozen resume_step loaded".split()
+)
 FENCED = "this process was taken for lost, and what it did has been given to another"
 
 
@@ -188,7 +191,9 @@ class Coordinator:
 
     def rejoin_refusal(self, message: Message) -> tuple[str, str] | None:
         """Why a member of before may not rejoin, with a kind for `fatal`, or None."""
-        if message.get("version") != torch_ecrec.__version__:
+        if not message.keys() >= REJOIN_KEYS:
+            return "stopped", f"not a member: {', '.join(sorted(REJOIN_KEYS - message.keys()))} missing"
+        if message["version"] != torch_ecrec.__version__:
             return "stopped", f"version {message.get('version')} joins a cluster of version {torch_ecrec.__version__}"
         if self.fatal is not None:
             return "stopped", f"the cluster has stopped: {self.fatal}"
