@@ -41,9 +41,9 @@ FORMING_LIMIT_S = 20.0
 REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for the others
 NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
 TICK_MOST_S = 2.0  # between two calls of `on_tick`, unless the coordinator itself was stopped
-REJOIN_KEYS = frozenset(
-    "version pid name role rank code life generation newest world job placement era frozen resume_step loaded".split()
-)
+REJOIN_KEYS = {"version", "pid", "name", "role", "rank", "code", "life", "generation", "newest", "world"} | {
+    "job", "placement", "era", "frozen", "resume_step", "loaded"
+}  # fmt: skip
 FENCED = "this process was taken for lost, and what it did has been given to another"
 
 
