@@ -428,6 +428,14 @@ def test_a_kill_of_any_role_goes_to_the_right_process(tmp_path: Path, killed: li
     assert [kill.member for kill in one.record.kills] == ["trainer-1", "coordinator", "server-2"]
 
 
+def test_a_new_coordinator_tells_of_itself_twice(tmp_path: Path) -> None:
+    """First who has rejoined, then, with its placement, that a new epoch has begun."""
+    one = started_run(tmp_path)
+    one._on_message(event(3.0, "regathered", epoch=1, members=["server-0", "server-1"]))
+    one._on_message(event(3.0, "kept", epoch=2, slots=[["server-0", 0], ["server-1", 0], ["server-2", 0]]))
+    assert one._news == ["  a new coordinator: 2 members have rejoined"]
+
+
 def test_a_kill_of_a_trainer_waits_until_one_is_there(tmp_path: Path, killed: list[int]) -> None:
     one = started_run(tmp_path, "trainer:1@3")
     for message in [*steps(1, 2, 1.0), event(1.5, "era", era=1), *steps(3, 3, 1.6)]:
@@ -537,7 +545,7 @@ def test_kills_of_all_roles_are_drawn(tmp_path: Path) -> None:
         one.on_message(message)
     assert one.settled
     everyone = one.kills
-    for kills in ([everyone[0]], [everyone[1]], everyone):
+    for kills in (everyone[:1], everyone):
         one.kills = kills
         result = assemble(arguments, disturbed, calm, None)
         draw(result, tmp_path / "recovery.png")

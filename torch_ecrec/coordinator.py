@@ -262,7 +262,7 @@ class Coordinator:
                 self.announce({"event": "lost", "member": server, "why": "it did not rejoin", "slots": slots})
             self._lose(gone)
         else:
-            self._new_epoch("regathered")
+            self._new_epoch("kept")
         current = all(m.generation == self.generation for m in self._present())
         self._form(now_s, even_if_complete=not current)
 

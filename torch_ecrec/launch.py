@@ -129,10 +129,10 @@ def run_coordinator(
             connections[name] = connection
             core.on_rejoin(message, now_s)
         elif kind == "status":
-            connection.send({"type": "status", **core.status(now_s)})
+            connection.send({"type": "status", "time_s": time.time(), **core.status(now_s)})
         elif kind == "watch":
             watchers.append(connection)
-            connection.send({"type": "status", **core.status(now_s)})
+            connection.send({"type": "status", "time_s": time.time(), **core.status(now_s)})
         elif kind == "stop":
             core.stop("stopped", "stopped")
             server.call_later(0.2, server.close)

@@ -718,6 +718,7 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
         require(getattr(arguments, name) > 0, f"`{name}` must be positive, got {getattr(arguments, name)}")
     for size in arguments.gigabytes:
         require(size > 0, f"`--gigabytes` must be positive, got {size}")
+    require(arguments.zipf >= 0, f"`--zipf` must not be negative, got {arguments.zipf}")
     for limit in arguments.rebuild_mb_per_s:
         require(limit >= 0, f"`--rebuild-mb-per-s` must not be negative, got {limit}")
     size = arguments.throttled_gigabytes

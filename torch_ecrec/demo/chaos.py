@@ -157,7 +157,7 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     """Raises ValueError or TypeError if an argument is wrong; nothing was started."""
     unknown = [event for event in arguments.events if event not in CHAOS_EVENTS]
     require(not unknown, f"`--events` must be of {', '.join(CHAOS_EVENTS)}, got {', '.join(unknown)}")
-    require(arguments.minutes > 0, f"`--minutes` must be positive, got {arguments.minutes}")
+    require(0 < arguments.minutes < math.inf, f"`--minutes` must be positive, got {arguments.minutes}")
     arguments.kill, arguments.compare, arguments.max_restarts = ["none"], True, 10_000
     arguments.without_spare, arguments.steps = "survivor", PACE_STEPS
     code, _ = demo.check(arguments)

@@ -162,7 +162,8 @@ def draw_chaos(result: dict[str, Any], path: Path) -> None:
     for event in dict.fromkeys(entry["event"] for entry in result["schedule"]):
         count = sum(entry["event"] == event for entry in result["schedule"])
         rates.plot([], [], color=colors.get(event, INK), label=f"{count} {event}")
-    rates.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False)
+    if result["schedule"]:
+        rates.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False)
     slots = 1 + max((slot for sample in samples for slot in sample["unhealthy"]), default=0)
     for sample in samples:
         strip.barh(sample["unhealthy"], 0.5, left=sample["s"], height=0.8, color=REBUILDING, lw=0)

@@ -164,7 +164,7 @@ class Record:
             if message["role"] == "trainer":
                 self.trainers[message["rank"]] = message["member"]
                 if len(self.trainers) == len(self.steps):
-                    self._mark("rejoined_s", time_s)
+                    self._mark("rejoined_s", time_s, after="detected_s")
         elif event == "regathered":
             self._mark("rejoined_s", time_s, "coordinator")
         elif event == "era":
@@ -198,6 +198,9 @@ class Record:
     def _on_status(self, message: Message) -> None:
         self.status = message
         self.status_count += 1
+        for kill in self.kills:  # the next coordinator may have told of itself before we found it
+            if kill.role == "coordinator" and message["slots"] and message.get("time_s", 0.0) > kill.kill_s:
+                kill.rejoined_s = kill.rejoined_s or message["time_s"]
         for member in message["members"]:
             self.pids[member["name"]] = member["pid"]
         for place in message["slots"]:
@@ -208,9 +211,9 @@ class Record:
             if figures["incarnation"] == self.places[slot][1]:
                 self.rebuilt[slot] = figures["rebuilt"]
 
-    def _mark(self, what: str, time_s: float, role: str = "trainer") -> list[Kill]:
-        """Of the kills of a role, those that did not have this time yet."""
-        kills = [kill for kill in self.kills if kill.role == role and getattr(kill, what) is None]
+    def _mark(self, what: str, time_s: float, role: str = "trainer", after: str = "kill_s") -> list[Kill]:
+        """Of the kills of a role, those that did not have this time yet, and have that one."""
+        kills = [k for k in self.kills if k.role == role and getattr(k, what) is None and getattr(k, after) is not None]
         for kill in kills:
             setattr(kill, what, time_s)
         return kills
@@ -226,7 +229,7 @@ class Record:
         member = self.target(role, number)
         assert member is not None
         lost = {i: incarnation for i, (host, incarnation) in enumerate(self.places) if host == member}
-        begun = max(self.steps) + 1
+        begun = max(self.step, *self.steps) + 1
         kill = Kill(spec, role, number, member, self.pids[member], self.step, begun, time_s, lost)
         same = next((k for k in self.kills if k.member == member), None)
         if same is not None:  # it hosted both slots: one loss

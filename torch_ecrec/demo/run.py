@@ -52,6 +52,7 @@ STEP_LIMIT_S = 10.0  # for a step, on average
 FATAL_GRACE_S = 10.0  # for trainers to end by themselves once the cluster has stopped
 SETTLE_S = 20.0  # for a rebuild that goes on when training is over
 TAIL_LINES = 15
+COORDINATOR_S = 60.0  # for one that is started again, on a busy machine
 # Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of those
 # that have ended in it.
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -229,7 +230,7 @@ class Run:
 
     def _connect(self) -> None:
         assert self._cluster is not None
-        self.client = ControlClient(*self._cluster.address, self._on_message, self._on_closed, timeout_s=10.0)
+        self.client = ControlClient(*self._cluster.address, self._on_message, self._on_closed, COORDINATOR_S)
         self.client.send({"type": "watch"})
 
     def _start_kills(self) -> None:
