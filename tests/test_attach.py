@@ -442,10 +442,14 @@ def test_the_reader_itself_must_not_be_iterated() -> None:
         trainer.model(next(iter(reader)))
 
 
-def refused(second: Trainer, match: str, call: Callable[[], Any]) -> None:
+def refused(match: str, attachments: Callable[[Trainer], dict[str, Any]]) -> None:
+    """What differs from what was attached when the snapshot was taken is said, and nothing is changed."""
+    first = attach(made())
+    first.steps(4)
+    second = made(first.session, 3, seed=2)
     before = [x.clone() if isinstance(x, Tensor) else x for x in second.state()]
     with pytest.raises(ValueError, match=match):
-        call()
+        second.model.attach(**attachments(second))
     after = second.state()
     assert len(before) == len(after) and second.losses == []
     for x, y in zip(before, after, strict=True):
@@ -453,24 +457,13 @@ def refused(second: Trainer, match: str, call: Callable[[], Any]) -> None:
 
 
 def test_other_dense_optimizers_are_refused_and_nothing_is_changed() -> None:
-    first = attach(made())
-    first.steps(4)
-    second = made(first.session, 3, seed=2)
-    refused(
-        second,
-        "optimizers",
-        lambda: second.model.attach(lr_scheduler=second.scheduler, reader=Passes(), losses=second.losses),
-    )
+    refused("optimizers", lambda t: {"lr_scheduler": t.scheduler, "reader": Passes(), "losses": t.losses})
 
 
 def test_other_attachments_are_refused_and_nothing_is_changed() -> None:
-    first = attach(made())
-    first.steps(4)
-    second = made(first.session, 3, seed=2)
     refused(
-        second,
         "attached now but not when the snapshot was taken, or the other way: losses, reader",
-        lambda: second.model.attach(optimizer=second.optimizer, lr_scheduler=second.scheduler),
+        lambda t: {"optimizer": t.optimizer, "lr_scheduler": t.scheduler},
     )
 
 

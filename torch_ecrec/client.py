@@ -74,6 +74,7 @@ class Client(Node):
         self.step = 1
         self.complete = 0  # everything of this trainer up to here is acknowledged and stored
         self.resumable = 0  # the last step up to there after which a snapshot was due: logs must reach back to it
+        self.resume_step = 0  # where its era began
         self.snapshot_every = snapshot_every
         self.half = settings.wire == "bfloat16"
         self.open: dict[int, _StepState] = {}
@@ -205,7 +206,18 @@ class Client(Node):
     def resume(self, era: int, step: int) -> None:
         """Goes on after `step`, in the era that began there. Before anything else."""
         self.era, self.step = era, step + 1
-        self.complete = self.resumable = step
+        self.complete = self.resumable = self.resume_step = step
+
+    def known(self, loaded: bool) -> dict[str, Any]:
+        """What a coordinator that was started again must know; `loaded`: initial values are there."""
+        return {
+            "job": self.job.to_json(),
+            "placement": self.placement.to_json() if self.placement is not None else None,
+            "era": self.era,
+            "frozen": False,
+            "resume_step": self.resume_step,
+            "loaded": loaded,
+        }
 
     # whole records ------------------------------------------------------------------------------
 
@@ -302,15 +314,7 @@ class Session:
 
     def known(self) -> dict[str, Any]:
         """What a coordinator that was started again must know."""
-        placement = self.client.placement
-        return {
-            "job": self.job.to_json(),
-            "placement": placement.to_json() if placement is not None else None,
-            "era": self.client.era,
-            "frozen": False,
-            "resume_step": self._resumed[1] if self._resumed is not None else 0,
-            "loaded": self._loaded,
-        }
+        return self.client.known(self._loaded)
 
     def fail(self, error: BaseException) -> None:
         """Something went wrong in the background: the next or present wait raises it."""

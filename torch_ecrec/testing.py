@@ -185,7 +185,6 @@ class Cluster:
         self.random = random.Random(scenario.network_seed * 7919 + 1)
         self.hosts: dict[str, Host] = {}
         self.clients: dict[str, Client] = {}
-        self.names: dict[str, str] = {}
         self.contributions: dict[int, dict[int, float]] = {}
         self.dense_of = [1.0] * scenario.trainers
         self.kills = list(scenario.kills)
@@ -260,7 +259,7 @@ class Cluster:
         self.life_of[name] = life
         role, rank = ("server", -1) if name in self.hosts else ("trainer", self.clients[name].trainer)
         generation, world = self.world_of.get(name, (0, []))
-        known = self.hosts[name].known() if role == "server" else self._known(name)
+        known = self.hosts[name].known() if role == "server" else self.clients[name].known(loaded=True)
         message = self._message(type="rejoin", name=name, role=role, rank=rank, code=self.coordinator._code_json())
         message |= {"generation": generation, "newest": generation, "world": world, "life": self.told_of[name], **known}
 
@@ -274,13 +273,6 @@ class Cluster:
                 self._line("to", name).carry(lambda: self._fence(name))
 
         self._line("from", name).carry(arrive)
-
-    def _known(self, name: str) -> dict[str, Any]:
-        """As `Session.known`."""
-        client = self.clients[name]
-        placement = client.placement.to_json() if client.placement is not None else None
-        known = {"job": self.scenario.job.to_json(), "placement": placement, "era": client.era, "frozen": False}
-        return {**known, "resume_step": self.resume_of.get(name, 0), "loaded": True}
 
     def _fence(self, name: str) -> None:
         """It came too late, and has been taken for lost: it ends, and joins as another."""

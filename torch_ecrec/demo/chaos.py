@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import json
 import math
 import os
@@ -199,8 +198,7 @@ def run_chaos(arguments: argparse.Namespace) -> int:
                 run.release()
             minutes = (time.time() - begin_s) / 60
             terminal.say("\nthe same training, undisturbed:")
-            calm_arguments = copy.copy(arguments)
-            calm = demo.Run(calm_arguments, code, [], out / "logs" / "undisturbed", terminal)
+            calm = demo.Run(arguments, code, [], out / "logs" / "undisturbed", terminal)
             calm.execute()
             error = None
         except ClusterError as failure:
@@ -213,9 +211,7 @@ def run_chaos(arguments: argparse.Namespace) -> int:
             left = [pid for pid in demo.descendants(os.getpid()) if pid not in before]
             result = {
                 "versions": demo.versions(),
-                "arguments": {
-                    n: str(v) if isinstance(v, Path) else v for n, v in vars(arguments).items() if n != "command"
-                },
+                "arguments": demo.arguments_json(arguments),
                 "error": error,
                 "differences": different,
                 "unexpected": run.record.unexpected,

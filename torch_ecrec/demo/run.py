@@ -510,6 +510,12 @@ def differences(run: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return found
 
 
+def arguments_json(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All but the command's name; paths as text."""
+    values = {name: value for name, value in vars(arguments).items() if name != "command"}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
 def assemble(arguments: argparse.Namespace, run: Run, calm: Run | None, error: str | None) -> dict[str, Any]:
     """The contents of result.json; docs/demo.md says what they mean."""
     figures = run.figures()
@@ -517,11 +523,7 @@ def assemble(arguments: argparse.Namespace, run: Run, calm: Run | None, error: s
     different = differences(figures, undisturbed) if undisturbed is not None else []
     result = {
         "versions": versions(),
-        "arguments": {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in vars(arguments).items()
-            if name != "command"
-        },
+        "arguments": arguments_json(arguments),
         "error": error,
         "equal": not different if undisturbed is not None else None,
         "differences": different,

@@ -169,7 +169,7 @@ class Rebuild:
     def tell_again(self) -> None:
         """Tells the coordinator that the slot is rebuilt, if it is."""
         if self.reported:
-            self.slot.host.tell({"type": "rebuilt", "slot": self.slot.index, "incarnation": self.slot.incarnation})
+            self.slot.tell("rebuilt")
 
 
 class _Repair:

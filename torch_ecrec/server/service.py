@@ -106,7 +106,7 @@ class Host(Node):
                 fresh = place.incarnation == 0
                 slot = self.slots[index] = Slot(self, self.job, index, place.incarnation, incarnations, fresh)
                 if fresh:
-                    self.tell({"type": "ready", "slot": slot.index, "incarnation": slot.incarnation})
+                    slot.tell("ready")
 
     # from other processes -----------------------------------------------------------------------
 

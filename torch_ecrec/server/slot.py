@@ -176,7 +176,7 @@ class Slot:
         self.rule.applied = self.rule.acknowledged = cut
         self.rule.confirmed = dict.fromkeys(self.rule.holders, floor)
         self.ready = True
-        self.host.tell({"type": "ready", "slot": self.index, "incarnation": self.incarnation})
+        self.tell("ready")
         self.pushes = {step: got for step, got in self.pushes.items() if step > cut}
         self._answer_pushes()  # those of steps up to the cut that came while this was not known
         if not self.host.frozen:
@@ -204,10 +204,14 @@ class Slot:
             for i in range(self.job.code.slots)
         ]
 
+    def tell(self, kind: str, **more: object) -> None:
+        """Tells the coordinator something of this incarnation."""
+        self.host.tell({"type": kind, "slot": self.index, "incarnation": self.incarnation, **more})
+
     def tell_again(self) -> None:
         """Everything the coordinator should know of this incarnation."""
         if self.ready:
-            self.host.tell({"type": "ready", "slot": self.index, "incarnation": self.incarnation})
+            self.tell("ready")
             self.rebuild.tell_again()
             self.report_reach()
         elif self.hopeless:
@@ -216,7 +220,7 @@ class Slot:
     def give_up(self) -> None:
         """No holder that has caught up knows this slot: more is lost than the code repairs."""
         self.hopeless = True
-        self.host.tell({"type": "unrecoverable", "slot": self.index, "incarnation": self.incarnation})
+        self.tell("unrecoverable")
 
     # going back ---------------------------------------------------------------------------------
 
@@ -231,17 +235,8 @@ class Slot:
     def report_reach(self) -> None:
         """Tells the coordinator which steps this slot can go back to."""
         if self.host.frozen and self.ready:
-            self.host.tell(
-                {
-                    "type": "reach",
-                    "era": self.host.era,
-                    "slot": self.index,
-                    "incarnation": self.incarnation,
-                    "applied": self.rule.applied,
-                    "floor": self.log.floor,
-                    "snapshots": [[step, trainers] for step, trainers in self.snapshots.trainers_of().items()],
-                }
-            )
+            kept = [[step, trainers] for step, trainers in self.snapshots.trainers_of().items()]
+            self.tell("reach", era=self.host.era, applied=self.rule.applied, floor=self.log.floor, snapshots=kept)
 
     def go_back(self, step: int) -> None:
         """Takes back every step after `step`, here and in the parities; then makes `step` durable."""
@@ -265,7 +260,7 @@ class Slot:
         if step is None or self.host.frozen or self.rule.settled < step or not self.snapshots.complete:
             return
         self.going_back_to = None
-        self.host.tell({"type": "durable", "era": self.host.era, "slot": self.index, "incarnation": self.incarnation})
+        self.tell("durable", era=self.host.era)
 
     def _on_lookup(self, request: wire.Lookup, reply: Reply) -> None:
         positions = [p.numpy() for p in request.positions]

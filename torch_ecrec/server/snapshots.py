@@ -86,7 +86,7 @@ class SnapshotStore:
 
     def copy_all(self) -> None:
         """The new host of a lost slot: asks the other holders in turn for all they have."""
-        if self.slot.index in self.slot.host.snapshot_slots and len(self.slot.host.snapshot_slots) > 1:
+        if self._is_holder and len(self.slot.host.snapshot_slots) > 1:
             self.lacks_all = True
             self._copy()
 
