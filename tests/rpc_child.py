@@ -153,6 +153,9 @@ class Child:
             return {"error": str(error), "took_s": time.monotonic() - start_s}
         return {"error": None, "took_s": time.monotonic() - start_s}
 
+    def do_overtake(self, generation: int) -> Any:
+        self.transport.overtake(generation)
+
     def do_call(self, peer: str, slot: int, timeout_s: float) -> Any:
         start_s = time.monotonic()
         outcome = self.call(peer, wire.Versions(slot, 0), timeout_s)

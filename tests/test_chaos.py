@@ -199,6 +199,21 @@ def test_a_process_that_is_stopped_goes_on_when_its_time_is_over(
     assert one.record.kills == [] and one.record.settled, "shorter than the lease: nobody is lost"
 
 
+def test_a_stop_while_there_is_no_coordinator_may_be_a_loss(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next coordinator waits for those before it, but not for a lease."""
+    monkeypatch.setattr(chaos, "STOPS_S", (5.0,))
+    one = training(tmp_path, sleepers)
+    one._do("stop-server", 3.5, alone=True)
+    member = one.schedule[0]["member"]
+    assert one.record.kills == [] and one.record.may_be_lost == {member}
+    for name in ("server-0", "server-1"):
+        one._on_message(event("lost", member=name, why="it did not rejoin", slots=[0]))
+    assert len(one.record.unexpected) == 1 and member not in one.record.unexpected[0]
+    one.release()
+
+
 def test_a_stop_that_is_longer_than_the_lease_counts_as_a_loss(
     tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +240,7 @@ def test_nothing_happens_to_a_member_that_is_not_there(
     tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     one = training(tmp_path, sleepers)
-    one._on_message(event("era", era=1))
+    one._on_message(event("era", era=1, trainers=[]))
     one._do("kill-trainer", 3.5)
     assert one.schedule == [] and one.record.kills == []
     assert all(process.poll() is None for process in sleepers.values())
@@ -248,7 +263,7 @@ def test_a_process_that_has_ended_meanwhile_is_no_error(
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What would have been done to somebody."""
     kinds: list[str] = []
-    monkeypatch.setattr(ChaosRun, "_do", lambda self, kind, since_s: kinds.append(kind))
+    monkeypatch.setattr(ChaosRun, "_do", lambda self, kind, since_s, alone: kinds.append(kind))
     monkeypatch.setattr(chaos, "PAUSE_S", (0.0, 0.0))
     return kinds
 
@@ -271,7 +286,7 @@ def test_an_event_comes_after_a_pause_once_the_cluster_is_whole(
     one = training(tmp_path, sleepers, "--events", "kill-server")
     one.arguments.steps = 100
     progress(one, 96)
-    one._on_message(event("era", era=1))
+    one._on_message(event("era", era=1, trainers=[]))
     for _ in range(3):
         one.on_tick()
     assert done == [], "no trainers"

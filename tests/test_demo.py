@@ -239,7 +239,7 @@ def watched() -> Record:
 
 TRAINERS_LOST = [
     event(2.43, "lost", member="trainer-1", why="its connection ended", slots=[]),
-    event(2.44, "era", era=1),
+    event(2.44, "era", era=1, trainers=[]),
     event(2.9, "resumable", era=1, step=14),
 ]
 TRAINERS_BACK = [joined(7.0, "trainer-1_2", 211), joined(7.2, "trainer-0_2", 210)]
@@ -296,11 +296,20 @@ def test_what_was_noted_of_one_loss_of_trainers_stays_at_the_next() -> None:
         record.on_message(message)
     second = record.on_kill("trainer:0@20", "trainer", 0, time_s=9.0)
     assert (second.member, second.pid) == ("trainer-0_2", 210) and not record.settled
-    later = [event(9.1, "era", era=2), event(9.2, "resumable", era=2, step=19)]
+    later = [event(9.1, "era", era=2, trainers=[]), event(9.2, "resumable", era=2, step=19)]
     for message in [*later, joined(9.8, "trainer-0_3", 220), joined(9.9, "trainer-1_3", 221)]:
         record.on_message(message)
     assert [kill.resumed_after for kill in record.kills] == [14, 19]
     assert [kill.rejoined_s for kill in record.kills] == [7.2, 9.9] and record.settled
+
+
+def test_trainers_that_are_back_stay_when_a_server_is_lost_while_the_others_go_back() -> None:
+    record = watched()
+    record.on_kill("trainer:1@15", "trainer", 1, time_s=2.42)
+    for message in [*TRAINERS_LOST, joined(6.0, "trainer-0_2", 210), joined(6.1, "trainer-1_2", 211)]:
+        record.on_message(message)
+    record.on_message(event(6.5, "era", era=2, trainers=["trainer-0_2", "trainer-1_2"]))
+    assert record.trainers == {0: "trainer-0_2", 1: "trainer-1_2"}
 
 
 def test_the_timeline_of_the_loss_of_a_coordinator() -> None:
@@ -438,7 +447,7 @@ def test_a_new_coordinator_tells_of_itself_twice(tmp_path: Path) -> None:
 
 def test_a_kill_of_a_trainer_waits_until_one_is_there(tmp_path: Path, killed: list[int]) -> None:
     one = started_run(tmp_path, "trainer:1@3")
-    for message in [*steps(1, 2, 1.0), event(1.5, "era", era=1), *steps(3, 3, 1.6)]:
+    for message in [*steps(1, 2, 1.0), event(1.5, "era", era=1, trainers=[]), *steps(3, 3, 1.6)]:
         one._on_message(message)
     assert killed == [] and one.not_fired() == ["trainer:1@3"]
     for message in [*TRAINERS_BACK, *steps(4, 4, 8.0)]:
@@ -448,7 +457,7 @@ def test_a_kill_of_a_trainer_waits_until_one_is_there(tmp_path: Path, killed: li
 
 def test_a_late_kill_of_a_trainer_that_has_gone_comes_at_a_later_step(tmp_path: Path, killed: list[int]) -> None:
     one = started_run(tmp_path, "trainer:1@3+20")
-    for message in [*steps(1, 3, 1.0), event(1.5, "era", era=1)]:
+    for message in [*steps(1, 3, 1.0), event(1.5, "era", era=1, trainers=[])]:
         one._on_message(message)
     one._timers[0].join(5.0)
     assert killed == [] and one.not_fired() == ["trainer:1@3+20"]

@@ -388,6 +388,19 @@ def test_a_newer_generation_overtakes_one_that_waits(cluster: Cluster) -> None:
     assert a.call(b, PROMPT)["outcome"] == "Ok"
 
 
+def test_a_join_that_nobody_needs_any_more_ends(cluster: Cluster) -> None:
+    """On the word that there is a newer generation, before it is joined: one thread joins them one by one."""
+    a, b = cluster.take(2)
+    waiting = cluster.start_join([a, b], [a.name, b.name, "ghost"], timeout_s=60)
+    start_s = time.monotonic()
+    for child, number in zip([a, b], waiting, strict=True):
+        child.answer(child.start("overtake", generation=cluster.generation + 1))
+        assert "overtaken" in child.answer(number)["error"]
+    assert time.monotonic() - start_s < 10
+    cluster.form([a, b])
+    assert a.call(b, PROMPT)["outcome"] == "Ok"
+
+
 def test_the_store_may_go_and_come_back(cluster: Cluster) -> None:
     a, b = cluster.take(2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

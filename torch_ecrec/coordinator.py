@@ -523,7 +523,8 @@ class Coordinator:
     def _new_era(self) -> None:
         self.era += 1
         self.going_back = GoingBack()
-        self.announce({"event": "era", "era": self.era})
+        trainers = [member.name for member in self._present("trainer")]  # those of the new era who are here already
+        self.announce({"event": "era", "era": self.era, "trainers": trainers})
         for member in self._present("server"):
             self._send_era(member.name)
 

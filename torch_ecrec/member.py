@@ -144,6 +144,8 @@ class Member:
         elif kind == "generation":
             with self._lock:
                 self._wanted = message
+            assert self.transport is not None
+            self.transport.overtake(message["generation"])
             self._joining.set()
         elif kind == "rejoined":
             self._life = message["life"]

@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 
 from torch_ecrec.config import CHAOS_EVENTS, CodeSpec, Settings, require
+from torch_ecrec.coordinator import REGATHER_S
 from torch_ecrec.demo import run as demo
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.launch import warm
@@ -38,6 +39,7 @@ from torch_ecrec.launch import warm
 STOPS_S = (1.0, 5.0, 20.0)
 PAUSE_S = (0.3, 4.0)  # between two instants, at least and at most, once the cluster is whole
 WHOLE_LIMIT_S = 120.0  # to be whole again after an event
+STOP_MARGIN_S = 2.0  # a process may be silent that much longer than it was stopped
 SAMPLE_S = 0.5
 PACE_STEPS = 150  # of the run that measures the pace
 DISTURBED = 0.6  # of the pace is left, about, while events come
@@ -90,8 +92,9 @@ class ChaosRun(demo.Run):
             self._waiting_since_s = now_s
         elif now_s >= self._next_s:
             self._next_s, self._waiting_since_s = None, now_s
-            for kind in self._instant():
-                self._do(kind, since_s)
+            kinds = self._instant()
+            for kind in kinds:
+                self._do(kind, since_s, alone="kill-coordinator" in kinds)
 
     def _instant(self) -> list[str]:
         """What happens at one instant: mostly one event, now and then several."""
@@ -107,7 +110,8 @@ class ChaosRun(demo.Run):
                 kept.append(kind)
         return kept
 
-    def _do(self, kind: str, since_s: float) -> None:
+    def _do(self, kind: str, since_s: float, alone: bool = False) -> None:
+        """`alone`: there is no coordinator, and the next one waits for those before it, but not for a lease."""
         what, _, role = kind.partition("-")
         with self._lock:
             numbers = list(range(self.code.slots if role == "server" else self.arguments.trainers))
@@ -121,6 +125,8 @@ class ChaosRun(demo.Run):
             pid = self.record.pids[member]
             if what == "kill" or seconds > self._lease_s:
                 self.record.on_kill(kind, role, number, time.time())
+            elif alone and seconds + STOP_MARGIN_S > REGATHER_S:
+                self.record.may_be_lost.add(member)
             entry = {"s": since_s, "event": kind, "role": role, "number": number, "member": member, "pid": pid}
             self.schedule.append({**entry, "seconds": seconds, "step": self.record.step})
             for_s = f" for {seconds:g} s" if seconds else ""

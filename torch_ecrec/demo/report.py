@@ -133,6 +133,7 @@ class Record:
         self.step_times: list[float] = []  # [i]: when step i + 1 was
         self.loss = math.nan  # the last that was reported
         self.kills: list[Kill] = []
+        self.may_be_lost: set[str] = set()  # members that we stopped for so long that they may be taken for lost
         self.unexpected: list[str] = []  # losses of slots that are not our doing
         self.fatal: Message | None = None  # kind and reason
         self.status: Message = {}  # the last
@@ -168,7 +169,7 @@ class Record:
         elif event == "regathered":
             self._mark("rejoined_s", time_s, "coordinator")
         elif event == "era":
-            self.trainers = {}
+            self.trainers = {rank: name for rank, name in self.trainers.items() if name in message["trainers"]}
             self._mark("detected_s", time_s)
         elif event == "resumable":
             for kill in self._mark("resumable_s", time_s):
@@ -182,7 +183,8 @@ class Record:
             for kill in self.kills:
                 if kill.member == message["member"] and kill.detected_s is None:
                     kill.detected_s = time_s
-            if message["slots"] and not any(kill.member == message["member"] for kill in self.kills):
+            expected = {kill.member for kill in self.kills} | self.may_be_lost
+            if message["slots"] and message["member"] not in expected:
                 self.unexpected.append(f"{message['member']} was lost though nobody killed it: {message['why']}")
         elif event in ("re-hosted", "slot rebuilt"):
             slot, incarnation = message["slot"], message["incarnation"]

@@ -16,6 +16,7 @@ Shape legend: U records, M of them that changed, B record bytes.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,7 @@ class Rebuild:
                     self.state[slab, parity] = np.full(count, NOBODY, dtype=np.uint8)
                     self.total += count
             self.remaining = self.total
-        self.portions = self._portions()
+        self.portions = deque(self._portions())
         self.portions_under_way = 0
         self.pausing = False
         self.unpaid_bytes = 0  # read since the last pause
@@ -132,7 +133,8 @@ class Rebuild:
 
     def _start_portion(self) -> bool:
         """Starts the repair of the next portion of which something is missing that nobody repairs; false if none is."""
-        for slab, parity, first, end in self.portions:
+        while self.portions:
+            slab, parity, first, end = self.portions.popleft()
             state = self.state[slab, parity][first:end]
             positions = first + np.flatnonzero(self.missing[slab, parity][first:end] & (state == NOBODY))
             if len(positions):

@@ -226,6 +226,7 @@ class RpcTransport:
         self._world: World | None = None  # where calls go; None between generations
         self._serving = 0  # the generation whose requests are handled and answered; set before its world is formed
         self._newest = 0  # the highest generation ever asked for; only grows
+        self._wanted = 0  # what `overtake` was told; only grows
         self._closed = False
         self._inside = 0  # threads inside the agent
         self._calls: dict[int, Callable[[Outcome], None]] = {}
@@ -380,7 +381,7 @@ class RpcTransport:
         """Forms `generation` together with the other members. Blocks.
 
         The generation joined before, if any, goes on until all members have arrived, and for good if they do not. A
-        join with a higher generation, or `close`, on another thread ends one that is still waiting.
+        join with a higher generation, `overtake` or `close` on another thread ends one that is still waiting.
 
         Args:
             generation: higher than any before.
@@ -422,6 +423,11 @@ class RpcTransport:
                     raise
                 raise ClusterUnavailable(f"generation {generation} was not formed: {_first_line(error)}") from error
 
+    def overtake(self, generation: int) -> None:
+        """Ends a join that waits for a lower generation: nobody forms that one any more."""
+        with self._gate:
+            self._wanted = max(self._wanted, generation)
+
     def close(self) -> None:
         """Leaves the cluster for good. Calls under way end as `Unknown`. May be called again.
 
@@ -449,8 +455,9 @@ class RpcTransport:
     def _check_wanted(self, generation: int) -> None:
         if self._closed:
             raise ClusterUnavailable("the transport was closed")
-        if generation < self._newest:
-            raise ClusterUnavailable(f"generation {generation} was overtaken by {self._newest}")
+        newest = max(self._newest, self._wanted)
+        if generation < newest:
+            raise ClusterUnavailable(f"generation {generation} was overtaken by {newest}")
 
     def _arrive(self, world: World, store: tuple[str, int], deadline_s: float) -> TCPStore:
         """Returns when all members are at the store."""

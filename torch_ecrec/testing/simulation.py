@@ -19,7 +19,7 @@ than r members. Which of them fired is in the result.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
@@ -117,6 +117,25 @@ def touched(scenario: Scenario, step: int, trainer: int) -> list[np.ndarray]:
     """Rows of each slab that a trainer touches in a step: a function of nothing but its arguments."""
     rng = np.random.default_rng([scenario.seed, step, trainer])
     return [np.flatnonzero(rng.random(slab.rows) < 0.4).astype(np.int64) for slab in scenario.job.slabs]
+
+
+def loss_of(weights: Sequence[torch.Tensor], dense: float) -> float:
+    """A trainer's loss: a function of all that it looked up, and of its dense model, which is one number."""
+    return sum(float(weight_UD.double().sum()) for weight_UD in weights) + dense
+
+
+def gradients_of(weights: Sequence[torch.Tensor], step: int, trainer: int, dense: float) -> list[torch.Tensor]:
+    return [torch.sin(weight_UD * 3 + step + trainer + dense) for weight_UD in weights]
+
+
+def dense_after(dense: float, losses: Mapping[int, float]) -> float:
+    """The dense model after a step, given the losses of all trainers."""
+    return float(np.tanh(dense + 0.1 * sum(losses[trainer] for trainer in sorted(losses))))
+
+
+def payload_of(dense: float) -> torch.Tensor:
+    """The dense model as bytes, for a snapshot."""
+    return torch.tensor([dense], dtype=torch.float64).view(torch.uint8)
 
 
 @dataclass
@@ -478,20 +497,18 @@ class Cluster:
             yield lambda got=got: bool(got)  # type: ignore[misc]
             weights = got[0]
             self._same(self.run.lookups, (step, i), weights)
-            loss = float(sum(float(w.double().sum()) for w in weights)) + self.dense_of[i]
+            loss = loss_of(weights, self.dense_of[i])
             self._same(self.run.losses, (step, i), loss)
-            gradients = [torch.sin(w * 3 + step + i + self.dense_of[i]) for w in weights]
+            gradients = gradients_of(weights, step, i, self.dense_of[i])
             yield client.may_push
             client.run(client.push, routes, gradients, [slab.optimizer.lr for slab in job.slabs])
             self.contributions.setdefault(step, {})[i] = loss
             yield lambda step=step: len(self.contributions[step]) == scenario.trainers  # type: ignore[misc]
-            total = sum(self.contributions[step][j] for j in sorted(self.contributions[step]))
-            self.dense_of[i] = float(np.tanh(self.dense_of[i] + 0.1 * total))
+            self.dense_of[i] = dense_after(self.dense_of[i], self.contributions[step])
             if i == 0:
                 self._same(self.run.dense, step, self.dense_of[0])
             if client.snapshot_due(step):
-                payload = torch.tensor([self.dense_of[i]], dtype=torch.float64).view(torch.uint8)
-                client.run(client.snapshot, payload, f'{{"step": {step}}}')
+                client.run(client.snapshot, payload_of(self.dense_of[i]), f'{{"step": {step}}}')
             self._after_step(i, step)
 
     @staticmethod

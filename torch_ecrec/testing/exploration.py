@@ -1,0 +1,690 @@
+"""Every order of messages, and every moment of a crash, of a very small cluster: all of its states, each one checked.
+
+    python -m torch_ecrec.testing.exploration --steps 2 --server-crashes 1
+    python -m torch_ecrec.testing.exploration --steps 2 --trainer-crashes 1 --coordinator-crashes 1 --limit 1000000
+
+The core is the real one (`processes.py`). A process is a machine: what it does follows from its state and the event.
+So a cluster's state is a tuple of numbers (the state of each process, what is under way), what an event does to a
+process is worked out once, and the search goes over tuples. A process in a state is made again, when it is needed, by
+giving a new one the events that led there; two states of a process are one if their fingerprints are equal.
+
+Enabled in a state: the arrival of any request, answer or word of the coordinator that is under way (words on one
+connection in order); the crash of a server, of all trainers or of the coordinator, if the budget allows; their start.
+A process that dies takes along everything it has sent, or nothing. Time (pauses, limits) passes when nothing is under
+way. With `urgent`, some messages arrive at once, in a fixed order, so that there are fewer orders: see `URGENT`; a
+crash may still come before.
+
+Checked in each state: records as of every step that the logs reach, parities as of what was folded, lookups, losses
+and dense values are those of the undisturbed run (I1 to I4, I7); nobody gives up (I5); logs are bounded (I6); what a
+trainer counts as complete, every slot has acknowledged; what a source counts as folded by a holder, that one has
+folded; the last complete snapshot is on every whole holder. And from every state the end can be reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch_ecrec
+from torch_ecrec.config import CodeSpec, OptimizerSpec, Settings, TableSpec
+from torch_ecrec.testing.fingerprint import fingerprint
+from torch_ecrec.testing.processes import Call, Center, Oracle, Process, Server, Trainer, hello
+from torch_ecrec.testing.simulation import Scenario
+
+COORDINATOR = "coordinator"
+LIVE_PROCESSES = 4000  # kept as they are, so that not every one is made again
+# What arrives at once: reads, answers, and the chatter of joining.
+URGENT = frozenset({"Lookup", "answer", "end", "loss", "welcome", "job", "loaded", "generation", "in_generation"})
+NOBODY_WAITS = frozenset({"lost"})
+
+Action = tuple[Any, ...]
+State = tuple[Any, ...]
+
+
+def tiny(steps: int = 2, rows: int = 6) -> Scenario:
+    """Three slots, (2, 1), two trainers, one table: two records and one parity on each slot."""
+    table = TableSpec("a", rows=rows, dim=1, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1))
+    return Scenario(
+        code=CodeSpec(slots=3, k=2, r=1), tables=(table,), steps=steps, spares=1, rebuild_chunk_bytes=1 << 20, late=0.0
+    )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many crashes of each kind."""
+
+    servers: int = 0
+    trainers: int = 0
+    coordinators: int = 0
+
+
+@dataclass
+class Birth:
+    """How a process begins: `make` gives a new one."""
+
+    make: Callable[[], Process]
+    key: str
+
+
+@dataclass
+class Local:
+    """One state of one process: the birth and the events that lead there; what others may see of it."""
+
+    birth: Birth
+    history: tuple[tuple[str, Any], ...]
+    view: dict[str, Any]
+    effects: dict[tuple[str, int], tuple[int, tuple[Any, ...]]] = field(default_factory=dict)
+
+
+class Violation(AssertionError):
+    """What was found, and the actions that lead there."""
+
+
+class Table:
+    """Numbers for things that are equal."""
+
+    def __init__(self) -> None:
+        self.things: list[Any] = []
+        self._number: dict[Any, int] = {}
+
+    def number(self, key: Any, thing: Any) -> int:
+        found = self._number.get(key)
+        if found is None:
+            found = self._number[key] = len(self.things)
+            self.things.append(thing)
+        return found
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A state of the whole cluster; numbers are those of the explorer's tables.
+
+    Attributes:
+        processes: (name, number of its state), by name; those that live.
+        flight: numbers of the messages under way between servers and trainers, ascending.
+        lines: (from, to, words), by name: connections with the coordinator that have words under way.
+        connected: members that the coordinator has a connection with.
+        left: crashes that may still come.
+        life: how many coordinators there were before.
+    """
+
+    processes: tuple[tuple[str, int], ...]
+    flight: tuple[int, ...]
+    lines: tuple[tuple[str, str, tuple[int, ...]], ...]
+    connected: tuple[str, ...]
+    left: Budget
+    life: int
+
+
+class Draft:
+    """A state in the making."""
+
+    def __init__(self, state: Cluster) -> None:
+        self.processes = dict(state.processes)
+        self.flight = list(state.flight)
+        self.lines = {(origin, to): list(words) for origin, to, words in state.lines}
+        self.connected = set(state.connected)
+        self.left, self.life = state.left, state.life
+
+    def finish(self) -> Cluster:
+        return Cluster(
+            tuple(sorted(self.processes.items())),
+            tuple(sorted(self.flight)),
+            tuple((*ends, tuple(words)) for ends, words in sorted(self.lines.items()) if words),
+            tuple(sorted(self.connected)),
+            self.left,
+            self.life,
+        )
+
+
+@dataclass
+class Explored:
+    """What was explored."""
+
+    states: int = 0
+    transitions: int = 0
+    locals: int = 0  # states of single processes
+    worked_out: int = 0  # events worked out by the core
+    ends: int = 0
+    depth: int = 0
+    exhausted: bool = False
+    seconds: float = 0.0
+
+
+class Explorer:
+    """Explores one scenario.
+
+    Args:
+        scenario: what runs.
+        budget: which crashes may come.
+        urgent: names of messages that arrive at once; see the module.
+    """
+
+    def __init__(self, scenario: Scenario, budget: Budget, urgent: Iterable[str] = URGENT) -> None:
+        self.scenario, self.budget, self.urgent = scenario, budget, frozenset(urgent)
+        self.settings = Settings(rebuild_chunk_bytes=scenario.rebuild_chunk_bytes, rebuild_bytes_per_s=0)
+        self.oracle = Oracle.of(scenario)
+        self.locals, self.messages, self.words = Table(), Table(), Table()
+        self._live: OrderedDict[int, Process] = OrderedDict()
+        self._pairs: dict[tuple[int, int], bool] = {}
+        self.explored = Explored()
+
+    # one process --------------------------------------------------------------------------------
+
+    def _birth(self, name: str, make: Callable[[], Process]) -> int:
+        birth = Birth(make, name)
+        process = make()
+        return self._number(birth, (), process)
+
+    def _number(self, birth: Birth, history: tuple[tuple[str, Any], ...], process: Process) -> int:
+        key = birth.key, fingerprint(process)
+        known = len(self.locals.things)
+        number = self.locals.number(key, None)
+        if number == known:
+            if isinstance(process, Server):
+                process.check()
+            self.locals.things[number] = Local(birth, history, _view(process))
+        self._live[number] = process
+        while len(self._live) > LIVE_PROCESSES:
+            self._live.popitem(last=False)
+        return number
+
+    def _process(self, number: int) -> Process:
+        """A process in that state; it may be changed."""
+        process = self._live.pop(number, None)
+        if process is None:
+            local = self.locals.things[number]
+            process = local.birth.make()
+            for kind, what in local.history:
+                process.on(kind, what)
+                process.out = []
+        return process
+
+    def _on(self, number: int, kind: str, what: Any, key: int) -> tuple[int, tuple[Any, ...]]:
+        """The state after an event (`key` tells it from others of its kind), and what the process says."""
+        local: Local = self.locals.things[number]
+        known = local.effects.get((kind, key))
+        if known is None:
+            self.explored.worked_out += 1
+            process = self._process(number)
+            process.out = []
+            process.on(kind, what)
+            said = tuple(self._said(process, one) for one in process.out)
+            process.out = []
+            after = self._number(local.birth, (*local.history, (kind, what)), process)
+            known = local.effects[kind, key] = after, said
+        return known
+
+    def _said(self, process: Process, one: tuple[Any, ...]) -> tuple[Any, ...]:
+        """With contents as numbers."""
+        kind = one[0]
+        if kind == "request":
+            call: Call = one[1]
+            return "flight", call.receiver, self.messages.number((call.sender, call.receiver, call.token), one)
+        if kind == "answer":
+            _, asker, token, answer = one
+            key = process.name, asker, token, fingerprint(answer)
+            return "flight", asker, self.messages.number(key, (kind, process.name, asker, token, answer))
+        if kind == "loss":
+            return "flight", one[1], self.messages.number((process.name, *one), (kind, process.name, *one[1:]))
+        if kind == "tell":
+            return "tell", self._word(one[1])
+        if kind == "send":
+            return "send", one[1], self._word(one[2])
+        return one
+
+    def _word(self, message: dict[str, Any]) -> int:
+        return self.words.number(fingerprint(message), message)
+
+    # the whole ----------------------------------------------------------------------------------
+
+    def begin(self) -> Cluster:
+        """All have joined and are placed; trainers have asked for the rows of their first step."""
+        scenario = self.scenario
+        draft = Draft(Cluster((), (), (), (), self.budget, 0))
+        self._start_coordinator(draft)
+        for _ in range(scenario.code.slots + scenario.spares):
+            self._at(draft, COORDINATOR, "join", {"version": torch_ecrec.__version__, "pid": 0, **hello(scenario)}, 0)
+        self._at(draft, COORDINATOR, "start", None, 0)
+        state = draft.finish()
+        while state.lines:
+            origin, to, _ = state.lines[0]
+            state = self.after(state, ("word", origin, to))
+        for name, _ in state.processes:
+            if name == "trainer-0":
+                state = self._say(state, name, {"type": "loaded"})
+        while state.lines:
+            origin, to, _ = state.lines[0]
+            state = self.after(state, ("word", origin, to))
+        return state
+
+    def _say(self, state: Cluster, name: str, message: dict[str, Any]) -> Cluster:
+        draft = Draft(state)
+        draft.lines.setdefault((name, COORDINATOR), []).append(self._word(message))
+        return draft.finish()
+
+    def _start_coordinator(self, draft: Draft) -> None:
+        scenario, life = self.scenario, draft.life
+        draft.processes[COORDINATOR] = self._birth(f"{COORDINATOR} {life}", lambda: Center(scenario, life))
+
+    def _at(self, draft: Draft, name: str, kind: str, what: Any, key: int) -> None:
+        """An event at a process, and what follows from what it says."""
+        draft.processes[name], said = self._on(draft.processes[name], kind, what, key)
+        for one in said:
+            if one[0] == "flight":
+                if one[1] in draft.processes or self.messages.things[one[2]][0] == "request":
+                    draft.flight.append(one[2])
+            elif one[0] == "tell":
+                if name in draft.connected:
+                    draft.lines.setdefault((name, COORDINATOR), []).append(one[1])
+            elif one[0] == "send":
+                if one[1] in draft.connected:
+                    draft.lines.setdefault((COORDINATOR, one[1]), []).append(one[2])
+            elif one[0] == "born":
+                self._born(draft, one[1], one[2])
+            elif one[0] == "fence":
+                draft.lines.setdefault((COORDINATOR, one[1]), []).append(self._word({"type": "fenced"}))
+
+    def _born(self, draft: Draft, rank: int, name: str) -> None:
+        scenario, settings, oracle = self.scenario, self.settings, self.oracle
+        draft.connected.add(name)
+        if rank < 0:
+            draft.processes[name] = self._birth(name, lambda: Server(name, settings, oracle))
+        else:
+            restarted = "_" in name
+            make = lambda: Trainer(name, rank, restarted, scenario, settings, oracle)  # noqa: E731
+            draft.processes[name] = self._birth(name, make)
+
+    def after(self, state: Cluster, action: Action) -> Cluster:
+        """The state after an action that is enabled."""
+        draft = Draft(state)
+        kind = action[0]
+        if kind == "message":
+            draft.flight.remove(action[1])
+            self._arrive(draft, action[1])
+        elif kind == "word":
+            self._hear(draft, action[1], action[2])
+        elif kind == "crash":
+            left = draft.left
+            if action[1] == COORDINATOR:
+                draft.left = replace(left, coordinators=left.coordinators - 1)
+                self._end_coordinator(draft)
+            else:
+                trainers = action[1] == "trainers"
+                names = [n for n in draft.processes if n.startswith("trainer")] if trainers else [action[1]]
+                draft.left = replace(left, trainers=left.trainers - trainers, servers=left.servers - (not trainers))
+                self._end(draft, names, takes_along=action[2])
+        elif kind == "start trainers":
+            self._at(draft, COORDINATOR, "start", None, 0)
+        elif kind == "start coordinator":
+            draft.life += 1
+            self._start_coordinator(draft)
+        elif kind == "rejoin":
+            draft.connected.add(action[1])
+            self._at(draft, action[1], "rejoin", self.scenario, 0)
+        elif kind == "time":
+            for name in sorted(draft.processes):
+                self._at(draft, name, "time", None, 0)
+        return draft.finish()
+
+    def _arrive(self, draft: Draft, number: int) -> None:
+        message = self.messages.things[number]
+        if message[0] == "request":
+            call: Call = message[1]
+            if call.receiver in draft.processes:
+                self._at(draft, call.receiver, "request", call, number)
+            elif call.sender in draft.processes:
+                self._at(draft, call.sender, "end", call.token, number)
+        elif message[0] == "end":
+            self._at(draft, message[1], "end", message[2], number)
+        elif message[0] == "answer":
+            _, _, asker, token, answer = message
+            self._at(draft, asker, "answer", (token, answer), number)
+        else:
+            _, _, to, *what = message
+            self._at(draft, to, "loss", tuple(what), number)
+        self._end_those_over(draft)
+
+    def _hear(self, draft: Draft, origin: str, to: str) -> None:
+        word = draft.lines[origin, to].pop(0)
+        message = self.words.things[word]
+        if to == COORDINATOR:
+            if message["type"] == "lost":
+                self._at(draft, to, "lost", origin, self._word({"type": "lost", "name": origin}))
+            else:
+                self._at(draft, to, "heard", (origin, message), self._word({"from": origin, "word": word}))
+        elif message["type"] == "fenced":
+            names = [n for n in draft.processes if n.startswith("trainer")] if to.startswith("trainer") else [to]
+            self._end(draft, names, takes_along=False)
+        else:
+            self._at(draft, to, "told", message, word)
+        self._end_those_over(draft)
+
+    def _end_those_over(self, draft: Draft) -> None:
+        over = [name for name, number in draft.processes.items() if self.locals.things[number].view["over"]]
+        if over:
+            self._end(draft, [name for name in draft.processes if name.startswith("trainer")], takes_along=False)
+
+    def _end(self, draft: Draft, names: list[str], takes_along: bool) -> None:
+        """Some processes are gone, with what they have under way or without."""
+        for name in names:
+            if name not in draft.processes:
+                continue
+            del draft.processes[name]
+            kept, answered = [], set()
+            for number in draft.flight:
+                origin, to, token = _ends(self.messages.things[number])
+                if to == name and self.messages.things[number][0] != "request":
+                    continue
+                if origin == name and takes_along:
+                    continue
+                kept.append(number)
+                if name in (origin, to):
+                    answered.add((origin if to == name else to, token))
+            draft.flight = kept
+            for other, number in draft.processes.items():
+                for token, asked in self.locals.things[number].view["calls"]:
+                    if asked == name and (other, token) not in answered:
+                        draft.flight.append(self.messages.number(("end", other, token), ("end", other, token)))
+            draft.lines.pop((COORDINATOR, name), None)
+            if name in draft.connected and COORDINATOR in draft.processes:
+                draft.lines.setdefault((name, COORDINATOR), []).append(self._word({"type": "lost"}))
+            draft.connected.discard(name)
+
+    def _end_coordinator(self, draft: Draft) -> None:
+        del draft.processes[COORDINATOR]
+        draft.lines, draft.connected = {}, set()
+
+    # what may happen ----------------------------------------------------------------------------
+
+    def enabled(self, state: Cluster) -> list[Action]:
+        """Every action that may come next; crashes last."""
+        crashes = list(self._crashes(state))
+        urgent = self._first_urgent(state)
+        if urgent is not None:
+            return [urgent, *crashes]
+        names = dict(state.processes)
+        actions: list[Action] = [("message", number) for number in dict.fromkeys(state.flight)]
+        actions += [("word", origin, to) for origin, to, _ in state.lines]
+        trainers = any(name.startswith("trainer") for name in names)
+        if COORDINATOR not in names:
+            actions.append(("start coordinator",))
+        else:
+            members = [name for name in names if name != COORDINATOR]
+            actions += [("rejoin", name) for name in members if name not in state.connected]
+            if not trainers and self.locals.things[names[COORDINATOR]].view["can join"]:
+                actions.append(("start trainers",))
+        if not actions:
+            actions.append(("time",))
+        return actions + crashes
+
+    def _first_urgent(self, state: Cluster) -> Action | None:
+        for number in state.flight:
+            message = self.messages.things[number]
+            name = type(message[1].request).__name__ if message[0] == "request" else message[0]
+            if name in self.urgent:
+                return "message", number
+        for origin, to, words in state.lines:
+            if self.words.things[words[0]]["type"] in self.urgent:
+                return "word", origin, to
+        return None
+
+    def _crashes(self, state: Cluster) -> Iterator[Action]:
+        left = state.left
+        names = [name for name, _ in state.processes]
+        if self.is_end(state):
+            return
+        if left.servers:
+            for name in names:
+                if name.startswith("server"):
+                    yield "crash", name, False
+                    yield "crash", name, True
+        if left.trainers and any(name.startswith("trainer") for name in names):
+            yield "crash", "trainers", False
+            yield "crash", "trainers", True
+        if left.coordinators and COORDINATOR in names:
+            yield "crash", COORDINATOR
+
+    # what must hold -----------------------------------------------------------------------------
+
+    def is_end(self, state: Cluster) -> bool:
+        """Training is over, and every slot is whole and settled."""
+        if state.flight or state.lines:
+            return False
+        views = {name: self.locals.things[number].view for name, number in state.processes}
+        trainers = [view for name, view in views.items() if name.startswith("trainer")]
+        if len(trainers) < self.scenario.trainers or not all(view["done"] for view in trainers):
+            return False
+        if COORDINATOR not in views or not views[COORDINATOR]["whole"]:
+            return False
+        slots = [slot for view in views.values() for slot in view.get("slots", {}).values()]
+        steps = self.scenario.steps
+        return all(slot["whole"] and slot["applied"] == slot["settled"] == steps for slot in slots)
+
+    def check(self, state: Cluster) -> None:
+        """What no process can see alone. Raises AssertionError."""
+        servers = [number for name, number in state.processes if name.startswith("server")]
+        trainers = [number for name, number in state.processes if name.startswith("trainer")]
+        for number in servers:
+            for other in (*servers, *trainers):
+                if (number, other) not in self._pairs:
+                    view = self.locals.things[other].view
+                    check = _check_client if "complete" in view else _check_slots
+                    check(self.locals.things[number].view, view, self.scenario)
+                    self._pairs[number, other] = True
+        for name, number in state.processes:
+            if name == COORDINATOR:
+                fatal = self.locals.things[number].view["fatal"]
+                assert fatal is None, f"the cluster stopped: {fatal}"
+
+    # the search ---------------------------------------------------------------------------------
+
+    def run(self, limit: int = 10**9, seconds: float = 1e9, progress: Callable[[str], None] | None = None) -> Explored:
+        """Breadth first, so what is found is found on a shortest way.
+
+        Raises:
+            Violation: something that must hold does not; its text lists the actions that lead there.
+        """
+        begin_s = time.monotonic()
+        first = self.begin()
+        number_of: dict[Cluster, int] = {first: 0}
+        parents, actions, depths = array("l", [-1]), [None], array("l", [0])
+        before, behind = array("l"), array("l")  # transitions
+        ends: list[int] = []
+        todo, explored = deque([first]), self.explored
+        while todo:
+            if len(number_of) >= limit or time.monotonic() - begin_s > seconds:
+                break
+            state = todo.popleft()
+            number = number_of[state]
+            try:
+                self.check(state)
+                if self.is_end(state):
+                    ends.append(number)
+                enabled = self.enabled(state)
+            except AssertionError as error:
+                raise self._violation(error, number, parents, actions) from error
+            for action in enabled:
+                try:
+                    following = self.after(state, action)
+                except Exception as error:
+                    actions.append(action)
+                    parents.append(number)
+                    raise self._violation(error, len(actions) - 1, parents, actions) from error
+                known = number_of.get(following)
+                if known is None:
+                    known = number_of[following] = len(number_of)
+                    parents.append(number)
+                    actions.append(action)
+                    depths.append(depths[number] + 1)
+                    todo.append(following)
+                before.append(number)
+                behind.append(known)
+            if progress is not None and number % 20_000 == 0:
+                progress(f"{len(number_of):,} states, {len(self.locals.things):,} of processes, depth {depths[number]}")
+        explored.states, explored.transitions, explored.ends = len(number_of), len(before), len(ends)
+        explored.locals, explored.depth = len(self.locals.things), depths[-1]
+        explored.exhausted = not todo
+        explored.seconds = time.monotonic() - begin_s
+        if explored.exhausted:
+            self._check_ends(len(number_of), before, behind, ends, parents, actions)
+        return explored
+
+    def _check_ends(self, states: int, before: Any, behind: Any, ends: list[int], parents: Any, actions: Any) -> None:
+        """From every state the end can be reached."""
+        import numpy as np
+
+        origins, targets = np.frombuffer(before, dtype=np.int64), np.frombuffer(behind, dtype=np.int64)
+        good = np.zeros(states, dtype=bool)
+        good[ends] = True
+        while True:
+            more = np.unique(origins[good[targets] & ~good[origins]])
+            if not len(more):
+                break
+            good[more] = True
+        if not good.all():
+            number = int(np.flatnonzero(~good)[0])
+            raise self._violation(AssertionError("the end cannot be reached from here"), number, parents, actions)
+
+    def _violation(self, error: Exception, number: int, parents: Any, actions: Any) -> Violation:
+        steps: list[str] = []
+        while number > 0:
+            steps.append(self.describe(actions[number]))
+            number = parents[number]
+        lines = "\n  ".join(f"{i:3} {text}" for i, text in enumerate(reversed(steps), 1))
+        return Violation(f"{type(error).__name__}: {error}\nafter\n  {lines}")
+
+    def describe(self, action: Action) -> str:
+        if action[0] == "message":
+            message = self.messages.things[action[1]]
+            if message[0] == "request":
+                return f"{message[1].sender} -> {message[1].receiver}: {_short(message[1].request)}"
+            if message[0] == "answer":
+                return f"{message[1]} -> {message[2]}: {_short(message[4])} to {message[3].split()[0]}"
+            return " ".join(str(part) for part in message)
+        return " ".join(str(part) for part in action)
+
+
+def _short(value: Any) -> str:
+    """A message without its arrays."""
+    kept = {k: v for k, v in vars(value).items() if isinstance(v, (int, str, dict)) and not isinstance(v, bool)}
+    return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in kept.items())})"
+
+
+def _ends(message: tuple[Any, ...]) -> tuple[str, str, str]:
+    """Sender, receiver, and the token of the call it belongs to."""
+    if message[0] == "request":
+        return message[1].sender, message[1].receiver, message[1].token
+    if message[0] == "end":
+        return "", message[1], message[2]
+    return message[1], message[2], message[3] if message[0] == "answer" else ""
+
+
+def _view(process: Process) -> dict[str, Any]:
+    """What the search needs to know of a process's state."""
+    view: dict[str, Any] = {
+        "calls": [(token, peer) for token, (peer, _) in process.calls.items()],
+        "over": process.over,
+    }
+    if isinstance(process, Trainer):
+        client = process.node
+        view |= {"done": process.phase[0] == "done", "complete": client.complete, "resumable": client.resumable}
+        view |= {"era": client.era, "rank": process.rank}
+    elif isinstance(process, Center):
+        core = process.core
+        slots = core.slots
+        view |= {"fatal": core.fatal, "can join": process.can_join}
+        view["whole"] = bool(slots) and core.going_back is None and all(place.healthy for place in slots)
+    elif isinstance(process, Server):
+        host = process.node
+        view |= {"history": host.history, "snapshot slots": host.snapshot_slots}
+        view["slots"] = {
+            slot.index: {
+                "incarnation": slot.incarnation,
+                "ready": slot.ready,
+                "reported": slot.rebuild.reported,
+                "whole": slot.rebuild.whole and slot.going_back_to is None,
+                "applied": slot.rule.applied,
+                "settled": slot.rule.settled,
+                "acknowledged": slot.rule.acknowledged,
+                "confirmed": dict(slot.rule.confirmed),
+                "folded": dict(slot.rule.folded),
+                "incarnations": dict(slot.rule.incarnations),
+                "snapshots": set(slot.snapshots.parts),
+            }
+            for slot in host.slots.values()
+        }
+    return view
+
+
+def _check_slots(sources: dict[str, Any], holders: dict[str, Any], scenario: Scenario) -> None:
+    """What a source counts as folded by a holder, that one has folded."""
+    if sources["history"] != holders["history"] or sources["history"][1]:
+        return
+    for i, source in sources["slots"].items():
+        for h, holder in holders["slots"].items():
+            if h not in source["confirmed"] or not source["ready"] or not holder["ready"]:
+                continue
+            knows = source["incarnations"].get(h) == holder["incarnation"]
+            if knows and holder["incarnations"].get(i) == source["incarnation"] and i in holder["folded"]:
+                confirmed, folded = source["confirmed"][h], holder["folded"][i]
+                assert confirmed <= folded, f"slot {i} counts step {confirmed} as folded by {h}, which folded {folded}"
+                assert source["acknowledged"] <= folded or not holder["reported"], (
+                    f"slot {i} acknowledged {source['acknowledged']}, but {h}, which is whole, has folded {folded}"
+                )
+
+
+def _check_client(server: dict[str, Any], trainer: dict[str, Any], scenario: Scenario) -> None:
+    """What a trainer counts as complete, a slot has acknowledged, and its snapshot is on every whole holder."""
+    if server["history"] != (trainer["era"], False):
+        return
+    for index, slot in server["slots"].items():
+        if not slot["ready"]:
+            continue
+        assert trainer["complete"] <= slot["acknowledged"], (
+            f"trainer {trainer['rank']} counts step {trainer['complete']} as complete, slot {index} acknowledged"
+            f" {slot['acknowledged']}"
+        )
+        step = trainer["resumable"]
+        if step and slot["reported"] and index in server["snapshot slots"]:
+            later = any(key[0] > step and key[1] == trainer["rank"] for key in slot["snapshots"])
+            assert later or (step, trainer["rank"]) in slot["snapshots"], (
+                f"slot {index} lacks the snapshot of trainer {trainer['rank']} of step {step}, which is complete"
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m torch_ecrec.testing.exploration", description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--server-crashes", type=int, default=0)
+    parser.add_argument("--trainer-crashes", type=int, default=0, help="each of all trainers together")
+    parser.add_argument("--coordinator-crashes", type=int, default=0)
+    parser.add_argument("--all-orders", action="store_true", help="nothing is urgent")
+    parser.add_argument("--limit", type=int, default=10**9, help="end after so many states")
+    parser.add_argument("--seconds", type=float, default=1e9, help="end after so many seconds")
+    arguments = parser.parse_args()
+    budget = Budget(arguments.server_crashes, arguments.trainer_crashes, arguments.coordinator_crashes)
+    explorer = Explorer(tiny(arguments.steps), budget, () if arguments.all_orders else URGENT)
+    try:
+        found = explorer.run(
+            arguments.limit, arguments.seconds, lambda text: print(text, file=sys.stderr, flush=True)
+        )
+    except Violation as violation:
+        print(f"found: {violation}")
+        return 1
+    whole = "all states" if found.exhausted else "NOT all states"
+    print(
+        f"{whole}: {found.states:,} states, {found.transitions:,} transitions, {found.ends} ends, depth {found.depth};"
+        f" {found.locals:,} states of processes, {found.worked_out:,} events worked out; {found.seconds:.0f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""A digest of everything that a process knows: two processes with one digest behave alike from now on.
+
+Walks the object graph: attributes, containers, arrays, and the variables that functions keep (closures), so that a new
+attribute counts without being named here. Objects that are met again are written as the number of their first meeting.
+What cannot influence behaviour is left out, and named below with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.config import JobSpec, Settings
+from torch_ecrec.layout import Layout
+from torch_ecrec.transport.node import Exchange
+
+CONSTANT = (JobSpec, Settings, Layout, LinearCode, types.ModuleType, type)  # the same in every process of a cluster
+IGNORED: Mapping[str, frozenset[str]] = {
+    # locks and effects: nothing is held or left between events; the port is walked by itself
+    "Node": frozenset({"_lock", "_answers", "_outbox", "port"}),
+    # pauses between attempts grow with failures, but time is not measured here
+    "Exchange": frozenset({"node", "attempt", "failures"}),
+    "_Repair": frozenset({"attempt", "failures"}),
+    "Rebuild": frozenset({"unpaid_bytes"}),
+    # where it sends, what it announces, and when it was called last: leases never run out here
+    "Coordinator": frozenset({"send", "announce", "_ticked_s"}),
+    "Process": frozenset({"out", "script"}),
+}
+NUMBERED = ("Exchange", "_Repair")  # attempts are numbered, and only the newest counts
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=12)
+        self.met: dict[int, int] = {}
+        self.kept: list[Any] = []  # so that no id is given twice
+
+    def write(self, text: str) -> None:
+        self.hash.update(text.encode())
+        self.hash.update(b"\0")
+
+    def walk(self, value: Any) -> None:
+        if value is None or isinstance(value, (bool, int, float, str, bytes, np.generic)):
+            self.write(repr(value))
+        elif isinstance(value, CONSTANT):
+            self.write(type(value).__name__)
+        elif isinstance(value, torch.Tensor):
+            self.walk(value.detach().contiguous().view(torch.uint8).numpy() if value.numel() else value.shape)
+        elif isinstance(value, np.ndarray):
+            self.write(f"{value.dtype}{value.shape}")
+            self.hash.update(value.tobytes())
+        elif id(value) in self.met:
+            self.write(f"@{self.met[id(value)]}")
+        else:
+            self.met[id(value)] = len(self.met)
+            self.kept.append(value)
+            self._walk_new(value)
+
+    def _walk_new(self, value: Any) -> None:
+        if isinstance(value, Mapping):
+            self.write("{")
+            for key, item in _in_order(value):
+                self.walk(key)
+                self.walk(item)
+            self.write("}")
+        elif isinstance(value, (list, tuple, deque)):
+            self.write("[")
+            for item in value:
+                self.walk(item)
+            self.write("]")
+        elif isinstance(value, (set, frozenset)):
+            self.walk(sorted(value))
+        elif isinstance(value, types.FunctionType):
+            self._walk_function(value)
+        elif isinstance(value, types.MethodType):
+            self.write(value.__func__.__qualname__)
+            self.walk(value.__self__)
+        elif isinstance(value, functools.partial):
+            self.walk([value.func, value.args, value.keywords])
+        else:
+            self._walk_object(value)
+
+    def _walk_function(self, function: types.FunctionType) -> None:
+        self.write(function.__qualname__)
+        self.walk(function.__defaults__)
+        known = variables(function)
+        owner = known.get("self")
+        if "attempt" in known and type(owner).__name__ in NUMBERED:
+            known["attempt"] = bool(known["attempt"] == owner.attempt)
+        self.walk(known)
+
+    def _walk_object(self, value: Any) -> None:
+        self.write(type(value).__name__)
+        ignored = frozenset().union(*(IGNORED.get(cls.__name__, frozenset()) for cls in type(value).__mro__))
+        for name in sorted(vars(value)):
+            if name not in ignored:
+                self.write(name)
+                self.walk(vars(value)[name])
+
+
+def variables(function: types.FunctionType) -> dict[str, Any]:
+    """What a function keeps of the scope it was made in."""
+    known = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            known[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            known[name] = None
+    return known
+
+
+def _in_order(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """Items in an order that does not depend on when they were added: nothing that processes do does, either."""
+    if mapping and isinstance(next(iter(mapping)), Exchange):
+        return sorted(mapping.items(), key=lambda item: _rank(item[0]))
+    try:
+        return sorted(mapping.items(), key=lambda item: item[0])
+    except TypeError:
+        return list(mapping.items())
+
+
+def _rank(exchange: Exchange) -> str:
+    known = {name: value for name, value in variables(exchange.make).items() if isinstance(value, int)}  # type: ignore[arg-type]
+    return f"{exchange.slot} {exchange.bound_to} {exchange.make.__qualname__} {known}"
+
+
+def fingerprint(*values: Any) -> str:
+    """The digest, as hexadecimal digits, of what can be reached from `values`."""
+    walk = _Walk()
+    for value in values:
+        walk.walk(value)
+    return walk.hash.hexdigest()

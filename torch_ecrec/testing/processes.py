@@ -1,0 +1,391 @@
+"""One process each of a small cluster, as a machine that events drive: the real core, and nothing around it.
+
+A `Process` gets one event at a time (`on`) and leaves what it says in `out`. It has no clock and no randomness, so what
+it does follows from its birth and the events since. `exploration` puts these together in every order.
+
+Events (kind, what): `request` (a `Call`), `answer` (token, answer), `end` (token: the one asked is gone), `loss` (step,
+trainer, loss), `told` (a message of the coordinator), `time` (pauses are over), `rejoin` (a new coordinator is there);
+at the coordinator `heard` (name, message), `lost` (name), `start` (trainers, all of them), `time`.
+
+What is in `out`: ("request", `Call`), ("answer", asker, token, answer), ("loss", to, step, trainer, loss), ("tell",
+message), and of the coordinator ("send", name, message), ("born", rank, name), ("fence", name).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+import torch_ecrec
+from torch_ecrec.client import Client
+from torch_ecrec.config import Settings
+from torch_ecrec.coordinator import Coordinator
+from torch_ecrec.layout import Layout
+from torch_ecrec.server.service import Host
+from torch_ecrec.server.slot import Slot
+from torch_ecrec.testing.fingerprint import fingerprint
+from torch_ecrec.testing.simulation import (
+    BOUNDS,
+    Run,
+    Scenario,
+    dense_after,
+    gradients_of,
+    loss_of,
+    payload_of,
+    simulate,
+    touched,
+)
+from torch_ecrec.transport.node import Node
+from torch_ecrec.transport.wire import Answer, Ok, Outcome, Placement, Request, Unknown
+
+LATER_S = 1000.0  # any limit of the coordinator is over by then
+NO_LEASE_S = 1e9
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request under way. `token`: which of the sender's calls it is; follows from what is asked."""
+
+    sender: str
+    receiver: str
+    token: str
+    request: Request = field(compare=False)
+
+
+@dataclass
+class Oracle:
+    """What an undisturbed run gives: the records of each slab after each step, lookups, losses, dense values."""
+
+    records: list[list[np.ndarray]]  # [step][slab]: (rows, B) uint8
+    run: Run
+
+    @staticmethod
+    def of(scenario: Scenario) -> Oracle:
+        """Runs the simulated cluster for 0, 1, ... steps; its records after fewer steps are those on the way."""
+        runs = [simulate(_with_steps(scenario, steps)) for steps in range(scenario.steps + 1)]
+        return Oracle([[slab.contiguous().view(torch.uint8).numpy() for slab in run.records] for run in runs], runs[-1])
+
+
+def _with_steps(scenario: Scenario, steps: int) -> Scenario:
+    import dataclasses
+
+    return dataclasses.replace(scenario, steps=steps)
+
+
+@dataclass(eq=False)
+class Reply:
+    """What a request is answered with, now or later."""
+
+    process: Process
+    asker: str
+    token: str
+
+    def __call__(self, answer: Answer) -> None:
+        self.process.out.append(("answer", self.asker, self.token, answer))
+
+
+class Process:
+    """Base. It is the `Port` of its own node."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.out: list[tuple[Any, ...]] = []
+        self.calls: dict[str, tuple[str, Callable[[Outcome], None]]] = {}  # token -> who was asked, what then
+        self.timers: list[Callable[[], None]] = []
+        self.world: tuple[int, Sequence[str]] = (0, ())
+        self.life = 0  # of the coordinator, as it said
+        self.node: Node
+
+    # Port
+    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None:
+        token = stem = f"{type(request).__name__} {fingerprint(request)}"
+        while token in self.calls:
+            token = f"{token}+"
+        self.calls[token] = peer, done
+        self.out.append(("request", Call(self.name, peer, token, request)))
+        assert token.startswith(stem)
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.timers.append(action)
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        self.out.append(("tell", dict(message)))
+
+    # events
+    def on(self, kind: str, what: Any) -> None:
+        """Handles an event; raises AssertionError if it finds the contract broken."""
+        getattr(self, f"on_{kind}")(what)
+
+    def on_request(self, call: Call) -> None:
+        self.node.handle(copy.copy(call.request), Reply(self, call.sender, call.token))
+
+    def on_answer(self, what: tuple[str, Answer]) -> None:
+        token, answer = what
+        if token in self.calls:
+            self.calls.pop(token)[1](Ok(answer))
+
+    def on_end(self, token: str) -> None:
+        if token in self.calls:
+            self.calls.pop(token)[1](Unknown("eof"))
+
+    def on_time(self, _: None) -> None:
+        timers, self.timers = self.timers, []
+        for action in timers:
+            action()
+
+    def on_told(self, message: dict[str, Any]) -> None:
+        if message["type"] in ("welcome", "rejoined"):
+            self.life = message["life"]
+        if message["type"] == "generation":
+            self.world = message["generation"], message["members"]
+            self.tell({"type": "in_generation", "generation": message["generation"]})
+        else:
+            self.on_control(message)
+
+    def on_control(self, message: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def on_rejoin(self, scenario: Scenario) -> None:
+        """Tells a coordinator that was started again what it knows."""
+        generation, world = self.world
+        code = scenario.code
+        self.tell(
+            {
+                "type": "rejoin",
+                "version": torch_ecrec.__version__,
+                "pid": 0,
+                "name": self.name,
+                "role": "trainer" if isinstance(self, Trainer) else "server",
+                "rank": self.rank if isinstance(self, Trainer) else -1,
+                "code": {"slots": code.slots, "k": code.k, "r": code.r, "protection": code.protection},
+                "life": self.life,
+                "generation": generation,
+                "newest": generation,
+                "world": list(world),
+                **self.known(),
+            }
+        )
+
+    def known(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @property
+    def over(self) -> bool:
+        """It was told to end."""
+        return False
+
+
+class Server(Process):
+    """A server process, and what must hold of each of its slots at any time."""
+
+    def __init__(self, name: str, settings: Settings, oracle: Oracle) -> None:
+        super().__init__(name)
+        self.node: Host = Host(name, self, settings)
+        self._oracle = oracle
+
+    def on_control(self, message: dict[str, Any]) -> None:
+        self.node.on_control(message)
+
+    def known(self) -> dict[str, Any]:
+        return self.node.known()
+
+    def check(self) -> None:
+        """I1 to I4 of what is here: it follows from the undisturbed run alone. Raises AssertionError."""
+        for slot in self.node.slots.values():
+            if slot.ready:
+                for slab, layout in enumerate(slot.layouts):
+                    self._check_records(slot, slab, layout)
+                    self._check_parities(slot, slab, layout)
+                _check_bounds(slot)
+
+    def _check_records(self, slot: Slot, slab: int, layout: Layout) -> None:
+        positions = np.arange(layout.data_rows(slot.index), dtype=np.int64)
+        if slot.rebuild.remaining:
+            positions = np.flatnonzero(~slot.rebuild.missing[slab, False]).astype(np.int64)
+        rows = layout.row_at(slot.index, positions)
+        for step in range(min(slot.log.floor, slot.rule.applied), slot.rule.applied + 1):
+            here, right = slot.records_as_of(slab, positions, step), self._oracle.records[step][slab][rows]
+            assert np.array_equal(here, right), f"slot {slot.index}: records as of step {step} are wrong"
+
+    def _check_parities(self, slot: Slot, slab: int, layout: Layout) -> None:
+        code, parity = slot.code, slot.shards[slab].parity
+        every = np.arange(len(parity), dtype=np.int64)
+        for group in layout.group(slot.index, True, every):
+            present = slot.rebuild.parity_present(slab, every[group.where])
+            expected = np.zeros((len(group.where), parity.shape[1]), dtype=np.uint8)
+            sources = [int(layout.member_slot[group.base, member]) for member in range(code.k)]
+            if not all(source in slot.rule.folded for source in sources):
+                continue  # counts from the time that the source is known
+            for member, source in enumerate(sources):
+                exists = np.flatnonzero(layout.exists(group.base, member, group.rotations)).astype(np.int64)
+                rows = (group.rotations[exists] * layout.slots + group.base) * code.k + member
+                records = np.ascontiguousarray(self._oracle.records[slot.rule.folded[source]][slab][rows])
+                coefficient = code.coefficients[group.member - code.k, member]
+                code.fold_(expected, exists, records, np.full(len(exists), coefficient, dtype=np.uint8))
+            right = (expected == parity[group.where]).all(axis=1)
+            if present is not None:
+                right |= ~present
+            assert right.all(), f"slot {slot.index}: a parity is not the code of its stripe as of {slot.rule.folded}"
+
+
+def _check_bounds(slot: Slot) -> None:
+    folds = [log.last - log.floor for log in slot.protection.fold_logs.values()]
+    for what, steps in (
+        ("log", slot.log.last - slot.log.floor),
+        ("fold log", max(folds, default=0)),
+        ("early folds", max((len(early) for early in slot.protection.early.values()), default=0)),
+        ("kept pushes", len(slot.pushes)),
+        ("snapshots", len(slot.snapshots.trainers_of())),
+    ):
+        assert steps <= BOUNDS[what], f"slot {slot.index}: {what} of {steps} steps"
+
+
+class Trainer(Process):
+    """A trainer of the simulated cluster: looks up, pushes, exchanges losses with the others, takes its snapshot."""
+
+    def __init__(
+        self, name: str, rank: int, restarted: bool, scenario: Scenario, settings: Settings, oracle: Oracle
+    ) -> None:
+        super().__init__(name)
+        self.rank, self.restarted = rank, restarted
+        self.node: Client = Client(name, self, scenario.job, rank, settings, scenario.snapshot_every)
+        self._scenario, self._oracle = scenario, oracle
+        self.resumed: int | None = None
+        self.got: list[Any] = []
+        self.losses: dict[int, dict[int, float]] = {}
+        self.dense = 1.0
+        self.phase: tuple[str, int] = "placement", 0
+        self.ended = False
+        self.script = self._script()
+        self.ready = next(self.script)
+
+    def on(self, kind: str, what: Any) -> None:
+        super().on(kind, what)
+        while self.phase[0] != "done" and not self.ended and self.ready():
+            try:
+                self.ready = next(self.script)
+            except StopIteration:
+                self.phase = "done", self._scenario.steps
+
+    def on_control(self, message: dict[str, Any]) -> None:
+        if message["type"] == "placement":
+            self.node.run(self.node.place, Placement.from_json(message["placement"]))
+        elif message["type"] == "resume" and self.resumed is None:
+            self.resumed = message["step"]
+            self.node.run(self.node.resume, message["era"], message["step"])
+        elif message["type"] == "fatal":
+            self.ended = True
+
+    def on_loss(self, what: tuple[int, int, float]) -> None:
+        step, trainer, loss = what
+        self.losses.setdefault(step, {})[trainer] = loss
+
+    def known(self) -> dict[str, Any]:
+        return self.node.known(loaded=True)
+
+    @property
+    def over(self) -> bool:
+        return self.ended
+
+    def _script(self) -> Iterator[Callable[[], bool]]:
+        """Yields conditions to wait for, as the simulated cluster's trainers do."""
+        job, client, rank, known = self._scenario.job, self.node, self.rank, self._oracle.run
+        yield lambda: client.placement is not None
+        done = 0
+        if self.restarted:
+            self.phase = "resume", 0
+            yield lambda: self.resumed is not None
+            assert self.resumed is not None
+            done = self.resumed
+        if done:
+            self.phase, self.got = ("restore", done), []
+            client.run(client.stored, 0, done, self.got.append)
+            yield lambda: bool(self.got)
+            stored = self.got[0]
+            self.dense = float(stored.payloads[stored.trainers.index(rank)].view(torch.float64))
+        for step in range(done + 1, self._scenario.steps + 1):
+            self.phase, self.got = ("look up", step), []
+            routes = [client.route(s, torch.from_numpy(r)) for s, r in enumerate(touched(self._scenario, step, rank))]
+            client.run(client.lookup, routes, self.got.append)
+            yield lambda: bool(self.got)
+            weights = self.got[0]
+            for slab, (mine, right) in enumerate(zip(weights, known.lookups[step, rank], strict=True)):
+                assert torch.equal(mine, right), f"trainer {rank}: lookup of step {step} is wrong in slab {slab}"
+            loss = loss_of(weights, self.dense)
+            assert loss == known.losses[step, rank], f"trainer {rank}: loss of step {step} is wrong"
+            self.phase = "push", step
+            yield client.may_push
+            gradients = gradients_of(weights, step, rank, self.dense)
+            client.run(client.push, routes, gradients, [slab.optimizer.lr for slab in job.slabs])
+            self.phase, self.got = ("exchange losses", step), []
+            for other in range(job.trainers):
+                if other != rank:
+                    name = self.name.replace(f"trainer-{rank}", f"trainer-{other}", 1)
+                    self.out.append(("loss", name, step, rank, loss))
+            self.losses.setdefault(step, {})[rank] = loss
+            yield lambda step=step: len(self.losses[step]) == job.trainers  # type: ignore[misc]
+            self.dense = dense_after(self.dense, self.losses.pop(step))
+            assert self.dense == known.dense[step], f"trainer {rank}: dense model after step {step} is wrong"
+            if client.snapshot_due(step):
+                client.run(client.snapshot, payload_of(self.dense), f'{{"step": {step}}}')
+
+
+class Center(Process):
+    """The coordinator's process."""
+
+    def __init__(self, scenario: Scenario, life: int) -> None:
+        super().__init__("coordinator")
+        self.scenario, self.first = scenario, life == 0
+        self.core = Coordinator(
+            scenario.code,
+            scenario.spares,
+            ("virtual", 0),
+            send=lambda name, message: self.out.append(("send", name, dict(message))),
+            announce=lambda event: None,
+            without_spare=scenario.without_spare,
+            lease_s=NO_LEASE_S,
+        )
+
+    def on_join(self, message: dict[str, Any]) -> None:
+        refusal = self.core.refusal(message)
+        assert refusal is None, refusal
+        name = self.core.name_for(message)
+        self.out.append(("born", message.get("rank", -1), name))
+        self.core.on_join(name, message, 0.0)
+
+    def on_start(self, _: None) -> None:
+        """All trainers join, in the order of their ranks."""
+        for rank in range(self.scenario.trainers):
+            self.on_join({"version": torch_ecrec.__version__, "pid": 0, **hello(self.scenario, rank)})
+
+    def on_heard(self, what: tuple[str, dict[str, Any]]) -> None:
+        name, message = what
+        if message["type"] != "rejoin":
+            self.core.on_message(name, message, 0.0)
+        elif self.core.rejoin_refusal(message) is None:
+            self.core.on_rejoin(message, 0.0)
+        else:
+            self.out.append(("fence", name))
+
+    def on_lost(self, name: str) -> None:
+        self.core.on_lost(name, 0.0, "eof")
+
+    def on_time(self, _: None) -> None:
+        self.core.on_tick(LATER_S)
+
+    @property
+    def can_join(self) -> bool:
+        """Not while it waits for those who were there before."""
+        return self.first or bool(self.core.slots)
+
+
+def hello(scenario: Scenario, rank: int | None = None) -> dict[str, Any]:
+    """What a process says when it joins: a trainer of a rank, or a server."""
+    if rank is None:
+        return {"role": "server"}
+    return {"role": "trainer", "rank": rank, "job": scenario.job.to_json()}
