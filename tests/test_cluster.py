@@ -23,9 +23,11 @@ import pytest
 from cluster_child import Orders
 from conftest import ROOT
 
+import torch_ecrec
 from torch_ecrec.config import CodeSpec
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.launch import Supervisor
+from torch_ecrec.transport.control import ControlClient
 
 LIMIT_S = 90.0  # for anything that is waited for: processes start slowly on a loaded machine
 STEPS = 100
@@ -232,3 +234,32 @@ def test_loaded_values_survive_every_server(tmp_path: Path) -> None:
                 running.wait_until_replaced(pids, slot)
             running.wait_for("all is rebuilt", lambda s: all(p["healthy"] and p["server"] for p in s["slots"]))
         trainer.result()
+
+
+def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> None:
+    """The coordinator does not know before the end which names its predecessor gave."""
+    said: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+    command = [sys.executable, "-m", "torch_ecrec", "coordinator", "--servers", "3", "-k", "2", "-r", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        host, port = json.loads(process.stdout.readline())["address"]
+        clients = {
+            who: ControlClient(host, port, lambda m, who=who: said.put((who, m)), lambda _: None, LIMIT_S)
+            for who in ("old", "new")
+        }
+        hello = {"version": torch_ecrec.__version__, "pid": os.getpid(), "role": "server", "rank": -1}
+        known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "loaded": False}
+        world = {"life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
+        plain = {"slots": 3, "k": 2, "r": 1, "protection": "parity"}
+        clients["old"].send({**hello, **known, **world, "type": "rejoin", "name": "server-0", "code": plain})
+        clients["new"].send({**hello, "type": "join"})
+        first, rejoined = said.get(timeout=LIMIT_S)
+        second, welcome = said.get(timeout=LIMIT_S)
+        assert (first, rejoined["type"], rejoined["life"]) == ("old", "rejoined", 1)
+        assert (second, welcome["type"], welcome["name"]) == ("new", "welcome", "server-1000")
+        for client in clients.values():
+            client.close()
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)

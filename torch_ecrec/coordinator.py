@@ -166,8 +166,10 @@ class Coordinator:
             rank = int(message["rank"])
             life = self._lives[rank] = self._lives.get(rank, 0) + 1
             return f"trainer-{rank}" + (f"_{life}" if life > 1 else "")
+        while (name := f"server-{self._names}") in self.members:
+            self._names += 1
         self._names += 1
-        return f"server-{self._names - 1}"
+        return name
 
     def on_join(self, name: str, message: Message, now_s: float) -> None:
         """A process that was not refused joins under a name from `name_for`."""
@@ -188,6 +190,11 @@ class Coordinator:
         self._form(now_s)
 
     # after a restart of the coordinator ---------------------------------------------------------
+
+    @property
+    def regathering(self) -> bool:
+        """Members of the coordinator before are telling what they know. Whoever joins now would get a name of theirs."""
+        return self._regathered is not None
 
     def rejoin_refusal(self, message: Message) -> tuple[str, str] | None:
         """Why a member of before may not rejoin, with a kind for `fatal`, or None."""

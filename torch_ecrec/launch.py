@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 STOP_S = 3.0  # between a polite and an impolite end of a child
 START_S = 60.0
+JOINS_POLL_S = 0.05
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
 ABORT_S = 5.0  # from the end of the cluster to that of a trainer that waits for another
 
@@ -105,10 +106,8 @@ def run_coordinator(
     def on_message(connection: Connection, message: dict[str, Any]) -> None:
         kind, now_s = message.get("type"), time.monotonic()
         name = connection.tag
-        if kind == "join" and now_s < joins_from_s:  # members of a coordinator before come first
-            server.call_later(
-                joins_from_s - now_s, lambda: None if connection.ended else on_message(connection, message)
-            )
+        if kind == "join" and (now_s < joins_from_s or core.regathering):  # members of a coordinator before come first
+            server.call_later(JOINS_POLL_S, lambda: None if connection.ended else on_message(connection, message))
         elif kind == "join":
             refusal = core.refusal(message)
             if refusal is not None:
