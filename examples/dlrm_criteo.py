@@ -15,7 +15,6 @@ import argparse
 import functools
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +37,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torch_ecrec.demo.criteo import CATEGORIES, INTEGERS, Clicks, auc, read, synthetic
-from torch_ecrec.errors import ClusterError
 
 TABLE_OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
 FEATURES = [f"C{i}" for i in range(1, CATEGORIES + 1)]
@@ -61,6 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--same-init", action="store_true", help="the same first weights under either backend (slower start)"
     )
+    parser.add_argument("--snapshot-every", type=int, default=1, metavar="N", help="steps between dense snapshots")
     parser.add_argument("--pipeline", action="store_true", help="use TorchRec's TrainPipelineSparseDist")
     parser.add_argument("--report", type=Path, help="write results of trainer I to FILE with .I before its suffix")
     return parser.parse_args()
@@ -96,7 +95,9 @@ def wrap(model: DLRMTrain, args: argparse.Namespace) -> nn.Module:
     if args.backend == "ecrec":
         import torch_ecrec
 
-        return torch_ecrec.DistributedModelParallel(model, device=CPU, seed=args.seed)
+        return torch_ecrec.DistributedModelParallel(
+            model, device=CPU, seed=args.seed, snapshot_every=args.snapshot_every
+        )
     # On CPU, TorchRec would plan small tables as data-parallel, without a fused optimizer.
     path, collection = next((p, m) for p, m in model.named_modules() if isinstance(m, torchrec.EmbeddingBagCollection))
     ranks = {f"table_{name}": table_wise(rank=i % dist.get_world_size()) for i, name in enumerate(FEATURES)}
@@ -218,8 +219,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ClusterError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    main()

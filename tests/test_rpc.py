@@ -342,21 +342,33 @@ def test_a_generation_without_one_of_its_members_fails_in_time(cluster: Cluster)
     assert a.call(b, PROMPT)["outcome"] == "Ok"
 
 
+def leave_signs(cluster: Cluster, members: list[str], last_sign: str) -> None:
+    """What a ghost leaves in the store of the next generation that comes as far as `last_sign`, and no further."""
+    ghost = dist.PrefixStore(f"generation-{cluster.generation + 1}", cluster.store)
+    if last_sign:
+        ghost.set("arrived/ghost", ",".join(members))
+    if last_sign in ("named", "started"):
+        ghost.set("names/2", f"ghost:{cluster.generation + 1}")
+    if last_sign == "started":
+        ghost.set(f"addrs/ghost:{cluster.generation + 1}", "127.0.0.1")
+
+
 @pytest.mark.parametrize("last_sign", ["arrived", "named", "started"])
 def test_a_member_that_dies_while_joining_fails_the_generation_in_time(cluster: Cluster, last_sign: str) -> None:
     """The store shows a ghost that came as far as `last_sign` and no further."""
     a, b = cluster.take(2)
     members = [a.name, b.name, "ghost"]
-    ghost = dist.PrefixStore(f"generation-{cluster.generation + 1}", cluster.store)
-    ghost.set("arrived/ghost", ",".join(members))
-    if last_sign != "arrived":
-        ghost.set("names/2", f"ghost:{cluster.generation + 1}")
-    if last_sign == "started":
-        ghost.set(f"addrs/ghost:{cluster.generation + 1}", "127.0.0.1")
-    for child, number in zip([a, b], cluster.start_join([a, b], members, timeout_s=1), strict=True):
+    leave_signs(cluster, members, last_sign)
+    numbers = cluster.start_join([a, b], members, timeout_s=3)
+    for child in (a, b):
+        time.sleep(0.3)
+        start_s = time.monotonic()
+        child.answer(child.start("status"))  # it waits for the ghost, and nothing else does
+        assert time.monotonic() - start_s < PROMPTLY_S
+    for child, number in zip([a, b], numbers, strict=True):
         result = child.answer(number)
         assert result["error"] is not None
-        assert result["took_s"] < 1 + PROMPTLY_S
+        assert result["took_s"] < 3 + PROMPTLY_S
     cluster.form([a, b])
     assert a.call(b, PROMPT)["outcome"] == "Ok" == b.call(a, PROMPT)["outcome"]
 
@@ -388,10 +400,14 @@ def test_a_newer_generation_overtakes_one_that_waits(cluster: Cluster) -> None:
     assert a.call(b, PROMPT)["outcome"] == "Ok"
 
 
-def test_a_join_that_nobody_needs_any_more_ends(cluster: Cluster) -> None:
+@pytest.mark.parametrize("last_sign", ["", "arrived", "named", "started"])
+def test_a_join_that_nobody_needs_any_more_ends(cluster: Cluster, last_sign: str) -> None:
     """On the word that there is a newer generation, before it is joined: one thread joins them one by one."""
     a, b = cluster.take(2)
-    waiting = cluster.start_join([a, b], [a.name, b.name, "ghost"], timeout_s=60)
+    members = [a.name, b.name, "ghost"]
+    leave_signs(cluster, members, last_sign)
+    waiting = cluster.start_join([a, b], members, timeout_s=60)
+    time.sleep(0.5)
     start_s = time.monotonic()
     for child, number in zip([a, b], waiting, strict=True):
         child.answer(child.start("overtake", generation=cluster.generation + 1))

@@ -89,6 +89,13 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
         "--max-restarts", type=int, default=10, metavar="N", help="of the trainers, by torchrun (default 10)"
     )
     demo.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="of the tables")
+    demo.add_argument(
+        "--snapshot-every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="steps between snapshots of the dense model: lost trainers go on after the last one (default 1)",
+    )
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="also run undisturbed")
     demo.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR")
@@ -108,6 +115,13 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
     chaos.add_argument("--batch-size", type=int, default=128, metavar="B", help="samples per trainer and step")
     chaos.add_argument("--trainers", type=int, default=2, metavar="T")
     chaos.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad", help="of the tables")
+    chaos.add_argument(
+        "--snapshot-every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="steps between snapshots of the dense model: lost trainers go on after the last one (default 1)",
+    )
     chaos.add_argument("--out", type=Path, default=Path("chaos"), metavar="DIR")
 
     serve = commands.add_parser("serve", help="one server process")

@@ -116,6 +116,7 @@ class Coordinator:
         self.forming_until_s: float | None = None
         self.loaded = False
         self.fatal: str | None = None
+        self.fatal_kind = "stopped"
         self.step = 0
         self.era = 0
         self.resume_step = 0  # where the era began
@@ -203,7 +204,7 @@ class Coordinator:
         if message["version"] != torch_ecrec.__version__:
             return "stopped", f"version {message.get('version')} joins a cluster of version {torch_ecrec.__version__}"
         if self.fatal is not None:
-            return "stopped", f"the cluster has stopped: {self.fatal}"
+            return self.fatal_kind, f"the cluster has stopped: {self.fatal}"
         if message["code"] != self._code_json():
             return "stopped", f"code parameters are {self._code_json()} in this cluster, got {message['code']}"
         if self._regathered is None and self.slots:
@@ -627,7 +628,7 @@ class Coordinator:
 
     def stop(self, reason: str, kind: str) -> None:
         """Ends the job for everybody: kinds are data_loss and stopped."""
-        self.fatal = reason
+        self.fatal, self.fatal_kind = reason, kind
         self.announce({"event": "fatal", "kind": kind, "reason": reason})
         for member in self._present():
             self.send(member.name, {"type": "fatal", "kind": kind, "reason": reason})

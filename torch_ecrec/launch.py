@@ -26,13 +26,14 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
 from torch_ecrec import allocator, codec, layout, pooling, route, storage
 from torch_ecrec.client import Client, Session
 from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int, restarts
 from torch_ecrec.coordinator import FENCED, Coordinator
-from torch_ecrec.errors import ClusterUnavailable, DataLoss, Fenced, TrainersLost
+from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, TrainersLost
 from torch_ecrec.member import Member, exit_code_of
 from torch_ecrec.server.service import Host
 from torch_ecrec.transport.control import Connection, ControlServer, request
@@ -44,6 +45,7 @@ STOP_S = 3.0  # between a polite and an impolite end of a child
 START_S = 60.0
 JOINS_POLL_S = 0.05
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
+REASON_S = 1.0  # for the reason to arrive, once an all-reduce has failed
 ABORT_S = 5.0  # from the end of the cluster to that of a trainer that waits for another
 
 
@@ -111,7 +113,8 @@ def run_coordinator(
         elif kind == "join":
             refusal = core.refusal(message)
             if refusal is not None:
-                connection.send({"type": "refused", "reason": refusal})
+                kind = core.fatal_kind if core.fatal is not None else "refused"
+                connection.send({"type": "refused", "kind": kind, "reason": refusal})
                 return
             name = connection.tag = core.name_for(message)
             connections[name] = connection
@@ -136,7 +139,7 @@ def run_coordinator(
             core.stop("stopped", "stopped")
             server.call_later(0.2, server.close)
         elif name is None:
-            connection.send({"type": "refused", "reason": f"not a question: {kind!r}"})
+            connection.send({"type": "refused", "kind": "refused", "reason": f"not a question: {kind!r}"})
         else:
             core.on_message(name, message, now_s)
             if kind == "progress":
@@ -267,6 +270,7 @@ def connect(
         settings = dataclasses.replace(settings, join=address)
     clients: list[Client] = []
     sessions: list[Session] = []
+    reasons = _exit_with_reason()
 
     def make(name: str, member: Member, code: CodeSpec) -> Node:
         agreed = JobSpec(job.tables, code, job.trainers, job.seed)
@@ -275,12 +279,15 @@ def connect(
         return clients[0]
 
     def close(member: Member) -> None:
+        reasons.clear()
         member.close()
         if own is not None:
             _wait_for_trainers(own)
             own.close()
 
     def on_end(error: BaseException) -> None:
+        if isinstance(error, ClusterError):
+            reasons.append(error)
         if sessions:
             sessions[0].fail(error)
         if isinstance(error, (TrainersLost, DataLoss, Fenced)):
@@ -295,6 +302,34 @@ def connect(
         known=lambda: sessions[0].known(),
     )
     return sessions[0]
+
+
+def _exit_with_reason() -> list[ClusterError]:
+    """From now on, an exception that nobody catches ends this process with the exit code of what ended the cluster.
+
+    That may be another one: an all-reduce with a trainer that ended a moment before raises first.
+
+    Returns:
+        Where to put the reason when the cluster ends for this process.
+    """
+    reasons: list[ClusterError] = []
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        deadline_s = time.monotonic() + REASON_S
+        while not reasons and isinstance(error, RuntimeError) and not isinstance(error, ClusterError):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.01)
+        reason = error if isinstance(error, ClusterError) else next(iter(reasons), None)
+        if reason is not None and isinstance(error, Exception):
+            if reason is not error:
+                print(f"torch-ecrec: {type(reason).__name__}: {reason}", file=sys.stderr)
+            raise SystemExit(reason.exit_code)
+
+    sys.excepthook = hook
+    return reasons
 
 
 def _end_soon(error: BaseException) -> None:

@@ -66,6 +66,7 @@ class Member:
 
     Raises:
         JoinRefused: the coordinator refused.
+        DataLoss: likewise, as the cluster has stopped because of it.
         ClusterUnavailable: it cannot be reached, or did not answer.
     """
 
@@ -89,7 +90,7 @@ class Member:
         self._timers = Timers(self.on_error)
         self._welcome = threading.Event()
         self._joining = threading.Event()
-        self._refusal: str | None = None
+        self._refusal: tuple[str, str] | None = None  # kind and reason
         self._gone: str | None = None  # the coordinator, before it had answered
         self._ended = False
         self._lock = threading.Lock()  # guards _wanted and _ended
@@ -113,7 +114,10 @@ class Member:
     def _raise_if_refused(self) -> None:
         if self._refusal is not None:
             self.close()
-            raise JoinRefused(f"refused by the cluster at {self.settings.join}: {self._refusal}")
+            kind, reason = self._refusal
+            raise (DataLoss if kind == "data_loss" else JoinRefused)(
+                f"refused by the cluster at {self.settings.join}: {reason}"
+            )
 
     # Port ---------------------------------------------------------------------------------------
 
@@ -139,7 +143,7 @@ class Member:
             self.transport = RpcTransport(self.name, self.node.handle, on_error=self.on_error)
             self._welcome.set()
         elif kind == "refused":
-            self._refusal = message["reason"]
+            self._refusal = message["kind"], message["reason"]
             self._welcome.set()
         elif kind == "generation":
             with self._lock:

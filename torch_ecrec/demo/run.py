@@ -110,6 +110,7 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[KillSpec]]:
     require_int("batch-size", arguments.batch_size, 1)
     require_int("trainers", arguments.trainers, 1)
     require_int("seed", arguments.seed, 0)
+    require_int("snapshot-every", arguments.snapshot_every, 1)
     OptimizerSpec(arguments.optimizer)
     kills = parse_kills(arguments.kill, code.slots, arguments.steps, arguments.trainers)
     if arguments.data is not None:
@@ -335,6 +336,7 @@ class Run:
         command += ["--max-restarts", str(self.arguments.max_restarts), "-m", module]
         command += ["--steps", str(self.arguments.steps), "--batch-size", str(self.arguments.batch_size)]
         command += ["--optimizer", self.arguments.optimizer, "--seed", str(self.arguments.seed)]
+        command += ["--snapshot-every", str(self.arguments.snapshot_every)]
         command += ["--report", str((self.logs / "trainer.json").resolve())]
         if self.arguments.data is not None:
             command += ["--data", str(self.arguments.data.resolve())]

@@ -39,16 +39,13 @@ from torch_ecrec.testing.simulation import Scenario
 
 COORDINATOR = "coordinator"
 LIVE_PROCESSES = 4000  # kept as they are, so that not every one is made again
-# What arrives at once: reads, answers, and the chatter of joining.
-URGENT = frozenset({"Lookup", "answer", "end", "loss", "welcome", "job", "loaded", "generation", "in_generation"})
-NOBODY_WAITS = frozenset({"lost"})
 
 Action = tuple[Any, ...]
 State = tuple[Any, ...]
 
 
-def tiny(steps: int = 2, rows: int = 6) -> Scenario:
-    """Three slots, (2, 1), two trainers, one table: two records and one parity on each slot."""
+def tiny(steps: int = 2, rows: int = 4) -> Scenario:
+    """Three slots, (2, 1), two trainers, one table of two stripes: a slot with records only, two with parities, too."""
     table = TableSpec("a", rows=rows, dim=1, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1))
     return Scenario(
         code=CodeSpec(slots=3, k=2, r=1), tables=(table,), steps=steps, spares=1, rebuild_chunk_bytes=1 << 20, late=0.0
@@ -163,16 +160,17 @@ class Explorer:
     Args:
         scenario: what runs.
         budget: which crashes may come.
-        urgent: names of messages that arrive at once; see the module.
+        free: names of messages that arrive at any time; the others arrive at once. See the module.
     """
 
-    def __init__(self, scenario: Scenario, budget: Budget, urgent: Iterable[str] = URGENT) -> None:
-        self.scenario, self.budget, self.urgent = scenario, budget, frozenset(urgent)
+    def __init__(self, scenario: Scenario, budget: Budget, free: Iterable[str]) -> None:
+        self.scenario, self.budget, self.free = scenario, budget, frozenset(free)
         self.settings = Settings(rebuild_chunk_bytes=scenario.rebuild_chunk_bytes, rebuild_bytes_per_s=0)
         self.oracle = Oracle.of(scenario)
         self.locals, self.messages, self.words = Table(), Table(), Table()
         self._live: OrderedDict[int, Process] = OrderedDict()
-        self._pairs: dict[tuple[int, int], bool] = {}
+        self._pairs: set[tuple[int, int]] = set()  # states of two processes that were checked together
+        self._is_free: list[bool] = []  # of each message
         self.explored = Explored()
 
     # one process --------------------------------------------------------------------------------
@@ -221,18 +219,30 @@ class Explorer:
             known = local.effects[kind, key] = after, said
         return known
 
+    def _message(self, key: Any, message: tuple[Any, ...]) -> int:
+        number = self.messages.number(key, message)
+        if number == len(self._is_free):
+            names = {message[0]}
+            if message[0] == "request":
+                request = message[1].request
+                name = type(request).__name__
+                source, trainer = getattr(request, "source", -1), getattr(request, "trainer", -1)
+                names = {name, f"{name} of slot {source}", f"{name} of trainer {trainer}"}
+            self._is_free.append(bool(names & self.free))
+        return number
+
     def _said(self, process: Process, one: tuple[Any, ...]) -> tuple[Any, ...]:
         """With contents as numbers."""
         kind = one[0]
         if kind == "request":
             call: Call = one[1]
-            return "flight", call.receiver, self.messages.number((call.sender, call.receiver, call.token), one)
+            return "flight", call.receiver, self._message((call.sender, call.receiver, call.token), one)
         if kind == "answer":
             _, asker, token, answer = one
             key = process.name, asker, token, fingerprint(answer)
-            return "flight", asker, self.messages.number(key, (kind, process.name, asker, token, answer))
+            return "flight", asker, self._message(key, (kind, process.name, asker, token, answer))
         if kind == "loss":
-            return "flight", one[1], self.messages.number((process.name, *one), (kind, process.name, *one[1:]))
+            return "flight", one[1], self._message((process.name, *one), (kind, process.name, *one[1:]))
         if kind == "tell":
             return "tell", self._word(one[1])
         if kind == "send":
@@ -391,7 +401,7 @@ class Explorer:
             for other, number in draft.processes.items():
                 for token, asked in self.locals.things[number].view["calls"]:
                     if asked == name and (other, token) not in answered:
-                        draft.flight.append(self.messages.number(("end", other, token), ("end", other, token)))
+                        draft.flight.append(self._message(("end", other, token), ("end", other, token)))
             draft.lines.pop((COORDINATOR, name), None)
             if name in draft.connected and COORDINATOR in draft.processes:
                 draft.lines.setdefault((name, COORDINATOR), []).append(self._word({"type": "lost"}))
@@ -426,12 +436,11 @@ class Explorer:
 
     def _first_urgent(self, state: Cluster) -> Action | None:
         for number in state.flight:
-            message = self.messages.things[number]
-            name = type(message[1].request).__name__ if message[0] == "request" else message[0]
-            if name in self.urgent:
+            if not self._is_free[number]:
                 return "message", number
         for origin, to, words in state.lines:
-            if self.words.things[words[0]]["type"] in self.urgent:
+            kind = self.words.things[words[0]]["type"]
+            if not {kind, f"{kind} to {to.partition('-')[0]}"} & self.free:
                 return "word", origin, to
         return None
 
@@ -441,10 +450,10 @@ class Explorer:
         if self.is_end(state):
             return
         if left.servers:
-            for name in names:
-                if name.startswith("server"):
-                    yield "crash", name, False
-                    yield "crash", name, True
+            hosts = [n for n, number in state.processes if self.locals.things[number].view.get("slots")]
+            for name in hosts:
+                yield "crash", name, False
+                yield "crash", name, True
         if left.trainers and any(name.startswith("trainer") for name in names):
             yield "crash", "trainers", False
             yield "crash", "trainers", True
@@ -477,7 +486,7 @@ class Explorer:
                     view = self.locals.things[other].view
                     check = _check_client if "complete" in view else _check_slots
                     check(self.locals.things[number].view, view, self.scenario)
-                    self._pairs[number, other] = True
+                    self._pairs.add((number, other))
         for name, number in state.processes:
             if name == COORDINATOR:
                 fatal = self.locals.things[number].view["fatal"]
@@ -493,7 +502,7 @@ class Explorer:
         """
         begin_s = time.monotonic()
         first = self.begin()
-        number_of: dict[Cluster, int] = {first: 0}
+        number_of = {hash(first): 0}  # 64 bits: two states of some millions hardly ever have the same
         parents, actions, depths = array("l", [-1]), [None], array("l", [0])
         before, behind = array("l"), array("l")  # transitions
         ends: list[int] = []
@@ -502,7 +511,7 @@ class Explorer:
             if len(number_of) >= limit or time.monotonic() - begin_s > seconds:
                 break
             state = todo.popleft()
-            number = number_of[state]
+            number = number_of[hash(state)]
             try:
                 self.check(state)
                 if self.is_end(state):
@@ -517,9 +526,10 @@ class Explorer:
                     actions.append(action)
                     parents.append(number)
                     raise self._violation(error, len(actions) - 1, parents, actions) from error
-                known = number_of.get(following)
+                key = hash(following)
+                known = number_of.get(key)
                 if known is None:
-                    known = number_of[following] = len(number_of)
+                    known = number_of[key] = len(number_of)
                     parents.append(number)
                     actions.append(action)
                     depths.append(depths[number] + 1)
@@ -665,12 +675,12 @@ def main() -> int:
     parser.add_argument("--server-crashes", type=int, default=0)
     parser.add_argument("--trainer-crashes", type=int, default=0, help="each of all trainers together")
     parser.add_argument("--coordinator-crashes", type=int, default=0)
-    parser.add_argument("--all-orders", action="store_true", help="nothing is urgent")
+    parser.add_argument("--free", type=lambda text: text.split(","), required=True, metavar="NAME,...")
     parser.add_argument("--limit", type=int, default=10**9, help="end after so many states")
     parser.add_argument("--seconds", type=float, default=1e9, help="end after so many seconds")
     arguments = parser.parse_args()
     budget = Budget(arguments.server_crashes, arguments.trainer_crashes, arguments.coordinator_crashes)
-    explorer = Explorer(tiny(arguments.steps), budget, () if arguments.all_orders else URGENT)
+    explorer = Explorer(tiny(arguments.steps), budget, arguments.free)
     try:
         found = explorer.run(
             arguments.limit, arguments.seconds, lambda text: print(text, file=sys.stderr, flush=True)

@@ -32,7 +32,8 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "Rebuild": frozenset({"unpaid_bytes"}),
     # where it sends, what it announces, and when it was called last: leases never run out here
     "Coordinator": frozenset({"send", "announce", "_ticked_s"}),
-    "Process": frozenset({"out", "script"}),
+    # what it said is taken away; the rest is the same in all states of a process, or follows from its phase
+    "Process": frozenset({"out", "script", "scenario", "_scenario", "_oracle"}),
 }
 NUMBERED = ("Exchange", "_Repair")  # attempts are numbered, and only the newest counts
 
@@ -71,7 +72,7 @@ class _Walk:
                 self.walk(key)
                 self.walk(item)
             self.write("}")
-        elif isinstance(value, (list, tuple, deque)):
+        elif isinstance(value, (list, tuple, deque, range)):
             self.write("[")
             for item in value:
                 self.walk(item)
@@ -82,6 +83,9 @@ class _Walk:
             self._walk_function(value)
         elif isinstance(value, types.MethodType):
             self.write(value.__func__.__qualname__)
+            self.walk(value.__self__)
+        elif isinstance(value, types.BuiltinMethodType):
+            self.write(value.__qualname__)
             self.walk(value.__self__)
         elif isinstance(value, functools.partial):
             self.walk([value.func, value.args, value.keywords])
@@ -98,6 +102,8 @@ class _Walk:
         self.walk(known)
 
     def _walk_object(self, value: Any) -> None:
+        if not hasattr(value, "__dict__"):
+            raise TypeError(f"cannot be walked: a {type(value)}")
         self.write(type(value).__name__)
         ignored = frozenset().union(*(IGNORED.get(cls.__name__, frozenset()) for cls in type(value).__mro__))
         for name in sorted(vars(value)):

@@ -221,6 +221,7 @@ class RpcTransport:
         self._on_error = on_error
         self._callback = threading.local()  # .runs: this thread is in `handle` or `done`
         self._joining = threading.Lock()  # held by the join or close under way; taken before _gate
+        self._polling: Store | None = None  # of the agent, which may ask it as long as it lives
         self._store: tuple[tuple[str, int], TCPStore | None] = (("", 0), None)  # kept between joins; under _joining
         self._gate = threading.Condition()  # guards all below
         self._world: World | None = None  # where calls go; None between generations
@@ -473,7 +474,9 @@ class RpcTransport:
         options = TensorPipeRpcBackendOptions(
             num_worker_threads=self._threads, _transports=TRANSPORTS, _channels=CHANNELS
         )
-        agent = TensorPipeAgent(shared, torch_name(self.name, generation), rank, len(world.members), options, {}, [])
+        self._polling = _PollingStore(shared, lambda: self._check_wanted(generation), deadline_s)
+        name = torch_name(self.name, generation)
+        agent = TensorPipeAgent(self._polling, name, rank, len(world.members), options, {}, [])
         with self._gate:
             self._serving = generation  # before the agent listens: a peer may be ready sooner
         _set_and_start_rpc_agent(agent)
@@ -539,6 +542,39 @@ class RpcTransport:
             self._gate.wait_for(lambda: not self._inside)
         if _active is self and _is_current_rpc_agent_set():
             shutdown(graceful=False)
+
+
+class _PollingStore(Store):  # type: ignore[misc]
+    """A store whose `get` waits for the key by polling.
+
+    The agent gets the names and addresses of all members while it is made, and torch holds the interpreter's lock all
+    that time: if one of them hangs just then, nothing else of this process would run, its heartbeat included.
+
+    Args:
+        store: what is asked.
+        check: called now and then; raises to end the waiting.
+        deadline_s: of time.monotonic.
+    """
+
+    def __init__(self, store: Store, check: Callable[[], None], deadline_s: float) -> None:
+        super().__init__()
+        self._inner, self._check, self._deadline_s = store, check, deadline_s
+
+    def set(self, key: str, value: bytes) -> None:
+        self._inner.set(key, value)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        return bytes(self._inner.compare_set(key, expected.decode(), desired.decode()))
+
+    def get(self, key: str) -> bytes:
+        pause_s = POLL_LEAST_S
+        while not self._inner.check([key]):
+            self._check()
+            if time.monotonic() > self._deadline_s:
+                raise ClusterUnavailable(f"{key} did not appear in time")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, POLL_MOST_S)
+        return bytes(self._inner.get(key))
 
 
 class Reply:
