@@ -194,7 +194,7 @@ class Coordinator:
 
     @property
     def regathering(self) -> bool:
-        """Members of the coordinator before are telling what they know. Whoever joins now would get a name of theirs."""
+        """Members of the one before are telling what they know. Whoever joins now would get a name of theirs."""
         return self._regathered is not None
 
     def rejoin_refusal(self, message: Message) -> tuple[str, str] | None:

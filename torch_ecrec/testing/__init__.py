@@ -6,7 +6,6 @@ exploration   every order of messages, and every moment of a crash, of a very sm
 
 from torch_ecrec.testing.simulation import (
     Cluster,
-    Fault,
     Run,
     Scenario,
     check_parity,
@@ -14,5 +13,6 @@ from torch_ecrec.testing.simulation import (
     simulate,
     small_tables,
 )
+from torch_ecrec.transport.local import Fault
 
 __all__ = ["Cluster", "Fault", "Run", "Scenario", "check_parity", "check_parity_as_of", "simulate", "small_tables"]

@@ -1,7 +1,7 @@
 """Every order of messages, and every moment of a crash, of a very small cluster: all of its states, each one checked.
 
-    python -m torch_ecrec.testing.exploration --steps 2 --server-crashes 1
-    python -m torch_ecrec.testing.exploration --steps 2 --trainer-crashes 1 --coordinator-crashes 1 --limit 1000000
+    python -m torch_ecrec.testing.exploration                       # all of `EXPLORATIONS`: half an hour
+    python -m torch_ecrec.testing.exploration --steps 1 --server-crashes 1 --free Push,Fold,Attach --limit 1000000
 
 The core is the real one (`processes.py`). A process is a machine: what it does follows from its state and the event.
 So a cluster's state is a tuple of numbers (the state of each process, what is under way), what an event does to a
@@ -9,15 +9,21 @@ process is worked out once, and the search goes over tuples. A process in a stat
 giving a new one the events that led there; two states of a process are one if their fingerprints are equal.
 
 Enabled in a state: the arrival of any request, answer or word of the coordinator that is under way (words on one
-connection in order); the crash of a server, of all trainers or of the coordinator, if the budget allows; their start.
-A process that dies takes along everything it has sent, or nothing. Time (pauses, limits) passes when nothing is under
-way. With `urgent`, some messages arrive at once, in a fixed order, so that there are fewer orders: see `URGENT`; a
-crash may still come before.
+connection in order); the crash of a server that hosts a slot, of all trainers or of the coordinator, as long as the
+budget allows; their start. A process that dies takes along everything it has sent, or nothing. Time (pauses, limits)
+passes when nothing is under way.
+
+All orders of all messages are too many: 10^5 states for one step, without any crash. So an exploration names the
+messages that are *free*, which arrive at any time; the others arrive at once, in a fixed order. A crash may come
+between any two arrivals, of either kind. Names: classes of requests (`wire.py`), also as `Push of trainer 1`, `Fold of
+slot 0`; `answer`, `end` (the one asked is gone), `loss` (between trainers); types of words, also as `placement to
+server`.
 
 Checked in each state: records as of every step that the logs reach, parities as of what was folded, lookups, losses
 and dense values are those of the undisturbed run (I1 to I4, I7); nobody gives up (I5); logs are bounded (I6); what a
 trainer counts as complete, every slot has acknowledged; what a source counts as folded by a holder, that one has
-folded; the last complete snapshot is on every whole holder. And from every state the end can be reached.
+folded, and nothing that the source has not applied; the last complete snapshot is on every whole holder. And from
+every state the end can be reached.
 """
 
 from __future__ import annotations
@@ -30,6 +36,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 import torch_ecrec
 from torch_ecrec.config import CodeSpec, OptimizerSpec, Settings, TableSpec
@@ -77,6 +85,18 @@ class Local:
     history: tuple[tuple[str, Any], ...]
     view: dict[str, Any]
     effects: dict[tuple[str, int], tuple[int, tuple[Any, ...]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """What is explored: so many steps, with these crashes, and these messages free."""
+
+    steps: int
+    budget: Budget
+    free: frozenset[str]
+
+    def explorer(self) -> Explorer:
+        return Explorer(tiny(self.steps), self.budget, self.free)
 
 
 class Violation(AssertionError):
@@ -503,7 +523,8 @@ class Explorer:
         begin_s = time.monotonic()
         first = self.begin()
         number_of = {hash(first): 0}  # 64 bits: two states of some millions hardly ever have the same
-        parents, actions, depths = array("l", [-1]), [None], array("l", [0])
+        parents, depths = array("l", [-1]), array("l", [0])
+        actions: list[Action] = [()]  # that led to each state first
         before, behind = array("l"), array("l")  # transitions
         ends: list[int] = []
         todo, explored = deque([first]), self.explored
@@ -548,8 +569,6 @@ class Explorer:
 
     def _check_ends(self, states: int, before: Any, behind: Any, ends: list[int], parents: Any, actions: Any) -> None:
         """From every state the end can be reached."""
-        import numpy as np
-
         origins, targets = np.frombuffer(before, dtype=np.int64), np.frombuffer(behind, dtype=np.int64)
         good = np.zeros(states, dtype=bool)
         good[ends] = True
@@ -634,7 +653,7 @@ def _view(process: Process) -> dict[str, Any]:
 
 
 def _check_slots(sources: dict[str, Any], holders: dict[str, Any], scenario: Scenario) -> None:
-    """What a source counts as folded by a holder, that one has folded."""
+    """What a source counts as folded by a holder, that one has folded, and nothing that was not applied."""
     if sources["history"] != holders["history"] or sources["history"][1]:
         return
     for i, source in sources["slots"].items():
@@ -644,6 +663,9 @@ def _check_slots(sources: dict[str, Any], holders: dict[str, Any], scenario: Sce
             knows = source["incarnations"].get(h) == holder["incarnation"]
             if knows and holder["incarnations"].get(i) == source["incarnation"] and i in holder["folded"]:
                 confirmed, folded = source["confirmed"][h], holder["folded"][i]
+                assert folded <= source["applied"], (
+                    f"slot {h} has folded step {folded} of {i}, which it has not applied"
+                )
                 assert confirmed <= folded, f"slot {i} counts step {confirmed} as folded by {h}, which folded {folded}"
                 assert source["acknowledged"] <= folded or not holder["reported"], (
                     f"slot {i} acknowledged {source['acknowledged']}, but {h}, which is whole, has folded {folded}"
@@ -669,30 +691,73 @@ def _check_client(server: dict[str, Any], trainer: dict[str, Any], scenario: Sce
             )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m torch_ecrec.testing.exploration", description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=2)
+def explore(exploration: Exploration, limit: int = 10**9, seconds: float = 1e9) -> tuple[Explored, str]:
+    """Runs it; returns what was explored, and a line of a table (see `HEADER`)."""
+    begin_s = time.monotonic()
+
+    def progress(text: str) -> None:
+        print(f"{time.monotonic() - begin_s:5.0f} s: {text}", file=sys.stderr, flush=True)
+
+    found = exploration.explorer().run(limit, seconds, progress)
+    budget, free = exploration.budget, ", ".join(sorted(exploration.free)) or "none"
+    whole = "" if found.exhausted else "more than "
+    crashes = f"{budget.servers} / {budget.trainers} / {budget.coordinators}"
+    figures = f"{whole}{found.states:,} | {found.transitions:,} | {found.ends} | {found.depth} | {found.worked_out:,}"
+    return found, f"| {exploration.steps} | {crashes} | {free} | {figures} | {found.seconds:.0f} |"
+
+
+def arguments() -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_ecrec.testing.exploration", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--server-crashes", type=int, default=0)
     parser.add_argument("--trainer-crashes", type=int, default=0, help="each of all trainers together")
     parser.add_argument("--coordinator-crashes", type=int, default=0)
-    parser.add_argument("--free", type=lambda text: text.split(","), required=True, metavar="NAME,...")
+    parser.add_argument(
+        "--free",
+        type=lambda text: frozenset(text.split(",")) - {""},
+        metavar="NAME,...",
+        help="messages that arrive at any time; without it, all of the module's own explorations are run",
+    )
     parser.add_argument("--limit", type=int, default=10**9, help="end after so many states")
     parser.add_argument("--seconds", type=float, default=1e9, help="end after so many seconds")
-    arguments = parser.parse_args()
-    budget = Budget(arguments.server_crashes, arguments.trainer_crashes, arguments.coordinator_crashes)
-    explorer = Explorer(tiny(arguments.steps), budget, arguments.free)
-    try:
-        found = explorer.run(
-            arguments.limit, arguments.seconds, lambda text: print(text, file=sys.stderr, flush=True)
-        )
-    except Violation as violation:
-        print(f"found: {violation}")
-        return 1
-    whole = "all states" if found.exhausted else "NOT all states"
-    print(
-        f"{whole}: {found.states:,} states, {found.transitions:,} transitions, {found.ends} ends, depth {found.depth};"
-        f" {found.locals:,} states of processes, {found.worked_out:,} events worked out; {found.seconds:.0f} s"
-    )
+    return parser.parse_args()
+
+
+HEADER = """\
+| steps | crashes: servers / trainers / coordinator | free | states | transitions | ends | depth | worked out | s |
+|---|---|---|---|---|---|---|---|---|"""
+NONE: frozenset[str] = frozenset()
+EXPLORATIONS = (
+    Exploration(1, Budget(), frozenset({"Push", "Fold", "Snapshot"})),
+    Exploration(1, Budget(servers=1), frozenset({"Push of trainer 1", "Fold of slot 0", "placement to server"})),
+    Exploration(2, Budget(servers=1), frozenset({"Fold of slot 0", "placement to server"})),
+    Exploration(2, Budget(trainers=1), frozenset({"Fold of slot 0", "era"})),
+    Exploration(2, Budget(trainers=1), frozenset({"Push of trainer 1", "Snapshot of trainer 1"})),
+    Exploration(2, Budget(servers=1, trainers=1), NONE),
+    Exploration(2, Budget(coordinators=1), frozenset({"Fold of slot 0"})),
+    Exploration(1, Budget(servers=1, coordinators=1), NONE),
+    Exploration(1, Budget(trainers=1, coordinators=1), NONE),
+    Exploration(1, Budget(servers=1, trainers=1, coordinators=1), NONE),
+)
+
+
+def main() -> int:
+    """Runs what the arguments ask for; prints a table in Markdown. Returns 1 if something does not hold."""
+    args = arguments()
+    chosen: Iterable[Exploration] = EXPLORATIONS
+    if args.free is not None:
+        budget = Budget(args.server_crashes, args.trainer_crashes, args.coordinator_crashes)
+        chosen = [Exploration(args.steps, budget, args.free)]
+    print(HEADER, flush=True)
+    for exploration in chosen:
+        try:
+            print(explore(exploration, args.limit, args.seconds)[1], flush=True)
+        except Violation as violation:
+            print(f"{exploration}: found: {violation}")
+            return 1
     return 0
 
 

@@ -96,7 +96,7 @@ class _Walk:
         self.write(function.__qualname__)
         self.walk(function.__defaults__)
         known = variables(function)
-        owner = known.get("self")
+        owner: Any = known.get("self")
         if "attempt" in known and type(owner).__name__ in NUMBERED:
             known["attempt"] = bool(known["attempt"] == owner.attempt)
         self.walk(known)

@@ -560,10 +560,10 @@ class _PollingStore(Store):  # type: ignore[misc]
         super().__init__()
         self._inner, self._check, self._deadline_s = store, check, deadline_s
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: Any) -> None:  # bytes, when torch calls it
         self._inner.set(key, value)
 
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         return bytes(self._inner.compare_set(key, expected.decode(), desired.decode()))
 
     def get(self, key: str) -> bytes:

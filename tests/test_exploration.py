@@ -1,0 +1,52 @@
+"""Every state of very small clusters, and rules without which some of them are wrong."""
+
+import pytest
+import test_simulation as simulation
+
+from torch_ecrec.testing import exploration
+from torch_ecrec.testing.exploration import Budget, Exploration, Violation
+
+FOLDS = frozenset({"Fold of slot 0"})
+PUSHES = FOLDS | {"Push of trainer 1"}
+SMALL = {
+    "nobody dies": Exploration(1, Budget(), frozenset({"Push of trainer 1", "Fold", "Snapshot of trainer 1"})),
+    "a server": Exploration(1, Budget(servers=1), FOLDS),
+    "a server, pushes late": Exploration(1, Budget(servers=1), PUSHES),
+    "the trainers": Exploration(2, Budget(trainers=1), FOLDS),
+    "the coordinator": Exploration(1, Budget(coordinators=1), frozenset()),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_all_states_hold(name: str) -> None:
+    found, line = exploration.explore(SMALL[name])
+    print(line)
+    assert found.exhausted and found.ends and found.states > 300
+
+
+@pytest.mark.parametrize(
+    ("mutate", "name"),
+    [
+        (simulation.no_undo, "a server"),
+        (simulation.early_ack, "a server"),
+        (simulation.no_fence, "a server, pushes late"),
+        (simulation.no_era, "the trainers"),
+        (simulation.records_not_undone, "the trainers"),
+        (simulation.parities_not_undone, "the trainers"),
+    ],
+)
+def test_mutation_is_found(mutate, name, monkeypatch):
+    explorer = SMALL[name].explorer()  # it knows what an undisturbed run gives
+    mutate(monkeypatch)
+    with pytest.raises(Violation) as found:
+        explorer.run(seconds=120)
+    print(found.value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("number", range(len(exploration.EXPLORATIONS)))
+def test_all_states_of_larger_ones_hold(number):
+    found, line = exploration.explore(exploration.EXPLORATIONS[number])
+    print(line)
+    assert found.exhausted and found.ends
