@@ -18,7 +18,7 @@ from torch_ecrec.__main__ import main, parser
 from torch_ecrec.config import CHAOS_EVENTS, CodeSpec
 from torch_ecrec.demo import chaos, run
 from torch_ecrec.demo.chaos import ChaosRun
-from torch_ecrec.demo.plot import draw_chaos
+from torch_ecrec.demo.plot import draw_chaos, spread_bursts
 from torch_ecrec.demo.run import Terminal
 from torch_ecrec.errors import ClusterUnavailable
 
@@ -340,3 +340,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "chaos.png").stat().st_size > 10_000
     draw_chaos({**result, "step_times_s": [1.0, 2.0]}, tmp_path / "nothing.png")
     assert not (tmp_path / "nothing.png").exists()
+
+
+def test_steps_that_nobody_watched_are_spread_over_the_time_they_took() -> None:
+    assert spread_bursts([1.0, 2.0, 5.0, 5.0, 5.0, 6.0]) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])

@@ -127,11 +127,21 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(logs: Path, code: CodeSpec, spares: int = 0, trainers: int = TRAINERS, **orders: Any) -> Iterator[Cluster]:
-    """Only trainer 0 holds and pauses: the others wait for it, a step ahead at most. Shows the logs on failure."""
+def cluster(
+    logs: Path,
+    code: CodeSpec,
+    spares: int = 0,
+    trainers: int = TRAINERS,
+    environment: dict[str, str] | None = None,
+    **orders: Any,
+) -> Iterator[Cluster]:
+    """Only trainer 0 holds and pauses: the others wait for it, a step ahead at most. Shows the logs on failure.
+
+    `environment` is for the servers and the coordinator.
+    """
     children: list[Child] = []
     try:
-        with Supervisor(code, spares, logs=logs, environment=ENVIRONMENT) as supervisor:
+        with Supervisor(code, spares, logs=logs, environment={**ENVIRONMENT, **(environment or {})}) as supervisor:
             try:
                 first = Orders(supervisor.join, trainers=trainers, **orders)
                 for trainer in range(trainers):

@@ -142,6 +142,13 @@ def _draw_slots(axes: Axes, kills: Sequence[dict[str, Any]], slots: int, start_s
                     axes.add_patch(Rectangle((begin, slot - 0.34), end - begin, 0.68, color=color, lw=0))
 
 
+def spread_bursts(step_times: Sequence[float]) -> list[float]:
+    """Steps that are known all at one instant, since there was no coordinator to tell of them: evenly over that time."""
+    times, first, counts = np.unique(np.asarray(step_times), return_index=True, return_counts=True)
+    spread: list[float] = np.interp(np.arange(len(step_times)), first + counts - 1, times).tolist()
+    return spread
+
+
 def draw_chaos(result: dict[str, Any], path: Path) -> None:
     """A timeline of `chaos`: throughput, the events, the slots' state and the memory of all processes."""
     if len(result["step_times_s"]) < 3:
@@ -150,7 +157,7 @@ def draw_chaos(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(1.6 * WIDTH_INCHES, 6.5), dpi=DPI, facecolor="white")
     rates, strip, memory = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1.2, 1.5]})
     per_step = result["arguments"]["batch_size"] * result["arguments"]["trainers"]
-    rates.plot(*throughput(result["step_times_s"], per_step), color=RUN, lw=0.8)
+    rates.plot(*throughput(spread_bursts(result["step_times_s"]), per_step), color=RUN, lw=0.8)
     rates.set_ylabel("samples / s")
     colors = {"kill-server": LOST, "stop-server": REBUILDING, "kill-trainer": "#7c3aed", "stop-trainer": "#c4b5fd"}
     for entry in result["schedule"]:

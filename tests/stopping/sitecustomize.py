@@ -1,0 +1,34 @@
+"""Stops a server of a test's cluster in the middle of a fold: every process that finds this on its path runs it first.
+
+ECREC_TEST_STOP is "HOLDER SOURCE STEP": the process that hosts slot HOLDER stops itself (SIGSTOP) once it has folded
+the first of the parts that slot SOURCE sent it of STEP.
+Its first host: not the one that takes its place.
+"""
+
+import os
+import signal
+
+if os.environ.get("ECREC_TEST_STOP"):
+    from torch_ecrec.server import protection
+
+    holder, source, step = map(int, os.environ["ECREC_TEST_STOP"].split())
+    stopped = False
+
+    class Parts(list):  # type: ignore[type-arg]
+        """Stops the process before the second is taken."""
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            for number, part in enumerate(super().__iter__()):
+                if number == 1:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                yield part
+
+    def fold(self, request, _fold=protection.Protection._fold):  # type: ignore[no-untyped-def]
+        global stopped
+        here = self.slot.index, self.slot.incarnation, request.source, request.step
+        if here == (holder, 0, source, step) and not stopped:
+            stopped = True
+            request.positions = Parts(request.positions)
+        _fold(self, request)
+
+    protection.Protection._fold = fold
