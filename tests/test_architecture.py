@@ -28,6 +28,7 @@ RANKS = {
     "config": 1,
     "allocator": 1,
     "kernels": 1,
+    "orphan": 1,
     "codec": 2,
     "layout": 2,
     "storage": 2,

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,16 +176,18 @@ def test_no_coordinator(command: str, monkeypatch: pytest.MonkeyPatch, capsys: p
 class Command:
     """`torch-ecrec ...` as a process in a session of its own, and all processes that come of it."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(
+        self, *arguments: str, program: Sequence[str] = ("-m", "torch_ecrec"), environment: dict[str, str] | None = None
+    ) -> None:
         self.mark = f"{os.environ[MARK]}.{time.time_ns()}"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "torch_ecrec", *arguments],
+            [sys.executable, *program, *arguments],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, MARK: self.mark},
+            env={**os.environ, **(environment or {}), MARK: self.mark},
             start_new_session=True,
         )
         self._lines: queue.Queue[str | None] = queue.Queue()  # of stdout; None: it has ended
@@ -254,8 +256,8 @@ class Command:
 
 
 @contextlib.contextmanager
-def command(*arguments: str) -> Iterator[Command]:
-    started = Command(*arguments)
+def command(*arguments: str, **more: Any) -> Iterator[Command]:
+    started = Command(*arguments, **more)
     try:
         yield started
     finally:

@@ -21,6 +21,7 @@ from typing import Any
 import torch_ecrec
 from torch_ecrec.config import CHAOS_EVENTS, OPTIMIZERS, PROTECTIONS, WITHOUT_SPARE, CodeSpec, Settings, require_int
 from torch_ecrec.errors import ClusterError
+from torch_ecrec.orphan import end_with_parent
 
 BENCHMARKS = {
     "train": "throughput beside plain TorchRec, by shape and code",
@@ -164,7 +165,7 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
 
 
 def run_up(arguments: argparse.Namespace) -> int:
-    from torch_ecrec.launch import Supervisor, end_with_parent, warm
+    from torch_ecrec.launch import Supervisor, warm
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -173,8 +174,6 @@ def run_up(arguments: argparse.Namespace) -> int:
     require_int("spares", arguments.spares, 0)
     for number in (signal.SIGTERM, signal.SIGINT):  # while it starts as well: that takes seconds
         signal.signal(number, interrupt)
-    if arguments.end_with_parent:
-        end_with_parent()
     warm()
     with Supervisor(
         code,
@@ -225,6 +224,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "bench":
         arguments.out.mkdir(parents=True, exist_ok=True)
         return int(_module_of(arguments.bench).run(arguments))
+    if getattr(arguments, "end_with_parent", False):
+        end_with_parent()
     from torch_ecrec import launch
 
     if arguments.command == "warm":
@@ -234,8 +235,6 @@ def run(arguments: argparse.Namespace) -> int:
         return run_up(arguments)
     if arguments.command == "status":
         return run_status(arguments)
-    if arguments.end_with_parent:
-        launch.end_with_parent()
     if arguments.command == "serve":
         overrides: dict[str, Any] = {"join": arguments.join} if arguments.join else {}
         wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}

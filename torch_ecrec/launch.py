@@ -49,17 +49,6 @@ REASON_S = 1.0  # for the reason to arrive, once an all-reduce has failed
 ABORT_S = 5.0  # from the end of the cluster to that of a trainer that waits for another
 
 
-def end_with_parent() -> None:
-    """Ends this process when its standard input closes: the supervisor that holds the other end is gone."""
-
-    def watch() -> None:
-        while os.read(0, 4096):  # not sys.stdin: its lock is taken when the interpreter ends
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
 def warm() -> None:
     """Compiles the kernels, or loads them from the cache, so that the first step does not."""
     codec.warm()

@@ -1,0 +1,61 @@
+"""However a launcher ends, `torch-ecrec up` or a trainer with a cluster of its own: no process, port, shared memory or
+temporary file is left behind, 10 s later at the latest."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_cli import LIMIT_S, SMALL, command
+
+END_S = 10.0
+ENDINGS = {  # exit codes of `up` and of the trainer
+    "success": (None, 0),
+    "failure": (None, 1),
+    "SIGINT": (0, -signal.SIGINT),
+    "SIGTERM": (0, -signal.SIGTERM),
+    "SIGKILL": (-signal.SIGKILL, -signal.SIGKILL),
+}
+
+
+def listening(pids: list[int]) -> set[int]:
+    """Ports that some of these processes listen at."""
+    return {
+        connection.laddr.port
+        for connection in psutil.net_connections("tcp")
+        if connection.pid in pids and connection.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("launcher", ["up", "trainer"])
+def test_nothing_is_left(launcher: str, ending: str, tmp_path: Path) -> None:
+    expected = ENDINGS[ending][launcher == "trainer"]
+    if expected is None:
+        pytest.skip("`up` runs until it is ended")
+    how = ending if ending in ("success", "failure") else "wait"
+    child = Path(__file__).with_name("embedded_child.py")
+    program = ["-m", "torch_ecrec", "up", *SMALL] if launcher == "up" else [str(child), how]
+    shared = set(os.listdir("/dev/shm"))
+    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{child.parent}{os.pathsep}{child.parent.parent}"}
+    with command(program=program, environment=environment) as started:
+        started.read_until("cluster at" if launcher == "up" else "READY")
+        if how == "wait":
+            started.wait_until("all its processes", lambda: len(started.living()) >= 4)
+            pids = list(started.living())
+            ports = listening(pids)
+            assert ports, "the coordinator listens"
+            os.kill(started.process.pid, signal.Signals[ending])
+        else:
+            pids, ports = [], set()
+            started.process.wait(LIMIT_S)
+        end_s = time.monotonic() + END_S
+        while started.living() and (how != "wait" or time.monotonic() < end_s):
+            time.sleep(0.05)
+        assert not started.living(), f"left running {END_S:g} s after {ending}"
+        assert started.wait() == expected, started.err
+    assert not listening(psutil.pids()) & ports
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared if any(str(pid) in name for pid in pids)]
+    assert not list(tmp_path.iterdir()), "temporary files are left"
