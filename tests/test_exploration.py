@@ -13,8 +13,11 @@ SMALL = {
     "a server": Exploration(1, Budget(servers=1), FOLDS),
     "a server, pushes late": Exploration(1, Budget(servers=1), PUSHES),
     "the trainers": Exploration(2, Budget(trainers=1), FOLDS),
+    "a zombie": Exploration(1, Budget(leases=1), FOLDS | {"fatal", "Push of trainer 1"}),
     "the coordinator": Exploration(1, Budget(coordinators=1), frozenset()),
 }
+# Larger; what is to be found is found early.
+HEARD_LATE = Exploration(1, Budget(leases=1), frozenset({"Folded", "placement to server"}))
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -25,18 +28,21 @@ def test_all_states_hold(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutate", "name"),
+    ("mutate", "explored"),
     [
-        (simulation.no_undo, "a server"),
-        (simulation.early_ack, "a server"),
-        (simulation.no_fence, "a server, pushes late"),
-        (simulation.no_era, "the trainers"),
-        (simulation.records_not_undone, "the trainers"),
-        (simulation.parities_not_undone, "the trainers"),
+        (simulation.stale_confirmation, HEARD_LATE),
+        (simulation.no_fence, SMALL["a zombie"]),
+        (simulation.no_undo, SMALL["a server"]),
+        (simulation.early_ack, SMALL["a server"]),
+        (simulation.no_fence, SMALL["a server, pushes late"]),
+        (simulation.no_era, SMALL["the trainers"]),
+        (simulation.records_not_undone, SMALL["the trainers"]),
+        (simulation.parities_not_undone, SMALL["the trainers"]),
     ],
+    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_mutation_is_found(mutate, name, monkeypatch):
-    explorer = SMALL[name].explorer()  # it knows what an undisturbed run gives
+def test_mutation_is_found(mutate, explored, monkeypatch):
+    explorer = explored.explorer()  # it knows what an undisturbed run gives
     mutate(monkeypatch)
     with pytest.raises(Violation) as found:
         explorer.run(seconds=120)

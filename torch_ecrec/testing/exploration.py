@@ -10,14 +10,14 @@ giving a new one the events that led there; two states of a process are one if t
 
 Enabled in a state: the arrival of any request, answer or word of the coordinator that is under way (words on one
 connection in order); the crash of a server that hosts a slot, of all trainers or of the coordinator, as long as the
-budget allows; their start. A process that dies takes along everything it has sent, or nothing. Time (pauses, limits)
-passes when nothing is under way.
+budget allows; their start; the end of the lease of a server that lives and goes on, until it hears of it. A process
+that dies takes along everything it has sent, or nothing. Time (pauses, limits) passes when nothing is under way.
 
 All orders of all messages are too many: 10^5 states for one step, without any crash. So an exploration names the
 messages that are *free*, which arrive at any time; the others arrive at once, in a fixed order. A crash may come
 between any two arrivals, of either kind. Names: classes of requests (`wire.py`), also as `Push of trainer 1`, `Fold of
-slot 0`; `answer`, `end` (the one asked is gone), `loss` (between trainers); types of words, also as `placement to
-server`.
+slot 0`; classes of answers, and `answer` for all; `end` (the one asked is gone), `loss` (between trainers); types of
+words, also as `placement to server`.
 
 Checked in each state: records as of every step that the logs reach, parities as of what was folded, lookups, losses
 and dense values are those of the undisturbed run (I1 to I4, I7); nobody gives up (I5); logs are bounded (I6); what a
@@ -62,11 +62,12 @@ def tiny(steps: int = 2, rows: int = 4) -> Scenario:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many crashes of each kind."""
+    """How many crashes of each kind, and how many servers are taken for lost that are not."""
 
     servers: int = 0
     trainers: int = 0
     coordinators: int = 0
+    leases: int = 0
 
 
 @dataclass
@@ -243,6 +244,8 @@ class Explorer:
         number = self.messages.number(key, message)
         if number == len(self._is_free):
             names = {message[0]}
+            if message[0] == "answer":
+                names.add(type(message[4]).__name__)
             if message[0] == "request":
                 request = message[1].request
                 name = type(request).__name__
@@ -350,6 +353,9 @@ class Explorer:
                 names = [n for n in draft.processes if n.startswith("trainer")] if trainers else [action[1]]
                 draft.left = replace(left, trainers=left.trainers - trainers, servers=left.servers - (not trainers))
                 self._end(draft, names, takes_along=action[2])
+        elif kind == "lease":
+            draft.left = replace(draft.left, leases=draft.left.leases - 1)
+            self._at(draft, COORDINATOR, "lease", action[1], self._word({"type": "lease", "name": action[1]}))
         elif kind == "start trainers":
             self._at(draft, COORDINATOR, "start", None, 0)
         elif kind == "start coordinator":
@@ -398,8 +404,14 @@ class Explorer:
 
     def _end_those_over(self, draft: Draft) -> None:
         over = [name for name, number in draft.processes.items() if self.locals.things[number].view["over"]]
-        if over:
+        if any(name.startswith("trainer") for name in over):
             self._end(draft, [name for name in draft.processes if name.startswith("trainer")], takes_along=False)
+        for name in over:
+            if name.startswith("server"):
+                self._end(draft, [name], takes_along=False)
+                if COORDINATOR in draft.processes:  # as a new one
+                    hello_again = {"version": torch_ecrec.__version__, "pid": 0, **hello(self.scenario)}
+                    self._at(draft, COORDINATOR, "join", hello_again, 0)
 
     def _end(self, draft: Draft, names: list[str], takes_along: bool) -> None:
         """Some processes are gone, with what they have under way or without."""
@@ -479,6 +491,10 @@ class Explorer:
             yield "crash", "trainers", True
         if left.coordinators and COORDINATOR in names:
             yield "crash", COORDINATOR
+        if left.leases and COORDINATOR in names:
+            placed = self.locals.things[dict(state.processes)[COORDINATOR]].view["hosts"]
+            for name in sorted(placed & set(names) & set(state.connected)):
+                yield "lease", name
 
     # what must hold -----------------------------------------------------------------------------
 
@@ -625,10 +641,11 @@ def _view(process: Process) -> dict[str, Any]:
         client = process.node
         view |= {"done": process.phase[0] == "done", "complete": client.complete, "resumable": client.resumable}
         view |= {"era": client.era, "rank": process.rank}
+        view["placed"] = [place.incarnation for place in client.placement.slots] if client.placement is not None else []
     elif isinstance(process, Center):
         core = process.core
         slots = core.slots
-        view |= {"fatal": core.fatal, "can join": process.can_join}
+        view |= {"fatal": core.fatal, "can join": process.can_join, "hosts": {place.server for place in slots}}
         view["whole"] = bool(slots) and core.going_back is None and all(place.healthy for place in slots)
     elif isinstance(process, Server):
         host = process.node
@@ -673,11 +690,11 @@ def _check_slots(sources: dict[str, Any], holders: dict[str, Any], scenario: Sce
 
 
 def _check_client(server: dict[str, Any], trainer: dict[str, Any], scenario: Scenario) -> None:
-    """What a trainer counts as complete, a slot has acknowledged, and its snapshot is on every whole holder."""
+    """What a trainer counts as complete, a slot that it knows has acknowledged; its snapshot is on every whole holder."""
     if server["history"] != (trainer["era"], False):
         return
     for index, slot in server["slots"].items():
-        if not slot["ready"]:
+        if not slot["ready"] or index >= len(trainer["placed"]) or trainer["placed"][index] != slot["incarnation"]:
             continue
         assert trainer["complete"] <= slot["acknowledged"], (
             f"trainer {trainer['rank']} counts step {trainer['complete']} as complete, slot {index} acknowledged"
@@ -701,7 +718,7 @@ def explore(exploration: Exploration, limit: int = 10**9, seconds: float = 1e9) 
     found = exploration.explorer().run(limit, seconds, progress)
     budget, free = exploration.budget, ", ".join(sorted(exploration.free)) or "none"
     whole = "" if found.exhausted else "more than "
-    crashes = f"{budget.servers} / {budget.trainers} / {budget.coordinators}"
+    crashes = f"{budget.servers} / {budget.trainers} / {budget.coordinators} / {budget.leases}"
     figures = f"{whole}{found.states:,} | {found.transitions:,} | {found.ends} | {found.depth} | {found.worked_out:,}"
     return found, f"| {exploration.steps} | {crashes} | {free} | {figures} | {found.seconds:.0f} |"
 
@@ -715,6 +732,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--server-crashes", type=int, default=0)
     parser.add_argument("--trainer-crashes", type=int, default=0, help="each of all trainers together")
     parser.add_argument("--coordinator-crashes", type=int, default=0)
+    parser.add_argument("--leases", type=int, default=0, help="servers that are taken for lost and live")
     parser.add_argument(
         "--free",
         type=lambda text: frozenset(text.split(",")) - {""},
@@ -727,15 +745,19 @@ def arguments() -> argparse.Namespace:
 
 
 HEADER = """\
-| steps | crashes: servers / trainers / coordinator | free | states | transitions | ends | depth | worked out | s |
+| steps | servers / trainers / coordinators / leases | free | states | transitions | ends | depth | worked out | s |
 |---|---|---|---|---|---|---|---|---|"""
 NONE: frozenset[str] = frozenset()
 EXPLORATIONS = (
     Exploration(1, Budget(), frozenset({"Push", "Fold", "Snapshot"})),
     Exploration(1, Budget(servers=1), frozenset({"Push of trainer 1", "Fold of slot 0", "placement to server"})),
     Exploration(2, Budget(servers=1), frozenset({"Fold of slot 0", "placement to server"})),
-    Exploration(2, Budget(trainers=1), frozenset({"Fold of slot 0", "era"})),
-    Exploration(2, Budget(trainers=1), frozenset({"Push of trainer 1", "Snapshot of trainer 1"})),
+    Exploration(2, Budget(trainers=1), frozenset({"era"})),
+    Exploration(2, Budget(trainers=1), frozenset({"Fold of slot 0"})),
+    Exploration(2, Budget(trainers=1), frozenset({"Snapshot of trainer 1"})),
+    Exploration(3, Budget(trainers=1), frozenset({"Push of trainer 1"})),
+    Exploration(1, Budget(leases=1), frozenset({"fatal", "placement", "Fold of slot 0"})),
+    Exploration(2, Budget(leases=1), frozenset({"fatal", "placement"})),
     Exploration(2, Budget(servers=1, trainers=1), NONE),
     Exploration(2, Budget(coordinators=1), frozenset({"Fold of slot 0"})),
     Exploration(1, Budget(servers=1, coordinators=1), NONE),
@@ -749,7 +771,7 @@ def main() -> int:
     args = arguments()
     chosen: Iterable[Exploration] = EXPLORATIONS
     if args.free is not None:
-        budget = Budget(args.server_crashes, args.trainer_crashes, args.coordinator_crashes)
+        budget = Budget(args.server_crashes, args.trainer_crashes, args.coordinator_crashes, args.leases)
         chosen = [Exploration(args.steps, budget, args.free)]
     print(HEADER, flush=True)
     for exploration in chosen:

@@ -30,8 +30,10 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "Exchange": frozenset({"node", "attempt", "failures"}),
     "_Repair": frozenset({"attempt", "failures"}),
     "Rebuild": frozenset({"unpaid_bytes"}),
-    # where it sends, what it announces, and when it was called last: leases never run out here
+    # where it sends, what it announces, when it was called last, when it heard of a member last: leases end
+    # when they are told to
     "Coordinator": frozenset({"send", "announce", "_ticked_s"}),
+    "Member": frozenset({"heard_s"}),
     # what it said is taken away; the rest is the same in all states of a process, or follows from its phase
     "Process": frozenset({"out", "script", "scenario", "_scenario", "_oracle"}),
 }

@@ -5,7 +5,8 @@ it does follows from its birth and the events since. `exploration` puts these to
 
 Events (kind, what): `request` (a `Call`), `answer` (token, answer), `end` (token: the one asked is gone), `loss` (step,
 trainer, loss), `told` (a message of the coordinator), `time` (pauses are over), `rejoin` (a new coordinator is there);
-at the coordinator `heard` (name, message), `lost` (name), `start` (trainers, all of them), `time`.
+at the coordinator `heard` (name, message), `lost` (name), `lease` (name: silent for too long), `join`, `start` (trainers,
+all of them), `time`.
 
 What is in `out`: ("request", `Call`), ("answer", asker, token, answer), ("loss", to, step, trainer, loss), ("tell",
 message), and of the coordinator ("send", name, message), ("born", rank, name), ("fence", name).
@@ -180,12 +181,18 @@ class Server(Process):
         super().__init__(name)
         self.node: Host = Host(name, self, settings)
         self._oracle = oracle
+        self.ended = False
 
     def on_control(self, message: dict[str, Any]) -> None:
+        self.ended |= message["type"] == "fatal"
         self.node.on_control(message)
 
     def known(self) -> dict[str, Any]:
         return self.node.known()
+
+    @property
+    def over(self) -> bool:
+        return self.ended
 
     def check(self) -> None:
         """I1 to I4 of what is here: it follows from the undisturbed run alone. Raises AssertionError."""
@@ -367,6 +374,11 @@ class Center(Process):
 
     def on_lost(self, name: str) -> None:
         self.core.on_lost(name, 0.0, "eof")
+
+    def on_lease(self, name: str) -> None:
+        """A member was silent for too long, whether it lives or not."""
+        self.core.members[name].heard_s = -2 * NO_LEASE_S
+        self.core.on_tick(0.0)
 
     def on_time(self, _: None) -> None:
         self.core.on_tick(LATER_S)
