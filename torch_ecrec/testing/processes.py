@@ -5,8 +5,8 @@ it does follows from its birth and the events since. `exploration` puts these to
 
 Events (kind, what): `request` (a `Call`), `answer` (token, answer), `end` (token: the one asked is gone), `loss` (step,
 trainer, loss), `told` (a message of the coordinator), `time` (pauses are over), `rejoin` (a new coordinator is there);
-at the coordinator `heard` (name, message), `lost` (name), `lease` (name: silent for too long), `join`, `start` (trainers,
-all of them), `time`.
+at the coordinator `heard` (name, message), `lost` (name), `lease` (name: silent for too long), `join`, `start` (all
+trainers), `time`.
 
 What is in `out`: ("request", `Call`), ("answer", asker, token, answer), ("loss", to, step, trainer, loss), ("tell",
 message), and of the coordinator ("send", name, message), ("born", rank, name), ("fence", name).
