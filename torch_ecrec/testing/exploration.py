@@ -690,7 +690,7 @@ def _check_slots(sources: dict[str, Any], holders: dict[str, Any], scenario: Sce
 
 
 def _check_client(server: dict[str, Any], trainer: dict[str, Any], scenario: Scenario) -> None:
-    """What a trainer counts as complete is acknowledged by slots that it knows; its snapshot is on each whole holder."""
+    """What a trainer counts as complete, slots that it knows have acknowledged; whole holders have its snapshot."""
     if server["history"] != (trainer["era"], False):
         return
     for index, slot in server["slots"].items():
