@@ -217,6 +217,8 @@ class Client(Node):
             "frozen": False,
             "resume_step": self.resume_step,
             "loaded": loaded,
+            "whole": [],
+            "incarnations": [],
         }
 
     # whole records ------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ there: who is missing then is lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +42,9 @@ REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for th
 NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
 TICK_MOST_S = 2.0  # between two calls of `on_tick`, unless the coordinator itself was stopped
 REJOIN_KEYS = {"version", "pid", "name", "role", "rank", "code", "life", "generation", "newest", "world"} | {
-    "job", "placement", "era", "frozen", "resume_step", "loaded"
+    "job", "placement", "era", "frozen", "resume_step", "loaded", "whole", "incarnations"
 }  # fmt: skip
+NOBODY = "nobody"  # the host of a slot whose host is not known any more
 FENCED = "this process was taken for lost, and what it did has been given to another"
 
 
@@ -250,7 +251,7 @@ class Coordinator:
         eras = {m["era"] for m in said.values()}
         self.era = max(eras)
         if placement is not None:
-            self.epoch, self.slots = placement.epoch, list(placement.slots)
+            self.epoch, self.slots = placement.epoch, self._as_told(placement.slots, said)
         self.resume_step = max(m["resume_step"] for m in said.values())
         self.announce({"event": "regathered", "epoch": self.epoch, "members": sorted(said)})
         for name in said:
@@ -273,6 +274,24 @@ class Coordinator:
             self._new_epoch("kept")
         current = all(m.generation == self.generation for m in self._present())
         self._form(now_s, even_if_complete=not current)
+
+    @staticmethod
+    def _as_told(slots: Sequence[SlotPlace], said: Mapping[str, Message]) -> list[SlotPlace]:
+        """The newest placement that is known, with what its hosts know better.
+
+        A slot may have been rebuilt since. And some may know a later life of it than the placement does, whose host did
+        not come back: nobody listens to the life before any more.
+        """
+        found = list(slots)
+        for message in said.values():
+            for i, incarnation in message["whole"]:
+                if found[i].incarnation == incarnation and found[i].server == message["name"]:
+                    found[i] = SlotPlace(found[i].server, incarnation, True)
+        for message in said.values():
+            for i, incarnation in enumerate(message["incarnations"]):
+                if incarnation > found[i].incarnation:
+                    found[i] = SlotPlace(NOBODY, incarnation, False)
+        return found
 
     def on_message(self, name: str, message: Message, now_s: float) -> None:
         """Anything that a member says; nothing counts that one says who was taken for lost."""

@@ -54,6 +54,7 @@ class Host(Node):
         found: dict[str, Any] = {}
 
         def look() -> None:
+            known = [slot.known_incarnations() for slot in self.slots.values()]
             found.update(
                 job=self.job.to_json() if self.job is not None else None,
                 placement=self.placement.to_json() if self.placement is not None else None,
@@ -61,6 +62,8 @@ class Host(Node):
                 frozen=self.frozen,
                 resume_step=self.resume_step,
                 loaded=self.loaded,
+                whole=[[slot.index, slot.incarnation] for slot in self.slots.values() if slot.rebuild.reported],
+                incarnations=[max(lives) for lives in zip(*known, strict=True)],
             )
 
         self.run(look)

@@ -10,8 +10,10 @@ giving a new one the events that led there; two states of a process are one if t
 
 Enabled in a state: the arrival of any request, answer or word of the coordinator that is under way (words on one
 connection in order); the crash of a server that hosts a slot, of all trainers or of the coordinator, as long as the
-budget allows; their start; the end of the lease of a server that lives and goes on, until it hears of it. A process
-that dies takes along everything it has sent, or nothing. Time (pauses, limits) passes when nothing is under way.
+budget allows; their start; the end of the lease of a server that lives and goes on, until it hears of it; the end of
+the time in which members may come back to a new coordinator, when a host has not yet. A process that dies takes along
+everything it has sent, or nothing. Members rejoin in the order of their names, or, as long as a lease may end, one of
+them later than others. Time (pauses, limits) passes when nothing is under way.
 
 All orders of all messages are too many: 10^5 states for one step, without any crash. So an exploration names the
 messages that are *free*, which arrive at any time; the others arrive at once, in a fixed order. A crash may come
@@ -49,7 +51,6 @@ COORDINATOR = "coordinator"
 LIVE_PROCESSES = 4000  # kept as they are, so that not every one is made again
 
 Action = tuple[Any, ...]
-State = tuple[Any, ...]
 
 
 def tiny(steps: int = 2, rows: int = 4) -> Scenario:
@@ -62,7 +63,8 @@ def tiny(steps: int = 2, rows: int = 4) -> Scenario:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many crashes of each kind, and how many servers are taken for lost that are not."""
+    """How many crashes of each kind, and how many servers are taken for lost that are not: since their lease ended, or
+    since they did not come back to a new coordinator in time."""
 
     servers: int = 0
     trainers: int = 0
@@ -82,6 +84,7 @@ class Birth:
 class Local:
     """One state of one process: the birth and the events that lead there; what others may see of it."""
 
+    mark: str  # its fingerprint
     birth: Birth
     history: tuple[tuple[str, Any], ...]
     view: dict[str, Any]
@@ -202,13 +205,13 @@ class Explorer:
         return self._number(birth, (), process)
 
     def _number(self, birth: Birth, history: tuple[tuple[str, Any], ...], process: Process) -> int:
-        key = birth.key, fingerprint(process)
+        mark = fingerprint(process)
         known = len(self.locals.things)
-        number = self.locals.number(key, None)
+        number = self.locals.number((birth.key, mark), None)
         if number == known:
             if isinstance(process, Server):
                 process.check()
-            self.locals.things[number] = Local(birth, history, _view(process))
+            self.locals.things[number] = Local(mark, birth, history, _view(process))
         self._live[number] = process
         while len(self._live) > LIVE_PROCESSES:
             self._live.popitem(last=False)
@@ -223,6 +226,10 @@ class Explorer:
             for kind, what in local.history:
                 process.on(kind, what)
                 process.out = []
+            if fingerprint(process) != local.mark:
+                raise RuntimeError(
+                    f"{process.name}: the same events lead to another state: something was not looked at"
+                )
         return process
 
     def _on(self, number: int, kind: str, what: Any, key: int) -> tuple[int, tuple[Any, ...]]:
@@ -356,6 +363,9 @@ class Explorer:
         elif kind == "lease":
             draft.left = replace(draft.left, leases=draft.left.leases - 1)
             self._at(draft, COORDINATOR, "lease", action[1], self._word({"type": "lease", "name": action[1]}))
+        elif kind == "hurry":
+            draft.left = replace(draft.left, leases=draft.left.leases - 1)
+            self._at(draft, COORDINATOR, "time", None, 0)
         elif kind == "start trainers":
             self._at(draft, COORDINATOR, "start", None, 0)
         elif kind == "start coordinator":
@@ -459,7 +469,8 @@ class Explorer:
             actions.append(("start coordinator",))
         else:
             members = [name for name in names if name != COORDINATOR]
-            actions += [("rejoin", name) for name in members if name not in state.connected]
+            gone = [name for name in members if name not in state.connected]
+            actions += [("rejoin", name) for name in gone[: 2 if state.left.leases else 1]]
             if not trainers and self.locals.things[names[COORDINATOR]].view["can join"]:
                 actions.append(("start trainers",))
         if not actions:
@@ -492,9 +503,24 @@ class Explorer:
         if left.coordinators and COORDINATOR in names:
             yield "crash", COORDINATOR
         if left.leases and COORDINATOR in names:
-            placed = self.locals.things[dict(state.processes)[COORDINATOR]].view["hosts"]
-            for name in sorted(placed & set(names) & set(state.connected)):
+            yield from self._ends_of_leases(state)
+
+    def _ends_of_leases(self, state: Cluster) -> Iterator[Action]:
+        """Within the contract: at most r slots are lost or not whole, as the coordinator will see it."""
+        code = self.scenario.code
+        views = {name: self.locals.things[number].view for name, number in state.processes}
+        center = views[COORDINATOR]
+        for name in sorted({server for server, _ in center["slots placed"]} & views.keys() & set(state.connected)):
+            gone = [i for i, (server, healthy) in enumerate(center["slots placed"]) if server == name or not healthy]
+            if len(gone) <= code.parities:
                 yield "lease", name
+        if center["regathering"]:
+            back = center["rejoined"] & views.keys()
+            _, placed = max((views[name].get("placement", (0, [])) for name in back), default=(0, []))
+            gone = [i for i, (server, healthy) in enumerate(placed) if server not in back or not healthy]
+            hosts = {name for name, view in views.items() if view.get("slots")}
+            if placed and len(gone) <= code.parities and hosts - back:
+                yield ("hurry",)
 
     # what must hold -----------------------------------------------------------------------------
 
@@ -645,11 +671,19 @@ def _view(process: Process) -> dict[str, Any]:
     elif isinstance(process, Center):
         core = process.core
         slots = core.slots
-        view |= {"fatal": core.fatal, "can join": process.can_join, "hosts": {place.server for place in slots}}
+        view |= {
+            "fatal": core.fatal,
+            "can join": process.can_join,
+            "slots placed": [(place.server, place.healthy) for place in slots],
+        }
+        view |= {"regathering": core.regathering, "rejoined": set(core.members)}
         view["whole"] = bool(slots) and core.going_back is None and all(place.healthy for place in slots)
     elif isinstance(process, Server):
         host = process.node
         view |= {"history": host.history, "snapshot slots": host.snapshot_slots}
+        if host.placement is not None:
+            places = [(place.server, place.healthy) for place in host.placement.slots]
+            view["placement"] = host.placement.epoch, places
         view["slots"] = {
             slot.index: {
                 "incarnation": slot.incarnation,

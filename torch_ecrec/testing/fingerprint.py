@@ -37,6 +37,10 @@ IGNORED: Mapping[str, frozenset[str]] = {
     # what it said is taken away; the rest is the same in all states of a process, or follows from its phase
     "Process": frozenset({"out", "script", "scenario", "_scenario", "_oracle"}),
 }
+IN_ORDER: Mapping[str, frozenset[str]] = {
+    # who came first is first in the next world, and gets the next slot
+    "Coordinator": frozenset({"members", "_regathered"}),
+}
 NUMBERED = ("Exchange", "_Repair")  # attempts are numbered, and only the newest counts
 
 
@@ -111,7 +115,9 @@ class _Walk:
         for name in sorted(vars(value)):
             if name not in ignored:
                 self.write(name)
-                self.walk(vars(value)[name])
+                item = vars(value)[name]
+                in_order = name in IN_ORDER.get(type(value).__name__, ()) and item is not None
+                self.walk(list(item.items()) if in_order else item)
 
 
 def variables(function: types.FunctionType) -> dict[str, Any]:
@@ -126,7 +132,7 @@ def variables(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _in_order(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """Items in an order that does not depend on when they were added: nothing that processes do does, either."""
+    """Items in an order that does not depend on when they were added: what processes do does not (see `IN_ORDER`)."""
     if mapping and isinstance(next(iter(mapping)), Exchange):
         return sorted(mapping.items(), key=lambda item: _rank(item[0]))
     try:
