@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -357,6 +358,8 @@ def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
         "era": 0,
         "frozen": False,
         "resume_step": 0,
+        "whole": [[i, p.incarnation] for i, p in enumerate(h.core.slots) if p.server == name and p.healthy],
+        "incarnations": [p.incarnation for p in h.core.slots] if member.role == "server" else [],
     }
     return h.message(**{**message, "loaded": True, **fields})
 
@@ -380,6 +383,32 @@ def test_members_tell_a_new_coordinator_what_they_know() -> None:
     assert after.server() == "server-1000", "names that were given before may be known to nobody here"
     assert after.core.rejoin_refusal(known(before, "server-1")) == ("fenced", FENCED)
     assert "not a member: code, era" in str(after.core.rejoin_refusal({"type": "rejoin", "name": "server-9"}))
+
+
+def test_a_slot_that_was_rebuilt_meanwhile_is_whole() -> None:
+    """Its host knows, the newest placement does not: the loss of another one is within the contract."""
+    before, after = Harness().start(), Harness()
+    stale = Placement(before.core.epoch, tuple(replace(p, healthy=i != 1) for i, p in enumerate(before.core.slots)))
+    for name in MEMBERS:
+        if name != "server-2":
+            rejoin(after, known(before, name, placement=stale.to_json()))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.core.fatal is None and after.places == ["server-0", "server-1", "server-3"]
+    assert [place.healthy for place in after.core.slots] == [True, True, False]
+
+
+def test_a_life_that_only_others_know_of_is_not_given_again() -> None:
+    """Slot 1 was placed anew, and its new host has told a holder so; neither the host nor its placement come back."""
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        if name != "server-3":
+            lives = {"incarnations": [0, 4, 0]} if name == "server-2" else {}
+            rejoin(after, known(before, name, **lives))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.core.slots[1].incarnation == 5 and not after.core.slots[1].healthy
+    assert [place.incarnation for place in after.core.slots] == [0, 5, 0] and after.core.fatal is None
 
 
 def test_who_does_not_come_back_is_lost() -> None:

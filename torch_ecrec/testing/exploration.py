@@ -794,6 +794,7 @@ EXPLORATIONS = (
     Exploration(2, Budget(leases=1), frozenset({"fatal", "placement"})),
     Exploration(2, Budget(servers=1, trainers=1), NONE),
     Exploration(2, Budget(coordinators=1), frozenset({"Fold of slot 0"})),
+    Exploration(1, Budget(coordinators=1, leases=1), NONE),
     Exploration(1, Budget(servers=1, coordinators=1), NONE),
     Exploration(1, Budget(trainers=1, coordinators=1), NONE),
     Exploration(1, Budget(servers=1, trainers=1, coordinators=1), NONE),
