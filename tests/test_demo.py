@@ -692,6 +692,10 @@ def test_more_losses_than_parities_end_with_exit_code_3(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     assert "cannot repair" in result["error"] and result["equal"] is None
     assert [kill["spec"] for kill in result["kills"]] == ["server:0@10", "server:1@10"], "both fired"
+    log = (tmp_path / "logs" / "run" / "trainers.log").read_text()
+    assert "failed (exitcode: 3)" in log and "DataLoss: slots [0, 1] are lost together" in log, (
+        "the script catches nothing"
+    )
 
 
 @pytest.mark.timeout(240)
