@@ -398,6 +398,18 @@ def test_a_slot_that_was_rebuilt_meanwhile_is_whole() -> None:
     assert [place.healthy for place in after.core.slots] == [True, True, False]
 
 
+def test_a_slot_that_waits_for_a_host_gets_one_of_a_new_coordinator() -> None:
+    """The one before could not place it, as a generation was being formed; for the new one nothing has to be formed."""
+    before, after = Harness().start(), Harness()
+    slots = [
+        replace(p, server="", incarnation=1, healthy=False) if p.server == "server-1" else p for p in before.core.slots
+    ]
+    waiting = Placement(before.core.epoch + 1, tuple(slots)).to_json()
+    for name in MEMBERS:
+        rejoin(after, known(before, name, placement=waiting, whole=[], incarnations=[]))
+    assert "" not in after.places and after.core.slots[1].incarnation == 1 and after.core.fatal is None
+
+
 def test_a_life_that_only_others_know_of_is_not_given_again() -> None:
     """Slot 1 was placed anew, and its new host has told a holder so; neither the host nor its placement come back."""
     before, after = Harness().start(), Harness()

@@ -274,6 +274,7 @@ class Coordinator:
             self._new_epoch("kept")
         current = all(m.generation == self.generation for m in self._present())
         self._form(now_s, even_if_complete=not current)
+        self._place_waiting()  # what waited for the end of a generation: there may be none that ends
 
     @staticmethod
     def _as_told(slots: Sequence[SlotPlace], said: Mapping[str, Message]) -> list[SlotPlace]:
