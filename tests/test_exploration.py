@@ -14,7 +14,8 @@ SMALL = {
     "a server, pushes late": Exploration(1, Budget(servers=1), PUSHES),
     "the trainers": Exploration(2, Budget(trainers=1), FOLDS),
     "a zombie": Exploration(1, Budget(leases=1), FOLDS | {"fatal", "Push of trainer 1"}),
-    "the coordinator": Exploration(1, Budget(coordinators=1), frozenset()),
+    "the coordinator": Exploration(2, Budget(coordinators=1), FOLDS),
+    "a server and the coordinator": Exploration(1, Budget(servers=1, coordinators=1), frozenset()),
 }
 # Larger; what is to be found is found early.
 HEARD_LATE = Exploration(1, Budget(leases=1), frozenset({"Folded", "placement to server"}))
@@ -24,7 +25,7 @@ HEARD_LATE = Exploration(1, Budget(leases=1), frozenset({"Folded", "placement to
 def test_all_states_hold(name: str) -> None:
     found, line = exploration.explore(SMALL[name])
     print(line)
-    assert found.exhausted and found.ends and found.states > 300
+    assert found.exhausted and found.ends and found.states > 1000
 
 
 @pytest.mark.parametrize(
