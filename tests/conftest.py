@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,6 +84,19 @@ def wait_for_none(find: Callable[[], dict[int, str]], timeout_s: float) -> dict[
     while (found := find()) and time.monotonic() < end_s:
         time.sleep(0.05)
     return found
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, why: str) -> None:
+    """Returns as soon as a condition holds; fails with `why` when the time is up."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {timeout_s:g} s: {why}"
+        time.sleep(0.01)
+
+
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP."""
+    return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
 def leftover(root: int, mark: str) -> dict[int, str]:

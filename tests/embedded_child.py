@@ -1,6 +1,6 @@
 """A trainer with a local cluster of its own, started by `launch.connect`. Run: python embedded_child.py HOW
 
-It says READY and the coordinator's address once it has trained a step. HOW: `success` closes the session, `failure`
+It says READY once it has trained a step. HOW: `success` closes the session, `failure`
 raises without closing anything, `wait` waits to be ended.
 """
 

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from conftest import is_stopped, wait_until
 
 from torch_ecrec.__main__ import main, parser
 from torch_ecrec.config import CHAOS_EVENTS, CodeSpec
@@ -140,17 +140,6 @@ def progress(one: ChaosRun, last: int) -> None:
             one._on_message(message)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
-def is_stopped(process: subprocess.Popen[bytes]) -> bool:
-    return bool(psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
-
-
 @pytest.mark.parametrize("role", ["server", "trainer", "coordinator"])
 def test_a_kill_reaches_its_process_and_is_recorded(
     role: str, tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
@@ -188,13 +177,13 @@ def test_a_process_that_is_stopped_goes_on_when_its_time_is_over(
     hit = sleepers[entry["member"]]
     assert (entry["event"], entry["role"], entry["seconds"]) == (f"stop-{role}", role, 0.3)
     assert entry["pid"] == hit.pid and entry["member"] == f"{role}-{entry['number']}"
-    wait_until(lambda: is_stopped(hit))
+    wait_until(lambda: is_stopped(hit.pid), WAIT_S, "it stops")
     one.on_tick()
-    assert list(one._stopped) == [hit.pid] and is_stopped(hit), "its time is not over"
+    assert list(one._stopped) == [hit.pid] and is_stopped(hit.pid), "its time is not over"
     assert one._next_s is None, "nothing else happens meanwhile"
     time.sleep(0.3)
     one.on_tick()
-    wait_until(lambda: not is_stopped(hit))
+    wait_until(lambda: not is_stopped(hit.pid), WAIT_S, "it goes on")
     assert not one._stopped and hit.poll() is None
     assert one.record.kills == [] and one.record.settled, "shorter than the lease: nobody is lost"
 
@@ -222,9 +211,9 @@ def test_a_stop_that_is_longer_than_the_lease_counts_as_a_loss(
     one._do("stop-server", 3.5)
     hit = sleepers[one.schedule[0]["member"]]
     assert [kill.spec for kill in one.record.kills] == ["stop-server"] and not one.record.settled
-    wait_until(lambda: is_stopped(hit))
+    wait_until(lambda: is_stopped(hit.pid), WAIT_S, "it stops")
     one.release()
-    wait_until(lambda: not is_stopped(hit))
+    wait_until(lambda: not is_stopped(hit.pid), WAIT_S, "it goes on")
     assert not one._stopped
 
 

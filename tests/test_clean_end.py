@@ -3,11 +3,11 @@ temporary file is left behind, 10 s later at the latest."""
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from conftest import wait_for_none
 from test_cli import LIMIT_S, SMALL, command
 
 END_S = 10.0
@@ -51,10 +51,7 @@ def test_nothing_is_left(launcher: str, ending: str, tmp_path: Path) -> None:
         else:
             pids, ports = [], set()
             started.process.wait(LIMIT_S)
-        end_s = time.monotonic() + END_S
-        while started.living() and (how != "wait" or time.monotonic() < end_s):
-            time.sleep(0.05)
-        assert not started.living(), f"left running {END_S:g} s after {ending}"
+        assert not wait_for_none(started.living, END_S), f"left running {END_S:g} s after {ending}"
         assert started.wait() == expected, started.err
     assert not listening(psutil.pids()) & ports
     assert not [name for name in set(os.listdir("/dev/shm")) - shared if any(str(pid) in name for pid in pids)]

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import test_cluster
+from conftest import is_stopped, wait_until
 from test_cluster import STEPS, Cluster, Status, check, cluster
 
 from torch_ecrec.config import CodeSpec
@@ -28,22 +28,6 @@ def host_of(running: Cluster, slot: int) -> int:
     return int(pids[status["slots"][slot]["server"]])
 
 
-def hang(pid: int, seconds: float) -> None:
-    """It is stopped already, or stopped now; it goes on after so many seconds, whatever happens meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        time.sleep(seconds)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def wait_until_stopped(pid: int) -> None:
-    end_s = time.monotonic() + test_cluster.LIMIT_S
-    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < end_s, "it did not stop itself: the fault did not fire"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("in_fold", [False, True], ids=["between messages", "in a fold"])
 @pytest.mark.parametrize("seconds", [1.0, 5.0])
 def test_a_server_that_hangs(tmp_path: Path, undisturbed: list[dict[str, Any]], seconds: float, in_fold: bool) -> None:
@@ -58,14 +42,14 @@ def test_a_server_that_hangs(tmp_path: Path, undisturbed: list[dict[str, Any]], 
         trainer = running.children[0]
         assert trainer.expect("held") == f"step {STOPPED_STEP}"
         pid = host_of(running, 1)
-        if in_fold:
-            trainer.tell("go")
-            wait_until_stopped(pid)
-            hang(pid, seconds)
-        else:
+        if not in_fold:
             os.kill(pid, signal.SIGSTOP)
+        try:
             trainer.tell("go")
-            hang(pid, seconds)
+            wait_until(lambda: is_stopped(pid), test_cluster.LIMIT_S, "it stops")
+            time.sleep(seconds)
+        finally:
+            os.kill(pid, signal.SIGCONT)
         results = [child.result() for child in running.children]
 
         def back(status: Status) -> bool:

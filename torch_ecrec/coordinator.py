@@ -168,10 +168,8 @@ class Coordinator:
             rank = int(message["rank"])
             life = self._lives[rank] = self._lives.get(rank, 0) + 1
             return f"trainer-{rank}" + (f"_{life}" if life > 1 else "")
-        while (name := f"server-{self._names}") in self.members:
-            self._names += 1
         self._names += 1
-        return name
+        return f"server-{self._names - 1}"
 
     def on_join(self, name: str, message: Message, now_s: float) -> None:
         """A process that was not refused joins under a name from `name_for`."""

@@ -306,13 +306,12 @@ def _exit_with_reason() -> list[ClusterError]:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
+        known = [error] if isinstance(error, ClusterError) else reasons
         deadline_s = time.monotonic() + REASON_S
-        while not reasons and isinstance(error, RuntimeError) and not isinstance(error, ClusterError):
-            if time.monotonic() > deadline_s:
-                break
+        while not known and isinstance(error, RuntimeError) and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        reason = error if isinstance(error, ClusterError) else next(iter(reasons), None)
-        if reason is not None and isinstance(error, Exception):
+        if known and isinstance(error, Exception):
+            reason = known[0]
             if reason is not error:
                 print(f"torch-ecrec: {type(reason).__name__}: {reason}", file=sys.stderr)
             raise SystemExit(reason.exit_code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch_ecrec
@@ -101,7 +101,7 @@ class Member:
             self._address = host, port
         except OSError as error:
             raise ClusterUnavailable(f"no coordinator at {settings.join}: {error}") from error
-        self.tell({"type": "join", "version": torch_ecrec.__version__, "pid": os.getpid(), **hello})
+        self.tell(join_message(**hello))
         if not self._welcome.wait(settings.give_up_s) or self._gone is not None:
             self.close()
             if self._gone is not None:
@@ -183,20 +183,17 @@ class Member:
             return
         assert self.transport is not None
         self.tell(
-            {
-                "type": "rejoin",
-                "version": torch_ecrec.__version__,
-                "pid": os.getpid(),
-                "name": self.name,
-                "role": self._hello["role"],
-                "rank": self._hello.get("rank", -1),
-                "code": self._code,
-                "life": self._life,
-                "generation": self.transport.generation,
-                "newest": self.transport.newest,
-                "world": list(self.transport.members),
-                **self._known(),
-            }
+            rejoin_message(
+                self._known(),
+                name=self.name,
+                role=self._hello["role"],
+                rank=self._hello.get("rank", -1),
+                code=self._code,
+                life=self._life,
+                generation=self.transport.generation,
+                newest=self.transport.newest,
+                world=list(self.transport.members),
+            )
         )
 
     def _follow_generations(self) -> None:
@@ -257,6 +254,45 @@ class Member:
             self.tell({"type": "leave", "report": {"bytes_sent": self.bytes_sent()}})
             self.transport.close()
         self._control.close()
+
+
+def join_message(**hello: Any) -> dict[str, Any]:
+    """What a process says to join; `hello`: its role, and what else the coordinator wants to know of one."""
+    return {"type": "join", "version": torch_ecrec.__version__, "pid": os.getpid(), **hello}
+
+
+def rejoin_message(
+    known: Mapping[str, Any],
+    *,
+    name: str,
+    role: str,
+    rank: int,
+    code: Mapping[str, Any],
+    life: int,
+    generation: int,
+    newest: int,
+    world: Sequence[str],
+) -> dict[str, Any]:
+    """What a member tells a coordinator that was started again.
+
+    Args:
+        known: what its node knows (`Host.known`, `Client.known`).
+        name, role, rank, code: as before; a server's rank is -1.
+        life: of the coordinator before, as it said.
+        generation, world: the RPC world it is in, and who else is.
+        newest: the highest generation it was ever asked to join.
+    """
+    return {
+        **join_message(role=role, rank=rank),
+        "type": "rejoin",
+        "name": name,
+        "code": code,
+        "life": life,
+        "generation": generation,
+        "newest": newest,
+        "world": world,
+        **known,
+    }
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -143,7 +143,7 @@ def _draw_slots(axes: Axes, kills: Sequence[dict[str, Any]], slots: int, start_s
 
 
 def spread_bursts(step_times: Sequence[float]) -> list[float]:
-    """Steps that are known all at one instant, since there was no coordinator to tell of them: evenly over that time."""
+    """Steps that became known at one instant, since no coordinator told of them before: evenly over that time."""
     times, first, counts = np.unique(np.asarray(step_times), return_index=True, return_counts=True)
     spread: list[float] = np.interp(np.arange(len(step_times)), first + counts - 1, times).tolist()
     return spread

@@ -13,8 +13,9 @@ A *kill* and its times, all as seconds since the epoch, relative to the first in
     first_step  the first step that began after the kill is complete at all trainers       0.061
     rebuilt     all records of these slots are there again, in full protection             0.713
 
-Of a coordinator, only `rejoined` (all members have, at another one) and `first_step`. Of a trainer that is killed, in place of the last two: `resumable`, all servers have gone back to a step that survives r
-losses, and `rejoined`, all trainers, which torchrun has started again, have joined.
+Of a coordinator, only `rejoined` (all members have, at another one) and `first_step`. Of a trainer that is killed, in
+place of the last two: `resumable`, all servers have gone back to a step that survives r losses, and `rejoined`, all
+trainers, which torchrun has started again, have joined.
 
 A step that was in progress at the kill may end without noticing it, so `first_step` is not that one. `stall` is the
 longest time between two completed steps from the last before the kill to `first_step`.

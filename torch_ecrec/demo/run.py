@@ -53,8 +53,8 @@ FATAL_GRACE_S = 10.0  # for trainers to end by themselves once the cluster has s
 SETTLE_S = 20.0  # for a rebuild that goes on when training is over
 TAIL_LINES = 15
 COORDINATOR_S = 60.0  # for one that is started again, on a busy machine
-# Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of those
-# that have ended in it.
+# Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of
+# those that have ended in it.
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "numba", "galois")
 
@@ -92,7 +92,8 @@ def parse_kills(texts: Sequence[str] | None, slots: int, steps: int, trainers: i
     kills = []
     for text in texts:
         match = _KILL.fullmatch(text)
-        require(match is not None, f"`--kill` must be server:SLOT@STEP[~][+MS], trainer:RANK@..., coordinator@... or none, got {text!r}")
+        forms = "server:SLOT@STEP[~][+MS], trainer:RANK@..., coordinator@... or none"
+        require(match is not None, f"`--kill` must be {forms}, got {text!r}")
         assert match is not None
         role, number, step = match[1] or "coordinator", int(match[2] or 0), int(match[3])
         most, what = (trainers - 1, "trainers") if role == "trainer" else (slots - 1, "slots")
@@ -259,7 +260,7 @@ class Run:
                 self._kill(spec)
 
     def _kill(self, spec: KillSpec) -> None:
-        if self.record.target(spec.role, spec.number) is None:  # lost a moment ago, and nobody has come yet: wait for somebody
+        if self.record.target(spec.role, spec.number) is None:  # lost a moment ago: wait until somebody has come
             self._fired -= 1
             self._to_kill.insert(0, spec)
             return

@@ -41,10 +41,10 @@ from typing import Any
 
 import numpy as np
 
-import torch_ecrec
 from torch_ecrec.config import CodeSpec, OptimizerSpec, Settings, TableSpec
+from torch_ecrec.member import join_message
 from torch_ecrec.testing.fingerprint import fingerprint
-from torch_ecrec.testing.processes import Call, Center, Oracle, Process, Server, Trainer, hello
+from torch_ecrec.testing.processes import Call, Center, Oracle, Process, Server, Trainer
 from torch_ecrec.testing.simulation import Scenario
 
 COORDINATOR = "coordinator"
@@ -53,9 +53,9 @@ LIVE_PROCESSES = 4000  # kept as they are, so that not every one is made again
 Action = tuple[Any, ...]
 
 
-def tiny(steps: int = 2, rows: int = 4) -> Scenario:
+def tiny(steps: int) -> Scenario:
     """Three slots, (2, 1), two trainers, one table of two stripes: a slot with records only, two with parities, too."""
-    table = TableSpec("a", rows=rows, dim=1, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1))
+    table = TableSpec("a", rows=4, dim=1, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1))
     return Scenario(
         code=CodeSpec(slots=3, k=2, r=1), tables=(table,), steps=steps, spares=1, rebuild_chunk_bytes=1 << 20, late=0.0
     )
@@ -153,6 +153,17 @@ class Draft:
         self.connected = set(state.connected)
         self.left, self.life = state.left, state.life
 
+    @property
+    def trainers(self) -> list[str]:
+        return [name for name in self.processes if name.startswith("trainer")]
+
+    def say(self, origin: str, to: str, word: int) -> None:
+        self.lines.setdefault((origin, to), []).append(word)
+
+    def spend(self, kind: str) -> None:
+        """One crash less may still come."""
+        self.left = replace(self.left, **{kind: getattr(self.left, kind) - 1})
+
     def finish(self) -> Cluster:
         return Cluster(
             tuple(sorted(self.processes.items())),
@@ -232,6 +243,11 @@ class Explorer:
                 )
         return process
 
+    def _view(self, number: int) -> dict[str, Any]:
+        """What others may see of a process in that state."""
+        view: dict[str, Any] = self.locals.things[number].view
+        return view
+
     def _on(self, number: int, kind: str, what: Any, key: int) -> tuple[int, tuple[Any, ...]]:
         """The state after an event (`key` tells it from others of its kind), and what the process says."""
         local: Local = self.locals.things[number]
@@ -290,24 +306,17 @@ class Explorer:
         draft = Draft(Cluster((), (), (), (), self.budget, 0))
         self._start_coordinator(draft)
         for _ in range(scenario.code.slots + scenario.spares):
-            self._at(draft, COORDINATOR, "join", {"version": torch_ecrec.__version__, "pid": 0, **hello(scenario)}, 0)
+            self._at(draft, COORDINATOR, "join", join_message(role="server"), 0)
         self._at(draft, COORDINATOR, "start", None, 0)
-        state = draft.finish()
-        while state.lines:
-            origin, to, _ = state.lines[0]
-            state = self.after(state, ("word", origin, to))
-        for name, _ in state.processes:
-            if name == "trainer-0":
-                state = self._say(state, name, {"type": "loaded"})
+        draft = Draft(self._all_words_heard(draft.finish()))
+        draft.say("trainer-0", COORDINATOR, self._word({"type": "loaded"}))
+        return self._all_words_heard(draft.finish())
+
+    def _all_words_heard(self, state: Cluster) -> Cluster:
         while state.lines:
             origin, to, _ = state.lines[0]
             state = self.after(state, ("word", origin, to))
         return state
-
-    def _say(self, state: Cluster, name: str, message: dict[str, Any]) -> Cluster:
-        draft = Draft(state)
-        draft.lines.setdefault((name, COORDINATOR), []).append(self._word(message))
-        return draft.finish()
 
     def _start_coordinator(self, draft: Draft) -> None:
         scenario, life = self.scenario, draft.life
@@ -322,14 +331,14 @@ class Explorer:
                     draft.flight.append(one[2])
             elif one[0] == "tell":
                 if name in draft.connected:
-                    draft.lines.setdefault((name, COORDINATOR), []).append(one[1])
+                    draft.say(name, COORDINATOR, one[1])
             elif one[0] == "send":
                 if one[1] in draft.connected:
-                    draft.lines.setdefault((COORDINATOR, one[1]), []).append(one[2])
+                    draft.say(COORDINATOR, one[1], one[2])
             elif one[0] == "born":
                 self._born(draft, one[1], one[2])
             elif one[0] == "fence":
-                draft.lines.setdefault((COORDINATOR, one[1]), []).append(self._word({"type": "fenced"}))
+                draft.say(COORDINATOR, one[1], self._word({"type": "fenced"}))
 
     def _born(self, draft: Draft, rank: int, name: str) -> None:
         scenario, settings, oracle = self.scenario, self.settings, self.oracle
@@ -350,21 +359,19 @@ class Explorer:
             self._arrive(draft, action[1])
         elif kind == "word":
             self._hear(draft, action[1], action[2])
+        elif action == ("crash", COORDINATOR):
+            draft.spend("coordinators")
+            del draft.processes[COORDINATOR]
+            draft.lines, draft.connected = {}, set()
         elif kind == "crash":
-            left = draft.left
-            if action[1] == COORDINATOR:
-                draft.left = replace(left, coordinators=left.coordinators - 1)
-                self._end_coordinator(draft)
-            else:
-                trainers = action[1] == "trainers"
-                names = [n for n in draft.processes if n.startswith("trainer")] if trainers else [action[1]]
-                draft.left = replace(left, trainers=left.trainers - trainers, servers=left.servers - (not trainers))
-                self._end(draft, names, takes_along=action[2])
+            _, name, takes_along = action
+            draft.spend("trainers" if name == "trainers" else "servers")
+            self._end(draft, draft.trainers if name == "trainers" else [name], takes_along)
         elif kind == "lease":
-            draft.left = replace(draft.left, leases=draft.left.leases - 1)
+            draft.spend("leases")
             self._at(draft, COORDINATOR, "lease", action[1], self._word({"type": "lease", "name": action[1]}))
         elif kind == "hurry":
-            draft.left = replace(draft.left, leases=draft.left.leases - 1)
+            draft.spend("leases")
             self._at(draft, COORDINATOR, "time", None, 0)
         elif kind == "start trainers":
             self._at(draft, COORDINATOR, "start", None, 0)
@@ -373,7 +380,7 @@ class Explorer:
             self._start_coordinator(draft)
         elif kind == "rejoin":
             draft.connected.add(action[1])
-            self._at(draft, action[1], "rejoin", self.scenario, 0)
+            self._at(draft, action[1], "rejoin", None, 0)
         elif kind == "time":
             for name in sorted(draft.processes):
                 self._at(draft, name, "time", None, 0)
@@ -406,28 +413,23 @@ class Explorer:
             else:
                 self._at(draft, to, "heard", (origin, message), self._word({"from": origin, "word": word}))
         elif message["type"] == "fenced":
-            names = [n for n in draft.processes if n.startswith("trainer")] if to.startswith("trainer") else [to]
-            self._end(draft, names, takes_along=False)
+            self._end(draft, draft.trainers if to in draft.trainers else [to], takes_along=False)
         else:
             self._at(draft, to, "told", message, word)
         self._end_those_over(draft)
 
     def _end_those_over(self, draft: Draft) -> None:
-        over = [name for name, number in draft.processes.items() if self.locals.things[number].view["over"]]
-        if any(name.startswith("trainer") for name in over):
-            self._end(draft, [name for name in draft.processes if name.startswith("trainer")], takes_along=False)
-        for name in over:
-            if name.startswith("server"):
-                self._end(draft, [name], takes_along=False)
-                if COORDINATOR in draft.processes:  # as a new one
-                    hello_again = {"version": torch_ecrec.__version__, "pid": 0, **hello(self.scenario)}
-                    self._at(draft, COORDINATOR, "join", hello_again, 0)
+        for name in [name for name, number in draft.processes.items() if self._view(number)["over"]]:
+            if name.startswith("trainer"):
+                self._end(draft, draft.trainers, takes_along=False)
+                continue
+            self._end(draft, [name], takes_along=False)
+            if COORDINATOR in draft.processes:  # as a new one
+                self._at(draft, COORDINATOR, "join", join_message(role="server"), 0)
 
     def _end(self, draft: Draft, names: list[str], takes_along: bool) -> None:
         """Some processes are gone, with what they have under way or without."""
-        for name in names:
-            if name not in draft.processes:
-                continue
+        for name in [name for name in names if name in draft.processes]:
             del draft.processes[name]
             kept, answered = [], set()
             for number in draft.flight:
@@ -441,23 +443,19 @@ class Explorer:
                     answered.add((origin if to == name else to, token))
             draft.flight = kept
             for other, number in draft.processes.items():
-                for token, asked in self.locals.things[number].view["calls"]:
+                for token, asked in self._view(number)["calls"]:
                     if asked == name and (other, token) not in answered:
                         draft.flight.append(self._message(("end", other, token), ("end", other, token)))
             draft.lines.pop((COORDINATOR, name), None)
             if name in draft.connected and COORDINATOR in draft.processes:
-                draft.lines.setdefault((name, COORDINATOR), []).append(self._word({"type": "lost"}))
+                draft.say(name, COORDINATOR, self._word({"type": "lost"}))
             draft.connected.discard(name)
-
-    def _end_coordinator(self, draft: Draft) -> None:
-        del draft.processes[COORDINATOR]
-        draft.lines, draft.connected = {}, set()
 
     # what may happen ----------------------------------------------------------------------------
 
-    def enabled(self, state: Cluster) -> list[Action]:
-        """Every action that may come next; crashes last."""
-        crashes = list(self._crashes(state))
+    def enabled(self, state: Cluster, is_end: bool) -> list[Action]:
+        """Every action that may come next; crashes last, and none once the end is reached."""
+        crashes = [] if is_end else list(self._crashes(state))
         urgent = self._first_urgent(state)
         if urgent is not None:
             return [urgent, *crashes]
@@ -471,7 +469,7 @@ class Explorer:
             members = [name for name in names if name != COORDINATOR]
             gone = [name for name in members if name not in state.connected]
             actions += [("rejoin", name) for name in gone[: 2 if state.left.leases else 1]]
-            if not trainers and self.locals.things[names[COORDINATOR]].view["can join"]:
+            if not trainers and self._view(names[COORDINATOR])["can join"]:
                 actions.append(("start trainers",))
         if not actions:
             actions.append(("time",))
@@ -490,10 +488,8 @@ class Explorer:
     def _crashes(self, state: Cluster) -> Iterator[Action]:
         left = state.left
         names = [name for name, _ in state.processes]
-        if self.is_end(state):
-            return
         if left.servers:
-            hosts = [n for n, number in state.processes if self.locals.things[number].view.get("slots")]
+            hosts = [n for n, number in state.processes if self._view(number).get("slots")]
             for name in hosts:
                 yield "crash", name, False
                 yield "crash", name, True
@@ -508,7 +504,7 @@ class Explorer:
     def _ends_of_leases(self, state: Cluster) -> Iterator[Action]:
         """Within the contract: at most r slots are lost or not whole, as the coordinator will see it."""
         code = self.scenario.code
-        views = {name: self.locals.things[number].view for name, number in state.processes}
+        views = {name: self._view(number) for name, number in state.processes}
         center = views[COORDINATOR]
         for name in sorted({server for server, _ in center["slots placed"]} & views.keys() & set(state.connected)):
             gone = [i for i, (server, healthy) in enumerate(center["slots placed"]) if server == name or not healthy]
@@ -528,7 +524,7 @@ class Explorer:
         """Training is over, and every slot is whole and settled."""
         if state.flight or state.lines:
             return False
-        views = {name: self.locals.things[number].view for name, number in state.processes}
+        views = {name: self._view(number) for name, number in state.processes}
         trainers = [view for name, view in views.items() if name.startswith("trainer")]
         if len(trainers) < self.scenario.trainers or not all(view["done"] for view in trainers):
             return False
@@ -545,13 +541,12 @@ class Explorer:
         for number in servers:
             for other in (*servers, *trainers):
                 if (number, other) not in self._pairs:
-                    view = self.locals.things[other].view
-                    check = _check_client if "complete" in view else _check_slots
-                    check(self.locals.things[number].view, view, self.scenario)
+                    check = _check_slots if other in servers else _check_client
+                    check(self._view(number), self._view(other))
                     self._pairs.add((number, other))
         for name, number in state.processes:
             if name == COORDINATOR:
-                fatal = self.locals.things[number].view["fatal"]
+                fatal = self._view(number)["fatal"]
                 assert fatal is None, f"the cluster stopped: {fatal}"
 
     # the search ---------------------------------------------------------------------------------
@@ -577,9 +572,9 @@ class Explorer:
             number = number_of[hash(state)]
             try:
                 self.check(state)
-                if self.is_end(state):
+                if is_end := self.is_end(state):
                     ends.append(number)
-                enabled = self.enabled(state)
+                enabled = self.enabled(state, is_end)
             except AssertionError as error:
                 raise self._violation(error, number, parents, actions) from error
             for action in enabled:
@@ -703,7 +698,7 @@ def _view(process: Process) -> dict[str, Any]:
     return view
 
 
-def _check_slots(sources: dict[str, Any], holders: dict[str, Any], scenario: Scenario) -> None:
+def _check_slots(sources: dict[str, Any], holders: dict[str, Any]) -> None:
     """What a source counts as folded by a holder, that one has folded, and nothing that was not applied."""
     if sources["history"] != holders["history"] or sources["history"][1]:
         return
@@ -723,7 +718,7 @@ def _check_slots(sources: dict[str, Any], holders: dict[str, Any], scenario: Sce
                 )
 
 
-def _check_client(server: dict[str, Any], trainer: dict[str, Any], scenario: Scenario) -> None:
+def _check_client(server: dict[str, Any], trainer: dict[str, Any]) -> None:
     """What a trainer counts as complete, slots that it knows have acknowledged; whole holders have its snapshot."""
     if server["history"] != (trainer["era"], False):
         return

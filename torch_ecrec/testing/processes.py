@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import torch_ecrec
 from torch_ecrec.client import Client
 from torch_ecrec.config import Settings
 from torch_ecrec.coordinator import Coordinator
 from torch_ecrec.layout import Layout
+from torch_ecrec.member import join_message, rejoin_message
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.testing.fingerprint import fingerprint
@@ -37,8 +37,10 @@ from torch_ecrec.testing.simulation import (
     dense_after,
     gradients_of,
     loss_of,
+    parity_of,
     payload_of,
     simulate,
+    steps_kept,
     touched,
 )
 from torch_ecrec.transport.node import Node
@@ -87,13 +89,14 @@ class Reply:
 class Process:
     """Base. It is the `Port` of its own node."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, role: str, rank: int = -1) -> None:
+        self.name, self.role, self.rank = name, role, rank
         self.out: list[tuple[Any, ...]] = []
         self.calls: dict[str, tuple[str, Callable[[Outcome], None]]] = {}  # token -> who was asked, what then
         self.timers: list[Callable[[], None]] = []
         self.world: tuple[int, Sequence[str]] = (0, ())
         self.life = 0  # of the coordinator, as it said
+        self.code: dict[str, Any] = {}  # likewise
         self.node: Node
 
     # Port
@@ -135,6 +138,7 @@ class Process:
     def on_told(self, message: dict[str, Any]) -> None:
         if message["type"] in ("welcome", "rejoined"):
             self.life = message["life"]
+            self.code = message.get("code", self.code)
         if message["type"] == "generation":
             self.world = message["generation"], message["members"]
             self.tell({"type": "in_generation", "generation": message["generation"]})
@@ -144,25 +148,21 @@ class Process:
     def on_control(self, message: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def on_rejoin(self, scenario: Scenario) -> None:
+    def on_rejoin(self, _: None) -> None:
         """Tells a coordinator that was started again what it knows."""
         generation, world = self.world
-        code = scenario.code
         self.tell(
-            {
-                "type": "rejoin",
-                "version": torch_ecrec.__version__,
-                "pid": 0,
-                "name": self.name,
-                "role": "trainer" if isinstance(self, Trainer) else "server",
-                "rank": self.rank if isinstance(self, Trainer) else -1,
-                "code": {"slots": code.slots, "k": code.k, "r": code.r, "protection": code.protection},
-                "life": self.life,
-                "generation": generation,
-                "newest": generation,
-                "world": list(world),
-                **self.known(),
-            }
+            rejoin_message(
+                self.known(),
+                name=self.name,
+                role=self.role,
+                rank=self.rank,
+                code=self.code,
+                life=self.life,
+                generation=generation,
+                newest=generation,
+                world=list(world),
+            )
         )
 
     def known(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Server(Process):
     """A server process, and what must hold of each of its slots at any time."""
 
     def __init__(self, name: str, settings: Settings, oracle: Oracle) -> None:
-        super().__init__(name)
+        super().__init__(name, "server")
         self.node: Host = Host(name, self, settings)
         self._oracle = oracle
         self.ended = False
@@ -201,7 +201,8 @@ class Server(Process):
                 for slab, layout in enumerate(slot.layouts):
                     self._check_records(slot, slab, layout)
                     self._check_parities(slot, slab, layout)
-                _check_bounds(slot)
+                for what, steps in steps_kept(slot).items():
+                    assert steps <= BOUNDS[what], f"slot {slot.index}: {what} of {steps} steps"
 
     def _check_records(self, slot: Slot, slab: int, layout: Layout) -> None:
         positions = np.arange(layout.data_rows(slot.index), dtype=np.int64)
@@ -217,32 +218,18 @@ class Server(Process):
         every = np.arange(len(parity), dtype=np.int64)
         for group in layout.group(slot.index, True, every):
             present = slot.rebuild.parity_present(slab, every[group.where])
-            expected = np.zeros((len(group.where), parity.shape[1]), dtype=np.uint8)
             sources = [int(layout.member_slot[group.base, member]) for member in range(code.k)]
             if not all(source in slot.rule.folded for source in sources):
                 continue  # counts from the time that the source is known
+            records = []
             for member, source in enumerate(sources):
-                exists = np.flatnonzero(layout.exists(group.base, member, group.rotations)).astype(np.int64)
-                rows = (group.rotations[exists] * layout.slots + group.base) * code.k + member
-                records = np.ascontiguousarray(self._oracle.records[slot.rule.folded[source]][slab][rows])
-                coefficient = code.coefficients[group.member - code.k, member]
-                code.fold_(expected, exists, records, np.full(len(exists), coefficient, dtype=np.uint8))
-            right = (expected == parity[group.where]).all(axis=1)
+                rotations = group.rotations[layout.exists(group.base, member, group.rotations)]
+                rows = (rotations * layout.slots + group.base) * code.k + member
+                records.append(self._oracle.records[slot.rule.folded[source]][slab][rows])
+            right = (parity_of(slot, slab, group, records) == parity[group.where]).all(axis=1)
             if present is not None:
                 right |= ~present
             assert right.all(), f"slot {slot.index}: a parity is not the code of its stripe as of {slot.rule.folded}"
-
-
-def _check_bounds(slot: Slot) -> None:
-    folds = [log.last - log.floor for log in slot.protection.fold_logs.values()]
-    for what, steps in (
-        ("log", slot.log.last - slot.log.floor),
-        ("fold log", max(folds, default=0)),
-        ("early folds", max((len(early) for early in slot.protection.early.values()), default=0)),
-        ("kept pushes", len(slot.pushes)),
-        ("snapshots", len(slot.snapshots.trainers_of())),
-    ):
-        assert steps <= BOUNDS[what], f"slot {slot.index}: {what} of {steps} steps"
 
 
 class Trainer(Process):
@@ -251,8 +238,8 @@ class Trainer(Process):
     def __init__(
         self, name: str, rank: int, restarted: bool, scenario: Scenario, settings: Settings, oracle: Oracle
     ) -> None:
-        super().__init__(name)
-        self.rank, self.restarted = rank, restarted
+        super().__init__(name, "trainer", rank)
+        self.restarted = restarted
         self.node: Client = Client(name, self, scenario.job, rank, settings, scenario.snapshot_every)
         self._scenario, self._oracle = scenario, oracle
         self.resumed: int | None = None
@@ -339,7 +326,7 @@ class Center(Process):
     """The coordinator's process."""
 
     def __init__(self, scenario: Scenario, life: int) -> None:
-        super().__init__("coordinator")
+        super().__init__("coordinator", "coordinator")
         self.scenario, self.first = scenario, life == 0
         self.core = Coordinator(
             scenario.code,
@@ -361,7 +348,7 @@ class Center(Process):
     def on_start(self, _: None) -> None:
         """All trainers join, in the order of their ranks."""
         for rank in range(self.scenario.trainers):
-            self.on_join({"version": torch_ecrec.__version__, "pid": 0, **hello(self.scenario, rank)})
+            self.on_join(join_message(role="trainer", rank=rank, job=self.scenario.job.to_json()))
 
     def on_heard(self, what: tuple[str, dict[str, Any]]) -> None:
         name, message = what
@@ -387,10 +374,3 @@ class Center(Process):
     def can_join(self) -> bool:
         """Not while it waits for those who were there before."""
         return self.first or bool(self.core.slots)
-
-
-def hello(scenario: Scenario, rank: int | None = None) -> dict[str, Any]:
-    """What a process says when it joins: a trainer of a rank, or a server."""
-    if rank is None:
-        return {"role": "server"}
-    return {"role": "trainer", "rank": rank, "job": scenario.job.to_json()}

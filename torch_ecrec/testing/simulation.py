@@ -31,7 +31,8 @@ from torch_ecrec import recovery
 from torch_ecrec.client import Client
 from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec, Settings, TableSpec
 from torch_ecrec.coordinator import Coordinator
-from torch_ecrec.layout import Layout
+from torch_ecrec.layout import Layout, StripeGroup
+from torch_ecrec.member import join_message, rejoin_message
 from torch_ecrec.route import Route
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
@@ -227,11 +228,6 @@ class Cluster:
 
     # processes ----------------------------------------------------------------------------------
 
-    def _message(self, **extra: Any) -> dict[str, Any]:
-        import torch_ecrec
-
-        return {"version": torch_ecrec.__version__, "pid": 0, **extra}
-
     def _new_coordinator(self) -> Coordinator:
         return Coordinator(
             self.scenario.code,
@@ -279,8 +275,17 @@ class Cluster:
         role, rank = ("server", -1) if name in self.hosts else ("trainer", self.clients[name].trainer)
         generation, world = self.world_of.get(name, (0, []))
         known = self.hosts[name].known() if role == "server" else self.clients[name].known(loaded=True)
-        message = self._message(type="rejoin", name=name, role=role, rank=rank, code=self.coordinator._code_json())
-        message |= {"generation": generation, "newest": generation, "world": world, "life": self.told_of[name], **known}
+        message = rejoin_message(
+            known,
+            name=name,
+            role=role,
+            rank=rank,
+            code=self.coordinator._code_json(),
+            life=self.told_of[name],
+            generation=generation,
+            newest=generation,
+            world=world,
+        )
 
         def arrive() -> None:
             if life != self.life:
@@ -308,7 +313,7 @@ class Cluster:
         if not self.can_join:
             self.network.clock.later(RETRY_S, self.start_server)
             return
-        message = self._message(role="server")
+        message = join_message(role="server")
         name = self.coordinator.name_for(message)
         self.life_of[name] = self.life
         self.coordinator.on_join(name, message, self.network.clock.now_s)
@@ -330,7 +335,7 @@ class Cluster:
         self.ready_to = [lambda: True] * len(names)
 
     def _join_trainer(self, i: int) -> str:
-        message = self._message(role="trainer", rank=i, job=self.scenario.job.to_json())
+        message = join_message(role="trainer", rank=i, job=self.scenario.job.to_json())
         refusal = self.coordinator.refusal(message)
         assert refusal is None, refusal
         name = self.coordinator.name_for(message)
@@ -633,14 +638,7 @@ class Cluster:
     def _verify_bounds(self, slots: dict[int, Slot]) -> None:
         longest = self.run.longest
         for slot in slots.values():
-            folds = [log.last - log.floor for log in slot.protection.fold_logs.values()]
-            for what, steps in (
-                ("log", slot.log.last - slot.log.floor),
-                ("fold log", max(folds, default=0)),
-                ("early folds", max((len(early) for early in slot.protection.early.values()), default=0)),
-                ("kept pushes", len(slot.pushes)),
-                ("snapshots", len(slot.snapshots.trainers_of())),
-            ):
+            for what, steps in steps_kept(slot).items():
                 longest[what] = max(longest.get(what, 0), steps)
         for client in self.clients.values():
             longest["open steps"] = max(longest.get("open steps", 0), len(client.open))
@@ -671,6 +669,29 @@ def knows(slot: Slot | None, other: Slot | None) -> TypeGuard[Slot]:
     return slot.rule.incarnations[other.index] == other.incarnation
 
 
+def steps_kept(slot: Slot) -> dict[str, int]:
+    """For how many steps a slot keeps each thing that `BOUNDS` limits."""
+    folds = [log.last - log.floor for log in slot.protection.fold_logs.values()]
+    return {
+        "log": slot.log.last - slot.log.floor,
+        "fold log": max(folds, default=0),
+        "early folds": max((len(early) for early in slot.protection.early.values()), default=0),
+        "kept pushes": len(slot.pushes),
+        "snapshots": len(slot.snapshots.trainers_of()),
+    }
+
+
+def parity_of(holder: Slot, slab: int, group: StripeGroup, records: Sequence[np.ndarray]) -> np.ndarray:
+    """(G, B) what the parities of a group should be; `records`: per data member, those of the stripes that have it."""
+    layout, code = holder.layouts[slab], holder.code
+    expected = np.zeros((len(group.where), holder.shards[slab].parity.shape[1]), dtype=np.uint8)
+    for member, records_MB in enumerate(records):
+        rows_M = np.flatnonzero(layout.exists(group.base, member, group.rotations)).astype(np.int64)
+        coefficient = code.coefficients[group.member - code.k, member]
+        code.fold_(expected, rows_M, records_MB, np.full(len(rows_M), coefficient, dtype=np.uint8))
+    return expected
+
+
 def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
     """I2 at any moment: a parity is the code of its stripe's records as of what its holder has folded of each.
 
@@ -681,7 +702,7 @@ def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
         for group in layout.group(holder.index, True, np.arange(len(shard.parity), dtype=np.int64)):
             here = holder.rebuild.parity_present(slab, group.where)
             there = np.ones(len(group.where), dtype=bool) if here is None else here
-            expected = np.zeros((len(group.where), shard.parity.shape[1]), dtype=np.uint8)
+            records = []
             for member in range(code.k):
                 index = int(layout.member_slot[group.base, member])
                 source, step = slots.get(index), holder.rule.folded.get(index)
@@ -696,12 +717,9 @@ def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
                 positions = layout.position(group.base, member, group.rotations)[exists]
                 if source.rebuild.remaining:
                     there[exists] &= ~source.rebuild.missing[slab, False][positions]
-                records = source.records_as_of(slab, positions, step)
-                rows = np.flatnonzero(exists).astype(np.int64)
-                coefficient = code.coefficients[group.member - code.k, member]
-                code.fold_(expected, rows, records, np.full(len(rows), coefficient, dtype=np.uint8))
+                records.append(source.records_as_of(slab, positions, step))
             else:
-                right = (expected == shard.parity[group.where]).all(axis=1)
+                right = (parity_of(holder, slab, group, records) == shard.parity[group.where]).all(axis=1)
                 assert (right | ~there).all(), (
                     f"a parity of base {group.base} in slab {slab} on slot {holder.index} is not the code of its stripe"
                     f" as of {holder.rule.folded}"

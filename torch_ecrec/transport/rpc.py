@@ -227,7 +227,7 @@ class RpcTransport:
         self._world: World | None = None  # where calls go; None between generations
         self._serving = 0  # the generation whose requests are handled and answered; set before its world is formed
         self._newest = 0  # the highest generation ever asked for; only grows
-        self._wanted = 0  # what `overtake` was told; only grows
+        self._wanted = 0  # the highest that is known of, asked for or told by `overtake`; only grows
         self._closed = False
         self._inside = 0  # threads inside the agent
         self._calls: dict[int, Callable[[Outcome], None]] = {}
@@ -408,6 +408,7 @@ class RpcTransport:
             if generation <= self._newest:
                 raise ValueError(f"`generation` must be higher than {self._newest}, got {generation}")
             self._newest = generation
+            self._wanted = max(self._wanted, generation)
         with self._joining:
             self._check_wanted(generation)
             self._claim()
@@ -456,9 +457,8 @@ class RpcTransport:
     def _check_wanted(self, generation: int) -> None:
         if self._closed:
             raise ClusterUnavailable("the transport was closed")
-        newest = max(self._newest, self._wanted)
-        if generation < newest:
-            raise ClusterUnavailable(f"generation {generation} was overtaken by {newest}")
+        if generation < self._wanted:
+            raise ClusterUnavailable(f"generation {generation} was overtaken by {self._wanted}")
 
     def _arrive(self, world: World, store: tuple[str, int], deadline_s: float) -> TCPStore:
         """Returns when all members are at the store."""
