@@ -89,7 +89,7 @@ def _parse(line: bytes) -> Message:
     return message
 
 
-def _tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000)):
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.peer = "{}:{}".format(*transport.get_extra_info("peername")[:2])
-        _tune(transport.get_extra_info("socket"))
+        tune(transport.get_extra_info("socket"))
         self._server._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -272,7 +272,7 @@ def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
     while True:
         try:
             sock = socket.create_connection((host, port), timeout=max(deadline_s - time.monotonic(), 0.001))
-            _tune(sock)
+            tune(sock)
             return sock
         except OSError as error:
             if time.monotonic() + pause_s > deadline_s:

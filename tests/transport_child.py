@@ -1,6 +1,6 @@
-"""A member process for tests of the RPC transport. Commands come as JSON lines on stdin, answers go to stdout.
+"""A member process for tests of the transports. Commands come as JSON lines on stdin, answers go to stdout.
 
-Run: python rpc_child.py NAME STORE_PORT
+Run: python transport_child.py KIND NAME STORE_PORT, KIND being one of `TRANSPORTS`.
 
 What its handler does with a request depends on the request's slot:
 
@@ -31,8 +31,11 @@ import torch.distributed as dist
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import wire
-from torch_ecrec.transport.rpc import ANSWERS, REQUESTS, RpcTransport
+from torch_ecrec.transport.encoding import ANSWERS, REQUESTS
+from torch_ecrec.transport.rpc import RpcTransport
+from torch_ecrec.transport.sockets import SocketTransport
 
+TRANSPORTS = {"sockets": SocketTransport, "rpc": RpcTransport}
 PROMPT, LATE, NEVER, RAISES, BAD_ANSWER, TWICE, CLOSES = range(100, 107)
 REQUEST_CLASSES = [cls for name, cls in sorted(REQUESTS.items()) if cls is not wire.Request]
 ANSWER_CLASSES = [cls for name, cls in sorted(ANSWERS.items()) if cls is not wire.Answer]
@@ -91,7 +94,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Child:
-    def __init__(self, name: str, store_port: int) -> None:
+    def __init__(self, kind: str, name: str, store_port: int) -> None:
         self.store = ("127.0.0.1", store_port)
         self.errors: list[str] = []
         self.kept: list[Any] = []  # replies not made yet
@@ -100,7 +103,7 @@ class Child:
         self.hammering = False
         self.pause = threading.Event()  # never set
         self.hammers: list[threading.Thread] = []
-        self.transport = RpcTransport(name, self.handle, on_error=self.on_error)
+        self.transport = TRANSPORTS[kind](name, self.handle, on_error=self.on_error)
 
     def handle(self, request: Any, reply: Any) -> None:
         if request.slot < 100:
@@ -255,7 +258,7 @@ class Child:
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # the test asks for the stacks before it gives up
-    child = Child(sys.argv[1], int(sys.argv[2]))
+    child = Child(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     torch.set_num_threads(1)
     for line in sys.stdin:
         command = json.loads(line)

@@ -1,0 +1,427 @@
+"""The data plane as a node sees it: calls to named processes, whose members change from one *generation* to the next.
+
+Example: n0 to n3 are generation 1; n3 is killed and n4 started; all call `join(2, ["n0", "n1", "n2", "n4"], ...)`.
+What n0 had under way in generation 1 ends as `Unknown` at once, and some milliseconds later n0 reaches n4.
+
+Forming has rounds over the coordinator's store, all under the same deadline: all members have *arrived* (until then
+the generation before goes on), each leaves it and opens the way into the new one, all are *ready*.
+
+Invariants.
+- `done` of a call is called exactly once, whatever happens to the world: every call is in `_calls` until it is settled,
+  and whoever takes it out settles it.
+- Nothing is shut while a thread of ours sends through it (`_inside`). Answers to an ended generation are dropped.
+- An exception in `handle` is answered as `Refused("internal: ...")` and handed to `on_error`.
+
+How messages travel is left to the subclasses: `sockets.py`, and `rpc.py` for torch.distributed.rpc. Not done here:
+retries, leases, the choice of members. A hung peer is noticed by the call's timeout only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.transport.encoding import ANSWERS, REQUESTS, Encoded, decode, encode
+from torch_ecrec.transport.wire import Answer, Failed, Ok, Outcome, Refused, Request, Unknown
+
+Handler = Callable[[Request, Callable[[Answer], None]], None]
+
+log = logging.getLogger(__name__)
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # torch allows 128 characters, and the generation is added
+LEAST_TIMEOUT_S = 0.001
+POLL_LEAST_S, POLL_MOST_S = 0.002, 0.02
+
+
+@dataclass(frozen=True)
+class World:
+    """A generation: its members, by rank."""
+
+    generation: int
+    members: tuple[str, ...]
+
+
+class Transport(ABC):
+    """Calls to named processes of the current generation.
+
+    Args:
+        name: mine, among the members.
+        handle: `handle(request, reply)` is called on a thread of the transport for each request; it calls
+            `reply(answer)` exactly once, at any later time, from any thread.
+        on_error: gets what `handle`, `done` or the encoding of an answer raised; logged if not given.
+
+    `join` and `close` wait for calls that are being sent: do not call them with a lock held that these need.
+    """
+
+    def __init__(self, name: str, handle: Handler, on_error: Callable[[BaseException], None] | None = None) -> None:
+        if not NAME.fullmatch(name):
+            raise ValueError(f"`name` must be 1 to 100 letters, digits, '_' or '-', got {name!r}")
+        self.name = name
+        self._handle = handle
+        self._on_error = on_error
+        self._callback = threading.local()  # .runs: this thread is in `handle` or `done`
+        self._joining = threading.Lock()  # held by the join or close under way; taken before _gate
+        self._store: tuple[tuple[str, int], TCPStore | None] = (("", 0), None)  # kept between joins; under _joining
+        self._gate = threading.Condition()  # guards all below
+        self._world: World | None = None  # where calls go; None between generations
+        self._serving = 0  # the generation whose requests are handled and answered; set before its world is formed
+        self._newest = 0  # the highest generation ever asked for; only grows
+        self._wanted = 0  # the highest that is known of, asked for or told by `overtake`; only grows
+        self._closed = False
+        self._inside = 0  # threads that send
+        self._calls: dict[int, Callable[[Outcome], None]] = {}
+        self._next_call = 0
+        self._bytes_sent: dict[str, int] = {}
+
+    @property
+    def newest(self) -> int:
+        """The highest generation ever asked for: the next must be higher."""
+        return self._newest
+
+    @property
+    def generation(self) -> int:
+        """The generation joined; 0 between generations."""
+        world = self._world
+        return 0 if world is None else world.generation
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Who is in the generation joined, by rank; nobody between generations."""
+        world = self._world
+        return () if world is None else world.members
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes of tensors sent so far, by class name of the request or answer."""
+        with self._gate:
+            return dict(self._bytes_sent)
+
+    # for a subclass to fill in ----------------------------------------------------------------------
+
+    @abstractmethod
+    def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
+        """Sends a call, without blocking; later `_settle(ticket, ...)`. RuntimeError or OSError: not possible."""
+
+    @abstractmethod
+    def _claim(self, store: tuple[str, int]) -> str:
+        """Gets what this process needs for any world; returns what the other members must know of it.
+
+        Raises:
+            RuntimeError: this process cannot have it.
+        """
+
+    @abstractmethod
+    def _open(self, world: World, shared: Store, said: Sequence[str], deadline_s: float) -> None:
+        """All have arrived: opens the way to them. From now on calls may come.
+
+        Args:
+            shared: what members of this generation tell each other.
+            said: what `_claim` returned to each member.
+        """
+
+    @abstractmethod
+    def _shut(self) -> None:
+        """Leaves the world that `_open` was last called for. Nothing where there is none; may be called again."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """The transport is closed for good."""
+
+    # calls ------------------------------------------------------------------------------------------
+
+    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None:
+        """Sends a request; returns at once.
+
+        Args:
+            peer: a member's name.
+            request: its tensors must not be changed until `done`.
+            timeout_s: without an answer by then, the outcome is `Unknown`.
+            done: called exactly once, on a thread of the transport or on this one, before or after this returns.
+                `Failed`: certainly not handled. `Unknown`: time ran out, the peer died or the generation ended.
+
+        Raises:
+            TypeError: `request` is not a message of wire.py. Never raises for what happens on the network.
+        """
+        encoded, size = encode(request)
+        with self._gate:
+            world = self._world
+            known = world is not None and peer in world.members
+            if known:
+                ticket = self._next_call
+                self._next_call += 1
+                self._calls[ticket] = done
+                self._count(encoded[0], size)
+                self._inside += 1
+        if world is None or not known:
+            reason = "between generations" if world is None else f"{peer} is not in generation {world.generation}"
+            self._finish(done, Failed(reason))
+            return
+        try:
+            self._send(world, peer, ticket, encoded, max(timeout_s, LEAST_TIMEOUT_S))
+        except (RuntimeError, OSError) as error:
+            failure = Unknown(first_line(error))
+            self._settle(ticket, lambda: failure)
+        finally:
+            self._step_out()
+
+    def _settle(self, ticket: int, outcome: Callable[[], Outcome]) -> None:
+        """A call has ended; nothing if it had before. `outcome` is asked for while the world cannot be shut."""
+        with self._gate:
+            done = self._calls.pop(ticket, None)
+            if done is None:
+                return  # the generation has ended, and with it what owns the value
+            self._inside += 1
+        try:
+            found = outcome()
+        except (RuntimeError, ValueError, TypeError) as error:
+            found = Unknown(first_line(error))
+        finally:
+            self._step_out()
+        self._finish(done, found)
+
+    def _finish(self, done: Callable[[Outcome], None], outcome: Outcome) -> None:
+        with self._in_callback():
+            try:
+                done(outcome)
+            except Exception as error:  # the seam: it would vanish in a thread of the transport
+                self._report(error)
+
+    @contextlib.contextmanager
+    def _in_callback(self) -> Iterator[None]:
+        outer = getattr(self._callback, "runs", False)
+        self._callback.runs = True
+        try:
+            yield
+        finally:
+            self._callback.runs = outer
+
+    # requests ---------------------------------------------------------------------------------------
+
+    def _serve(self, generation: int, encoded: Encoded, way: Callable[[Encoded], None]) -> None:
+        """A request has come; `way` takes the answer back. Never raises."""
+        reply = Reply(self, generation, way)
+        if generation != self._serving:
+            reply(Refused(f"not in generation {generation}"))
+            return
+        with self._in_callback():
+            try:
+                self._handle(decode(encoded, REQUESTS), reply)
+            except Exception as error:  # the seam: the caller gets a reason instead of waiting for its timeout
+                reply.unless_replied(Refused(f"internal: {first_line(error)}"))
+                self._report(error)
+
+    def _answer(self, generation: int, answer: Answer, way: Callable[[Encoded], None]) -> None:
+        try:
+            encoded, size = encode(answer)
+        except TypeError as error:
+            self._report(error)
+            encoded, size = encode(Refused(f"internal: {first_line(error)}"))
+        with self._gate:
+            if generation != self._serving:
+                return
+            self._count(encoded[0], size)
+            self._inside += 1
+        try:
+            way(encoded)
+        finally:
+            self._step_out()
+
+    def _count(self, kind: str, size: int) -> None:
+        self._bytes_sent[kind] = self._bytes_sent.get(kind, 0) + size
+
+    def _step_out(self) -> None:
+        with self._gate:
+            self._inside -= 1
+            if not self._inside:
+                self._gate.notify_all()
+
+    def _report(self, error: BaseException) -> None:
+        if self._on_error is not None:
+            self._on_error(error)
+        else:
+            log.error("%s: %r", self.name, error, exc_info=error)
+
+    # generations ------------------------------------------------------------------------------------
+
+    def join(self, generation: int, members: Sequence[str], store: tuple[str, int], timeout_s: float) -> None:
+        """Forms `generation` together with the other members. Blocks.
+
+        The generation joined before, if any, goes on until all members have arrived, and for good if they do not. A
+        join with a higher generation, `overtake` or `close` on another thread ends one that is still waiting.
+
+        Args:
+            generation: higher than any before.
+            members: all names, mine included, in the same order on every member: a member's index is its rank.
+            store: host and port of the coordinator's TCPStore.
+            timeout_s: for all of it.
+
+        Raises:
+            ClusterUnavailable: not formed within `timeout_s`, or overtaken. Join a higher generation next.
+            ValueError: `generation` or `members` cannot be.
+            RuntimeError: called from `handle` or `done`, or the subclass cannot be used in this process.
+        """
+        if getattr(self._callback, "runs", False):
+            raise RuntimeError("`join` was called from `handle` or `done`, which it would wait for")
+        world = World(generation, tuple(members))
+        if self.name not in world.members or len(set(world.members)) != len(world.members):
+            raise ValueError(f"`members` must be different names, {self.name} among them, got {list(members)}")
+        for member in world.members:
+            if not NAME.fullmatch(member):
+                raise ValueError(f"`members` must be 1 to 100 letters, digits, '_' or '-', got {member!r}")
+        deadline_s = time.monotonic() + timeout_s
+        with self._gate:
+            if generation <= self._newest:
+                raise ValueError(f"`generation` must be higher than {self._newest}, got {generation}")
+            self._newest = generation
+            self._wanted = max(self._wanted, generation)
+        with self._joining:
+            self._check_wanted(generation)
+            mine = self._claim(store)
+            left = False
+            try:
+                connection = self._connect(store, deadline_s)
+                shared = PrefixStore(f"generation-{generation}", connection)
+                self._meet(shared, "arrived", world, mine, deadline_s)  # until then, the present world serves
+                self._leave()
+                left = True
+                connection.set_timeout(remaining(deadline_s))
+                with self._gate:
+                    self._serving = generation  # before anything is open: a peer may be ready sooner
+                said = [shared.get(f"arrived/{member}").decode() for member in world.members]
+                self._open(world, shared, said, deadline_s)
+                self._meet(shared, "ready", world, "", deadline_s)
+                self._store = (store, connection)
+                with self._gate:
+                    self._check_wanted(generation)
+                    self._world = world
+            except (RuntimeError, OSError) as error:  # time-outs and lost connections, of the store or on the way
+                if left:
+                    self._leave()
+                if isinstance(error, ClusterUnavailable):
+                    raise
+                raise ClusterUnavailable(f"generation {generation} was not formed: {first_line(error)}") from error
+
+    def overtake(self, generation: int) -> None:
+        """Ends a join that waits for a lower generation: nobody forms that one any more."""
+        with self._gate:
+            self._wanted = max(self._wanted, generation)
+
+    def close(self) -> None:
+        """Leaves the cluster for good. Calls under way end as `Unknown`. May be called again.
+
+        Called from `handle` or `done` it does not wait: the cluster is left soon after.
+        """
+        with self._gate:
+            self._closed = True
+        if getattr(self._callback, "runs", False):
+            threading.Thread(target=self.close, name="close", daemon=False).start()
+            return
+        with self._joining:
+            self._leave()
+            self._store = (("", 0), None)
+            self._end()
+
+    def _check_wanted(self, generation: int) -> None:
+        if self._closed:
+            raise ClusterUnavailable("the transport was closed")
+        if generation < self._wanted:
+            raise ClusterUnavailable(f"generation {generation} was overtaken by {self._wanted}")
+
+    def _connect(self, store: tuple[str, int], deadline_s: float) -> TCPStore:
+        """The connection to the store, the one of the generation before if it still holds.
+
+        torch looks up the name of the store's host, backwards, for every connection it makes: seconds where no name
+        server answers.
+        """
+        address, connection = self._store
+        self._store = (store, None)  # until it has served once more
+        if connection is not None and address == store:
+            connection.set_timeout(remaining(deadline_s))
+            with contextlib.suppress(RuntimeError):
+                connection.check(["alive"])
+                return connection
+        return TCPStore(*store, is_master=False, wait_for_workers=False, timeout=remaining(deadline_s))
+
+    def _meet(self, shared: Store, place: str, world: World, says: str, deadline_s: float) -> None:
+        """Says something at `place`; returns when all members have: the first waits for all, the others for its word.
+
+        Polls, since torch's own waiting is neither quiet nor interruptible.
+        """
+        members = ",".join(world.members)
+        shared.set(f"{place}/{self.name}", says)
+        leading = self.name == world.members[0]
+        awaited = [f"{place}/{member}" for member in world.members] if leading else [f"{place}:all"]
+        pause_s = POLL_LEAST_S
+        while awaited:
+            self._check_wanted(world.generation)
+            if shared.check(awaited[-1:]):
+                awaited.pop()
+            elif time.monotonic() > deadline_s:
+                missing = [member for member in world.members if not shared.check([f"{place}/{member}"])]
+                raise ClusterUnavailable(
+                    f"generation {world.generation}: not {place} in time: {', '.join(missing) or world.members[0]}"
+                )
+            else:
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, POLL_MOST_S)
+        if leading:
+            shared.set(f"{place}:all", members)
+        elif shared.get(f"{place}:all").decode() != members:
+            raise ClusterUnavailable(f"generation {world.generation}: members disagree about who is in it")
+
+    def _leave(self) -> None:
+        with self._gate:
+            world, self._world = self._world, None
+            self._serving = 0
+            calls, self._calls = self._calls, {}
+        reason = Unknown("the generation ended" if world is None else f"generation {world.generation} ended")
+        for done in calls.values():
+            self._finish(done, reason)
+        with self._gate:
+            self._gate.wait_for(lambda: not self._inside)
+        self._shut()
+
+
+class Reply:
+    """The way back to one caller. Calling it twice raises RuntimeError."""
+
+    def __init__(self, transport: Transport, generation: int, way: Callable[[Encoded], None]) -> None:
+        self._transport, self._generation = transport, generation
+        self._lock = threading.Lock()
+        self._way: Callable[[Encoded], None] | None = way  # None once replied
+
+    def __call__(self, answer: Answer) -> None:
+        if not self.unless_replied(answer):
+            raise RuntimeError(f"`reply` was called twice, the second time with {type(answer).__name__}")
+
+    def unless_replied(self, answer: Answer) -> bool:
+        with self._lock:
+            way, self._way = self._way, None
+        if way is None:
+            return False
+        self._transport._answer(self._generation, answer, way)
+        return True
+
+
+def answered(encoded: Encoded) -> Outcome:
+    """The outcome of a call with that answer. Raises ValueError or TypeError if it is none."""
+    return Ok(decode(encoded, ANSWERS))
+
+
+def remaining(deadline_s: float) -> timedelta:
+    return timedelta(seconds=max(deadline_s - time.monotonic(), LEAST_TIMEOUT_S))
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
