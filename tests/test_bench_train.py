@@ -47,6 +47,7 @@ def test_an_unknown_name_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        ("torchrec:rpc", "nor transports"),
         ("torchrec:bf16", "neither a bf16 wire nor snapshots"),
         ("torchrec+snap", "neither a bf16 wire nor snapshots"),
         ("k2r1+ckpt", "only torchrec saves checkpoints"),

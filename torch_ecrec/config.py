@@ -23,6 +23,7 @@ _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no spare
 PROTECTIONS = ("parity", "none")
+TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and servers
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
 CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
 FIELD_SIZE = 256
@@ -234,6 +235,8 @@ class Settings:
         window_steps: how many steps a trainer may run ahead of what is acknowledged.
         call_timeout_s: a remote call not answered by then counts as unknown and is made again.
         give_up_s: a lookup or push without progress for so long ends with `ClusterUnavailable`.
+        transport: "sockets", TCP connections of our own, or "rpc", torch.distributed.rpc. The coordinator's counts,
+            for all of its cluster.
         wire: "bfloat16" halves what lookups and pushes send: rows are rounded on their way to a trainer, and its
             gradients on their way back. Records stay float32, and recovery stays exact.
         heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost. When it
@@ -249,6 +252,7 @@ class Settings:
     window_steps: int = 2
     call_timeout_s: float = 10.0
     give_up_s: float = 120.0
+    transport: str = "sockets"
     wire: str = "float32"
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
@@ -258,6 +262,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         require_int("window_steps", self.window_steps, 1)
+        require(
+            self.transport in TRANSPORTS, f"`transport` must be one of {', '.join(TRANSPORTS)}, got {self.transport!r}"
+        )
         require(self.wire in WIRES, f"`wire` must be one of {', '.join(WIRES)}, got {self.wire!r}")
         for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"):
             require(getattr(self, name) > 0, f"`{name}` must be positive, got {getattr(self, name)}")

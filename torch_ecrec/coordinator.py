@@ -101,13 +101,14 @@ class Coordinator:
         announce: Callable[[Message], None],
         without_spare: str = "survivor",
         lease_s: float = 10.0,
+        transport: str = "sockets",
     ) -> None:
         require(
             without_spare in WITHOUT_SPARE, f"`without_spare` must be one of {WITHOUT_SPARE}, got {without_spare!r}"
         )
         self.code, self.spares, self.store = code, spares, store
         self.send, self.announce = send, announce
-        self.without_spare, self.lease_s = without_spare, lease_s
+        self.without_spare, self.lease_s, self.transport = without_spare, lease_s, transport
         self.members: dict[str, Member] = {}
         self.job: JobSpec | None = None
         self.epoch = 0
@@ -183,7 +184,7 @@ class Coordinator:
         self.members[name] = member
         restarted = self.loaded and role == "trainer"
         welcome = {"type": "welcome", "name": name, "code": self._code_json(), "restarted": restarted}
-        self.send(name, {**welcome, "life": self.life})
+        self.send(name, {**welcome, "life": self.life, "transport": self.transport})
         self.announce({"event": "joined", "member": name, "role": role, "rank": rank, "pid": member.pid})
         if self.slots:
             self._send_placement(name)

@@ -148,7 +148,14 @@ def run_coordinator(
     server = ControlServer(host, port, on_message, on_closed)
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
     core = Coordinator(
-        code, spares, (host, store.port), send, announce, without_spare=without_spare, lease_s=settings.lease_s
+        code,
+        spares,
+        (host, store.port),
+        send,
+        announce,
+        without_spare=without_spare,
+        lease_s=settings.lease_s,
+        transport=settings.transport,
     )
 
     def end() -> None:

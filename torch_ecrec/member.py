@@ -16,8 +16,9 @@ import torch_ecrec
 from torch_ecrec.config import CodeSpec, Settings
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.transport.control import ControlClient
+from torch_ecrec.transport.generations import Handler, Transport
 from torch_ecrec.transport.node import Node
-from torch_ecrec.transport.rpc import RpcTransport
+from torch_ecrec.transport.sockets import SocketTransport
 from torch_ecrec.transport.timers import Timers
 from torch_ecrec.transport.wire import Outcome, Request
 
@@ -86,7 +87,7 @@ class Member:
         self._make_node, self._hello, self._known = make_node, hello, known
         self.name = ""
         self.restarted = False  # a trainer: the cluster has trained before
-        self.transport: RpcTransport | None = None
+        self.transport: Transport | None = None
         self._timers = Timers(self.on_error)
         self._welcome = threading.Event()
         self._joining = threading.Event()
@@ -140,7 +141,7 @@ class Member:
             self.restarted = message["restarted"]
             self._code, self._life = message["code"], message["life"]
             self.node = self._make_node(self.name, self, CodeSpec(**self._code))
-            self.transport = RpcTransport(self.name, self.node.handle, on_error=self.on_error)
+            self.transport = make_transport(message["transport"], self.name, self.node.handle, self.on_error)
             self._welcome.set()
         elif kind == "refused":
             self._refusal = message["kind"], message["reason"]
@@ -254,6 +255,17 @@ class Member:
             self.tell({"type": "leave", "report": {"bytes_sent": self.bytes_sent()}})
             self.transport.close()
         self._control.close()
+
+
+def make_transport(
+    kind: str, name: str, handle: Handler, on_error: Callable[[BaseException], None] | None
+) -> Transport:
+    """A transport of one of `config.TRANSPORTS`."""
+    if kind == "sockets":
+        return SocketTransport(name, handle, on_error)
+    from torch_ecrec.transport.rpc import RpcTransport  # heavy, and does not take a second agent in its process
+
+    return RpcTransport(name, handle, on_error)
 
 
 def join_message(**hello: Any) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class System:
     name: str
     group: str
     code: CodeSpec | None  # None: TorchRec
+    transport: str
     wire: str
     snapshot: bool
     checkpoint: bool
@@ -61,7 +62,7 @@ class System:
 
 def parse_system(name: str) -> System:
     """A system by its name. Raises ValueError."""
-    found = re.fullmatch(r"(torchrec|none|k(\d+)r(\d+))(:bf16|:tuned)?(\+ckpt|\+snap)?", name)
+    found = re.fullmatch(r"(torchrec|none|k(\d+)r(\d+))(:bf16|:rpc|:tuned)?(\+ckpt|\+snap)?", name)
     require(
         found is not None, f"unknown system {name!r}; for example torchrec, torchrec+ckpt, none, k2r1, k4r2:bf16+snap"
     )
@@ -69,8 +70,8 @@ def parse_system(name: str) -> System:
     base, k, r, variant, more = found.groups()
     torchrec = base == "torchrec"
     require(
-        not (torchrec and (variant == ":bf16" or more == "+snap")),
-        f"{name!r}: TorchRec has neither a bf16 wire nor snapshots here",
+        not (torchrec and (variant in (":bf16", ":rpc") or more == "+snap")),
+        f"{name!r}: TorchRec has neither a bf16 wire nor snapshots nor transports here",
     )
     require(torchrec or more != "+ckpt", f"{name!r}: only torchrec saves checkpoints here")
     code = None if torchrec else CodeSpec(3, 2, 1, "none")
@@ -78,7 +79,8 @@ def parse_system(name: str) -> System:
         code = CodeSpec(int(k) + int(r), int(k), int(r))
     require(torchrec or variant != ":tuned", f"{name!r}: ours are tuned in any case")
     wire = "bfloat16" if variant == ":bf16" else "float32"
-    return System(name, base + (variant or ""), code, wire, more == "+snap", more == "+ckpt")
+    transport = "rpc" if variant == ":rpc" else "sockets"
+    return System(name, base + (variant or ""), code, transport, wire, more == "+snap", more == "+ckpt")
 
 
 class Group:
@@ -114,7 +116,8 @@ class Group:
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if system.code is not None:
-            self.cluster = Supervisor(system.code, logs=self.folder)
+            transport = {"TORCH_ECREC_TRANSPORT": system.transport}
+            self.cluster = Supervisor(system.code, logs=self.folder, environment=transport)
             environment["TORCH_ECREC_JOIN"] = self.cluster.join
             environment["TORCH_ECREC_WIRE"] = system.wire
         elif system.group.endswith(":tuned"):

@@ -223,11 +223,14 @@ class Sender:
         self._wake.send(b"x")
 
     def _run(self) -> None:
+        next_s = 0.0
         while not self._ends:
             for key, _ in self._selector.select(SWEEP_S):
                 if key.data is not None:
                     key.data.flush()
-            self._sweep()
+            if time.monotonic() >= next_s:
+                self._sweep()
+                next_s = time.monotonic() + SWEEP_S
         self._selector.close()
         self._wake.close()
         self._woken.close()
@@ -268,10 +271,13 @@ class Connection:
                 self._push()
 
     def drop(self, frame: Frame) -> None:
-        """Nobody waits for it any more: it is not sent, unless it is on its way."""
+        """It is not to be sent: what it holds may change from now on. If a part has been, the connection ends."""
         with self._lock:
-            if not frame.begun and frame in self._waiting:
+            waits = frame in self._waiting
+            if waits and not frame.begun:
                 self._waiting.remove(frame)
+        if waits and frame.begun:
+            self.end()
 
     def end(self) -> None:
         """Nothing is sent from now on; who reads from it finds its end. May be called again."""
