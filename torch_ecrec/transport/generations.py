@@ -110,7 +110,12 @@ class Transport(ABC):
 
     @abstractmethod
     def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
-        """Sends a call, without blocking; later `_settle(ticket, ...)`. RuntimeError or OSError: not possible."""
+        """Sends a call, without blocking; later `_settle(ticket, ...)`.
+
+        Raises:
+            ConnectionError: certainly not sent.
+            RuntimeError: something else went wrong.
+        """
 
     @abstractmethod
     def _claim(self, store: tuple[str, int]) -> str:
@@ -168,8 +173,8 @@ class Transport(ABC):
             return
         try:
             self._send(world, peer, ticket, encoded, max(timeout_s, LEAST_TIMEOUT_S))
-        except (RuntimeError, OSError) as error:
-            failure = Unknown(first_line(error))
+        except (RuntimeError, ConnectionError) as error:
+            failure = (Failed if isinstance(error, ConnectionError) else Unknown)(first_line(error))
             self._settle(ticket, lambda: failure)
         finally:
             self._step_out()

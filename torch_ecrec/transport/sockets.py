@@ -256,7 +256,7 @@ class Connection:
             self._push()
 
     def send(self, frame: Frame) -> None:
-        """Returns at once. Raises OSError if the connection has ended."""
+        """Returns at once. Raises ConnectionError, and sends nothing, if the connection has ended."""
         with self._lock:
             if self._ended:
                 raise ConnectionError("the connection ended")
@@ -315,15 +315,15 @@ class Channel:
         self._connection = Connection(self._sock, transport.sender)
         self._lock = threading.Lock()  # guards all below
         self._calls: dict[int, tuple[float, Frame]] = {}  # ticket -> when its time is up, what is sent
-        self._ended = False
+        self._ended = ""  # why, once it has
         threading.Thread(target=self._run, name=f"to {peer}", daemon=True).start()
 
     def call(self, ticket: int, encoded: Encoded, timeout_s: float) -> None:
-        """Raises OSError if it has ended."""
+        """Raises ConnectionError, and sends nothing, if it has ended."""
         frame = Frame(ticket, encoded)
         with self._lock:
             if self._ended:
-                raise ConnectionError(f"the connection to {self.peer} ended")
+                raise ConnectionError(self._ended)
             self._calls[ticket] = (time.monotonic() + timeout_s, frame)
         self._connection.send(frame)
 
@@ -356,14 +356,14 @@ class Channel:
                 self._on_answer(*answer)
         except (OSError, ValueError) as error:
             reason = first_line(error)
+        with self._lock:
+            self._ended = f"{self.peer}: {reason}"
+            calls, self._calls = self._calls, {}
         self._connection.end()
         self._sock.close()
-        with self._lock:
-            self._ended = True
-            calls, self._calls = self._calls, {}
-        kind = Unknown if connected else Failed
+        failure = (Unknown if connected else Failed)(self._ended)
         for ticket in calls:
-            self._transport._settle(ticket, lambda: kind(f"{self.peer}: {reason}"))
+            self._transport._settle(ticket, lambda: failure)
 
     def _on_answer(self, ticket: int, encoded: Encoded) -> None:
         with self._lock:
@@ -373,7 +373,7 @@ class Channel:
 
     @property
     def ended(self) -> bool:
-        return self._ended
+        return bool(self._ended)
 
 
 class Address:
@@ -516,7 +516,7 @@ class SocketTransport(Transport):
 
 def _way_back(connection: Connection, ticket: int) -> Callable[[Encoded], None]:
     def send(encoded: Encoded) -> None:
-        with contextlib.suppress(OSError):  # the caller is gone: nobody waits for it
+        with contextlib.suppress(ConnectionError):  # the caller is gone: nobody waits for it
             connection.send(Frame(ticket, encoded))
 
     return send

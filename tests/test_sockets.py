@@ -1,0 +1,294 @@
+"""The socket transport alone, two of them in this process: frames, strangers, peers that do not read."""
+
+import collections
+import itertools
+import logging
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import wait_until
+
+from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.transport import sockets, wire
+from torch_ecrec.transport.sockets import BUFFERS_MOST, DTYPES, HEADER, HELLO, MAGIC, Address, Frame, SocketTransport
+
+WAIT_S = 30.0
+PROMPTLY_S = 2.0
+
+
+class Pair:
+    """Transports a and b in one generation. b handles with `self.handle`, which a test may replace."""
+
+    def __init__(self) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.generations = itertools.count(1)
+        self.handle: Callable[[Any, Any], None] = lambda request, reply: reply(wire.Acknowledged(1))
+        self.a = SocketTransport("a", lambda request, reply: reply(wire.Acknowledged(0)))
+        self.b = SocketTransport("b", lambda request, reply: self.handle(request, reply))
+        self.generation = 0
+        self.form()
+
+    def form(self) -> None:
+        self.generation = next(self.generations)
+        with ThreadPoolExecutor(2) as threads:
+            joins = [
+                threads.submit(one.join, self.generation, ["a", "b"], ("127.0.0.1", self.store.port), WAIT_S)
+                for one in (self.a, self.b)
+            ]
+            for join in joins:
+                join.result(WAIT_S)
+
+    def start(self, request: wire.Request, timeout_s: float = WAIT_S) -> Callable[[], wire.Outcome]:
+        """Has a call b; what is returned waits for the outcome."""
+        ended = threading.Event()
+        outcomes: list[wire.Outcome] = []
+
+        def done(outcome: wire.Outcome) -> None:
+            outcomes.append(outcome)
+            ended.set()
+
+        self.a.call("b", request, timeout_s, done)
+
+        def outcome() -> wire.Outcome:
+            assert ended.wait(timeout_s + WAIT_S), "`done` was not called"
+            (found,) = outcomes
+            return found
+
+        return outcome
+
+    def call(self, request: wire.Request, timeout_s: float = WAIT_S) -> wire.Outcome:
+        return self.start(request, timeout_s)()
+
+    def connect(self, key: bytes | None = None, generation: int | None = None) -> socket.socket:
+        """A connection of a stranger to b."""
+        address = self.b._address
+        sock = socket.create_connection(address.place, WAIT_S)
+        sock.sendall(HELLO.pack(MAGIC, key or address.key, generation or self.generation))
+        return sock
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    try:
+        yield pair
+    finally:
+        pair.a.close()
+        pair.b.close()
+
+
+def lookup(parts: list[torch.Tensor], slot: int = 0) -> wire.Lookup:
+    """A request that carries tensors."""
+    return wire.Lookup(slot, 0, 1, 0, parts)
+
+
+def tensors(many: int, size: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(many + size)
+    return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for _ in range(many)]
+
+
+@pytest.mark.parametrize(
+    ("many", "size"), [(1, 40_000_000), (3, 3_000_000), (2 * BUFFERS_MOST + 7, 1000), (BUFFERS_MOST - 1, 1), (5, 0)]
+)
+def test_tensors_arrive_as_they_are(pair: Pair, many: int, size: int) -> None:
+    """More than a socket takes at once, more than one system call takes, and nothing at all."""
+    sent = tensors(many, size)
+    got: list[torch.Tensor] = []
+
+    def handle(request: wire.Lookup, reply: Any) -> None:
+        got.extend(request.positions)
+        reply(wire.Rows(request.positions))
+
+    pair.handle = handle
+    request = lookup(sent)
+    outcome = pair.call(request)
+    assert isinstance(outcome, wire.Ok), outcome
+    assert all(map(torch.equal, got, sent)) and len(got) == many
+    assert all(map(torch.equal, outcome.answer.weights, sent)) and len(outcome.answer.weights) == many
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (5, 3)], ids=str)
+def test_types_and_shapes(pair: Pair, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    sent = (torch.arange(15)[: torch.Size(shape).numel()].reshape(shape) % 2).to(dtype)
+    outcome = pair.call(lookup([sent]))
+    assert isinstance(outcome, wire.Ok), outcome
+    (got,) = outcome.answer.weights
+    assert got.dtype == dtype and got.shape == sent.shape and torch.equal(got, sent)
+
+
+def test_calls_of_many_threads_keep_apart(pair: Pair) -> None:
+    """Large and small ones on one connection, both ways."""
+    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    parts = [tensors(1 + i % 3, (10, 1000, 3_000_000)[i % 3]) for i in range(24)]
+
+    def one(i: int) -> bool:
+        outcome = pair.call(lookup(parts[i]))
+        assert isinstance(outcome, wire.Ok), outcome
+        return all(map(torch.equal, outcome.answer.weights, parts[i]))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(one, range(24)))
+    assert not pair.a._calls
+
+
+def test_one_listens_where_the_coordinator_is_reached(pair: Pair) -> None:
+    assert pair.a._address.place[0] == "127.0.0.1"
+    assert Address.parse(str(pair.a._address)).place == pair.a._address.place
+    with pytest.raises(ClusterUnavailable, match="cannot listen"):
+        SocketTransport("c", lambda request, reply: None).join(1, ["c"], ("nowhere.invalid", 1), 1)
+
+
+def read_end(sock: socket.socket) -> bytes:
+    """What a stranger gets before its connection is closed."""
+    got = b""
+    try:
+        while part := sock.recv(1000):
+            got += part
+    except ConnectionResetError:
+        pass
+    return got
+
+
+def plain(message: Any) -> bytes:
+    data = pickle.dumps(message)
+    return HEADER.pack(MAGIC, len(data), 7) + data
+
+
+@pytest.mark.parametrize(
+    ("sends", "says"),
+    [
+        (b"x" * 100, "not a frame"),
+        (HEADER.pack(b"GET ", 10, 1), "not a frame"),
+        (HEADER.pack(MAGIC, 1 << 30, 1), "not a frame"),
+        (HEADER.pack(MAGIC, 5, 1) + b"abcde", "not a message"),
+        (plain(collections.OrderedDict()), "plain values only, got collections.OrderedDict"),
+        (plain(("Versions", (print,))), "plain values only, got builtins.print"),
+    ],
+)
+def test_what_is_no_frame_ends_its_connection_only(
+    pair: Pair, sends: bytes, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), pair.connect() as sock:
+        sock.sendall(sends)
+        assert read_end(sock) == b""
+        wait_until(lambda: says in caplog.text, PROMPTLY_S, says)
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+
+
+@pytest.mark.parametrize("handled", [False, True], ids=["strangers", "a member"])
+def test_who_has_not_got_the_key_or_the_generation_is_not_heard(pair: Pair, handled: bool) -> None:
+    requests: list[Any] = []
+
+    def handle(request: Any, reply: Any) -> None:
+        requests.append(request)
+        reply(wire.Acknowledged(1))
+
+    pair.handle = handle
+    request = bytes(Frame(7, ("Versions", (0, 0, 0))).parts[0])
+    hellos: list[dict[str, Any]] = [{}] if handled else [{"key": bytes(16)}, {"generation": pair.generation + 1}]
+    for hello in hellos:
+        with pair.connect(**hello) as sock:
+            sock.sendall(request)
+            if handled:
+                assert sock.recv(HEADER.size)[:4] == MAGIC
+            else:
+                assert read_end(sock) == b""
+    assert len(requests) == handled
+
+
+def test_a_hello_that_does_not_come_holds_nothing_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "HELLO_S", 0.2)
+    with socket.create_connection(pair.b._address.place, WAIT_S) as sock:
+        assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+        assert read_end(sock) == b""
+
+
+@pytest.fixture
+def deaf() -> Iterator[socket.socket]:
+    """It takes connections, and reads nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def test_a_peer_that_does_not_read(pair: Pair, deaf: socket.socket) -> None:
+    """Calls end in time, nothing is kept for it, and what was sent in part is not gone on with."""
+    real = pair.a._addresses["b"]
+    pair.a._addresses["b"] = Address("127.0.0.1", deaf.getsockname()[1], real.key)
+    payload = torch.zeros(40_000_000, dtype=torch.uint8)
+    started_s = time.monotonic()
+    outcomes = [pair.start(lookup([payload]), 0.5) for _ in range(3)]
+    assert time.monotonic() - started_s < 0.5, "`call` returns at once"
+    assert {type(outcome()) for outcome in outcomes} == {wire.Unknown}
+    assert time.monotonic() - started_s < 0.5 + PROMPTLY_S
+    (channel,) = pair.a._channels.values()
+    wait_until(lambda: channel.ended, PROMPTLY_S, "a frame was sent in part: its connection ends")
+    assert not channel._connection._waiting
+
+    pair.a._addresses["b"] = real
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok), "the next call makes a new connection"
+
+
+def test_a_call_that_was_not_begun_is_not_sent_when_its_time_is_up(pair: Pair) -> None:
+    """b reads again before the connection ends: the first call arrives, the one behind it does not."""
+    go, got = threading.Event(), []
+
+    def handle(request: Any, reply: Any) -> None:
+        got.append(request.slot)
+        go.wait(WAIT_S)
+        reply(wire.Acknowledged(1))
+
+    pair.handle = handle
+    first = pair.start(wire.Versions(0, 0))
+    wait_until(lambda: bool(got), PROMPTLY_S, "b is busy, and does not read")
+    second = pair.start(lookup([torch.zeros(40_000_000, dtype=torch.uint8)], slot=1))
+    third = pair.start(wire.Versions(2, 0), 0.3)
+    assert isinstance(third(), wire.Unknown)
+    go.set()
+    assert isinstance(first(), wire.Ok) and isinstance(second(), wire.Ok)
+    assert isinstance(pair.call(wire.Versions(3, 0)), wire.Ok)
+    assert got == [0, 1, 3]
+
+
+def test_nobody_there_is_a_failed_call(pair: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    pair.a._addresses["b"] = Address("127.0.0.1", port, bytes(16))
+    outcome = pair.call(wire.Versions(0, 0))
+    assert isinstance(outcome, wire.Failed) and "refused" in outcome.reason
+
+
+def test_a_generation_ends_the_connections_of_the_one_before(pair: Pair) -> None:
+    kept: list[Any] = []
+    pair.handle = lambda request, reply: kept.append(reply)
+    waiting = pair.start(wire.Versions(0, 0))
+    wait_until(lambda: bool(kept), PROMPTLY_S, "b has the request")
+    (before,) = pair.b._inbound
+    pair.form()
+    outcome = waiting()
+    assert isinstance(outcome, wire.Unknown) and "generation 1 ended" in outcome.reason
+    kept[0](wire.Acknowledged(1))  # nobody hears it
+    pair.handle = lambda request, reply: reply(wire.Acknowledged(2))
+    assert pair.call(wire.Versions(0, 0)) == wire.Ok(wire.Acknowledged(2))
+    wait_until(lambda: before.sock.fileno() == -1, PROMPTLY_S, "the connection before is closed")
+
+
+def test_nothing_is_left_behind() -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    pair = Pair()
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+    for _ in range(5):
+        pair.form()
+        assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+    pair.a.close()
+    pair.b.close()
+    wait_until(lambda: {t.name for t in threading.enumerate()} <= before, PROMPTLY_S, "its threads end")
