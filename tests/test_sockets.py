@@ -18,7 +18,18 @@ from conftest import wait_until
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import sockets, wire
-from torch_ecrec.transport.sockets import BUFFERS_MOST, DTYPES, HEADER, HELLO, MAGIC, Address, Frame, SocketTransport
+from torch_ecrec.transport.sockets import (
+    BUFFER_BYTES,
+    BUFFERS_MOST,
+    DTYPES,
+    HEADER,
+    HELLO,
+    MAGIC,
+    Address,
+    Frame,
+    FrameReader,
+    SocketTransport,
+)
 
 WAIT_S = 30.0
 PROMPTLY_S = 2.0
@@ -159,6 +170,41 @@ def read_end(sock: socket.socket) -> bytes:
     return got
 
 
+@pytest.mark.parametrize("piece", [1, 7, 1000, 100_000_000])
+def test_frames_in_pieces_and_several_at_once(piece: int) -> None:
+    """However the bytes are cut on their way. Messages that are larger than the buffer, too."""
+    sizes = [[], [3], [0, 5], [BUFFER_BYTES + 1, 1], [2, BUFFER_BYTES - 40, 0, 9], [1] * 700] * 2
+    messages = [("Rows", (tensors(1, 4) * i, [torch.arange(n) for n in each])) for i, each in enumerate(sizes)]
+    messages.append(("Refused", ("x" * 3 * BUFFER_BYTES,)))
+    sent = b"".join(bytes(part) for i, message in enumerate(messages) for part in Frame(i, message).parts)
+    if piece == 1:
+        sent = sent[:20_000]
+    here, there = socket.socketpair()
+    with here, there:
+
+        def send() -> None:
+            for i in range(0, len(sent), piece):
+                here.sendall(sent[i : i + piece])
+            here.shutdown(socket.SHUT_WR)
+
+        threading.Thread(target=send).start()
+        reader = FrameReader(there)
+        for i, (kind, values) in enumerate(messages):
+            if piece == 1 and i == 3:
+                with pytest.raises(ConnectionError):
+                    reader.read()
+                return
+            frame = reader.read()
+            assert frame is not None
+            ticket, (got_kind, got) = frame
+            assert (ticket, got_kind) == (i, kind)
+            if kind == "Rows":
+                assert all(map(torch.equal, [*got[0], *got[1]], [*values[0], *values[1]]))
+            else:
+                assert got == values
+        assert reader.read() is None
+
+
 def plain(message: Any) -> bytes:
     data = pickle.dumps(message)
     return HEADER.pack(MAGIC, len(data), 7) + data
@@ -265,6 +311,27 @@ def test_nobody_there_is_a_failed_call(pair: Pair) -> None:
     pair.a._addresses["b"] = Address("127.0.0.1", port, bytes(16))
     outcome = pair.call(wire.Versions(0, 0))
     assert isinstance(outcome, wire.Failed) and "refused" in outcome.reason
+
+
+def test_a_connection_that_comes_too_late_is_not_kept(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generation ends while it is made."""
+    go, made = threading.Event(), []
+
+    class Slow(socket.socket):
+        def connect(self, place: Any) -> None:
+            made.append(self)
+            assert go.wait(WAIT_S)
+            super().connect(place)
+
+    monkeypatch.setattr(sockets.socket, "socket", Slow)
+    waiting = pair.start(wire.Versions(0, 0))
+    wait_until(lambda: bool(made), PROMPTLY_S, "it is being made")
+    monkeypatch.undo()
+    pair.form()
+    assert isinstance(waiting(), wire.Unknown)
+    go.set()
+    wait_until(lambda: made[0].fileno() == -1, PROMPTLY_S, "it is closed")
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
 
 
 def test_a_generation_ends_the_connections_of_the_one_before(pair: Pair) -> None:

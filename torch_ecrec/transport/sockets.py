@@ -51,6 +51,7 @@ KEY_BYTES = 16
 HELLO = struct.Struct(f"<4s{KEY_BYTES}sQ")  # magic, key, generation
 HEADER = struct.Struct("<4sIQ")  # magic, bytes of the message, ticket
 MESSAGE_MOST_BYTES = 64 << 20  # without tensors
+BUFFER_BYTES = 1 << 14
 BUFFERS_MOST = 512  # in one system call; Linux takes 1024
 CONNECT_S = 5.0
 HELLO_S = 10.0
@@ -129,25 +130,26 @@ class Frame:
     def send_to(self, sock: socket.socket) -> bool:
         """Sends as much as goes without waiting. True: all of it. Raises OSError."""
         while self.parts:
-            buffers = self.parts if len(self.parts) <= BUFFERS_MOST else [self.parts[i] for i in range(BUFFERS_MOST)]
             try:
-                sent = sock.sendmsg(buffers, (), socket.MSG_DONTWAIT)
+                sent = sock.sendmsg(_at_once(self.parts), (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
             self.begun = True
-            while sent and sent >= len(self.parts[0]):
-                sent -= len(self.parts.popleft())
-            if sent:
-                self.parts[0] = self.parts[0][sent:]
+            _advance(self.parts, sent)
         return True
 
 
 class FrameReader:
-    """Reads frames, one after the other, from a connection."""
+    """Reads frames, one after the other, from a connection.
+
+    What comes first of a frame is read together, with some bytes of its tensors perhaps: every system call may have to
+    wait for the interpreter's lock.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._scratch = bytearray(4096)
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._begin = self._end = 0  # what of the buffer has come and is not used
 
     def read(self) -> tuple[int, Encoded] | None:
         """The next ticket and message; waits for it. None when the connection has ended between two frames.
@@ -156,17 +158,14 @@ class FrameReader:
             OSError: it ended within one.
             ValueError: what arrives is not a frame.
         """
-        view = memoryview(self._scratch)
-        if not self._fill([view[: HEADER.size]], may_end=True):
+        if not self._have(HEADER.size):
             return None
-        magic, size, ticket = HEADER.unpack_from(view)
+        magic, size, ticket = HEADER.unpack(self._take(HEADER.size))
         if magic != MAGIC or size > MESSAGE_MOST_BYTES:
             raise ValueError("not a frame")
-        if size > len(self._scratch):
-            self._scratch = bytearray(size)
-            view = memoryview(self._scratch)
-        self._fill([view[:size]])
-        unpickler = _Unpickler(io.BytesIO(view[:size]))
+        if not self._have(size):
+            raise ConnectionError("the connection ended")
+        unpickler = _Unpickler(io.BytesIO(self._take(size)))
         try:
             message: Encoded = unpickler.load()
         except (pickle.UnpicklingError, EOFError, IndexError, TypeError, RuntimeError) as error:
@@ -174,24 +173,55 @@ class FrameReader:
         self._fill([_memory(tensor) for tensor in unpickler.tensors if tensor.numel()])
         return ticket, message
 
-    def _fill(self, buffers: list[memoryview], may_end: bool = False) -> bool:
-        """Fills all of them; False if the connection ended before the first byte, where that may be."""
-        first = True
-        while buffers:
-            got = self._sock.recvmsg_into(buffers[:BUFFERS_MOST], 0, socket.MSG_WAITALL)[0]
+    def _have(self, size: int) -> bool:
+        """Waits until so many bytes are in the buffer. False if the connection ended before the first of them."""
+        if self._begin + size > len(self._buffer):
+            rest = bytes(self._buffer[self._begin : self._end])
+            if size > len(self._buffer):
+                self._buffer = memoryview(bytearray(size))
+            self._buffer[: len(rest)] = rest
+            self._begin, self._end = 0, len(rest)
+        while self._end - self._begin < size:
+            got = self._sock.recv_into(self._buffer[self._end :])
             if got == 0:
-                if first and may_end:
+                if self._begin == self._end:
                     return False
                 raise ConnectionError("the connection ended")
-            first = False
-            whole = 0
-            while whole < len(buffers) and got >= len(buffers[whole]):
-                got -= len(buffers[whole])
-                whole += 1
-            del buffers[:whole]
-            if got:
-                buffers[0] = buffers[0][got:]
+            self._end += got
         return True
+
+    def _take(self, size: int) -> memoryview:
+        taken = self._buffer[self._begin : self._begin + size]
+        self._begin += size
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        return taken
+
+    def _fill(self, memories: list[memoryview]) -> None:
+        """Fills all of them: from the buffer, then from the socket."""
+        rest = deque(memories)
+        while rest and self._begin < self._end:
+            taken = self._take(min(len(rest[0]), self._end - self._begin))
+            rest[0][: len(taken)] = taken
+            _advance(rest, len(taken))
+        while rest:
+            got = self._sock.recvmsg_into(_at_once(rest), 0, socket.MSG_WAITALL)[0]
+            if got == 0:
+                raise ConnectionError("the connection ended")
+            _advance(rest, got)
+
+
+def _at_once(memories: deque[memoryview]) -> Sequence[memoryview]:
+    """As many of the first ones as a system call takes."""
+    return memories if len(memories) <= BUFFERS_MOST else [memories[i] for i in range(BUFFERS_MOST)]
+
+
+def _advance(memories: deque[memoryview], size: int) -> None:
+    """Takes the first bytes away."""
+    while size and size >= len(memories[0]):
+        size -= len(memories.popleft())
+    if size:
+        memories[0] = memories[0][size:]
 
 
 # connections ----------------------------------------------------------------------------------------
@@ -202,10 +232,11 @@ class Sender:
 
     Args:
         sweep: called every `SWEEP_S`.
+        on_error: gets what goes wrong; the thread goes on.
     """
 
-    def __init__(self, sweep: Callable[[], None]) -> None:
-        self._sweep = sweep
+    def __init__(self, sweep: Callable[[], None], on_error: Callable[[BaseException], None]) -> None:
+        self._sweep, self._on_error = sweep, on_error
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -225,12 +256,15 @@ class Sender:
     def _run(self) -> None:
         next_s = 0.0
         while not self._ends:
-            for key, _ in self._selector.select(SWEEP_S):
-                if key.data is not None:
-                    key.data.flush()
-            if time.monotonic() >= next_s:
-                self._sweep()
-                next_s = time.monotonic() + SWEEP_S
+            try:
+                for key, _ in self._selector.select(SWEEP_S):
+                    if key.data is not None:
+                        key.data.flush()
+                if time.monotonic() >= next_s:
+                    next_s = time.monotonic() + SWEEP_S
+                    self._sweep()
+            except Exception as error:  # the seam: what is left to send must not wait for ever
+                self._on_error(error)
         self._selector.close()
         self._wake.close()
         self._woken.close()
@@ -250,8 +284,10 @@ class Connection:
         self._started = self._watched = self._ended = False
 
     def start(self) -> None:
-        """It is connected."""
+        """It is connected. Raises ConnectionError if it was ended before it was."""
         with self._lock:
+            if self._ended:
+                raise ConnectionError("the connection ended")
             self._started = True
             self._push()
 
@@ -407,7 +443,7 @@ class SocketTransport(Transport):
 
     def __init__(self, name: str, handle: Handler, on_error: Callable[[BaseException], None] | None = None) -> None:
         super().__init__(name, handle, on_error)
-        self.sender = Sender(self._sweep)
+        self.sender = Sender(self._sweep, self._report)
         self._listener: socket.socket | None = None
         self._address = Address("", 0, b"")
         self._addresses: dict[str, Address] = {}  # of the members
