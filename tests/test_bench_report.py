@@ -132,7 +132,8 @@ def test_the_documents(source: Path, tmp_path: Path) -> None:
     text = (out / "performance.md").read_text()
     assert text.startswith(MADE_BY) and text.endswith("## Notes\n\nby hand\n")
     assert (
-        "**Not measured**: train-embedding-heavy-codes.json, train-uniform.json, train-criteo.json,"
+        "**Not measured**: train-embedding-heavy-codes.json, train-embedding-heavy-transports.json, train-uniform.json,"
+        " train-criteo.json,"
         " recovery-uniform.json were missing." in text
     )
     assert "there was no train-uniform.json. `torch-ecrec bench train --shape uniform` makes it." in text
@@ -254,4 +255,4 @@ def test_it_reads_what_the_benchmarks_write() -> None:
     row = recovery.summary(recovery.Case(1.0, 0.0, False), [dict.fromkeys(recovery.FIGURES, 1.0)])
     assert {*report.RECOVERY, *report.RATES} <= set(row)
     shapes = set(importlib.import_module("torch_ecrec.bench.workload").SHAPES)
-    assert set(report.SHAPES) == shapes | {"embedding-heavy-codes"}
+    assert set(report.SHAPES) == shapes | {"embedding-heavy-codes", "embedding-heavy-transports"}

@@ -5,6 +5,8 @@ import itertools
 import logging
 import pickle
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import wait_until
+from conftest import ROOT, wait_until
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import sockets, wire
@@ -359,3 +361,37 @@ def test_nothing_is_left_behind() -> None:
     pair.a.close()
     pair.b.close()
     wait_until(lambda: {t.name for t in threading.enumerate()} <= before, PROMPTLY_S, "its threads end")
+
+
+EXITS = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import torch.distributed as dist
+from torch_ecrec.transport import wire
+from torch_ecrec.transport.sockets import SocketTransport
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+a = SocketTransport("a", lambda request, reply: None)
+b = SocketTransport("b", lambda request, reply: reply(wire.Rows([part + 1 for part in request.positions])))
+with ThreadPoolExecutor(2) as threads:
+    list(threads.map(lambda one: one.join(1, ["a", "b"], ("127.0.0.1", store.port), 30), (a, b)))
+answers = 0
+
+def again(outcome=None):
+    global answers
+    answers += outcome is not None
+    if outcome is None or isinstance(outcome, wire.Ok):
+        a.call("b", wire.Lookup(0, 0, 1, 0, [torch.zeros(20_000) for _ in range(20)]), 10, again)
+
+for _ in range(6):
+    again()
+while answers < 100:
+    time.sleep(0.01)
+"""
+
+
+def test_a_process_ends_in_the_middle_of_calls() -> None:
+    """Without `close`. A thread that is inside torch when the interpreter ends would abort it."""
+    run = subprocess.run([sys.executable, "-c", EXITS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (0, "")

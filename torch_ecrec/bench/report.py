@@ -31,8 +31,16 @@ from torch_ecrec.config import require
 
 MADE_BY = "Made by `torch-ecrec bench report`; do not edit."
 BEGIN, END = "<!-- begin generated -->", "<!-- end generated -->"
-# The second holds the codes that the first leaves no memory for (`--label codes`).
-SHAPES = ("embedding-heavy", "embedding-heavy-codes", "uniform", "multi-hot", "paper", "criteo")
+# The second and third hold what the first leaves no memory for (`--label codes`, `--label transports`).
+SHAPES = (
+    "embedding-heavy",
+    "embedding-heavy-codes",
+    "embedding-heavy-transports",
+    "uniform",
+    "multi-hot",
+    "paper",
+    "criteo",
+)
 RECOVERIES = ("recovery", "recovery-uniform")  # the second with `--label uniform --zipf 0`
 NAMES = (*(f"train-{shape}" for shape in SHAPES), *RECOVERIES, "codec", "scaling")
 KINDS = ("lookup", "push", "fold", "snapshot", "other")  # of bytes sent
@@ -393,7 +401,8 @@ HOW = """\
 `torchrec:tuned`: with the malloc setting that our processes give themselves; `torchrec+ckpt`: saving itself every so
 many steps. `none`: our 3 servers without protection. `k2r1`, `k4r1`, ...: our servers with that (k, r) code, one for
 each of the k + r members of a stripe; `+snap`: with a snapshot of the dense model after every step; `:bf16`: rows and
-gradients travel as bfloat16. All train the same model from the same seed on the same batches.
+gradients travel as bfloat16; `:rpc`: over torch.distributed.rpc rather than our own sockets. All train the same model
+from the same seed on the same batches.
 
 **How.** All systems of a shape are started, then take turns: a block of steps each, again and again, while the others
 wait. Noise that comes and goes meets all of them, so ratios hold where times do not. A block ends when everything sent

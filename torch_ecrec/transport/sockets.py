@@ -11,6 +11,8 @@
 A connection is made at the first call to a member of a generation, and ends with the generation. Whoever sends writes
 to the socket itself as far as that goes without waiting; one thread, the sender's, writes what is left.
 
+No thread outlives the interpreter: one that is inside torch when it ends aborts the process.
+
 Each process listens at the address from which it reaches the coordinator (loopback, if that is there). Its *key*, drawn
 at random and told through the store, is asked of who connects: an address may belong to somebody else meanwhile. It
 keeps out mistakes; it is no protection against who reads the network. Of what arrives only plain values and tensors are
@@ -19,7 +21,9 @@ built: no class, no function.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import hmac
 import io
 import logging
@@ -55,6 +59,7 @@ BUFFER_BYTES = 1 << 14
 BUFFERS_MOST = 512  # in one system call; Linux takes 1024
 CONNECT_S = 5.0
 HELLO_S = 10.0
+END_S = 5.0  # for all threads, each of which may be in a `handle` or a `done`
 SWEEP_S = 0.1  # how often calls are looked at whose time may be up
 DTYPES = (
     torch.float32,
@@ -241,7 +246,6 @@ class Sender:
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._ends = False
-        threading.Thread(target=self._run, name="sender", daemon=True).start()
 
     def watch(self, connection: Connection) -> None:
         self._selector.register(connection.sock, selectors.EVENT_WRITE, connection)
@@ -253,7 +257,8 @@ class Sender:
         self._ends = True
         self._wake.send(b"x")
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """What its thread does, until `close`."""
         next_s = 0.0
         while not self._ends:
             try:
@@ -352,7 +357,6 @@ class Channel:
         self._lock = threading.Lock()  # guards all below
         self._calls: dict[int, tuple[float, Frame]] = {}  # ticket -> when its time is up, what is sent
         self._ended = ""  # why, once it has
-        threading.Thread(target=self._run, name=f"to {peer}", daemon=True).start()
 
     def call(self, ticket: int, encoded: Encoded, timeout_s: float) -> None:
         """Raises ConnectionError, and sends nothing, if it has ended."""
@@ -376,7 +380,8 @@ class Channel:
     def end(self) -> None:
         self._connection.end()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """What its thread does: connects, and reads answers until the end."""
         connected = False
         reason = "the connection ended"
         try:
@@ -443,12 +448,28 @@ class SocketTransport(Transport):
 
     def __init__(self, name: str, handle: Handler, on_error: Callable[[BaseException], None] | None = None) -> None:
         super().__init__(name, handle, on_error)
+        self._threads: set[threading.Thread] = set()  # guarded by _gate
         self.sender = Sender(self._sweep, self._report)
+        self._start(self.sender.run, "sender")
+        atexit.register(self.close)
         self._listener: socket.socket | None = None
         self._address = Address("", 0, b"")
         self._addresses: dict[str, Address] = {}  # of the members
         self._channels: dict[str, Channel] = {}  # by callee; with the inbound ones guarded by _gate
         self._inbound: set[Connection] = set()
+
+    def _start(self, action: Callable[[], None], name: str) -> None:
+        def run() -> None:
+            try:
+                action()
+            finally:
+                with self._gate:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._gate:
+            self._threads.add(thread)
+        thread.start()
 
     # to others --------------------------------------------------------------------------------------
 
@@ -459,6 +480,7 @@ class SocketTransport(Transport):
             channel = self._channels.get(peer)
             if channel is None or channel.ended:
                 channel = self._channels[peer] = Channel(self, peer, self._addresses[peer], world.generation)
+                self._start(channel.run, f"to {peer}")
         channel.call(ticket, encoded, timeout_s)
 
     def _sweep(self) -> None:
@@ -476,7 +498,7 @@ class SocketTransport(Transport):
                 sock, _ = listener.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=self._read, args=(sock,), name="from a caller", daemon=True).start()
+            self._start(functools.partial(self._read, sock), "from a caller")
 
     def _read(self, sock: socket.socket) -> None:
         """Serves one caller as long as its connection lasts."""
@@ -523,7 +545,7 @@ class SocketTransport(Transport):
             except OSError as error:
                 raise ClusterUnavailable(f"cannot listen for other members: {error}") from error
             self._address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(KEY_BYTES))
-            threading.Thread(target=self._accept, args=(self._listener,), name="accept", daemon=True).start()
+            self._start(functools.partial(self._accept, self._listener), "accept")
         return str(self._address)
 
     def _open(self, world: World, shared: Store, said: Sequence[str], deadline_s: float) -> None:
@@ -548,6 +570,12 @@ class SocketTransport(Transport):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             self._listener = None
+        until_s = time.monotonic() + END_S
+        with self._gate:
+            threads = self._threads - {threading.current_thread()}
+        for thread in threads:
+            thread.join(max(until_s - time.monotonic(), 0))
+        atexit.unregister(self.close)
 
 
 def _way_back(connection: Connection, ticket: int) -> Callable[[Encoded], None]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import heapq
 import threading
 import time
 from collections.abc import Callable
+
+END_S = 5.0
 
 
 class Timers:
@@ -21,7 +24,9 @@ class Timers:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._closed = False
-        threading.Thread(target=self._run, name="timers", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="timers", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         with self._changed:
@@ -30,10 +35,13 @@ class Timers:
             self._changed.notify()
 
     def close(self) -> None:
-        """What is not due yet is not done."""
+        """What is not due yet is not done. Waits for what is being done, unless that calls this."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(END_S)
+        atexit.unregister(self.close)
 
     def _run(self) -> None:
         while True:
