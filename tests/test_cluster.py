@@ -24,7 +24,7 @@ from cluster_child import Orders
 from conftest import ROOT
 
 import torch_ecrec
-from torch_ecrec.config import CodeSpec
+from torch_ecrec.config import TRANSPORTS, CodeSpec
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.launch import Supervisor
 from torch_ecrec.transport.control import ControlClient
@@ -183,13 +183,17 @@ def test_the_undisturbed_run(undisturbed: list[dict[str, Any]]) -> None:
     check(undisturbed, undisturbed, parities=1)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_server_is_replaced_and_comes_back_as_a_spare(
-    tmp_path: Path, undisturbed: list[dict[str, Any]]
+    tmp_path: Path, undisturbed: list[dict[str, Any]], transport: str
 ) -> None:
-    """The spare takes the slot; the process that is started again joins in a new RPC generation while training goes
-    on, and takes the slot that is lost next."""
+    """The spare takes the slot; the process that is started again joins in a new generation while training goes on, and
+    takes the slot that is lost next."""
     first, second = 20, 90
-    with cluster(tmp_path, CodeSpec(3, 2, 1), spares=1, steps=STEPS, hold=(first, second), pause_s=0.1) as running:
+    environment = {"TORCH_ECREC_TRANSPORT": transport}
+    orders: dict[str, Any] = {"steps": STEPS, "hold": (first, second), "pause_s": 0.1}
+    with cluster(tmp_path, CodeSpec(3, 2, 1), spares=1, environment=environment, **orders) as running:
+        assert running.supervisor.status()["transport"] == transport
         trainer = running.children[0]
         assert trainer.expect("held") == f"step {first}"
         known = {member["pid"] for member in running.supervisor.status()["members"]}

@@ -346,6 +346,14 @@ def test_the_joining_of_trainers_and_the_regathering_of_a_coordinator_are_kept_a
     assert (of_trainer.rejoined_s, of_coordinator.rejoined_s) == (7.2, 8.0) and record.settled
 
 
+def test_a_trainer_that_ends_by_itself_is_told() -> None:
+    """Also after its last step, when it has left: torchrun starts all again, and nothing else is seen of it."""
+    record = watched()
+    record.on_message(joined(9.0, "trainer-1_2", 211))
+    (told,) = record.unexpected
+    assert told == "a trainer ended by itself: trainer-1_2 was started again"
+
+
 def test_a_loss_that_is_not_ours_is_told() -> None:
     record = recorded()
     assert record.unexpected == []

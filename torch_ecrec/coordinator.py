@@ -657,6 +657,7 @@ class Coordinator:
         return {
             "version": torch_ecrec.__version__,
             "code": self._code_json(),
+            "transport": self.transport,
             "generation": self.generation,
             "epoch": self.epoch,
             "era": self.era,

@@ -135,7 +135,8 @@ class Record:
         self.loss = math.nan  # the last that was reported
         self.kills: list[Kill] = []
         self.may_be_lost: set[str] = set()  # members that we stopped for so long that they may be taken for lost
-        self.unexpected: list[str] = []  # losses of slots that are not our doing
+        self.unexpected: list[str] = []  # losses that are not our doing
+        self._ranks: set[int] = set()  # of trainers that have joined
         self.fatal: Message | None = None  # kind and reason
         self.status: Message = {}  # the last
         self.status_count = 0
@@ -162,8 +163,12 @@ class Record:
     def _on_event(self, message: Message) -> None:
         event, time_s = message["event"], message["time_s"]
         if event == "joined":
+            rejoins = self.pids.get(message["member"]) == message["pid"]  # at another coordinator
             self.pids[message["member"]] = message["pid"]
             if message["role"] == "trainer":
+                if not rejoins and message["rank"] in self._ranks and not self._trainers_may_be_lost:
+                    self.unexpected.append(f"a trainer ended by itself: {message['member']} was started again")
+                self._ranks.add(message["rank"])
                 self.trainers[message["rank"]] = message["member"]
                 if len(self.trainers) == len(self.steps):
                     self._mark("rejoined_s", time_s, after="detected_s")
@@ -220,6 +225,12 @@ class Record:
         for kill in kills:
             setattr(kill, what, time_s)
         return kills
+
+    @property
+    def _trainers_may_be_lost(self) -> bool:
+        """By our doing, once in this run: torchrun may start them again more than once then."""
+        stopped = any(name.startswith("trainer") for name in self.may_be_lost)
+        return stopped or any(kill.role == "trainer" for kill in self.kills)
 
     def target(self, role: str, number: int) -> str | None:
         """The member that hosts a slot, or is a trainer, if there is one at the moment."""
