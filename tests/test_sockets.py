@@ -307,6 +307,25 @@ def test_a_call_that_was_not_begun_is_not_sent_when_its_time_is_up(pair: Pair) -
     assert got == [0, 1, 3]
 
 
+def test_a_socket_that_fails_in_the_middle_of_a_frame_takes_no_more(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came behind half a frame would be read as the rest of it."""
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+    sends: list[int] = []
+
+    class Failing(Frame):
+        def send_to(self, sock: socket.socket) -> bool:
+            sends.append(sock.send(self.parts[0][:10]))
+            raise OSError("no memory")
+
+    monkeypatch.setattr(sockets, "Frame", Failing)
+    failed = pair.start(wire.Versions(0, 0))
+    assert isinstance(failed(), wire.Unknown) and sends == [10]
+    monkeypatch.undo()
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+
+
 def test_nobody_there_is_a_failed_call(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -358,8 +377,9 @@ def test_nothing_is_left_behind() -> None:
     for _ in range(5):
         pair.form()
         assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
-    pair.a.close()
-    pair.b.close()
+    for one in (pair.a, pair.b):
+        one.close()
+        one.close()
     wait_until(lambda: {t.name for t in threading.enumerate()} <= before, PROMPTLY_S, "its threads end")
 
 

@@ -254,8 +254,10 @@ class Sender:
         self._selector.unregister(connection.sock)
 
     def close(self) -> None:
-        self._ends = True
-        self._wake.send(b"x")
+        """Ends `run`. May be called again."""
+        if not self._ends:
+            self._ends = True
+            self._wake.send(b"x")
 
     def run(self) -> None:
         """What its thread does, until `close`."""
@@ -323,21 +325,25 @@ class Connection:
     def end(self) -> None:
         """Nothing is sent from now on; who reads from it finds its end. May be called again."""
         with self._lock:
-            if self._ended:
-                return
-            self._ended = True
-            self._waiting.clear()
-            if self._watched:
-                self._sender.unwatch(self)
-            with contextlib.suppress(OSError):  # not connected, or not any more
-                self.sock.shutdown(socket.SHUT_RDWR)
+            self._end()
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._waiting.clear()
+        if self._watched:
+            self._sender.unwatch(self)
+        with contextlib.suppress(OSError):  # not connected, or not any more
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def _push(self) -> None:
         try:
             while self._waiting and self._waiting[0].send_to(self.sock):
                 self._waiting.popleft()
-        except OSError:  # its reader notices, too, and tells
-            self._waiting.clear()
+        except OSError:  # the rest of a frame is missing; its reader tells why
+            self._end()
+            return
         left = bool(self._waiting)
         if left and not self._watched:
             self._sender.watch(self)
