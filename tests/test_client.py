@@ -1,5 +1,7 @@
 """A trainer's side: calls made again until they are answered, snapshots sent again, routes, and loading of values."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -293,3 +295,12 @@ def test_rows_asked_for_ahead_are_those_of_a_lookup_and_asked_for_once():
         assert session.step == 4
     for one, other in zip(weights[ahead], weights[plain], strict=True):
         assert all(map(torch.equal, one, other))
+
+
+def test_settings_reach_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local cluster gets those of the trainer that starts it, all but the address."""
+    mine = Settings(join="a:1", transport="rpc", wire="bfloat16", lease_s=3.5, window_steps=4, rebuild_bytes_per_s=0.0)
+    for name, value in mine.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCH_ECREC_JOIN", raising=False)
+    assert Settings.from_environment() == dataclasses.replace(mine, join=None)

@@ -286,3 +286,8 @@ class Settings:
                 except ValueError:
                     raise ValueError(f"TORCH_ECREC_{field.name.upper()} must be a number, got {text!r}") from None
         return Settings(**{**values, **overrides})
+
+    def environment(self) -> dict[str, str]:
+        """What gives another process the same settings, but for `join`: inverse of `from_environment`."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "join"]
+        return {f"TORCH_ECREC_{name.upper()}": str(getattr(self, name)) for name in names}

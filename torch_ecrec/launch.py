@@ -262,7 +262,7 @@ def connect(
     warm()
     own: Supervisor | None = None
     if settings.join is None:
-        own, address = _start_local(job, trainer, code or CodeSpec())
+        own, address = _start_local(job, trainer, code or CodeSpec(), settings)
         settings = dataclasses.replace(settings, join=address)
     clients: list[Client] = []
     sessions: list[Session] = []
@@ -340,8 +340,8 @@ def _end_soon(error: BaseException) -> None:
     timer.start()
 
 
-def _start_local(job: JobSpec, trainer: int, code: CodeSpec) -> tuple[Supervisor | None, str]:
-    """Trainer 0 starts a local cluster and tells the others its address."""
+def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings) -> tuple[Supervisor | None, str]:
+    """Trainer 0 starts a local cluster, of its own settings, and tells the others its address."""
     import torch.distributed as dist
 
     if job.trainers > 1 and not dist.is_initialized():
@@ -351,7 +351,7 @@ def _start_local(job: JobSpec, trainer: int, code: CodeSpec) -> tuple[Supervisor
             "trainers were started again, and the servers that they had started had ended with them: training begins at"
             " step 1. Servers that outlive trainers: torch-ecrec up, and TORCH_ECREC_JOIN"
         )
-    own = Supervisor(code, spares=1, restart=True) if trainer == 0 else None
+    own = Supervisor(code, spares=1, restart=True, environment=settings.environment()) if trainer == 0 else None
     if own is not None:
         atexit.register(own.close)
     address = [own.join if own is not None else ""]
