@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from cluster_child import job
-from conftest import MARK, ROOT, leftover, wait_for_none
+from conftest import MARK, ROOT, leftover, wait_for_none, wait_until
 
 import torch_ecrec
 from torch_ecrec import launch
@@ -226,11 +226,12 @@ class Command:
                 return match
 
     def wait_until(self, what: str, condition: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + LIMIT_S
-        while not condition():
-            assert self.process.poll() is None, f"ended before {what}: {self.err}"
-            assert time.monotonic() < end_s, f"not within {LIMIT_S:g} s: {what}"
-            time.sleep(0.02)
+        def met() -> bool:
+            holds = condition()
+            assert holds or self.process.poll() is None, f"ended before {what}: {self.err}"
+            return holds
+
+        wait_until(met, LIMIT_S, what)
 
     def interrupt(self, number: int = signal.SIGINT) -> int:
         """Ctrl-C: everything has ended `END_LIMIT_S` later. Returns the exit code."""

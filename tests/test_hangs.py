@@ -46,7 +46,7 @@ def test_a_server_that_hangs(tmp_path: Path, undisturbed: list[dict[str, Any]], 
             os.kill(pid, signal.SIGSTOP)
         try:
             trainer.tell("go")
-            wait_until(lambda: is_stopped(pid), test_cluster.LIMIT_S, "it stops")
+            wait_until(lambda: is_stopped(pid), test_cluster.LIMIT_S, "the fault fires: it stops")
             time.sleep(seconds)
         finally:
             os.kill(pid, signal.SIGCONT)

@@ -25,12 +25,12 @@ from transport_child import (
     PROMPT,
     RAISES,
     REQUEST_CLASSES,
-    TRANSPORTS,
     TWICE,
     same,
     sample,
 )
 
+from torch_ecrec.member import TRANSPORTS
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.encoding import ANSWERS, REQUESTS, decode, encode
 

@@ -30,12 +30,10 @@ import torch
 import torch.distributed as dist
 
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.member import TRANSPORTS
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.encoding import ANSWERS, REQUESTS
-from torch_ecrec.transport.rpc import RpcTransport
-from torch_ecrec.transport.sockets import SocketTransport
 
-TRANSPORTS = {"sockets": SocketTransport, "rpc": RpcTransport}
 PROMPT, LATE, NEVER, RAISES, BAD_ANSWER, TWICE, CLOSES = range(100, 107)
 REQUEST_CLASSES = [cls for name, cls in sorted(REQUESTS.items()) if cls is not wire.Request]
 ANSWER_CLASSES = [cls for name, cls in sorted(ANSWERS.items()) if cls is not wire.Answer]

@@ -16,13 +16,16 @@ import torch_ecrec
 from torch_ecrec.config import CodeSpec, Settings
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.transport.control import ControlClient
-from torch_ecrec.transport.generations import Handler, Transport
+from torch_ecrec.transport.generations import Transport
 from torch_ecrec.transport.node import Node
+from torch_ecrec.transport.rpc import RpcTransport
 from torch_ecrec.transport.sockets import SocketTransport
 from torch_ecrec.transport.timers import Timers
 from torch_ecrec.transport.wire import Outcome, Request
 
 log = logging.getLogger(__name__)
+
+TRANSPORTS: dict[str, type[Transport]] = {"sockets": SocketTransport, "rpc": RpcTransport}  # `config.TRANSPORTS`
 
 # which of the wire's messages carry what, for the figures of bytes sent
 KINDS = {
@@ -141,7 +144,7 @@ class Member:
             self.restarted = message["restarted"]
             self._code, self._life = message["code"], message["life"]
             self.node = self._make_node(self.name, self, CodeSpec(**self._code))
-            self.transport = make_transport(message["transport"], self.name, self.node.handle, self.on_error)
+            self.transport = TRANSPORTS[message["transport"]](self.name, self.node.handle, self.on_error)
             self._welcome.set()
         elif kind == "refused":
             self._refusal = message["kind"], message["reason"]
@@ -257,17 +260,6 @@ class Member:
         self._control.close()
 
 
-def make_transport(
-    kind: str, name: str, handle: Handler, on_error: Callable[[BaseException], None] | None
-) -> Transport:
-    """A transport of one of `config.TRANSPORTS`."""
-    if kind == "sockets":
-        return SocketTransport(name, handle, on_error)
-    from torch_ecrec.transport.rpc import RpcTransport  # heavy, and does not take a second agent in its process
-
-    return RpcTransport(name, handle, on_error)
-
-
 def join_message(**hello: Any) -> dict[str, Any]:
     """What a process says to join; `hello`: its role, and what else the coordinator wants to know of one."""
     return {"type": "join", "version": torch_ecrec.__version__, "pid": os.getpid(), **hello}
@@ -291,7 +283,7 @@ def rejoin_message(
         known: what its node knows (`Host.known`, `Client.known`).
         name, role, rank, code: as before; a server's rank is -1.
         life: of the coordinator before, as it said.
-        generation, world: the RPC world it is in, and who else is.
+        generation, world: the one it is in, and who else is.
         newest: the highest generation it was ever asked to join.
     """
     return {

@@ -39,7 +39,7 @@ Handler = Callable[[Request, Callable[[Answer], None]], None]
 log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # torch allows 128 characters, and the generation is added
-LEAST_TIMEOUT_S = 0.001
+LEAST_TIMEOUT_S = 0.001  # 0 would mean "no limit" to torch
 POLL_LEAST_S, POLL_MOST_S = 0.002, 0.02
 
 
@@ -329,7 +329,7 @@ class Transport(ABC):
         with self._gate:
             self._closed = True
         if getattr(self._callback, "runs", False):
-            threading.Thread(target=self.close, name="close", daemon=False).start()
+            threading.Thread(target=self.close, name="close", daemon=False).start()  # waited for at the end
             return
         with self._joining:
             self._leave()

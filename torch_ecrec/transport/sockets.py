@@ -428,7 +428,7 @@ class Address:
 
     def __init__(self, host: str, port: int, key: bytes) -> None:
         self.place, self.key = (host, port), key
-        self.family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.family = _family(host)
 
     def __str__(self) -> str:
         return f"{self.place[0]} {self.place[1]} {self.key.hex()}"
@@ -438,6 +438,10 @@ class Address:
         """Raises ValueError."""
         host, port, key = text.split(" ")
         return Address(host, int(port), bytes.fromhex(key))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _own_host(store: tuple[str, int]) -> str:
@@ -456,13 +460,13 @@ class SocketTransport(Transport):
         super().__init__(name, handle, on_error)
         self._threads: set[threading.Thread] = set()  # guarded by _gate
         self.sender = Sender(self._sweep, self._report)
-        self._start(self.sender.run, "sender")
-        atexit.register(self.close)
         self._listener: socket.socket | None = None
         self._address = Address("", 0, b"")
         self._addresses: dict[str, Address] = {}  # of the members
         self._channels: dict[str, Channel] = {}  # by callee; with the inbound ones guarded by _gate
         self._inbound: set[Connection] = set()
+        atexit.register(self.close)
+        self._start(self.sender.run, "sender")  # last: it looks at all of this
 
     def _start(self, action: Callable[[], None], name: str) -> None:
         def run() -> None:
@@ -519,9 +523,10 @@ class SocketTransport(Transport):
             reader = FrameReader(sock)
             while (request := reader.read()) is not None:
                 self._serve(generation, request[1], _way_back(connection, request[0]))
+        except ConnectionError as error:  # it died, or has left the generation
+            log.debug("%s: a caller is gone: %s", self.name, error)
         except (OSError, ValueError) as error:
-            if not isinstance(error, ConnectionError):
-                log.warning("%s: a caller's connection is closed: %s", self.name, error)
+            log.warning("%s: a caller's connection is closed: %s", self.name, error)
         finally:
             connection.end()
             sock.close()
@@ -547,7 +552,7 @@ class SocketTransport(Transport):
         if self._listener is None:
             try:
                 host = _own_host(store)
-                self._listener = socket.create_server((host, 0), family=Address(host, 0, b"").family, backlog=128)
+                self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
             except OSError as error:
                 raise ClusterUnavailable(f"cannot listen for other members: {error}") from error
             self._address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(KEY_BYTES))
