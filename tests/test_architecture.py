@@ -29,6 +29,7 @@ RANKS = {
     "allocator": 1,
     "kernels": 1,
     "orphan": 1,
+    "shared": 1,
     "codec": 2,
     "layout": 2,
     "storage": 2,

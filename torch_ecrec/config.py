@@ -235,12 +235,14 @@ class Settings:
         window_steps: how many steps a trainer may run ahead of what is acknowledged.
         call_timeout_s: a remote call not answered by then counts as unknown and is made again.
         give_up_s: a lookup or push without progress for so long ends with `ClusterUnavailable`.
-        transport: "sockets", TCP connections of our own, or "rpc", torch.distributed.rpc. The coordinator's counts,
+        transport: "sockets", connections of our own, or "rpc", torch.distributed.rpc. The coordinator's counts,
             for all of its cluster.
         wire: "bfloat16" halves what lookups and pushes send: rows are rounded on their way to a trainer, and its
             gradients on their way back. Records stay float32, and recovery stays exact.
         heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost. When it
             wakes up, nothing that it did since counts; a server comes back as a spare.
+        shared_memory_bytes: most of the memory that this process shares with others of its host, which then read large
+            tensors there rather than from a socket; 0: none. Of the socket transport, on Linux.
         keep_freed_bytes: memory that this process has freed and keeps for the next step, at most; 0 leaves the C
             library's allocator as it is.
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
@@ -256,6 +258,7 @@ class Settings:
     wire: str = "float32"
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
+    shared_memory_bytes: int = 2 << 30
     keep_freed_bytes: int = 1 << 30
     rebuild_chunk_bytes: int = 4 << 20
     rebuild_bytes_per_s: float = 100e6
@@ -268,6 +271,7 @@ class Settings:
         require(self.wire in WIRES, f"`wire` must be one of {', '.join(WIRES)}, got {self.wire!r}")
         for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"):
             require(getattr(self, name) > 0, f"`{name}` must be positive, got {getattr(self, name)}")
+        require_int("shared_memory_bytes", self.shared_memory_bytes, 0)
         require_int("keep_freed_bytes", self.keep_freed_bytes, 0)
         require_int("rebuild_chunk_bytes", self.rebuild_chunk_bytes, 1)
         require(

@@ -28,12 +28,15 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
+
+from torch_ecrec import shared
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -114,7 +117,7 @@ class DenseSnapshot:
         size = -(-total // self.parts)
         begin = min(self.part * size, total)
         end = min(begin + size, total)
-        payload = torch.empty(end - begin + len(own), dtype=torch.uint8)
+        payload = torch.from_numpy(shared.empty((end - begin + len(own),), np.uint8))
         if own:
             payload[end - begin :] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         for (_, tensor), offset in zip(tensors, offsets, strict=True):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch_ecrec
+from torch_ecrec import shared
 from torch_ecrec.config import CodeSpec, Settings
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.transport.control import ControlClient
@@ -144,7 +145,9 @@ class Member:
             self.restarted = message["restarted"]
             self._code, self._life = message["code"], message["life"]
             self.node = self._make_node(self.name, self, CodeSpec(**self._code))
-            self.transport = TRANSPORTS[message["transport"]](self.name, self.node.handle, self.on_error)
+            kind = TRANSPORTS[message["transport"]]
+            shared.enable(self.settings.shared_memory_bytes if kind is SocketTransport else 0)
+            self.transport = kind(self.name, self.node.handle, self.on_error)
             self._welcome.set()
         elif kind == "refused":
             self._refusal = message["kind"], message["reason"]

@@ -22,6 +22,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torch_ecrec import shared
 from torch_ecrec.layout import Layout
 from torch_ecrec.transport.wire import as_array, as_tensor
 
@@ -120,7 +121,8 @@ def _sorted(layout: Layout, rows_U: NDArray[Any]) -> tuple[NDArray[Any], NDArray
     count = len(rows_U)
     slot_U, key_U = layout.locate(rows_U)
     key_U |= slot_U << _POSITION_BITS
-    sorted_U, position_U, rank_U = np.empty((3, count), np.int64)
+    sorted_U, rank_U = np.empty((2, count), np.int64)
+    position_U = shared.empty((count,), np.int64)  # sent
     start_S = np.empty(layout.slots + 1, np.int64)
     _reorder(np.argsort(key_U), rows_U, key_U, sorted_U, position_U, rank_U, start_S)
     starts: list[int] = start_S.tolist()

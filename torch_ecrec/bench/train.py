@@ -40,6 +40,11 @@ from torch_ecrec.config import CodeSpec, Settings, require, require_int
 from torch_ecrec.demo.run import descendants, free_port
 from torch_ecrec.launch import Supervisor, await_end
 
+VARIANTS = {
+    ":bf16": {"TORCH_ECREC_WIRE": "bfloat16"},
+    ":rpc": {"TORCH_ECREC_TRANSPORT": "rpc"},
+    ":tcp": {"TORCH_ECREC_SHARED_MEMORY_BYTES": "0"},
+}
 DEFAULT = "torchrec,torchrec+ckpt,none,none+snap,k2r1,k2r1+snap,k4r1,k4r1+snap,k4r2,k4r2+snap"
 START_S = 300.0  # tables are filled, and the systems before may still be starting
 BLOCK_S = 600.0
@@ -54,15 +59,14 @@ class System:
     name: str
     group: str
     code: CodeSpec | None  # None: TorchRec
-    transport: str
-    wire: str
+    settings: dict[str, str]  # of all its processes, as environment variables
     snapshot: bool
     checkpoint: bool
 
 
 def parse_system(name: str) -> System:
     """A system by its name. Raises ValueError."""
-    found = re.fullmatch(r"(torchrec|none|k(\d+)r(\d+))(:bf16|:rpc|:tuned)?(\+ckpt|\+snap)?", name)
+    found = re.fullmatch(r"(torchrec|none|k(\d+)r(\d+))(:bf16|:rpc|:tcp|:tuned)?(\+ckpt|\+snap)?", name)
     require(
         found is not None, f"unknown system {name!r}; for example torchrec, torchrec+ckpt, none, k2r1, k4r2:bf16+snap"
     )
@@ -70,7 +74,7 @@ def parse_system(name: str) -> System:
     base, k, r, variant, more = found.groups()
     torchrec = base == "torchrec"
     require(
-        not (torchrec and (variant in (":bf16", ":rpc") or more == "+snap")),
+        not (torchrec and (variant in VARIANTS or more == "+snap")),
         f"{name!r}: TorchRec has neither a bf16 wire nor snapshots nor transports here",
     )
     require(torchrec or more != "+ckpt", f"{name!r}: only torchrec saves checkpoints here")
@@ -78,9 +82,7 @@ def parse_system(name: str) -> System:
     if k is not None:
         code = CodeSpec(int(k) + int(r), int(k), int(r))
     require(torchrec or variant != ":tuned", f"{name!r}: ours are tuned in any case")
-    wire = "bfloat16" if variant == ":bf16" else "float32"
-    transport = "rpc" if variant == ":rpc" else "sockets"
-    return System(name, base + (variant or ""), code, transport, wire, more == "+snap", more == "+ckpt")
+    return System(name, base + (variant or ""), code, VARIANTS.get(variant, {}), more == "+snap", more == "+ckpt")
 
 
 class Group:
@@ -116,10 +118,8 @@ class Group:
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if system.code is not None:
-            transport = {"TORCH_ECREC_TRANSPORT": system.transport}
-            self.cluster = Supervisor(system.code, logs=self.folder, environment=transport)
-            environment["TORCH_ECREC_JOIN"] = self.cluster.join
-            environment["TORCH_ECREC_WIRE"] = system.wire
+            self.cluster = Supervisor(system.code, logs=self.folder, environment=system.settings)
+            environment.update(system.settings, TORCH_ECREC_JOIN=self.cluster.join)
         elif system.group.endswith(":tuned"):
             environment.update(allocator.environment(Settings().keep_freed_bytes))
         environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(self.trainers))

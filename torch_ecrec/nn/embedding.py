@@ -54,7 +54,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torch_ecrec import pooling
+from torch_ecrec import pooling, shared
 from torch_ecrec.config import JobSpec
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.transport.wire import as_array
@@ -411,7 +411,7 @@ class _Bags:
 
     def rows_backward(self, gradient_BFD: Tensor, rows: int, divisor: int) -> tuple[Tensor, bool]:
         """Gradients (U, D) of the rows, over `divisor`, and whether all are finite."""
-        out_UD = torch.empty(rows, self.dim)
+        out_UD = torch.from_numpy(shared.empty((rows, self.dim), np.float32))  # sent
         finite = pooling.pool_backward(
             gradient_BFD.numpy(),
             self.inverse_N,

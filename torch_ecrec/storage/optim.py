@@ -31,6 +31,7 @@ import numpy as np
 from numba import carray, njit  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
+from torch_ecrec import shared
 from torch_ecrec.config import OPTIMIZERS, require
 from torch_ecrec.kernels import addresses, as_float, pointer, prefetch_row
 from torch_ecrec.storage.shard import Bytes, Floats, Positions, check_positions
@@ -195,7 +196,7 @@ def merge(parts: Sequence[Part]) -> Merged:
 def _union_of(left: Positions, right: Positions | None = None) -> Positions:
     if right is None:
         return left
-    result = np.empty(len(left) + len(right), np.int64)
+    result = shared.empty((len(left) + len(right),), np.int64)
     count = _union(left, right, result)
     return result[:count]
 
@@ -345,7 +346,7 @@ def update_(kind: str, records_PW: Floats, merged: Merged, lr: float, eps: float
     positions_V = check_positions(merged.positions, len(records_PW))
     shape = (len(positions_V), 4 * width)
     if out is None:
-        out = np.empty(shape, np.uint8)
+        out = shared.empty(shape, np.uint8)
     elif out.shape != shape or out.dtype != np.uint8 or not out.flags.c_contiguous:
         raise ValueError(f"`out` must be contiguous uint8 of shape {shape}, got {out.dtype} of {out.shape}")
     rate, epsilon = np.float32(lr), np.float32(eps)

@@ -20,6 +20,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from torch_ecrec import shared
 from torch_ecrec.config import require, require_int
 from torch_ecrec.kernels import LINE_BYTES, first_outside, prefetch_row
 
@@ -141,10 +142,10 @@ class Shard:
         """
         positions_U = check_positions(positions_U, len(self.records))
         if half:
-            halves_UD = np.empty((len(positions_U), self.dim), np.uint16)
+            halves_UD = shared.empty((len(positions_U), self.dim), np.uint16)
             _gather_half(self.records.view(np.uint32), positions_U, halves_UD)
             return halves_UD
-        weights_UD = np.empty((len(positions_U), self.dim), np.float32)
+        weights_UD = shared.empty((len(positions_U), self.dim), np.float32)
         _gather(self.records.view(np.uint32), positions_U, weights_UD.view(np.uint32))
         return weights_UD
 
@@ -159,7 +160,7 @@ class Shard:
         """
         source_PB = self.parity if parity else self.bytes
         positions_U = check_positions(positions_U, len(source_PB))
-        values_UB = np.empty((len(positions_U), source_PB.shape[1]), np.uint8)
+        values_UB = shared.empty((len(positions_U), source_PB.shape[1]), np.uint8)
         _gather(source_PB.view(np.uint32), positions_U, values_UB.view(np.uint32))
         return values_UB
 

@@ -1,22 +1,22 @@
-"""The data plane over TCP connections of its own: for each pair of members that talk, one from caller to callee.
+"""The data plane over connections of its own: for each pair of members that talk, one from caller to callee.
 
     caller                                   callee
     hello: magic, the callee's key, generation
     frame: ticket, request          ------>  a reading thread runs `handle`
     a reading thread runs `done`    <------  frame: ticket, answer       (in any order)
 
-    frame   16 bytes (magic, bytes of the message, ticket), the message pickled without its tensors, then the tensors'
-            bytes one behind the other, from the sender's tensors and into the receiver's, with no copy of ours between
+frames.py says what a frame is. A connection is made at the first call to a member of a generation, and ends with the
+generation. Whoever sends writes to the socket itself as far as that goes without waiting; one thread, the sender's,
+writes what is left.
 
-A connection is made at the first call to a member of a generation, and ends with the generation. Whoever sends writes
-to the socket itself as far as that goes without waiting; one thread, the sender's, writes what is left.
+Between hosts it is TCP. Within a host, if both processes have shared memory (shared.py), it is a Unix socket of the
+abstract namespace, which leaves no file behind; large tensors then are read where their sender has them (lending.py).
 
 No thread outlives the interpreter: one that is inside torch when it ends aborts the process.
 
 Each process listens at the address from which it reaches the coordinator (loopback, if that is there). Its *key*, drawn
 at random and told through the store, is asked of who connects: an address may belong to somebody else meanwhile. It
-keeps out mistakes; it is no protection against who reads the network. Of what arrives only plain values and tensors are
-built: no class, no function.
+keeps out mistakes; it is no protection against who reads the network.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ import atexit
 import contextlib
 import functools
 import hmac
-import io
 import logging
-import pickle
 import secrets
 import selectors
 import socket
@@ -36,198 +34,28 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
-from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from torch_ecrec import shared
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.encoding import Encoded
+from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader
 from torch_ecrec.transport.generations import Handler, Transport, World, answered, first_line
+from torch_ecrec.transport.lending import Lending
 from torch_ecrec.transport.wire import Failed, Unknown
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"ECR1"
 KEY_BYTES = 16
+NO_NAME = "-"
 HELLO = struct.Struct(f"<4s{KEY_BYTES}sQ")  # magic, key, generation
-HEADER = struct.Struct("<4sIQ")  # magic, bytes of the message, ticket
-MESSAGE_MOST_BYTES = 64 << 20  # without tensors
-BUFFER_BYTES = 1 << 14
-BUFFERS_MOST = 512  # in one system call; Linux takes 1024
+BACKLOG = 128
 CONNECT_S = 5.0
 HELLO_S = 10.0
 END_S = 5.0  # for all threads, each of which may be in a `handle` or a `done`
 SWEEP_S = 0.1  # how often calls are looked at whose time may be up
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-    torch.float16,
-    torch.float64,
-    torch.int16,
-    torch.int8,
-)
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-
-# frames ---------------------------------------------------------------------------------------------
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and keeps them."""
-
-    def __init__(self, out: io.BytesIO) -> None:
-        super().__init__(out, protocol=5)
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, value: Any) -> tuple[int, tuple[int, ...]] | None:
-        if type(value) is not Tensor:
-            return None
-        self.tensors.append(value)
-        return _CODES[value.dtype], tuple(value.shape)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts tensors without values in their places, and keeps them."""
-
-    def __init__(self, data: io.BytesIO) -> None:
-        super().__init__(data)
-        self.tensors: list[Tensor] = []
-
-    def persistent_load(self, pid: tuple[int, tuple[int, ...]]) -> Tensor:
-        code, shape = pid
-        tensor = torch.empty(shape, dtype=DTYPES[code])
-        self.tensors.append(tensor)
-        return tensor
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"plain values only, got {module}.{name}")
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-class Frame:
-    """A message on its way out, and how far it has come.
-
-    Args:
-        ticket: the call that it makes or answers.
-        message: as `encode` gives it. Its tensors must not be changed until it is sent.
-    """
-
-    def __init__(self, ticket: int, message: Encoded) -> None:
-        out = io.BytesIO()
-        out.write(bytes(HEADER.size))
-        pickler = _Pickler(out)
-        pickler.dump(message)
-        head = out.getbuffer()
-        HEADER.pack_into(head, 0, MAGIC, len(head) - HEADER.size, ticket)
-        self.parts = deque([head])
-        self.parts.extend(_memory(tensor) for tensor in pickler.tensors if tensor.numel())
-        self.begun = False
-
-    def send_to(self, sock: socket.socket) -> bool:
-        """Sends as much as goes without waiting. True: all of it. Raises OSError."""
-        while self.parts:
-            try:
-                sent = sock.sendmsg(_at_once(self.parts), (), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return False
-            self.begun = True
-            _advance(self.parts, sent)
-        return True
-
-
-class FrameReader:
-    """Reads frames, one after the other, from a connection.
-
-    What comes first of a frame is read together, with some bytes of its tensors perhaps: every system call may have to
-    wait for the interpreter's lock.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._begin = self._end = 0  # what of the buffer has come and is not used
-
-    def read(self) -> tuple[int, Encoded] | None:
-        """The next ticket and message; waits for it. None when the connection has ended between two frames.
-
-        Raises:
-            OSError: it ended within one.
-            ValueError: what arrives is not a frame.
-        """
-        if not self._have(HEADER.size):
-            return None
-        magic, size, ticket = HEADER.unpack(self._take(HEADER.size))
-        if magic != MAGIC or size > MESSAGE_MOST_BYTES:
-            raise ValueError("not a frame")
-        if not self._have(size):
-            raise ConnectionError("the connection ended")
-        unpickler = _Unpickler(io.BytesIO(self._take(size)))
-        try:
-            message: Encoded = unpickler.load()
-        except (pickle.UnpicklingError, EOFError, IndexError, TypeError, RuntimeError) as error:
-            raise ValueError(f"not a message: {first_line(error)}") from error
-        self._fill([_memory(tensor) for tensor in unpickler.tensors if tensor.numel()])
-        return ticket, message
-
-    def _have(self, size: int) -> bool:
-        """Waits until so many bytes are in the buffer. False if the connection ended before the first of them."""
-        if self._begin + size > len(self._buffer):
-            rest = bytes(self._buffer[self._begin : self._end])
-            if size > len(self._buffer):
-                self._buffer = memoryview(bytearray(size))
-            self._buffer[: len(rest)] = rest
-            self._begin, self._end = 0, len(rest)
-        while self._end - self._begin < size:
-            got = self._sock.recv_into(self._buffer[self._end :])
-            if got == 0:
-                if self._begin == self._end:
-                    return False
-                raise ConnectionError("the connection ended")
-            self._end += got
-        return True
-
-    def _take(self, size: int) -> memoryview:
-        taken = self._buffer[self._begin : self._begin + size]
-        self._begin += size
-        if self._begin == self._end:
-            self._begin = self._end = 0
-        return taken
-
-    def _fill(self, memories: list[memoryview]) -> None:
-        """Fills all of them: from the buffer, then from the socket."""
-        rest = deque(memories)
-        while rest and self._begin < self._end:
-            taken = self._take(min(len(rest[0]), self._end - self._begin))
-            rest[0][: len(taken)] = taken
-            _advance(rest, len(taken))
-        while rest:
-            got = self._sock.recvmsg_into(_at_once(rest), 0, socket.MSG_WAITALL)[0]
-            if got == 0:
-                raise ConnectionError("the connection ended")
-            _advance(rest, got)
-
-
-def _at_once(memories: deque[memoryview]) -> Sequence[memoryview]:
-    """As many of the first ones as a system call takes."""
-    return memories if len(memories) <= BUFFERS_MOST else [memories[i] for i in range(BUFFERS_MOST)]
-
-
-def _advance(memories: deque[memoryview], size: int) -> None:
-    """Takes the first bytes away."""
-    while size and size >= len(memories[0]):
-        size -= len(memories.popleft())
-    if size:
-        memories[0] = memories[0][size:]
-
 
 # connections ----------------------------------------------------------------------------------------
 
@@ -281,14 +109,20 @@ class Connection:
     """The way out of one connection. A thread of its owner's reads from `sock`, and closes it at its end.
 
     Frames that come before `start` wait for it.
+
+    Args:
+        lends: both ends have shared memory, and the socket is a Unix socket.
     """
 
-    def __init__(self, sock: socket.socket, sender: Sender) -> None:
+    def __init__(self, sock: socket.socket, sender: Sender, lends: bool) -> None:
         self.sock = sock
+        pool = shared.pool()
+        self.lending = Lending(pool) if lends and pool is not None else None
         self._sender = sender
         self._lock = threading.Lock()  # guards all below
         self._waiting: deque[Frame] = deque()
         self._started = self._watched = self._ended = False
+        self._quiet = False  # nothing was sent since the last `remind`
 
     def start(self) -> None:
         """It is connected. Raises ConnectionError if it was ended before it was."""
@@ -313,6 +147,16 @@ class Connection:
             if self._watched and not self._ended:
                 self._push()
 
+    def remind(self) -> None:
+        """Sends notes that have waited for a frame to go with: segments are given back, also when nobody calls."""
+        if self.lending is None:
+            return
+        with self._lock:
+            if self._quiet and self._started and not self._ended and not self._waiting and self.lending.owes:
+                self._waiting.append(Frame(0, None))
+                self._push()
+            self._quiet = True
+
     def drop(self, frame: Frame) -> None:
         """It is not to be sent: what it holds may change from now on. If a part has been, the connection ends."""
         with self._lock:
@@ -326,20 +170,25 @@ class Connection:
         """Nothing is sent from now on; who reads from it finds its end. May be called again."""
         with self._lock:
             self._end()
+        if self.lending is not None:
+            self.lending.end()
 
     def _end(self) -> None:
         if self._ended:
             return
         self._ended = True
         self._waiting.clear()
+        if self.lending is not None:
+            self.lending.end()
         if self._watched:
             self._sender.unwatch(self)
         with contextlib.suppress(OSError):  # not connected, or not any more
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def _push(self) -> None:
+        self._quiet = False
         try:
-            while self._waiting and self._waiting[0].send_to(self.sock):
+            while self._waiting and self._waiting[0].send_to(self.sock, self.lending):
                 self._waiting.popleft()
         except OSError:  # the rest of a frame is missing; its reader tells why
             self._end()
@@ -358,8 +207,10 @@ class Channel:
     def __init__(self, transport: SocketTransport, peer: str, address: Address, generation: int) -> None:
         self.peer = peer
         self._transport, self._address, self._generation = transport, address, generation
-        self._sock = socket.socket(address.family, socket.SOCK_STREAM)
-        self._connection = Connection(self._sock, transport.sender)
+        local = address.dial_within_host()
+        self._sock = local or socket.socket(address.family, socket.SOCK_STREAM)
+        self._connection = Connection(self._sock, transport.sender, lends=local is not None)
+        self._within_host = local is not None
         self._lock = threading.Lock()  # guards all below
         self._calls: dict[int, tuple[float, Frame]] = {}  # ticket -> when its time is up, what is sent
         self._ended = ""  # why, once it has
@@ -383,6 +234,8 @@ class Channel:
             self._connection.drop(frame)
             self._transport._settle(ticket, lambda: Unknown(f"no answer from {self.peer} in time"))
 
+        self._connection.remind()
+
     def end(self) -> None:
         self._connection.end()
 
@@ -391,14 +244,15 @@ class Channel:
         connected = False
         reason = "the connection ended"
         try:
-            self._sock.settimeout(CONNECT_S)
-            self._sock.connect(self._address.place)
+            if not self._within_host:
+                self._sock.settimeout(CONNECT_S)
+                self._sock.connect(self._address.place)
+                tune(self._sock)
             self._sock.settimeout(None)
-            tune(self._sock)
             self._sock.sendall(HELLO.pack(MAGIC, self._address.key, self._generation))
             connected = True
             self._connection.start()
-            reader = FrameReader(self._sock)
+            reader = FrameReader(self._sock, self._connection.lending)
             while (answer := reader.read()) is not None:
                 self._on_answer(*answer)
         except (OSError, ValueError) as error:
@@ -424,20 +278,37 @@ class Channel:
 
 
 class Address:
-    """Where a member listens, and its key. As text: `HOST PORT KEY`."""
+    """Where a member listens, and its key. As text: `HOST PORT KEY NAME`.
 
-    def __init__(self, host: str, port: int, key: bytes) -> None:
-        self.place, self.key = (host, port), key
+    Args:
+        name: of its Unix socket in the abstract namespace; "-" if it has none.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes, name: str) -> None:
+        self.place, self.key, self.name = (host, port), key, name
         self.family = _family(host)
 
     def __str__(self) -> str:
-        return f"{self.place[0]} {self.place[1]} {self.key.hex()}"
+        return f"{self.place[0]} {self.place[1]} {self.key.hex()} {self.name}"
 
     @staticmethod
     def parse(text: str) -> Address:
         """Raises ValueError."""
-        host, port, key = text.split(" ")
-        return Address(host, int(port), bytes.fromhex(key))
+        host, port, key, name = text.split(" ")
+        return Address(host, int(port), bytes.fromhex(key), name)
+
+    def dial_within_host(self) -> socket.socket | None:
+        """A connection to its Unix socket; None if it is not on this host, or one of the two shares no memory."""
+        if self.name == NO_NAME or shared.pool() is None:
+            return None
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)  # connects at once or not at all
+        try:
+            sock.connect(f"\0{self.name}")
+        except OSError:
+            sock.close()
+            return None
+        return sock
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -460,8 +331,8 @@ class SocketTransport(Transport):
         super().__init__(name, handle, on_error)
         self._threads: set[threading.Thread] = set()  # guarded by _gate
         self.sender = Sender(self._sweep, self._report)
-        self._listener: socket.socket | None = None
-        self._address = Address("", 0, b"")
+        self._listeners: list[socket.socket] = []
+        self._address = Address("", 0, b"", NO_NAME)
         self._addresses: dict[str, Address] = {}  # of the members
         self._channels: dict[str, Channel] = {}  # by callee; with the inbound ones guarded by _gate
         self._inbound: set[Connection] = set()
@@ -495,7 +366,9 @@ class SocketTransport(Transport):
 
     def _sweep(self) -> None:
         with self._gate:
-            channels = list(self._channels.values())
+            channels, inbound = list(self._channels.values()), list(self._inbound)
+        for connection in inbound:
+            connection.remind()
         now_s = time.monotonic()
         for channel in channels:
             channel.sweep(now_s)
@@ -512,7 +385,7 @@ class SocketTransport(Transport):
 
     def _read(self, sock: socket.socket) -> None:
         """Serves one caller as long as its connection lasts."""
-        connection = Connection(sock, self.sender)
+        connection = Connection(sock, self.sender, lends=sock.family == socket.AF_UNIX)
         try:
             generation = self._greet(sock)
             with self._gate:
@@ -520,7 +393,7 @@ class SocketTransport(Transport):
                     return
                 self._inbound.add(connection)
             connection.start()
-            reader = FrameReader(sock)
+            reader = FrameReader(sock, connection.lending)
             while (request := reader.read()) is not None:
                 self._serve(generation, request[1], _way_back(connection, request[0]))
         except ConnectionError as error:  # it died, or has left the generation
@@ -535,7 +408,8 @@ class SocketTransport(Transport):
 
     def _greet(self, sock: socket.socket) -> int:
         """Reads the hello of who has connected: the generation. Raises OSError or ValueError."""
-        tune(sock)
+        if sock.family != socket.AF_UNIX:
+            tune(sock)
         sock.settimeout(HELLO_S)
         hello = sock.recv(HELLO.size, socket.MSG_WAITALL)
         if len(hello) < HELLO.size:
@@ -549,14 +423,22 @@ class SocketTransport(Transport):
     # generations ------------------------------------------------------------------------------------
 
     def _claim(self, store: tuple[str, int]) -> str:
-        if self._listener is None:
+        if not self._listeners:
+            name = NO_NAME if shared.pool() is None else f"torch_ecrec-{secrets.token_hex(KEY_BYTES)}"
             try:
                 host = _own_host(store)
-                self._listener = socket.create_server((host, 0), family=_family(host), backlog=128)
+                self._listeners.append(socket.create_server((host, 0), family=_family(host), backlog=BACKLOG))
+                if name != NO_NAME:
+                    within_host = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                    self._listeners.append(within_host)
+                    within_host.bind(f"\0{name}")
+                    within_host.listen(BACKLOG)
             except OSError as error:
                 raise ClusterUnavailable(f"cannot listen for other members: {error}") from error
-            self._address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(KEY_BYTES))
-            self._start(functools.partial(self._accept, self._listener), "accept")
+            port = self._listeners[0].getsockname()[1]
+            self._address = Address(host, port, secrets.token_bytes(KEY_BYTES), name)
+            for listener in self._listeners:
+                self._start(functools.partial(self._accept, listener), "accept")
         return str(self._address)
 
     def _open(self, world: World, shared: Store, said: Sequence[str], deadline_s: float) -> None:
@@ -576,11 +458,11 @@ class SocketTransport(Transport):
 
     def _end(self) -> None:
         self.sender.close()
-        if self._listener is not None:
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
-            self._listener = None
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
         until_s = time.monotonic() + END_S
         with self._gate:
             threads = self._threads - {threading.current_thread()}

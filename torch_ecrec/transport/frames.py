@@ -1,0 +1,250 @@
+"""Messages as they travel on a connection.
+
+    frame   24 bytes (magic, bytes of the notes, bytes of the message, ticket), notes, the message pickled without its
+            tensors, then the tensors' bytes one behind the other, from the sender's tensors and into the receiver's,
+            with no copy of ours between
+
+Within a host large tensors are left out: their reader finds them in the sender's memory, and notes go with the message
+(lending.py). A frame without a message is there for its notes alone. Of what arrives only plain values and tensors are
+built: no class, no function.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torch_ecrec.transport.encoding import Encoded
+from torch_ecrec.transport.generations import first_line
+from torch_ecrec.transport.lending import FILES_MOST, Lending, Loan
+
+MAGIC = b"ECR2"
+HEADER = struct.Struct("<4sIIxxxxQ")  # magic, bytes of the notes, bytes of the message, ticket
+MESSAGE_MOST_BYTES = 64 << 20  # without tensors, and as much for notes
+BUFFER_BYTES = 1 << 14
+BUFFERS_MOST = 512  # in one system call; Linux takes 1024
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.float16,
+    torch.float64,
+    torch.int16,
+    torch.int8,
+)
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_FILE = struct.Struct("i")  # a file descriptor, in a control message
+_CONTROL_BYTES = socket.CMSG_SPACE(FILES_MOST * _FILE.size)
+
+_Place = tuple[int, tuple[int, ...], int, int]  # dtype's code, shape, segment (0: it is sent), offset
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves tensors out, and keeps those that are to be sent."""
+
+    def __init__(self, out: io.BytesIO, loan: Loan | None) -> None:
+        super().__init__(out, protocol=5)
+        self._loan = loan
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> _Place | None:
+        if type(value) is not Tensor:
+            return None
+        place = None if self._loan is None else self._loan.place(value)
+        if place is None:
+            place = 0, 0
+            self.tensors.append(value)
+        return _CODES[value.dtype], tuple(value.shape), *place
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts tensors in their places; keeps those that are sent: they have no values yet."""
+
+    def __init__(self, data: io.BytesIO, lending: Lending | None) -> None:
+        super().__init__(data)
+        self._lending = lending
+        self._borrowed: dict[int, NDArray[np.uint8]] = {}
+        self.tensors: list[Tensor] = []
+
+    def persistent_load(self, pid: _Place) -> Tensor:
+        code, shape, segment, offset = pid
+        if segment:
+            return self._within(segment, offset, torch.Size(shape), DTYPES[code])
+        tensor = torch.empty(shape, dtype=DTYPES[code])
+        self.tensors.append(tensor)
+        return tensor
+
+    def _within(self, segment: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if self._lending is None:
+            raise ValueError("a segment, but nothing is lent on this connection")
+        if segment not in self._borrowed:
+            self._borrowed[segment] = self._lending.borrow(segment)
+        whole, size = self._borrowed[segment], shape.numel() * dtype.itemsize
+        if not 0 <= offset <= len(whole) - size:
+            raise ValueError("beyond the end of a segment")
+        return torch.from_numpy(whole[offset : offset + size]).view(dtype).view(shape)
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"plain values only, got {module}.{name}")
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class Frame:
+    """A message on its way out, and how far it has come.
+
+    Args:
+        ticket: the call that it makes or answers.
+        message: as `encode` gives it; None to send notes alone. Its tensors must not be changed until it is sent.
+    """
+
+    def __init__(self, ticket: int, message: Encoded | None) -> None:
+        self._ticket, self._message = ticket, message
+        self._parts: deque[memoryview] = deque()
+        self._files: list[int] = []  # go with the first byte
+        self.begun = False
+
+    def _begin(self, lending: Lending | None) -> None:
+        loan = None if lending is None else lending.lend()
+        body = io.BytesIO()
+        pickler = _Pickler(body, loan)
+        pickler.dump(self._message)
+        self._message = None
+        notes = b"" if lending is None or loan is None else lending.notes(loan.shown)
+        head = HEADER.pack(MAGIC, len(notes), body.tell(), self._ticket) + notes
+        self._parts.extend((memoryview(head), body.getbuffer()))
+        self._parts.extend(_memory(tensor) for tensor in pickler.tensors if tensor.numel())
+        self._files = [] if loan is None else [segment.fd for segment in loan.shown]
+        self.begun = True
+
+    def send_to(self, sock: socket.socket, lending: Lending | None = None) -> bool:
+        """Sends as much as goes without waiting. True: all of it. Raises OSError."""
+        if not self.begun:
+            self._begin(lending)
+        while self._parts:
+            control = []
+            if self._files:
+                control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(map(_FILE.pack, self._files)))]
+            try:
+                sent = sock.sendmsg(_at_once(self._parts), control, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            self._files = []
+            _advance(self._parts, sent)
+        return True
+
+
+class FrameReader:
+    """Reads frames, one after the other, from a connection.
+
+    What comes first of a frame is read together, with some bytes of its tensors perhaps: every system call may have to
+    wait for the interpreter's lock.
+    """
+
+    def __init__(self, sock: socket.socket, lending: Lending | None = None) -> None:
+        self._sock, self._lending = sock, lending
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._begin = self._end = 0  # what of the buffer has come and is not used
+
+    def read(self) -> tuple[int, Encoded] | None:
+        """The next ticket and message; waits for it. None when the connection has ended between two frames.
+
+        Raises:
+            OSError: it ended within one.
+            ValueError: what arrives is not a frame.
+        """
+        while self._have(HEADER.size):
+            magic, of_notes, size, ticket = HEADER.unpack(self._take(HEADER.size))
+            if magic != MAGIC or max(size, of_notes) > MESSAGE_MOST_BYTES:
+                raise ValueError("not a frame")
+            if not self._have(of_notes + size):
+                raise ConnectionError("the connection ended")
+            if of_notes:
+                if self._lending is None:
+                    raise ValueError("notes, but nothing is lent on this connection")
+                self._lending.take_notes(bytes(self._take(of_notes)))
+            unpickler = _Unpickler(io.BytesIO(self._take(size)), self._lending)
+            try:
+                message: Encoded | None = unpickler.load()
+            except (pickle.UnpicklingError, EOFError, IndexError, TypeError, RuntimeError) as error:
+                raise ValueError(f"not a message: {first_line(error)}") from error
+            self._fill([_memory(tensor) for tensor in unpickler.tensors if tensor.numel()])
+            if message is not None:
+                return ticket, message
+        return None
+
+    def _have(self, size: int) -> bool:
+        """Waits until so many bytes are in the buffer. False if the connection ended before the first of them."""
+        if self._begin + size > len(self._buffer):
+            rest = bytes(self._buffer[self._begin : self._end])
+            if size > len(self._buffer):
+                self._buffer = memoryview(bytearray(size))
+            self._buffer[: len(rest)] = rest
+            self._begin, self._end = 0, len(rest)
+        while self._end - self._begin < size:
+            got = self._receive([self._buffer[self._end :]])
+            if got == 0:
+                if self._begin == self._end:
+                    return False
+                raise ConnectionError("the connection ended")
+            self._end += got
+        return True
+
+    def _take(self, size: int) -> memoryview:
+        taken = self._buffer[self._begin : self._begin + size]
+        self._begin += size
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        return taken
+
+    def _fill(self, memories: list[memoryview]) -> None:
+        """Fills all of them: from the buffer, then from the socket."""
+        rest = deque(memories)
+        while rest and self._begin < self._end:
+            taken = self._take(min(len(rest[0]), self._end - self._begin))
+            rest[0][: len(taken)] = taken
+            _advance(rest, len(taken))
+        while rest:
+            got = self._receive(_at_once(rest), socket.MSG_WAITALL)
+            if got == 0:
+                raise ConnectionError("the connection ended")
+            _advance(rest, got)
+
+    def _receive(self, memories: Sequence[memoryview], flags: int = 0) -> int:
+        """At least one byte, or none at the end; keeps the files that come with them."""
+        if self._lending is None:
+            return self._sock.recvmsg_into(memories, 0, flags)[0]
+        got, control, _, _ = self._sock.recvmsg_into(memories, _CONTROL_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(data) - len(data) % _FILE.size
+                self._lending.files.extend(fd for (fd,) in _FILE.iter_unpack(data[:whole]))
+        return got
+
+
+def _at_once(memories: deque[memoryview]) -> Sequence[memoryview]:
+    """As many of the first ones as a system call takes."""
+    return memories if len(memories) <= BUFFERS_MOST else [memories[i] for i in range(BUFFERS_MOST)]
+
+
+def _advance(memories: deque[memoryview], size: int) -> None:
+    """Takes the first bytes away."""
+    while size and size >= len(memories[0]):
+        size -= len(memories.popleft())
+    if size:
+        memories[0] = memories[0][size:]

@@ -1,0 +1,173 @@
+"""Tensors that a connection within one host does not carry: its reader finds them in the sender's shared memory.
+
+Each end has a `Lending`. Beside a message go *notes* to the other end:
+
+    shown      segments that it has not seen yet (number, size), with their files (SCM_RIGHTS)
+    returned   segments of its own that are not looked at here any more, once for each time that they were lent
+    forgotten  segments that are not used again, and need not stay mapped
+
+The loan of a message is one per segment, however many of its tensors lie there. It ends when the last tensor built from
+it is gone. When the connection ends, what was lent on it is never used again by its owner: the reader may still look.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torch_ecrec import shared
+from torch_ecrec.shared import Mapping, Pool, Segment
+
+FILES_MOST = 200  # with one message; Linux takes 253
+_COUNTS = struct.Struct("<3I")  # shown, returned, forgotten
+
+
+class Loan:
+    """What one message lends. Made and filled by `Lending.lend`, one after the other."""
+
+    def __init__(self, lending: Lending) -> None:
+        self._lending = lending
+        self._segments: dict[int, Segment] = {}
+        self.shown: list[Segment] = []
+
+    def place(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Where the reader finds it: number of the segment, and offset. None: it must be sent."""
+        if tensor.nbytes < shared.LEAST_BYTES:
+            return None
+        pool = self._lending.pool
+        found = pool.find(tensor.data_ptr())
+        if found is not None:
+            return self._place(*found)
+        memory = pool.take(tensor.nbytes)
+        if memory is None:
+            return None
+        memory[:] = tensor.view(-1).view(torch.uint8).numpy()
+        found = pool.find(memory.__array_interface__["data"][0])
+        assert found is not None
+        return self._place(*found)
+
+    def _place(self, segment: Segment, offset: int) -> tuple[int, int] | None:
+        if segment.number not in self._segments:
+            if not self._lending.show(segment, self.shown):
+                return None
+            self._segments[segment.number] = segment
+        return segment.number, offset
+
+
+class Lending:
+    """One end of a connection.
+
+    Args:
+        pool: of this process.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.files: deque[int] = deque()  # come with notes, not looked at yet
+        self._seen: dict[int, Mapping] = {}  # of the other end; used by its reading thread only
+        self._returned: deque[int] = deque()  # not told yet
+        self._forgotten: deque[int] = deque()  # likewise
+        self._lock = threading.Lock()  # guards all below; taken before the pool's
+        self._ended = False
+        self._shown: dict[int, Segment] = {}
+        self._lent: Counter[int] = Counter()
+
+    # as who lends -----------------------------------------------------------------------------------
+
+    def lend(self) -> Loan:
+        return Loan(self)
+
+    def show(self, segment: Segment, shown: list[Segment]) -> bool:
+        """Counts a loan; adds to `shown` what the other end has not seen. False: not possible."""
+        with self._lock:
+            if self._ended or (segment.number not in self._shown and len(shown) == FILES_MOST):
+                return False
+            if segment.number not in self._shown:
+                self._shown[segment.number] = segment
+                shown.append(segment)
+            self._lent[segment.number] += 1
+            self.pool.lend(segment, self)
+            return True
+
+    def forget(self, segment: int) -> None:
+        self._forgotten.append(segment)
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is something to tell."""
+        return bool(self._returned or self._forgotten)
+
+    def notes(self, shown: Sequence[Segment]) -> bytes:
+        """What the other end is told now."""
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        with self._lock:
+            for number in forgotten:
+                self._shown.pop(number, None)
+                del self._lent[number]
+        if not (shown or returned or forgotten):
+            return b""
+        numbers = [number for segment in shown for number in (segment.number, segment.size)]
+        numbers += returned + forgotten
+        return _COUNTS.pack(len(shown), len(returned), len(forgotten)) + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+    # as who borrows ---------------------------------------------------------------------------------
+
+    def take_notes(self, notes: bytes) -> None:
+        """Raises ValueError: they are none. OSError: a file cannot be mapped."""
+        try:
+            counts = _COUNTS.unpack_from(notes)
+            numbers = struct.unpack_from(f"<{2 * counts[0] + counts[1] + counts[2]}Q", notes, _COUNTS.size)
+        except struct.error as error:
+            raise ValueError(f"not notes: {error}") from error
+        shown, rest = numbers[: 2 * counts[0]], numbers[2 * counts[0] :]
+        for number, size in zip(shown[::2], shown[1::2], strict=True):
+            if not self.files:
+                raise ValueError("a file is missing")
+            fd = self.files.popleft()
+            try:
+                if os.fstat(fd).st_size < size:
+                    raise ValueError("a file is shorter than was said")
+                self._seen[number] = Mapping(fd, size, writable=False)
+            finally:
+                os.close(fd)
+        for number in rest[counts[1] :]:
+            self._seen.pop(number, None)
+        for number, times in Counter(rest[: counts[1]]).items():
+            with self._lock:
+                segment = self._shown.get(number)
+                if segment is None:
+                    continue  # forgotten meanwhile
+                if self._lent[number] < times:
+                    raise ValueError("more was returned than was lent")
+                self._lent[number] -= times
+                self.pool.give_back(segment, times)
+
+    def borrow(self, number: int) -> NDArray[np.uint8]:
+        """A segment of the other end's, until nobody looks at it any more. Not to be written: that ends the process.
+
+        Raises:
+            ValueError: it was not shown.
+        """
+        mapping = self._seen.get(number)
+        if mapping is None:
+            raise ValueError("a segment that was not shown")
+        return shared.held(mapping, mapping.size, number, self._returned)
+
+    def end(self) -> None:
+        """The connection has ended. May be called again."""
+        with self._lock:
+            self._ended = True
+            for number, segment in self._shown.items():
+                self.pool.leave(segment, self, self._lent[number])
+            self._shown, self._lent = {}, Counter()
+        while self.files:
+            os.close(self.files.popleft())
