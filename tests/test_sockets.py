@@ -1,10 +1,12 @@
-"""The socket transport alone, two of them in this process: frames, strangers, peers that do not read."""
+"""The socket transport alone, two of them in this process: frames, strangers, peers that do not read, lent memory."""
 
 import collections
 import itertools
 import logging
+import os
 import pickle
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -13,28 +15,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, wait_until
 
+from torch_ecrec import shared
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import sockets, wire
-from torch_ecrec.transport.sockets import (
-    BUFFER_BYTES,
-    BUFFERS_MOST,
-    DTYPES,
-    HEADER,
-    HELLO,
-    MAGIC,
-    Address,
-    Frame,
-    FrameReader,
-    SocketTransport,
-)
+from torch_ecrec.transport.frames import BUFFER_BYTES, BUFFERS_MOST, DTYPES, HEADER, MAGIC, Frame, FrameReader
+from torch_ecrec.transport.lending import FILES_MOST, Lending
+from torch_ecrec.transport.sockets import HELLO, NO_NAME, Address, SocketTransport
 
 WAIT_S = 30.0
 PROMPTLY_S = 2.0
+SHARED_BYTES = 256 << 20
 
 
 class Pair:
@@ -89,13 +85,20 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Over TCP, or over a Unix socket and with shared memory: tests with `both` have it both ways."""
+    shared.enable(SHARED_BYTES if getattr(request, "param", "tcp") == "shared" else 0)
     pair = Pair()
     try:
         yield pair
     finally:
         pair.a.close()
         pair.b.close()
+        shared.enable(0)
+
+
+both = pytest.mark.parametrize("pair", ["tcp", "shared"], indirect=True)
+lends = pytest.mark.parametrize("pair", ["shared"], indirect=True)
 
 
 def lookup(parts: list[torch.Tensor], slot: int = 0) -> wire.Lookup:
@@ -108,6 +111,7 @@ def tensors(many: int, size: int) -> list[torch.Tensor]:
     return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for _ in range(many)]
 
 
+@both
 @pytest.mark.parametrize(
     ("many", "size"), [(1, 40_000_000), (3, 3_000_000), (2 * BUFFERS_MOST + 7, 1000), (BUFFERS_MOST - 1, 1), (5, 0)]
 )
@@ -128,17 +132,19 @@ def test_tensors_arrive_as_they_are(pair: Pair, many: int, size: int) -> None:
     assert all(map(torch.equal, outcome.answer.weights, sent)) and len(outcome.answer.weights) == many
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (5, 3)], ids=str)
-def test_types_and_shapes(pair: Pair, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@both
+def test_types_and_shapes(pair: Pair) -> None:
     pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
-    sent = (torch.arange(15)[: torch.Size(shape).numel()].reshape(shape) % 2).to(dtype)
-    outcome = pair.call(lookup([sent]))
-    assert isinstance(outcome, wire.Ok), outcome
-    (got,) = outcome.answer.weights
-    assert got.dtype == dtype and got.shape == sent.shape and torch.equal(got, sent)
+    shapes = [(), (0,), (3,), (2, 0, 4), (5, 3), (300, 90)]
+    for dtype, shape in itertools.product(DTYPES, map(torch.Size, shapes)):
+        sent = (torch.arange(shape.numel()).reshape(shape) % 2).to(dtype)
+        outcome = pair.call(lookup([sent]))
+        assert isinstance(outcome, wire.Ok), outcome
+        (got,) = outcome.answer.weights
+        assert got.dtype == dtype and got.shape == shape and torch.equal(got, sent)
 
 
+@both
 def test_calls_of_many_threads_keep_apart(pair: Pair) -> None:
     """Large and small ones on one connection, both ways."""
     pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
@@ -178,7 +184,7 @@ def test_frames_in_pieces_and_several_at_once(piece: int) -> None:
     sizes = [[], [3], [0, 5], [BUFFER_BYTES + 1, 1], [2, BUFFER_BYTES - 40, 0, 9], [1] * 700] * 2
     messages = [("Rows", (tensors(1, 4) * i, [torch.arange(n) for n in each])) for i, each in enumerate(sizes)]
     messages.append(("Refused", ("x" * 3 * BUFFER_BYTES,)))
-    sent = b"".join(bytes(part) for i, message in enumerate(messages) for part in Frame(i, message).parts)
+    sent = b"".join(as_bytes(Frame(i, message)) for i, message in enumerate(messages))
     if piece == 1:
         sent = sent[:20_000]
     here, there = socket.socketpair()
@@ -207,18 +213,25 @@ def test_frames_in_pieces_and_several_at_once(piece: int) -> None:
         assert reader.read() is None
 
 
+def as_bytes(frame: Frame) -> bytes:
+    frame._begin(None)
+    return b"".join(frame._parts)
+
+
 def plain(message: Any) -> bytes:
     data = pickle.dumps(message)
-    return HEADER.pack(MAGIC, len(data), 7) + data
+    return HEADER.pack(MAGIC, 0, len(data), 7) + data
 
 
 @pytest.mark.parametrize(
     ("sends", "says"),
     [
         (b"x" * 100, "not a frame"),
-        (HEADER.pack(b"GET ", 10, 1), "not a frame"),
-        (HEADER.pack(MAGIC, 1 << 30, 1), "not a frame"),
-        (HEADER.pack(MAGIC, 5, 1) + b"abcde", "not a message"),
+        (HEADER.pack(b"GET ", 0, 10, 1), "not a frame"),
+        (HEADER.pack(MAGIC, 0, 1 << 30, 1), "not a frame"),
+        (HEADER.pack(MAGIC, 1 << 30, 0, 1), "not a frame"),
+        (HEADER.pack(MAGIC, 0, 5, 1) + b"abcde", "not a message"),
+        (HEADER.pack(MAGIC, 12, 0, 1) + bytes(12), "nothing is lent on this connection"),
         (plain(collections.OrderedDict()), "plain values only, got collections.OrderedDict"),
         (plain(("Versions", (print,))), "plain values only, got builtins.print"),
     ],
@@ -242,7 +255,7 @@ def test_who_has_not_got_the_key_or_the_generation_is_not_heard(pair: Pair, hand
         reply(wire.Acknowledged(1))
 
     pair.handle = handle
-    request = bytes(Frame(7, ("Versions", (0, 0, 0))).parts[0])
+    request = as_bytes(Frame(7, ("Versions", (0, 0, 0))))
     hellos: list[dict[str, Any]] = [{}] if handled else [{"key": bytes(16)}, {"generation": pair.generation + 1}]
     for hello in hellos:
         with pair.connect(**hello) as sock:
@@ -271,7 +284,7 @@ def deaf() -> Iterator[socket.socket]:
 def test_a_peer_that_does_not_read(pair: Pair, deaf: socket.socket) -> None:
     """Calls end in time, nothing is kept for it, and what was sent in part is not gone on with."""
     real = pair.a._addresses["b"]
-    pair.a._addresses["b"] = Address("127.0.0.1", deaf.getsockname()[1], real.key)
+    pair.a._addresses["b"] = Address("127.0.0.1", deaf.getsockname()[1], real.key, NO_NAME)
     payload = torch.zeros(40_000_000, dtype=torch.uint8)
     started_s = time.monotonic()
     outcomes = [pair.start(lookup([payload]), 0.5) for _ in range(3)]
@@ -315,8 +328,9 @@ def test_a_socket_that_fails_in_the_middle_of_a_frame_takes_no_more(
     sends: list[int] = []
 
     class Failing(Frame):
-        def send_to(self, sock: socket.socket) -> bool:
-            sends.append(sock.send(self.parts[0][:10]))
+        def send_to(self, sock: socket.socket, lending: Lending | None = None) -> bool:
+            self._begin(lending)
+            sends.append(sock.send(self._parts[0][:10]))
             raise OSError("no memory")
 
     monkeypatch.setattr(sockets, "Frame", Failing)
@@ -329,7 +343,7 @@ def test_a_socket_that_fails_in_the_middle_of_a_frame_takes_no_more(
 def test_nobody_there_is_a_failed_call(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    pair.a._addresses["b"] = Address("127.0.0.1", port, bytes(16))
+    pair.a._addresses["b"] = Address("127.0.0.1", port, bytes(16), NO_NAME)
     outcome = pair.call(wire.Versions(0, 0))
     assert isinstance(outcome, wire.Failed) and "refused" in outcome.reason
 
@@ -415,3 +429,167 @@ def test_a_process_ends_in_the_middle_of_calls() -> None:
     """Without `close`. A thread that is inside torch when the interpreter ends would abort it."""
     run = subprocess.run([sys.executable, "-c", EXITS], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+# lent memory ----------------------------------------------------------------------------------------
+
+
+def the_pool() -> shared.Pool:
+    pool = shared.pool()
+    assert pool is not None
+    return pool
+
+
+def lent_tensor(rows: int, value: int) -> torch.Tensor:
+    """Of the pool, large enough to be lent."""
+    tensor = torch.from_numpy(shared.empty((rows, shared.LEAST_BYTES), np.uint8))
+    return tensor.fill_(value)
+
+
+def files_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@lends
+def test_what_is_lent_is_read_in_place(pair: Pair) -> None:
+    """The bytes are those of the sender's memory, the socket carries none of them, and slices share a loan."""
+    got: list[torch.Tensor] = []
+
+    def handle(request: wire.Lookup, reply: Any) -> None:
+        got.extend(request.positions)
+        reply(wire.Acknowledged(1))
+
+    pair.handle = handle
+    sent = lent_tensor(6, 1)
+    pair.call(lookup([sent[:2], sent[2:], torch.arange(3)]))
+    sent[:] = 9  # against the rules, to see that it is the same memory
+    assert torch.equal(got[0], sent[:2]) and torch.equal(got[1], sent[2:]) and got[2].tolist() == [0, 1, 2]
+    (segment,) = {found[0] for t in (sent[:2], sent[2:]) if (found := the_pool().find(t.data_ptr()))}
+    assert segment.lent == 1
+
+
+@lends
+def test_a_segment_is_handed_out_again_only_when_its_reader_gives_it_back(pair: Pair) -> None:
+    kept: list[torch.Tensor] = []
+
+    def handle(request: wire.Lookup, reply: Any) -> None:
+        kept.append(request.positions[0])
+        reply(wire.Acknowledged(1))
+
+    pair.handle = handle
+    for value in range(30):
+        assert isinstance(pair.call(lookup([lent_tensor(4, value)])), wire.Ok)
+    assert [int(tensor[0, 0]) for tensor in kept] == list(range(30))
+    assert all(bool((tensor == value).all()) for value, tensor in enumerate(kept))
+    assert the_pool().free_bytes == 0 and the_pool().bytes >= sum(tensor.nbytes for tensor in kept)
+    kept.clear()
+    wait_until(lambda: the_pool().free_bytes == the_pool().bytes, PROMPTLY_S, "all are given back, though nobody calls")
+
+
+@lends
+def test_memory_and_files_do_not_grow(pair: Pair) -> None:
+    pair.handle = lambda request, reply: reply(wire.Rows([lent_tensor(5, 1), *request.positions]))
+    for i in range(300):
+        outcome = pair.call(lookup([lent_tensor(4 + i % 3, i % 256), torch.full((40_000,), i)]))
+        assert isinstance(outcome, wire.Ok)
+        assert bool((outcome.answer.weights[1] == i % 256).all()) and bool((outcome.answer.weights[2] == i).all())
+        if i == 20:
+            bytes_then, files_then = the_pool().bytes, files_open()
+    assert the_pool().bytes <= bytes_then + 1_000_000
+    assert files_open() <= files_then + 4
+
+
+@lends
+def test_what_is_lent_outlives_its_generation(pair: Pair) -> None:
+    """Its owner never uses that memory again: it cannot know whether the reader still looks."""
+    kept: list[torch.Tensor] = []
+
+    def handle(request: wire.Lookup, reply: Any) -> None:
+        kept.append(request.positions[0])
+        reply(wire.Acknowledged(1))
+
+    pair.handle = handle
+    pair.call(lookup([lent_tensor(4, 77)]))
+    pair.form()
+    for _ in range(20):
+        pair.call(lookup([lent_tensor(4, 5)]))
+    assert bool((kept[0] == 77).all()) and all(bool((tensor == 5).all()) for tensor in kept[1:])
+    kept.clear()
+    pair.form()
+    wait_until(lambda: the_pool().free_bytes == the_pool().bytes, PROMPTLY_S, "what is left is free")
+
+
+@lends
+def test_a_tensor_that_is_lent_in_one_generation_may_be_lent_in_the_next(pair: Pair) -> None:
+    """A push that was not acknowledged is sent again."""
+    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    sent = lent_tensor(4, 3)
+    for _ in range(3):
+        outcome = pair.call(lookup([sent]))
+        assert isinstance(outcome, wire.Ok) and torch.equal(outcome.answer.weights[0], sent)
+        pair.form()
+
+
+@lends
+def test_without_room_it_goes_through_the_socket(pair: Pair) -> None:
+    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    shared.enable(1 << 20)
+    pair.form()
+    sent = tensors(3, 3_000_000)
+    outcome = pair.call(lookup(sent))
+    assert isinstance(outcome, wire.Ok) and all(map(torch.equal, outcome.answer.weights, sent))
+    assert the_pool().bytes <= 1 << 20
+
+
+@lends
+def test_more_segments_than_files_go_with_a_message(pair: Pair) -> None:
+    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    sent = tensors(FILES_MOST + 20, shared.LEAST_BYTES)
+    outcome = pair.call(lookup(sent))
+    assert isinstance(outcome, wire.Ok) and all(map(torch.equal, outcome.answer.weights, sent))
+
+
+def test_one_without_shared_memory_gets_it_by_tcp(pair: Pair) -> None:
+    """Of the two, a has a pool now, b has told no name."""
+    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    shared.enable(SHARED_BYTES)
+    sent = lent_tensor(4, 8)
+    outcome = pair.call(lookup([sent]))
+    assert isinstance(outcome, wire.Ok) and torch.equal(outcome.answer.weights[0], sent)
+    assert {channel._sock.family for channel in pair.a._channels.values()} == {socket.AF_INET}
+
+
+def notes(*numbers: int) -> bytes:
+    """Three counts, then what they count."""
+    return struct.pack("<3I", *numbers[:3]) + struct.pack(f"<{len(numbers) - 3}Q", *numbers[3:])
+
+
+@pytest.mark.parametrize(
+    ("sends", "says"),
+    [
+        (notes(1, 0, 0, 5, 4096), "a file is missing"),
+        (b"12345678", "not notes"),
+        (notes(0, 9, 0), "not notes"),
+    ],
+)
+def test_what_are_no_notes(sends: bytes, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Lending(shared.Pool(1 << 20)).take_notes(sends)
+
+
+def test_loans_are_checked() -> None:
+    pool = shared.Pool(8 << 20)
+    lending = Lending(pool)
+    memory = pool.take(100_000)
+    assert memory is not None
+    loan = lending.lend()
+    number, offset = loan.place(torch.from_numpy(memory)[10:50_010]) or (0, 0)
+    assert (number, offset) == (1, 10) and len(loan.shown) == 1
+    lending.take_notes(notes(0, 1, 0, number))
+    with pytest.raises(ValueError, match="more was returned than was lent"):
+        lending.take_notes(notes(0, 1, 0, number))
+    with pytest.raises(ValueError, match="not shown"):
+        lending.borrow(number)
+    assert lending.lend().place(torch.zeros(3)) is None, "small ones are sent"
+    lending.end()
+    assert lending.lend().place(torch.from_numpy(memory)) is None, "nobody reads any more"

@@ -1,6 +1,6 @@
 """A member process for tests of the transports. Commands come as JSON lines on stdin, answers go to stdout.
 
-Run: python transport_child.py KIND NAME STORE_PORT, KIND being one of `TRANSPORTS`.
+Run: python transport_child.py KIND NAME STORE_PORT, KIND being one of `TRANSPORTS`, or "sockets+shared".
 
 What its handler does with a request depends on the request's slot:
 
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_ecrec import shared
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.member import TRANSPORTS
 from torch_ecrec.transport import wire
@@ -101,6 +102,10 @@ class Child:
         self.hammering = False
         self.pause = threading.Event()  # never set
         self.hammers: list[threading.Thread] = []
+        kind, _, lends = kind.partition("+")
+        if lends:
+            shared.LEAST_BYTES = 1
+            shared.enable(64 << 20)
         self.transport = TRANSPORTS[kind](name, self.handle, on_error=self.on_error)
 
     def handle(self, request: Any, reply: Any) -> None:

@@ -19,8 +19,6 @@ from torch_ecrec.transport.wire import Answer, Request
 
 Encoded = tuple[str, tuple[Any, ...]]
 
-SPARE_STORAGE = 1.25  # torch RPC sends a tensor's whole storage: beyond this factor a copy is cheaper
-
 
 def _wire_classes(base: type) -> dict[str, type]:
     return {
@@ -37,23 +35,18 @@ _FIELDS = {
 }
 
 
-def _compact(tensor: Tensor) -> Tensor:
+def _on_cpu(tensor: Tensor) -> Tensor:
     if tensor.requires_grad or type(tensor) is not Tensor:
         tensor = tensor.detach()
-    if tensor.device.type != "cpu":
-        return tensor.cpu().contiguous()
-    tensor = tensor.contiguous()
-    if tensor.untyped_storage().nbytes() > SPARE_STORAGE * tensor.nbytes:
-        return tensor.clone()
-    return tensor
+    return tensor.cpu().contiguous()
 
 
 def _plain(value: Any) -> tuple[Any, int]:
-    """`value` as plain data with compact tensors, and the number of bytes in its tensors."""
+    """`value` as plain data with contiguous tensors on the CPU, and the number of bytes in its tensors."""
     if value is None or isinstance(value, (int, float, str)):
         return value, 0
     if isinstance(value, Tensor):
-        tensor = _compact(value)
+        tensor = _on_cpu(value)
         return tensor, tensor.nbytes
     if isinstance(value, (list, tuple)):
         pairs = [_plain(item) for item in value]
@@ -67,8 +60,8 @@ def _plain(value: Any) -> tuple[Any, int]:
 def encode(message: Request | Answer) -> tuple[Encoded, int]:
     """A message as (class name, field values), and the number of bytes in its tensors.
 
-    Tensors are shared with the message, not copied, unless they are strided or a small part of their storage: leave
-    them unchanged until the call has ended.
+    Tensors are shared with the message, not copied, unless they are strided: leave them unchanged until the call has
+    ended.
     """
     kind = type(message).__name__
     if REQUESTS.get(kind, ANSWERS.get(kind)) is not type(message):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.autograd import _init as init_autograd  # type: ignore[attr-defined]
 from torch.distributed.rpc import (  # type: ignore[attr-defined]
@@ -38,6 +39,7 @@ from torch_ecrec.transport.wire import Refused
 # What is sent goes through the socket. On one host torch prefers that the receiver reads the sender's memory ("cma"):
 # a sender that leaves a generation frees it, and the receiver then reads something else, and says nothing (measured).
 CHANNELS = ["basic"]
+SPARE_STORAGE = 1.25  # of a tensor its whole storage is sent: beyond this factor a copy is cheaper
 TRANSPORTS = ["uv"]  # sockets. torch's choice on one host is "shm", whose thread polls: a full core per idle process
 
 # the callee's side ----------------------------------------------------------------------------------
@@ -60,6 +62,17 @@ def _close_active() -> None:
         _active.close()
 
 
+def _compact(value: Any) -> Any:
+    """A message with a copy of each tensor that is a small part of its storage."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.untyped_storage().nbytes() > SPARE_STORAGE * value.nbytes else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_compact, value))
+    if isinstance(value, dict):
+        return {key: _compact(item) for key, item in value.items()}
+    return value
+
+
 @functions.async_execution  # type: ignore[untyped-decorator]
 def _serve(generation: int, encoded: Encoded) -> Future[Encoded]:
     """Entry point of every call, on a thread of the callee's agent. Never raises."""
@@ -68,7 +81,7 @@ def _serve(generation: int, encoded: Encoded) -> Future[Encoded]:
     if transport is None:
         future.set_result(encode(Refused("left the cluster"))[0])
     else:
-        transport._serve(generation, encoded, future.set_result)
+        transport._serve(generation, encoded, lambda answer: future.set_result(_compact(answer)))
     return future
 
 
@@ -131,7 +144,7 @@ class RpcTransport(Transport):
             shutdown(graceful=False)
 
     def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
-        future = rpc_async(self._workers[peer], _serve, args=(world.generation, encoded), timeout=timeout_s)
+        future = rpc_async(self._workers[peer], _serve, args=(world.generation, _compact(encoded)), timeout=timeout_s)
         future.add_done_callback(lambda ended: self._settle(ticket, lambda: answered(ended.value())))
 
 

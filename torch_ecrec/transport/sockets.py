@@ -255,6 +255,7 @@ class Channel:
             reader = FrameReader(self._sock, self._connection.lending)
             while (answer := reader.read()) is not None:
                 self._on_answer(*answer)
+                del answer
         except (OSError, ValueError) as error:
             reason = first_line(error)
         with self._lock:
@@ -396,6 +397,7 @@ class SocketTransport(Transport):
             reader = FrameReader(sock, connection.lending)
             while (request := reader.read()) is not None:
                 self._serve(generation, request[1], _way_back(connection, request[0]))
+                del request  # its tensors may be free before the next comes
         except ConnectionError as error:  # it died, or has left the generation
             log.debug("%s: a caller is gone: %s", self.name, error)
         except (OSError, ValueError) as error:
