@@ -97,22 +97,23 @@ class Reader(Protocol):
 
 
 class Segment:
-    """One file, its number in this process, and who uses it."""
+    """One file, its number in this process, and who uses it. The file is open for as long as this object lives."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size = number, size
         self.fd = os.memfd_create("torch_ecrec", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self.fd, size)
-            self.mapping = Mapping(self.fd, size, writable=True)
-        except OSError:
-            os.close(self.fd)
-            raise
+        os.ftruncate(self.fd, size)
+        self.mapping = Mapping(self.fd, size, writable=True)
         # guarded by the pool's lock
         self.held = False  # by an array of this process
         self.lent = 0  # how often it was lent and not given back
         self.lost = False  # lent to somebody who will not say when it is given back
+        self.dropped = False
         self.readers: set[Reader] = set()
+
+    def __del__(self, close: Any = os.close) -> None:
+        if hasattr(self, "fd"):
+            close(self.fd)
 
 
 class Pool:
@@ -182,10 +183,7 @@ class Pool:
         with self._lock:
             segment.readers.discard(reader)
             segment.lent -= times
-            if times and not segment.lost:
-                segment.lost = True
-                if segment in self._free:  # never: it is lent
-                    self._free.remove(segment)
+            segment.lost |= times > 0
             if not segment.held:
                 self._settle(segment)
 
@@ -225,9 +223,9 @@ class Pool:
         return None
 
     def _drop(self, segment: Segment) -> None:
-        if segment.fd >= 0:
-            os.close(segment.fd)
-            segment.fd = -1
+        """It is not handed out again. Whoever is about to show it to somebody may still do so."""
+        if not segment.dropped:
+            segment.dropped = True
             self._bytes -= segment.size
             for reader in segment.readers:
                 reader.forget(segment.number)

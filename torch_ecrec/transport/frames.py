@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torch_ecrec.shared import Segment
 from torch_ecrec.transport.encoding import Encoded
 from torch_ecrec.transport.generations import first_line
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Loan
@@ -116,7 +117,7 @@ class Frame:
     def __init__(self, ticket: int, message: Encoded | None) -> None:
         self._ticket, self._message = ticket, message
         self._parts: deque[memoryview] = deque()
-        self._files: list[int] = []  # go with the first byte
+        self._shows: list[Segment] = []  # their files go with the first byte
         self.begun = False
 
     def _begin(self, lending: Lending | None) -> None:
@@ -129,7 +130,7 @@ class Frame:
         head = HEADER.pack(MAGIC, len(notes), body.tell(), self._ticket) + notes
         self._parts.extend((memoryview(head), body.getbuffer()))
         self._parts.extend(_memory(tensor) for tensor in pickler.tensors if tensor.numel())
-        self._files = [] if loan is None else [segment.fd for segment in loan.shown]
+        self._shows = [] if loan is None else loan.shown
         self.begun = True
 
     def send_to(self, sock: socket.socket, lending: Lending | None = None) -> bool:
@@ -138,13 +139,14 @@ class Frame:
             self._begin(lending)
         while self._parts:
             control = []
-            if self._files:
-                control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(map(_FILE.pack, self._files)))]
+            if self._shows:
+                files = b"".join(_FILE.pack(segment.fd) for segment in self._shows)
+                control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
             try:
                 sent = sock.sendmsg(_at_once(self._parts), control, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return False
-            self._files = []
+            self._shows = []
             _advance(self._parts, sent)
         return True
 
