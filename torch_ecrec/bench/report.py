@@ -401,14 +401,15 @@ HOW = """\
 `torchrec:tuned`: with the malloc setting that our processes give themselves; `torchrec+ckpt`: saving itself every so
 many steps. `none`: our 3 servers without protection. `k2r1`, `k4r1`, ...: our servers with that (k, r) code, one for
 each of the k + r members of a stripe; `+snap`: with a snapshot of the dense model after every step; `:bf16`: rows and
-gradients travel as bfloat16; `:rpc`: over torch.distributed.rpc rather than our own sockets. All train the same model
-from the same seed on the same batches.
+gradients travel as bfloat16; `:tcp`: without shared memory, over TCP; `:rpc`: over torch.distributed.rpc. All train the
+same model from the same seed on the same batches.
 
 **How.** All systems of a shape are started, then take turns: a block of steps each, again and again, while the others
 wait. Noise that comes and goes meets all of them, so ratios hold where times do not. A block ends when everything sent
 in it is acknowledged. Figures are medians over the blocks. *CPU*: user and system time of all processes of a system,
-servers included. *Wire*: bytes that pass the loopback interface. *Resident*: PSS, pages shared among processes divided
-by them. *Memory / records*: records, parities and logs of the servers over records alone.
+servers included. *Wire*: bytes that pass the loopback interface; what is read in shared memory does not, but is in the
+table below. *Resident*: PSS, pages shared among processes divided by them. *Memory / records*: records, parities and
+logs of the servers over records alone.
 
 **Where.** Everything runs on one host: trainers and servers share its cores, so the servers' work takes time from the
 trainers, and no byte crosses a network. A commit with a + had changes that were not committed."""
