@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from conftest import MARK, leftover, wait_for_none
 
 from torch_ecrec.bench import train
-from torch_ecrec.config import CodeSpec
+from torch_ecrec.config import CodeSpec, Settings
 
 END_LIMIT_S = 10.0
 SYSTEMS = ("torchrec", "none", "k2r1")
@@ -28,11 +29,15 @@ def parse(*words: str) -> argparse.Namespace:
 def test_a_name_says_what_a_system_is() -> None:
     system = train.parse_system("k4r2:bf16+snap")
     assert (system.name, system.group) == ("k4r2:bf16+snap", "k4r2:bf16"), "with and without snapshots share processes"
-    assert system.code == CodeSpec(6, 4, 2) and system.wire == "bfloat16" and system.snapshot and not system.checkpoint
+    assert system.code == CodeSpec(6, 4, 2) and system.snapshot and not system.checkpoint
+    assert system.settings == {"TORCH_ECREC_WIRE": "bfloat16"}
     system = train.parse_system("torchrec+ckpt")
     assert (system.group, system.code, system.checkpoint, system.snapshot) == ("torchrec", None, True, False)
     system = train.parse_system("none")
-    assert system.code is not None and system.code.parities == 0 and system.wire == "float32"
+    assert system.code is not None and system.code.parities == 0 and system.settings == {}
+    for name in train.VARIANTS:
+        asked = {key.removeprefix("TORCH_ECREC_").lower(): text for key, text in train.VARIANTS[name].items()}
+        assert set(asked) <= {field.name for field in dataclasses.fields(Settings)}
     assert [train.parse_system(name).name for name in train.DEFAULT.split(",")] == train.DEFAULT.split(",")
 
 
@@ -48,6 +53,7 @@ def test_an_unknown_name_is_refused(name: str) -> None:
     ("name", "says"),
     [
         ("torchrec:rpc", "nor transports"),
+        ("torchrec:tcp", "nor transports"),
         ("torchrec:bf16", "neither a bf16 wire nor snapshots"),
         ("torchrec+snap", "neither a bf16 wire nor snapshots"),
         ("k2r1+ckpt", "only torchrec saves checkpoints"),
