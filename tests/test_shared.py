@@ -114,6 +114,15 @@ def test_there_is_a_limit_and_free_segments_make_room() -> None:
     assert pool.take(2 << 20) is None
 
 
+def test_a_process_has_so_many_segments_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "SEGMENTS_MOST", 3)
+    pool = Pool(1 << 30)
+    kept = [take(pool) for _ in range(3)]
+    assert pool.take(SIZE) is None
+    kept.pop()
+    assert len(take(pool, 20 * SIZE)) == 20 * SIZE, "a free one makes room, though it is too small"
+
+
 def test_small_needs_do_not_take_large_segments() -> None:
     pool = Pool(1 << 30)
     take(pool, 10_000_000)

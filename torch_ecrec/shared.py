@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 LEAST_BYTES = 1 << 14  # less is copied faster than it is lent
+SEGMENTS_MOST = 256  # of a process; each is an open file, of which it may have 1024
 SPARE_MOST = 2  # a segment serves for what needs at least its half
 _GRAIN = 1 << 16  # sizes are multiples of it
 
@@ -128,7 +129,7 @@ class Pool:
         self._gone: deque[Segment] = deque()  # segments whose last array here is gone
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards all below
-        self._bytes = 0
+        self._bytes = self._count = 0
         self._free: list[Segment] = []  # that given back longest ago first
         self._held: list[tuple[int, Segment]] = []  # by address, ascending
 
@@ -212,21 +213,26 @@ class Pool:
 
     def _make(self, size: int) -> Segment | None:
         size = _rounded(size)
-        while self._free and self._bytes + size > self.most_bytes:
+        while self._free and not self._has_room(size):
             self._drop(self._free.pop(0))
-        if self._bytes + size > self.most_bytes:
+        if not self._has_room(size):
             return None
         with contextlib.suppress(OSError):  # no more files, or no more memory
             segment = Segment(next(self._numbers), size)
             self._bytes += size
+            self._count += 1
             return segment
         return None
+
+    def _has_room(self, size: int) -> bool:
+        return self._bytes + size <= self.most_bytes and self._count < SEGMENTS_MOST
 
     def _drop(self, segment: Segment) -> None:
         """It is not handed out again. Whoever is about to show it to somebody may still do so."""
         if not segment.dropped:
             segment.dropped = True
             self._bytes -= segment.size
+            self._count -= 1
             for reader in segment.readers:
                 reader.forget(segment.number)
             segment.readers.clear()
