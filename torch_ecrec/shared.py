@@ -173,9 +173,9 @@ class Pool:
             segment.lent += 1
             segment.readers.add(reader)
 
-    def give_back(self, segment: Segment, times: int = 1) -> None:
+    def give_back(self, segment: Segment) -> None:
         with self._lock:
-            segment.lent -= times
+            segment.lent -= 1
             if not segment.held and not segment.lost:
                 self._settle(segment)
 

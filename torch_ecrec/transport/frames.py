@@ -47,6 +47,9 @@ DTYPES = (
     torch.int8,
 )
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_NO_WAIT, _WAIT_ALL, _CLOSE_ON_EXEC = (
+    int(flag) for flag in (socket.MSG_DONTWAIT, socket.MSG_WAITALL, socket.MSG_CMSG_CLOEXEC)
+)  # enum members are slow to combine
 _FILE = struct.Struct("i")  # a file descriptor, in a control message
 _CONTROL_BYTES = socket.CMSG_SPACE(FILES_MOST * _FILE.size)
 
@@ -143,7 +146,7 @@ class Frame:
                 files = b"".join(_FILE.pack(segment.fd) for segment in self._shows)
                 control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
             try:
-                sent = sock.sendmsg(_at_once(self._parts), control, socket.MSG_DONTWAIT)
+                sent = sock.sendmsg(_at_once(self._parts), control, _NO_WAIT)
             except BlockingIOError:
                 return False
             self._shows = []
@@ -222,7 +225,7 @@ class FrameReader:
             rest[0][: len(taken)] = taken
             _advance(rest, len(taken))
         while rest:
-            got = self._receive(_at_once(rest), socket.MSG_WAITALL)
+            got = self._receive(_at_once(rest), _WAIT_ALL)
             if got == 0:
                 raise ConnectionError("the connection ended")
             _advance(rest, got)
@@ -231,7 +234,7 @@ class FrameReader:
         """At least one byte, or none at the end; keeps the files that come with them."""
         if self._lending is None:
             return self._sock.recvmsg_into(memories, 0, flags)[0]
-        got, control, _, _ = self._sock.recvmsg_into(memories, _CONTROL_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
+        got, control, _, _ = self._sock.recvmsg_into(memories, _CONTROL_BYTES, flags | _CLOSE_ON_EXEC)
         for level, kind, data in control:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = len(data) - len(data) % _FILE.size

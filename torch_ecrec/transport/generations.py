@@ -24,7 +24,7 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -195,20 +195,19 @@ class Transport(ABC):
         self._finish(done, found)
 
     def _finish(self, done: Callable[[Outcome], None], outcome: Outcome) -> None:
-        with self._in_callback():
-            try:
-                done(outcome)
-            except Exception as error:  # the seam: it would vanish in a thread of the transport
-                self._report(error)
-
-    @contextlib.contextmanager
-    def _in_callback(self) -> Iterator[None]:
-        outer = getattr(self._callback, "runs", False)
-        self._callback.runs = True
+        outer = self._enter_callback()
         try:
-            yield
+            done(outcome)
+        except Exception as error:  # the seam: it would vanish in a thread of the transport
+            self._report(error)
         finally:
             self._callback.runs = outer
+
+    def _enter_callback(self) -> bool:
+        """This thread runs a `handle` or `done`; returns whether it did before."""
+        outer: bool = getattr(self._callback, "runs", False)
+        self._callback.runs = True
+        return outer
 
     # requests ---------------------------------------------------------------------------------------
 
@@ -218,12 +217,14 @@ class Transport(ABC):
         if generation != self._serving:
             reply(Refused(f"not in generation {generation}"))
             return
-        with self._in_callback():
-            try:
-                self._handle(decode(encoded, REQUESTS), reply)
-            except Exception as error:  # the seam: the caller gets a reason instead of waiting for its timeout
-                reply.unless_replied(Refused(f"internal: {first_line(error)}"))
-                self._report(error)
+        outer = self._enter_callback()
+        try:
+            self._handle(decode(encoded, REQUESTS), reply)
+        except Exception as error:  # the seam: the caller gets a reason instead of waiting for its timeout
+            reply.unless_replied(Refused(f"internal: {first_line(error)}"))
+            self._report(error)
+        finally:
+            self._callback.runs = outer
 
     def _answer(self, generation: int, answer: Answer, way: Callable[[Encoded], None]) -> None:
         try:

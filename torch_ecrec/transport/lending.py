@@ -141,15 +141,15 @@ class Lending:
                 os.close(fd)
         for number in rest[counts[1] :]:
             self._seen.pop(number, None)
-        for number, times in Counter(rest[: counts[1]]).items():
-            with self._lock:
+        with self._lock:
+            for number in rest[: counts[1]]:
                 segment = self._shown.get(number)
                 if segment is None:
                     continue  # forgotten meanwhile
-                if self._lent[number] < times:
+                if not self._lent[number]:
                     raise ValueError("more was returned than was lent")
-                self._lent[number] -= times
-                self.pool.give_back(segment, times)
+                self._lent[number] -= 1
+                self.pool.give_back(segment)
 
     def borrow(self, number: int) -> NDArray[np.uint8]:
         """A segment of the other end's, until nobody looks at it any more. Not to be written: that ends the process.
