@@ -287,6 +287,23 @@ def test_an_event_comes_after_a_pause_once_the_cluster_is_whole(
     assert done and set(done) == {"kill-server"} and one._next_s is None
 
 
+def test_events_do_not_keep_training_from_a_step_for_ever(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], done: list[str]
+) -> None:
+    """So a run that hangs is found out, and one that is disturbed again and again is not taken for one."""
+    one = training(tmp_path, sleepers, "--events", "kill-server")
+    one.arguments.steps = 100
+    for rest in (2, 3):
+        progress(one, rest)
+        done.clear()
+        one._moved_s = 0.0
+        for _ in range(50):
+            one.on_tick()
+        instants = one._fruitless
+        assert instants == chaos.FRUITLESS_MOST and len(done) >= instants
+        assert one._moved_s > time.monotonic() - 60, "the time for a step begins with the last event"
+
+
 def test_nothing_happens_before_the_first_step(tmp_path: Path, done: list[str]) -> None:
     one = chaos_run(tmp_path)
     for _ in range(5):

@@ -39,6 +39,7 @@ from torch_ecrec.launch import warm
 STOPS_S = (1.0, 5.0, 20.0)
 PAUSE_S = (0.3, 4.0)  # between two instants, at least and at most, once the cluster is whole
 WHOLE_LIMIT_S = 120.0  # to be whole again after an event
+FRUITLESS_MOST = 3  # instants without a completed step between them; then none comes before one is
 STOP_MARGIN_S = 2.0  # a process may be silent that much longer than it was stopped
 SAMPLE_S = 0.5
 PACE_STEPS = 150  # of the run that measures the pace
@@ -62,6 +63,8 @@ class ChaosRun(demo.Run):
         self._random = random.Random(arguments.seed)
         self._next_s: float | None = None  # when the next instant comes; None: not before the cluster is whole
         self._waiting_since_s = time.monotonic()
+        self._fruitless = 0  # instants since the last completed step
+        self._step_seen = 0
         self._sampled_s = 0.0
         self._stopped: dict[int, float] = {}  # pid -> when it goes on
 
@@ -81,6 +84,8 @@ class ChaosRun(demo.Run):
         if now_s - self._sampled_s >= SAMPLE_S:
             self._sampled_s = now_s
             self._sample(since_s)
+        if step > self._step_seen:
+            self._step_seen, self._fruitless = step, 0
         if step >= LAST_SHARE * self.arguments.steps:
             return
         if not whole or self._stopped:
@@ -90,8 +95,11 @@ class ChaosRun(demo.Run):
         elif self._next_s is None:
             self._next_s = now_s + self._random.uniform(*PAUSE_S)
             self._waiting_since_s = now_s
-        elif now_s >= self._next_s:
+        elif now_s >= self._next_s and self._fruitless < FRUITLESS_MOST:
             self._next_s, self._waiting_since_s = None, now_s
+            self._fruitless += 1
+            with self._lock:
+                self._moved_s = now_s  # what comes takes its time
             kinds = self._instant()
             for kind in kinds:
                 self._do(kind, since_s, alone="kill-coordinator" in kinds)

@@ -203,7 +203,7 @@ class Run:
         self._cluster: Supervisor | None = None
         self.environment = {"TORCH_ECREC_HEARTBEAT_S": str(HEARTBEAT_S), "OMP_NUM_THREADS": "1"}
         self._news: list[str] = []  # lines to show
-        self._moved_s = time.monotonic()  # when a step was completed last
+        self._moved_s = time.monotonic()  # when a step was completed last, or chaos disturbed the run
 
     # the coordinator's messages, on the thread of the connection
 
