@@ -71,8 +71,9 @@ class Lending:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        # of the other end; only the thread that reads from it uses these two
         self.files: deque[int] = deque()  # come with notes, not looked at yet
-        self._seen: dict[int, Mapping] = {}  # of the other end; used by its reading thread only
+        self._seen: dict[int, Mapping] = {}
         self._returned: deque[int] = deque()  # not told yet
         self._forgotten: deque[int] = deque()  # likewise
         self._lock = threading.Lock()  # guards all below; taken before the pool's
@@ -162,6 +163,14 @@ class Lending:
             raise ValueError("a segment that was not shown")
         return shared.held(mapping, mapping.size, number, self._returned)
 
+    def let_go(self) -> None:
+        """Nothing is read from the connection any more: keeps only what somebody looks at."""
+        self._seen.clear()
+        while self.files:
+            os.close(self.files.popleft())
+
+    # both -------------------------------------------------------------------------------------------
+
     def end(self) -> None:
         """The connection has ended. May be called again."""
         with self._lock:
@@ -169,5 +178,3 @@ class Lending:
             for number, segment in self._shown.items():
                 self.pool.leave(segment, self, self._lent[number])
             self._shown, self._lent = {}, Counter()
-        while self.files:
-            os.close(self.files.popleft())

@@ -173,13 +173,17 @@ class Connection:
         if self.lending is not None:
             self.lending.end()
 
+    def close(self) -> None:
+        """After `end`, once nobody reads from it any more."""
+        if self.lending is not None:
+            self.lending.let_go()
+        self.sock.close()
+
     def _end(self) -> None:
         if self._ended:
             return
         self._ended = True
         self._waiting.clear()
-        if self.lending is not None:
-            self.lending.end()
         if self._watched:
             self._sender.unwatch(self)
         with contextlib.suppress(OSError):  # not connected, or not any more
@@ -262,7 +266,7 @@ class Channel:
             self._ended = f"{self.peer}: {reason}"
             calls, self._calls = self._calls, {}
         self._connection.end()
-        self._sock.close()
+        self._connection.close()
         failure = (Unknown if connected else Failed)(self._ended)
         for ticket in calls:
             self._transport._settle(ticket, lambda: failure)
@@ -404,7 +408,7 @@ class SocketTransport(Transport):
             log.warning("%s: a caller's connection is closed: %s", self.name, error)
         finally:
             connection.end()
-            sock.close()
+            connection.close()
             with self._gate:
                 self._inbound.discard(connection)
 
