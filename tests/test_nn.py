@@ -85,7 +85,8 @@ class FakeSession:
     def look_ahead(self, rows: list[Tensor]) -> None:
         self.ahead.append((self.step, rows))
 
-    def lookup(self, rows: list[Tensor]) -> list[Tensor]:
+    def lookup_parts(self, rows: list[Tensor]) -> list[list[Tensor]]:
+        """In two parts, the second of which may be empty."""
         assert self.opened == 1
         self.lookups += 1
         self.looked_up.append((self.step, rows))
@@ -93,7 +94,7 @@ class FakeSession:
             assert rows_U.dtype == torch.int64 and rows_U.device == CPU
             assert len(rows_U.unique()) == len(rows_U) and (rows_U >= 0).all() and (rows_U < slab.rows).all()
         return [
-            records[rows_U, : slab.dim]
+            list(records[rows_U, : slab.dim].split([(len(rows_U) + 1) // 2, len(rows_U) // 2]))
             for slab, records, rows_U in zip(self.job.slabs, self.records, rows, strict=True)
         ]
 

@@ -48,7 +48,9 @@ def test_pool_and_its_gradients(seed, weighted, dim, lengths, divisor):
     numbers = per_id_N.detach().numpy()
     wanted = plain(weights_UD, inverse_N, lengths_FB, per_id_N if weighted else None, mean_F)
     out = np.empty((4, 3, dim), np.float32)
-    pooling.pool(weights_UD.detach().numpy(), inverse_N, lengths_FB, numbers, weighted, mean_F, out)
+    cut = int(random.integers(0, rows + 1))
+    parts = [weights_UD.detach().numpy()[:cut], weights_UD.detach().numpy()[cut:]]
+    pooling.pool(parts, inverse_N, lengths_FB, numbers, weighted, mean_F, out)
     np.testing.assert_allclose(out, wanted.detach().numpy(), rtol=1e-5, atol=1e-5)
 
     gradient = torch.from_numpy(random.standard_normal(out.shape).astype(np.float32))
@@ -74,7 +76,7 @@ def test_bfloat16_rows_are_what_they_stand_for():
     outs = [np.empty((4, 1, 8), np.float32) for _ in range(2)]
     none = np.empty(0, np.float32)
     for out, rows in zip(outs, (halves.view(torch.uint16).numpy(), halves.float().numpy()), strict=True):
-        pooling.pool(rows, inverse, lengths, none, False, mean, out)
+        pooling.pool([rows[:2], rows[2:]], inverse, lengths, none, False, mean, out)
     assert np.array_equal(*outs) and outs[0].any()
 
 

@@ -32,7 +32,7 @@ from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.config import JobSpec, Settings
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.layout import Layout
-from torch_ecrec.route import Route, arrange, route
+from torch_ecrec.route import Parts, Route, arrange, route
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import Node, Port
 from torch_ecrec.transport.wire import Answer, Placement
@@ -85,8 +85,8 @@ class Client(Node):
 
     # steps --------------------------------------------------------------------------------------
 
-    def lookup(self, routes: Sequence[Route], done: Callable[[list[Tensor]], None]) -> None:
-        """Weights (U, D) of the routed rows after step - 1, per slab, to `done`."""
+    def lookup(self, routes: Sequence[Route], done: Callable[[list[Parts]], None]) -> None:
+        """Weights of the routed rows after step - 1, per slab, to `done`."""
         step, waiting = self.step, dict.fromkeys(range(self.slots))
         answers: dict[int, wire.Rows] = {}
 
@@ -97,22 +97,24 @@ class Client(Node):
                 assert isinstance(answer, wire.Rows)
                 answers[slot] = answer
                 if len(answers) == len(waiting):
-                    done(self._join(routes, answers))
+                    done(self._in_order(routes, answers))
 
             self.ask(slot, lambda i: wire.Lookup(slot, i, step, self.trainer, positions, self.half), on_answer)
 
         waiting = {s: None for s in waiting if any(len(route.positions[s]) for route in routes)}
         if not waiting:
-            done(self._join(routes, answers))
+            done(self._in_order(routes, answers))
         for slot in waiting:
             ask(slot)
 
-    def _join(self, routes: Sequence[Route], answers: dict[int, wire.Rows]) -> list[Tensor]:
+    def _in_order(self, routes: Sequence[Route], answers: dict[int, wire.Rows]) -> list[Parts]:
         weights = []
         for s, (slab, there) in enumerate(zip(self.job.slabs, routes, strict=True)):
-            out_UD = torch.empty((len(there.rows), slab.dim), dtype=torch.bfloat16 if self.half else torch.float32)
             parts = [answers[slot].weights[s] for slot in sorted(answers)]
-            weights.append(there.join(parts, out_UD) if parts else out_UD)
+            if there.rank is not None or not parts:
+                out_UD = torch.empty((len(there.rows), slab.dim), dtype=torch.bfloat16 if self.half else torch.float32)
+                parts = [there.join(parts, out_UD) if parts else out_UD]
+            weights.append(parts)
         return weights
 
     def snapshot_due(self, step: int) -> bool:
@@ -261,7 +263,7 @@ class _Ahead:
 
     step: int
     rows: list[Tensor]
-    answer: list[list[Tensor]] = field(default_factory=list)
+    answer: list[list[Parts]] = field(default_factory=list)
 
     def is_of(self, rows: Sequence[Tensor]) -> bool:
         return all(a is b for a, b in zip(self.rows, rows, strict=True))
@@ -406,13 +408,17 @@ class Session:
         Returns:
             Per slab, (U, D) float32, or bfloat16 if that is the `wire`.
         """
+        return [torch.cat(parts) for parts in self.lookup_parts(rows)]
+
+    def lookup_parts(self, rows: Sequence[Tensor]) -> list[Parts]:
+        """The same as they came, one part from each slot. Not to be written: they may lie in a server's memory."""
         what = f"lookup of step {self.step}"
         ahead = next((a for a in self._ahead if a.step == self.step and a.is_of(rows)), None)
         if ahead is not None:
             self._ahead.remove(ahead)
             self._wait(lambda: bool(ahead.answer), what)
             return ahead.answer[0]
-        weights: list[Tensor] = self._run_and_wait(self.client.lookup, self._route(rows), what=what)
+        weights: list[Parts] = self._run_and_wait(self.client.lookup, self._route(rows), what=what)
         return weights
 
     def look_ahead(self, rows: Sequence[Tensor]) -> None:
@@ -423,7 +429,7 @@ class Session:
         """
         ahead = _Ahead(self.step, list(rows))
 
-        def done(weights: list[Tensor]) -> None:
+        def done(weights: list[Parts]) -> None:
             ahead.answer.append(weights)
             self._notify()
 

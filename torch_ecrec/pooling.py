@@ -15,12 +15,14 @@ Shapes: U rows, D dim, N ids, F features, B samples.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import carray, njit  # type: ignore[attr-defined]
+from numpy.typing import NDArray
 
-from torch_ecrec.kernels import as_float
+from torch_ecrec.kernels import addresses, as_float, pointer
 
 _NOT_FINITE = 0x7F800000  # the exponent bits of a float32 are all ones
 
@@ -43,11 +45,50 @@ def to_slab_rows(ids_N: Any, lengths_FB: Any, first_F: Any, rows_F: Any, out_N: 
 
 
 @njit(nogil=True, cache=True)
+def _row_addresses(address_P: Any, rows_P: Any, row_bytes: Any, out_U: Any) -> None:
+    u = 0
+    for p in range(address_P.shape[0]):
+        for i in range(rows_P[p]):
+            out_U[u] = address_P[p] + i * row_bytes
+            u += 1
+
+
 def pool(
-    weight_UD: Any, inverse_N: Any, lengths_FB: Any, per_id_N: Any, weighted: Any, mean_F: Any, out_BFD: Any
+    parts: Sequence[NDArray[Any]],
+    inverse_N: NDArray[Any],
+    lengths_FB: NDArray[Any],
+    per_id_N: NDArray[Any],
+    weighted: bool,
+    mean_F: NDArray[Any],
+    out_BFD: NDArray[Any],
 ) -> None:
-    """Pools rows into bags. `per_id_N` counts if `weighted`; `mean_F`: which features divide by their length."""
-    dim = weight_UD.shape[1]
+    """Pools rows into bags.
+
+    Args:
+        parts: (u, D) each, contiguous, at least one: the rows are these, one part behind the other.
+        weighted: whether `per_id_N` counts.
+        mean_F: which features divide by their length.
+        out_BFD: overwritten.
+    """
+    address_U = np.empty(sum(map(len, parts)), np.int64)
+    rows_P = np.array([len(part) for part in parts], np.int64)
+    _row_addresses(addresses(parts), rows_P, parts[0].shape[1] * parts[0].itemsize, address_U)
+    _pool(address_U, parts[0][:0, 0], inverse_N, lengths_FB, per_id_N, weighted, mean_F, out_BFD)
+
+
+@njit(nogil=True, cache=True)
+def _pool(
+    address_U: Any,
+    kind: Any,
+    inverse_N: Any,
+    lengths_FB: Any,
+    per_id_N: Any,
+    weighted: Any,
+    mean_F: Any,
+    out_BFD: Any,
+) -> None:
+    """As `pool`, with the address of each row, and an empty array of their dtype."""
+    dim = out_BFD.shape[2]
     n = 0
     for f in range(lengths_FB.shape[0]):
         for b in range(lengths_FB.shape[1]):
@@ -56,21 +97,21 @@ def pool(
                 for j in range(dim):
                     out_BFD[b, f, j] = np.float32(0)
             for i in range(n, n + length):
-                u = inverse_N[i]
+                weight_D = carray(pointer(address_U[inverse_N[i]]), dim, kind.dtype)
                 if weighted:
                     w = per_id_N[i]
                     if i == n:
                         for j in range(dim):
-                            out_BFD[b, f, j] = w * as_float(weight_UD[u, j])
+                            out_BFD[b, f, j] = w * as_float(weight_D[j])
                     else:
                         for j in range(dim):
-                            out_BFD[b, f, j] += w * as_float(weight_UD[u, j])
+                            out_BFD[b, f, j] += w * as_float(weight_D[j])
                 elif i == n:
                     for j in range(dim):
-                        out_BFD[b, f, j] = as_float(weight_UD[u, j])
+                        out_BFD[b, f, j] = as_float(weight_D[j])
                 else:
                     for j in range(dim):
-                        out_BFD[b, f, j] += as_float(weight_UD[u, j])
+                        out_BFD[b, f, j] += as_float(weight_D[j])
             if mean_F[f] and length > 1:
                 divisor = np.float32(length)
                 for j in range(dim):
@@ -155,6 +196,6 @@ def warm() -> None:
         for ids in (np.zeros(1, np.int32), np.zeros(1, np.int64)):
             to_slab_rows(ids, lengths, index, index + 1, index.copy())
         for rows in (floats[0], np.zeros((1, 1), np.uint16)):
-            pool(rows, index, lengths, floats[0, 0], False, flags, floats)
+            pool([rows], index, lengths, floats[0, 0], False, flags, floats)
             per_id_backward(floats, rows, index, lengths, flags, floats[0, 0].copy())
         pool_backward(floats, index, lengths, floats[0, 0], False, flags, np.float32(1), flags.copy(), floats[0].copy())

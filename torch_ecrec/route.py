@@ -86,6 +86,9 @@ def _parts(values: Tensor, starts: list[int]) -> list[Tensor]:
     return [as_tensor(array[first:end]) for first, end in itertools.pairwise(starts)]
 
 
+Parts = list[Tensor]  # (u, D) each: end to end they are the (U, D) values of a route's rows, in their order
+
+
 @dataclass
 class Route:
     """Unique rows of one slab and where they live.

@@ -57,6 +57,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torch_ecrec import pooling, shared
 from torch_ecrec.config import JobSpec
 from torch_ecrec.errors import NonFiniteGradient
+from torch_ecrec.route import Parts
 from torch_ecrec.transport.wire import as_array
 
 NAN_GRADIENTS = ("raise", "pass")
@@ -85,11 +86,14 @@ class EmbeddingBackend(Protocol):
     def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The different ones of `rows` (N,), in the best order, (U,), and where each of `rows` is in them, (N,)."""
 
-    def lookup(self, rows: list[Tensor]) -> list[Tensor]:
-        """Weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; may be repeated."""
+    def lookup_parts(self, rows: list[Tensor]) -> list[Parts]:
+        """Weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; may be repeated.
+
+        In parts of some rows each, (u, D), in the order of the rows. They are only read.
+        """
 
     def look_ahead(self, rows: list[Tensor]) -> None:
-        """Rows that `lookup` will be called with in this step, the very tensors: they may be asked for now."""
+        """Rows that `lookup_parts` will be called with in this step, the very tensors: they may be asked for now."""
 
     def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
         """Ends the step with gradients (U, D) and a learning rate per slab. Every trainer calls it in every step."""
@@ -101,7 +105,7 @@ class EmbeddingBackend(Protocol):
         """Overwrites records before the first step; rows ascending. Called by trainer 0 only."""
 
     def loaded(self) -> None:
-        """Ends the loading; every trainer calls it once, before its first `lookup`."""
+        """Ends the loading; every trainer calls it once, before its first `lookup_parts`."""
 
     def snapshot(self, payload: Tensor, header: str) -> None:
         """Keeps this trainer's part (uint8) of the dense state after `step - 1`."""
@@ -159,10 +163,10 @@ class SparseStep:
         """Whether loading has ended."""
         return self._open
 
-    def lookup(self, rows: list[Tensor]) -> list[Tensor]:
-        """Weights (U, D) per slab."""
+    def lookup(self, rows: list[Tensor]) -> list[Parts]:
+        """Weights (U, D) per slab, in parts."""
         self.open()
-        return self.session.lookup(rows)
+        return self.session.lookup_parts(rows)
 
     def ticket(self) -> _Ticket:
         """A new training lookup that waits for its gradient, until its graph is gone."""
@@ -393,13 +397,13 @@ class _Bags:
     def _weights(self) -> np.ndarray:
         return _NO_WEIGHTS if self.per_id_N is None else self.per_id_N.detach().numpy()
 
-    def pool(self, weight_UD: Tensor) -> Tensor:
-        """Pooled embeddings (B, F, D)."""
+    def pool(self, weights: Parts) -> Tensor:
+        """Pooled embeddings (B, F, D) of the rows that were looked up."""
         features, batch = self.lengths_FB.shape
         out_BFD = torch.empty(batch, features, self.dim)
         weighted = self.per_id_N is not None
         pooling.pool(
-            as_array(weight_UD),
+            [as_array(part) for part in weights],
             self.inverse_N,
             self.lengths_FB,
             self._weights(),
@@ -425,11 +429,16 @@ class _Bags:
         )
         return out_UD, bool(finite)
 
-    def ids_backward(self, gradient_BFD: Tensor, weight_UD: Tensor) -> Tensor:
+    def ids_backward(self, gradient_BFD: Tensor, weights: Parts) -> Tensor:
         """Gradients (N,) of the weights of the ids."""
         out_N = torch.empty(len(self.inverse_N))
         pooling.per_id_backward(
-            gradient_BFD.numpy(), as_array(weight_UD), self.inverse_N, self.lengths_FB, self.mean_F, out_N.numpy()
+            gradient_BFD.numpy(),
+            as_array(torch.cat(weights)),
+            self.inverse_N,
+            self.lengths_FB,
+            self.mean_F,
+            out_N.numpy(),
         )
         return out_N
 

@@ -300,7 +300,7 @@ class Trainer(Process):
             routes = [client.route(s, torch.from_numpy(r)) for s, r in enumerate(touched(self._scenario, step, rank))]
             client.run(client.lookup, routes, self.got.append)
             yield lambda: bool(self.got)
-            weights = self.got[0]
+            weights = [torch.cat(parts) for parts in self.got[0]]
             for slab, (mine, right) in enumerate(zip(weights, known.lookups[step, rank], strict=True)):
                 assert torch.equal(mine, right), f"trainer {rank}: lookup of step {step} is wrong in slab {slab}"
             loss = loss_of(weights, self.dense)

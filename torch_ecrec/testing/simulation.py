@@ -33,7 +33,7 @@ from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec, Settings, Table
 from torch_ecrec.coordinator import Coordinator
 from torch_ecrec.layout import Layout, StripeGroup
 from torch_ecrec.member import join_message, rejoin_message
-from torch_ecrec.route import Route
+from torch_ecrec.route import Parts, Route
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.transport import wire
@@ -497,8 +497,10 @@ class Cluster:
         for step in range(done + 1, scenario.steps + 1):
             rows = [torch.from_numpy(r) for r in touched(scenario, step, i)]
             routes: list[Route] = [client.route(s, r) for s, r in enumerate(rows)]
-            got: list[list[torch.Tensor]] = []
-            client.run(client.lookup, routes, got.append)
+            got: list[list[Parts]] = []
+            client.run(
+                client.lookup, routes, lambda weights, got=got: got.append([torch.cat(parts) for parts in weights])
+            )
             yield lambda got=got: bool(got)  # type: ignore[misc]
             weights = got[0]
             self._same(self.run.lookups, (step, i), weights)
