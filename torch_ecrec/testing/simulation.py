@@ -498,11 +498,9 @@ class Cluster:
             rows = [torch.from_numpy(r) for r in touched(scenario, step, i)]
             routes: list[Route] = [client.route(s, r) for s, r in enumerate(rows)]
             got: list[list[Parts]] = []
-            client.run(
-                client.lookup, routes, lambda weights, got=got: got.append([torch.cat(parts) for parts in weights])
-            )
+            client.run(client.lookup, routes, got.append)
             yield lambda got=got: bool(got)  # type: ignore[misc]
-            weights = got[0]
+            weights = [torch.cat(parts) for parts in got[0]]
             self._same(self.run.lookups, (step, i), weights)
             loss = loss_of(weights, self.dense_of[i])
             self._same(self.run.losses, (step, i), loss)
