@@ -157,7 +157,9 @@ def draw_chaos(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(1.6 * WIDTH_INCHES, 6.5), dpi=DPI, facecolor="white")
     rates, strip, memory = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1.2, 1.5]})
     per_step = result["arguments"]["batch_size"] * result["arguments"]["trainers"]
-    rates.plot(*throughput(spread_bursts(result["step_times_s"]), per_step), color=RUN, lw=0.8)
+    times_s, samples_per_s = throughput(spread_bursts(result["step_times_s"]), per_step)
+    rates.plot(times_s, samples_per_s, color=RUN, lw=0.8)
+    rates.set_ylim(0, 1.2 * np.quantile(samples_per_s, 0.98))  # steps that were told late seem to come in a burst
     rates.set_ylabel("samples / s")
     colors = {"kill-server": LOST, "stop-server": REBUILDING, "kill-trainer": "#7c3aed", "stop-trainer": "#c4b5fd"}
     for entry in result["schedule"]:
