@@ -446,6 +446,18 @@ def lent_tensor(rows: int, value: int) -> torch.Tensor:
     return tensor.fill_(value)
 
 
+def keep_all(pair: Pair) -> list[torch.Tensor]:
+    """b keeps the tensors of all that it is asked, in the list that is returned."""
+    kept: list[torch.Tensor] = []
+
+    def handle(request: wire.Lookup, reply: Any) -> None:
+        kept.extend(request.positions)
+        reply(wire.Acknowledged(1))
+
+    pair.handle = handle
+    return kept
+
+
 def files_open() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -453,13 +465,7 @@ def files_open() -> int:
 @lends
 def test_what_is_lent_is_read_in_place(pair: Pair) -> None:
     """The bytes are those of the sender's memory, the socket carries none of them, and slices share a loan."""
-    got: list[torch.Tensor] = []
-
-    def handle(request: wire.Lookup, reply: Any) -> None:
-        got.extend(request.positions)
-        reply(wire.Acknowledged(1))
-
-    pair.handle = handle
+    got = keep_all(pair)
     sent = lent_tensor(6, 1)
     pair.call(lookup([sent[:2], sent[2:], torch.arange(3)]))
     sent[:] = 9  # against the rules, to see that it is the same memory
@@ -470,13 +476,7 @@ def test_what_is_lent_is_read_in_place(pair: Pair) -> None:
 
 @lends
 def test_a_segment_is_handed_out_again_only_when_its_reader_gives_it_back(pair: Pair) -> None:
-    kept: list[torch.Tensor] = []
-
-    def handle(request: wire.Lookup, reply: Any) -> None:
-        kept.append(request.positions[0])
-        reply(wire.Acknowledged(1))
-
-    pair.handle = handle
+    kept = keep_all(pair)
     for value in range(30):
         assert isinstance(pair.call(lookup([lent_tensor(4, value)])), wire.Ok)
     assert [int(tensor[0, 0]) for tensor in kept] == list(range(30))
@@ -502,13 +502,7 @@ def test_memory_and_files_do_not_grow(pair: Pair) -> None:
 @lends
 def test_what_is_lent_outlives_its_generation(pair: Pair) -> None:
     """Its owner never uses that memory again: it cannot know whether the reader still looks."""
-    kept: list[torch.Tensor] = []
-
-    def handle(request: wire.Lookup, reply: Any) -> None:
-        kept.append(request.positions[0])
-        reply(wire.Acknowledged(1))
-
-    pair.handle = handle
+    kept = keep_all(pair)
     pair.call(lookup([lent_tensor(4, 77)]))
     pair.form()
     for _ in range(20):

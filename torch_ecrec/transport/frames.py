@@ -27,7 +27,7 @@ from torch import Tensor
 from torch_ecrec.shared import Segment
 from torch_ecrec.transport.encoding import Encoded
 from torch_ecrec.transport.generations import first_line
-from torch_ecrec.transport.lending import FILES_MOST, Lending, Loan
+from torch_ecrec.transport.lending import FILES_MOST, Lending, Loan, byte_view
 
 MAGIC = b"ECR2"
 HEADER = struct.Struct("<4sIIxxxxQ")  # magic, bytes of the notes, bytes of the message, ticket
@@ -47,9 +47,9 @@ DTYPES = (
     torch.int8,
 )
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-_NO_WAIT, _WAIT_ALL, _CLOSE_ON_EXEC = (
-    int(flag) for flag in (socket.MSG_DONTWAIT, socket.MSG_WAITALL, socket.MSG_CMSG_CLOEXEC)
-)  # enum members are slow to combine
+# as integers: members of an enum are slow to combine
+_NO_WAIT, _WAIT_ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
+_CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # Linux, where alone files are sent
 _FILE = struct.Struct("i")  # a file descriptor, in a control message
 _CONTROL_BYTES = socket.CMSG_SPACE(FILES_MOST * _FILE.size)
 
@@ -106,7 +106,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(byte_view(tensor))  # type: ignore[arg-type]
 
 
 class Frame:
@@ -129,7 +129,7 @@ class Frame:
         pickler = _Pickler(body, loan)
         pickler.dump(self._message)
         self._message = None
-        notes = b"" if lending is None or loan is None else lending.notes(loan.shown)
+        notes = b"" if loan is None else loan.notes()
         head = HEADER.pack(MAGIC, len(notes), body.tell(), self._ticket) + notes
         self._parts.extend((memoryview(head), body.getbuffer()))
         self._parts.extend(_memory(tensor) for tensor in pickler.tensors if tensor.numel())

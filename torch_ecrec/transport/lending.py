@@ -30,12 +30,17 @@ FILES_MOST = 200  # with one message; Linux takes 253
 _COUNTS = struct.Struct("<3I")  # shown, returned, forgotten
 
 
+def byte_view(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a contiguous tensor on the CPU, where they are."""
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
 class Loan:
     """What one message lends. Made and filled by `Lending.lend`, one after the other."""
 
     def __init__(self, lending: Lending) -> None:
         self._lending = lending
-        self._segments: dict[int, Segment] = {}
+        self._numbers: set[int] = set()
         self.shown: list[Segment] = []
 
     def place(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -44,22 +49,23 @@ class Loan:
             return None
         pool = self._lending.pool
         found = pool.find(tensor.data_ptr())
-        if found is not None:
-            return self._place(*found)
-        memory = pool.take(tensor.nbytes)
-        if memory is None:
-            return None
-        memory[:] = tensor.view(-1).view(torch.uint8).numpy()
-        found = pool.find(memory.__array_interface__["data"][0])
-        assert found is not None
-        return self._place(*found)
-
-    def _place(self, segment: Segment, offset: int) -> tuple[int, int] | None:
-        if segment.number not in self._segments:
+        if found is None:
+            memory = pool.take(tensor.nbytes)
+            if memory is None:
+                return None
+            memory[:] = byte_view(tensor)
+            found = pool.find(memory.__array_interface__["data"][0])
+            assert found is not None
+        segment, offset = found
+        if segment.number not in self._numbers:
             if not self._lending.show(segment, self.shown):
                 return None
-            self._segments[segment.number] = segment
+            self._numbers.add(segment.number)
         return segment.number, offset
+
+    def notes(self) -> bytes:
+        """What goes with the message."""
+        return self._lending.notes(self.shown)
 
 
 class Lending:

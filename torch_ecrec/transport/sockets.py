@@ -109,15 +109,12 @@ class Connection:
     """The way out of one connection. A thread of its owner's reads from `sock`, and closes it at its end.
 
     Frames that come before `start` wait for it.
-
-    Args:
-        lends: both ends have shared memory, and the socket is a Unix socket.
     """
 
-    def __init__(self, sock: socket.socket, sender: Sender, lends: bool) -> None:
+    def __init__(self, sock: socket.socket, sender: Sender) -> None:
         self.sock = sock
         pool = shared.pool()
-        self.lending = Lending(pool) if lends and pool is not None else None
+        self.lending = Lending(pool) if _is_within_host(sock) and pool is not None else None
         self._sender = sender
         self._lock = threading.Lock()  # guards all below
         self._waiting: deque[Frame] = deque()
@@ -211,10 +208,8 @@ class Channel:
     def __init__(self, transport: SocketTransport, peer: str, address: Address, generation: int) -> None:
         self.peer = peer
         self._transport, self._address, self._generation = transport, address, generation
-        local = address.dial_within_host()
-        self._sock = local or socket.socket(address.family, socket.SOCK_STREAM)
-        self._connection = Connection(self._sock, transport.sender, lends=local is not None)
-        self._within_host = local is not None
+        self._sock = address.dial_within_host() or socket.socket(address.family, socket.SOCK_STREAM)
+        self._connection = Connection(self._sock, transport.sender)
         self._lock = threading.Lock()  # guards all below
         self._calls: dict[int, tuple[float, Frame]] = {}  # ticket -> when its time is up, what is sent
         self._ended = ""  # why, once it has
@@ -229,7 +224,7 @@ class Channel:
         self._connection.send(frame)
 
     def sweep(self, now_s: float) -> None:
-        """Ends the calls whose time is up."""
+        """Ends the calls whose time is up, and reminds the connection."""
         with self._lock:
             late = [(ticket, frame) for ticket, (until_s, frame) in self._calls.items() if until_s <= now_s]
             for ticket, _ in late:
@@ -237,7 +232,6 @@ class Channel:
         for ticket, frame in late:
             self._connection.drop(frame)
             self._transport._settle(ticket, lambda: Unknown(f"no answer from {self.peer} in time"))
-
         self._connection.remind()
 
     def end(self) -> None:
@@ -248,7 +242,7 @@ class Channel:
         connected = False
         reason = "the connection ended"
         try:
-            if not self._within_host:
+            if not _is_within_host(self._sock):
                 self._sock.settimeout(CONNECT_S)
                 self._sock.connect(self._address.place)
                 tune(self._sock)
@@ -314,6 +308,10 @@ class Address:
             sock.close()
             return None
         return sock
+
+
+def _is_within_host(sock: socket.socket) -> bool:
+    return sock.family == socket.AF_UNIX
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -390,7 +388,7 @@ class SocketTransport(Transport):
 
     def _read(self, sock: socket.socket) -> None:
         """Serves one caller as long as its connection lasts."""
-        connection = Connection(sock, self.sender, lends=sock.family == socket.AF_UNIX)
+        connection = Connection(sock, self.sender)
         try:
             generation = self._greet(sock)
             with self._gate:
@@ -414,7 +412,7 @@ class SocketTransport(Transport):
 
     def _greet(self, sock: socket.socket) -> int:
         """Reads the hello of who has connected: the generation. Raises OSError or ValueError."""
-        if sock.family != socket.AF_UNIX:
+        if not _is_within_host(sock):
             tune(sock)
         sock.settimeout(HELLO_S)
         hello = sock.recv(HELLO.size, socket.MSG_WAITALL)
