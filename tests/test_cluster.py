@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from cluster_child import Orders
 from conftest import ROOT
@@ -278,3 +279,20 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
     finally:
         process.terminate()
         process.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_process_listens_at_loopback_only(transport: str, tmp_path: Path) -> None:
+    environment = {"TORCH_ECREC_TRANSPORT": transport}
+    with cluster(tmp_path, CodeSpec(3, 2, 1), trainers=1, environment=environment, load=True, reads=1) as running:
+        (trainer,) = running.children
+        assert trainer.expect("held") == "read 0"
+        pids = [trainer.process.pid, *(child.pid for child in running.supervisor.children)]
+        places = {
+            pid: {c.laddr.ip for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN}
+            for pid in pids
+        }
+        assert len(pids) == 5 and all(ips == {"127.0.0.1"} for ips in places.values()), places
+        trainer.tell("go")
+        trainer.expect("read")
+        trainer.result()

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -78,8 +79,6 @@ def run_coordinator(
     Raises:
         OSError: the port is in use.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     joins_from_s = time.monotonic() + JOINS_HELD_S
     connections: dict[str, Connection] = {}
     watchers: list[Connection] = []
@@ -146,7 +145,7 @@ def run_coordinator(
         server.call_later(settings.heartbeat_s / 4, tick)
 
     server = ControlServer(host, port, on_message, on_closed)
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
+    store = _store_on(host)
     core = Coordinator(
         code,
         spares,
@@ -170,6 +169,22 @@ def run_coordinator(
     server.call_later(0.0, tick)
     server.serve_forever()
     return 0
+
+
+def _store_on(host: str) -> Any:
+    """A TCPStore that listens at `host`. Left to itself, torch's listens on every interface."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server((host, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=START_S),
+        master_listen_fd=listener.detach(),  # the store's from now on
+    )
 
 
 # server -----------------------------------------------------------------------------------------------
