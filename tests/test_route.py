@@ -52,3 +52,16 @@ def test_rows_that_collide_in_the_table_are_told_apart():
     rows = torch.arange(0, 2**40, 2**28)  # high bits only
     found, inverse = arrange(layout, torch.cat([rows, rows]))
     assert len(found.rows) == len(rows) and torch.equal(found.rows[inverse], torch.cat([rows, rows]))
+
+
+@pytest.mark.parametrize(
+    ("code", "rows"), [((3, 2, 1), 7), ((3, 2, 1), 5_200_000), ((12, 4, 2), 2**33), ((64, 8, 2), 2**47)]
+)
+def test_both_ways_to_sort_agree(code, rows, monkeypatch):
+    layout = Layout(*code, rows)
+    some = torch.from_numpy(np.random.default_rng(0).integers(0, rows, 5000))
+    by_digits, inverse = arrange(layout, some)
+    monkeypatch.setattr("torch_ecrec.route._WORD_BITS", 0)  # too few for key and index together
+    compared, same = arrange(layout, some)
+    assert torch.equal(by_digits.rows, compared.rows) and torch.equal(inverse, same)
+    assert by_digits.starts == compared.starts and all(map(torch.equal, by_digits.positions, compared.positions))

@@ -22,7 +22,7 @@ import numpy as np
 from numba import carray, njit  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
-from torch_ecrec.kernels import addresses, as_float, pointer
+from torch_ecrec.kernels import AHEAD, addresses, as_float, pointer, prefetch, prefetch_row
 
 _NOT_FINITE = 0x7F800000  # the exponent bits of a float32 are all ones
 
@@ -89,6 +89,7 @@ def _pool(
 ) -> None:
     """As `pool`, with the address of each row, and an empty array of their dtype."""
     dim = out_BFD.shape[2]
+    count, row_bytes = inverse_N.shape[0], dim * kind.itemsize
     n = 0
     for f in range(lengths_FB.shape[0]):
         for b in range(lengths_FB.shape[1]):
@@ -97,6 +98,8 @@ def _pool(
                 for j in range(dim):
                     out_BFD[b, f, j] = np.float32(0)
             for i in range(n, n + length):
+                if i + AHEAD < count:
+                    prefetch(address_U[inverse_N[i + AHEAD]], row_bytes)
                 weight_D = carray(pointer(address_U[inverse_N[i]]), dim, kind.dtype)
                 if weighted:
                     w = per_id_N[i]
@@ -157,6 +160,7 @@ def pool_backward(
                     for j in range(dim):
                         buffer_D[j] /= count
             for i in range(n, n + length):
+                prefetch_row(row_grad_UD, inverse_N, i)
                 u = inverse_N[i]
                 w = per_id_N[i] if weighted else np.float32(1)
                 if seen_U[u]:

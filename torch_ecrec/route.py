@@ -26,7 +26,8 @@ from torch_ecrec import shared
 from torch_ecrec.layout import Layout
 from torch_ecrec.transport.wire import as_array, as_tensor
 
-_POSITION_BITS = 48  # of a sort key; the slot is above
+_WORD_BITS = 64
+_DIGIT_BITS = 8  # of a pass of the sort: its counts stay in the first-level cache
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiplicative hashing (Knuth, TAOCP 3, 6.4)
 
 
@@ -57,16 +58,47 @@ def _unique(rows_N: Any, shift: Any, table: Any, unique_N: Any, index_N: Any) ->
 
 
 @njit(nogil=True, cache=True)
-def _reorder(order_U: Any, rows_U: Any, key_U: Any, sorted_U: Any, position_U: Any, rank_U: Any, start_S: Any) -> None:
-    """Rows and positions in the order of their keys, where each row went, and where each slot begins."""
+def _radix_order(key_U: Any, key_bits: Any, index_bits: Any, order_U: Any) -> None:
+    """Indices that sort keys of `key_bits` bits, all of them different; key and index fit into 64 bits together.
+
+    Least significant digits first (Knuth, TAOCP 3, 5.2.5).
+    """
+    count = key_U.shape[0]
+    now_U, next_U = np.empty(count, np.uint64), np.empty(count, np.uint64)
+    for u in range(count):
+        now_U[u] = np.uint64(key_U[u]) << np.uint64(index_bits) | np.uint64(u)
+    mask = np.uint64((1 << _DIGIT_BITS) - 1)
+    for shift in range(index_bits, index_bits + key_bits, _DIGIT_BITS):
+        first_D = np.zeros((1 << _DIGIT_BITS) + 1, np.int64)
+        for u in range(count):
+            first_D[np.int64(now_U[u] >> np.uint64(shift) & mask) + 1] += 1
+        for d in range(1 << _DIGIT_BITS):
+            first_D[d + 1] += first_D[d]
+        for u in range(count):
+            digit = np.int64(now_U[u] >> np.uint64(shift) & mask)
+            next_U[first_D[digit]] = now_U[u]
+            first_D[digit] += 1
+        now_U, next_U = next_U, now_U
+    for u in range(count):
+        order_U[u] = np.int64(now_U[u] & np.uint64((1 << index_bits) - 1))
+
+
+@njit(nogil=True, cache=True)
+def _reorder(
+    order_U: Any, rows_U: Any, key_U: Any, bits: Any, sorted_U: Any, position_U: Any, rank_U: Any, start_S: Any
+) -> None:
+    """Rows and positions in the order of their keys, where each row went, and where each slot begins.
+
+    A key is a position in its lowest `bits` bits, and the slot above.
+    """
     slot = 0
     for i in range(order_U.shape[0]):
         u = order_U[i]
         key = key_U[u]
         sorted_U[i] = rows_U[u]
-        position_U[i] = key & ((1 << _POSITION_BITS) - 1)
+        position_U[i] = key & ((1 << bits) - 1)
         rank_U[u] = i
-        while slot <= key >> _POSITION_BITS:
+        while slot <= key >> bits:
             start_S[slot] = i
             slot += 1
     while slot < start_S.shape[0]:
@@ -123,11 +155,18 @@ class Route:
 def _sorted(layout: Layout, rows_U: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], list[int], list[Tensor]]:
     count = len(rows_U)
     slot_U, key_U = layout.locate(rows_U)
-    key_U |= slot_U << _POSITION_BITS
+    position_bits, index_bits = int(layout.data_first[:, -1].max()).bit_length(), count.bit_length()
+    key_bits = position_bits + layout.slots.bit_length()
+    key_U |= slot_U << position_bits
+    if key_bits + index_bits <= _WORD_BITS:
+        order_U = np.empty(count, np.int64)
+        _radix_order(key_U, key_bits, index_bits, order_U)
+    else:
+        order_U = np.argsort(key_U)
     sorted_U, rank_U = np.empty((2, count), np.int64)
     position_U = shared.empty((count,), np.int64)  # sent
     start_S = np.empty(layout.slots + 1, np.int64)
-    _reorder(np.argsort(key_U), rows_U, key_U, sorted_U, position_U, rank_U, start_S)
+    _reorder(order_U, rows_U, key_U, position_bits, sorted_U, position_U, rank_U, start_S)
     starts: list[int] = start_S.tolist()
     return sorted_U, rank_U, starts, _parts(torch.from_numpy(position_U), starts)
 

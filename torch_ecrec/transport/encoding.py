@@ -38,7 +38,7 @@ _FIELDS = {
 def _on_cpu(tensor: Tensor) -> Tensor:
     if tensor.requires_grad or type(tensor) is not Tensor:
         tensor = tensor.detach()
-    return tensor.cpu().contiguous()
+    return tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous()
 
 
 def _plain(value: Any) -> tuple[Any, int]:

@@ -12,6 +12,7 @@ built: no class, no function.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import socket
 import struct
@@ -28,6 +29,7 @@ from torch_ecrec.shared import Segment
 from torch_ecrec.transport.encoding import Encoded
 from torch_ecrec.transport.generations import first_line
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Loan, byte_view
+from torch_ecrec.transport.wire import as_array, as_tensor
 
 MAGIC = b"ECR2"
 HEADER = struct.Struct("<4sIIxxxxQ")  # magic, bytes of the notes, bytes of the message, ticket
@@ -47,6 +49,7 @@ DTYPES = (
     torch.int8,
 )
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_NUMPY = [as_array(torch.empty(0, dtype=dtype)).dtype for dtype in DTYPES]
 # as integers: members of an enum are slow to combine
 _NO_WAIT, _WAIT_ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # Linux, where alone files are sent
@@ -86,20 +89,20 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: _Place) -> Tensor:
         code, shape, segment, offset = pid
         if segment:
-            return self._within(segment, offset, torch.Size(shape), DTYPES[code])
+            return self._within(segment, offset, shape, code)
         tensor = torch.empty(shape, dtype=DTYPES[code])
         self.tensors.append(tensor)
         return tensor
 
-    def _within(self, segment: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _within(self, segment: int, offset: int, shape: tuple[int, ...], code: int) -> Tensor:
         if self._lending is None:
             raise ValueError("a segment, but nothing is lent on this connection")
         if segment not in self._borrowed:
             self._borrowed[segment] = self._lending.borrow(segment)
-        whole, size = self._borrowed[segment], shape.numel() * dtype.itemsize
-        if not 0 <= offset <= len(whole) - size:
+        whole, kind = self._borrowed[segment], _NUMPY[code]
+        if not 0 <= offset <= len(whole) - math.prod(shape) * kind.itemsize:
             raise ValueError("beyond the end of a segment")
-        return torch.from_numpy(whole[offset : offset + size]).view(dtype).view(shape)
+        return as_tensor(np.ndarray(shape, kind, whole, offset))
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"plain values only, got {module}.{name}")

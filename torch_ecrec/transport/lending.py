@@ -19,12 +19,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_ecrec import shared
 from torch_ecrec.shared import Mapping, Pool, Segment
+from torch_ecrec.transport.wire import as_array
 
 FILES_MOST = 200  # with one message; Linux takes 253
 _COUNTS = struct.Struct("<3I")  # shown, returned, forgotten
@@ -32,7 +32,7 @@ _COUNTS = struct.Struct("<3I")  # shown, returned, forgotten
 
 def byte_view(tensor: Tensor) -> NDArray[np.uint8]:
     """The bytes of a contiguous tensor on the CPU, where they are."""
-    return tensor.view(-1).view(torch.uint8).numpy()
+    return as_array(tensor).reshape(-1).view(np.uint8)
 
 
 class Loan:
