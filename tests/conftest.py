@@ -131,3 +131,14 @@ def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
         if pid == root:
             return True
     return False
+
+
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A default process group of this process alone."""
+    import torch.distributed as dist  # slow, and most tests need none
+
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

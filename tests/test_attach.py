@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_nn import (  # noqa: F401 - a fixture of this module, too
+from test_nn import (
     CPU,
     LR,
     FakeSession,
@@ -22,7 +22,6 @@ from test_nn import (  # noqa: F401 - a fixture of this module, too
     collection,
     dense_parameters,
     job_of,
-    process_group,
 )
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
@@ -35,6 +34,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.parallel import DistributedModelParallel
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 END = 9
 Part = tuple[Tensor, str]

@@ -15,7 +15,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import job_names, optimizer_spec, table_specs
 
+pytestmark = pytest.mark.usefixtures("process_group")
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 CPU, META = torch.device("cpu"), torch.device("meta")
 OPTIMIZERS: dict[str, type] = {
@@ -226,21 +227,15 @@ def job_of(module: nn.Module, trainers: int = 1, seed: int = 0) -> JobSpec:
     return JobSpec(tables=specs, code=CodeSpec(), trainers=trainers, seed=seed)
 
 
-def shard(module: nn.Module, trainers: int = 1, trainer: int = 0, **more: Any) -> tuple[Any, FakeSession]:
+def shard(
+    module: nn.Module, trainers: int = 1, trainer: int = 0, device: torch.device = CPU, **more: Any
+) -> tuple[Any, FakeSession]:
     session = FakeSession(job_of(module, trainers), trainer)
-    return DistributedModelParallel(module, device=CPU, session=session, **more), session
+    return DistributedModelParallel(module, device=device, session=session, **more), session
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(in_backward_optimizer_filter(model.named_parameters()))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # against the unsharded module -----------------------------------------------------------------------
@@ -452,6 +447,12 @@ def train(model: nn.Module, batches: list[Batch], optimizer: CombinedOptimizer |
     return losses
 
 
+def train_in_pipeline(model: nn.Module, batches: list[Batch], device: torch.device = CPU) -> list[float]:
+    """As `train`, in TorchRec's pipeline, which takes the batches to the device."""
+    runner, stream = TrainPipelineSparseDist(model, optimizer_of(model), device), iter(batches)
+    return [float(runner.progress(stream)) for _ in batches]
+
+
 class LossNet(Net):
     """A pipeline returns the second of (loss, output)."""
 
@@ -465,11 +466,7 @@ def test_the_pipeline_equals_the_plain_loop() -> None:
     ends, losses = [], []
     for pipeline in (False, True):
         model, session = shard(LossNet(collection("rowwise_adagrad")))
-        if pipeline:
-            runner, stream = TrainPipelineSparseDist(model, optimizer_of(model), CPU), iter(batches)
-            losses.append([float(runner.progress(stream)) for _ in batches])
-        else:
-            losses.append(train(model, batches))
+        losses.append(train_in_pipeline(model, batches) if pipeline else train(model, batches))
         assert session.step == 7
         used = dict(session.looked_up)
         assert [step for step, _ in session.ahead] == ([2, 3, 4, 5, 6] if pipeline else [])

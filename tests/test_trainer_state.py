@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_nn import collection, dense_parameters, process_group, shard  # noqa: F401 - a fixture of this module, too
+from test_nn import collection, dense_parameters, shard
 from torch import nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -20,6 +20,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.nn.trainer_state import TrackedReader, TrainerState, random_states, set_random_states, unwrapped
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 PASS = 4
 

@@ -236,7 +236,8 @@ def _load_optimizer(
         for key, value in saved["values"].items():
             group[key] = tuple(value) if isinstance(value, list) else value
         for key in saved["tensors"]:
-            group[key] = tensors[f"{prefix}{g}/{key}"].clone()
+            value, now = tensors[f"{prefix}{g}/{key}"], group.get(key)
+            group[key] = value.to(now.device, copy=True) if isinstance(now, Tensor) else value.clone()
     for name, keys in entry["state"].items():
         parameter = named[name]
         state = dict(keys["values"])
@@ -296,5 +297,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes (uint8, one dimension) of a tensor: a view of a contiguous one on the CPU, else a copy."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    """The bytes (uint8, one dimension) of a tensor, where it is: a view of a contiguous one, else a copy."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -57,6 +57,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torch_ecrec import pooling, shared
 from torch_ecrec.config import JobSpec
 from torch_ecrec.errors import NonFiniteGradient
+from torch_ecrec.nn.staging import Crossing, HostIds, Staging
 from torch_ecrec.route import Parts
 from torch_ecrec.transport.wire import as_array
 
@@ -284,13 +285,19 @@ class _PooledLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, step: SparseStep, rows: list[Tensor], bags: list[_Bags], *per_id: Tensor | None
+        ctx: Any,
+        anchor: Tensor,
+        step: SparseStep,
+        rows: list[Tensor],
+        bags: list[_Bags],
+        crossings: list[Crossing],
+        *per_id: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         weights = step.lookup(rows)
-        ctx.step, ctx.rows, ctx.bags, ctx.ticket = step, rows, bags, step.ticket()
-        ctx.weights = weights if any(ctx.needs_input_grad[4:]) else None
-        return tuple(part.pool(weights[part.slab]) for part in bags)
+        ctx.step, ctx.rows, ctx.bags, ctx.crossings, ctx.ticket = step, rows, bags, crossings, step.ticket()
+        ctx.weights = weights if any(ctx.needs_input_grad[5:]) else None
+        return tuple(part.pool(weights[part.slab], crossing) for part, crossing in zip(bags, crossings, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -301,15 +308,16 @@ class _PooledLookup(torch.autograd.Function):
         for i, (part, gradient_BFD) in enumerate(zip(ctx.bags, gradients, strict=True)):
             if gradient_BFD is None:
                 continue
+            ctx.crossings[i].wait()
             gradient_BFD = gradient_BFD.contiguous()
             of_rows[part.slab], finite = part.rows_backward(
                 gradient_BFD, len(ctx.rows[part.slab]), ctx.step.gradient_divisor
             )
             all_finite &= finite
-            if ctx.needs_input_grad[4 + i]:
+            if ctx.needs_input_grad[5 + i]:
                 of_ids[i] = part.ids_backward(gradient_BFD, ctx.weights[part.slab])
         ctx.step.receive(ctx.ticket, ctx.rows, of_rows, all_finite)
-        return (None, None, None, None, *of_ids)
+        return (None, None, None, None, None, *of_ids)
 
 
 class _Ready(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
@@ -359,7 +367,7 @@ class _Slice:
         Raises:
             ValueError: an id is not a row of its table.
         """
-        ids_N = features.values().detach().cpu().contiguous()
+        ids_N = features.values().detach().cpu().contiguous()  # here already, but for ids with weights
         lengths_FB = features.lengths().detach().cpu().contiguous().view(len(self.features), -1).numpy()
         rows_N = np.empty(len(ids_N), np.int64)
         at = pooling.to_slab_rows(ids_N.numpy(), lengths_FB, self.first_F, self.rows_F, rows_N)
@@ -397,10 +405,10 @@ class _Bags:
     def _weights(self) -> np.ndarray:
         return _NO_WEIGHTS if self.per_id_N is None else self.per_id_N.detach().numpy()
 
-    def pool(self, weights: Parts) -> Tensor:
-        """Pooled embeddings (B, F, D) of the rows that were looked up."""
+    def pool(self, weights: Parts, crossing: Crossing) -> Tensor:
+        """Pooled embeddings (B, F, D) of the rows that were looked up, in memory of the crossing."""
         features, batch = self.lengths_FB.shape
-        out_BFD = torch.empty(batch, features, self.dim)
+        out_BFD = crossing.empty(batch, features, self.dim)
         weighted = self.per_id_N is not None
         pooling.pool(
             [as_array(part) for part in weights],
@@ -455,11 +463,19 @@ class ErasureCodedEmbeddingBagCollection(
         module: the collection to serve. Not kept.
         step: shared by all sharded modules of the model.
         job_names: name of each of its tables in the job.
+        device: where its output goes. Ids may be there or on the host.
     """
 
-    def __init__(self, module: EmbeddingBagCollection, step: SparseStep, job_names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        module: EmbeddingBagCollection,
+        step: SparseStep,
+        job_names: Mapping[str, str],
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self._step = step
+        self._staging = Staging(device)
         self._weighted = module.is_weighted()
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd run the backward of a lookup
         job = step.session.job
@@ -492,7 +508,7 @@ class ErasureCodedEmbeddingBagCollection(
         ]
         self._optimizer = ServerOptimizer(self)
         step.optimizers.append(self._optimizer)
-        self._coming: deque[KeyedJaggedTensor] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
+        self._coming: deque[HostIds] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
         self._ready: tuple[KeyedJaggedTensor, list[Tensor], list[_Bags]] | None = None  # looked up ahead
         step.on_pushed.append(self._look_ahead)
 
@@ -509,23 +525,24 @@ class ErasureCodedEmbeddingBagCollection(
         if missing:
             raise ValueError(f"the batch lacks features {', '.join(missing)}; it has {', '.join(features.keys())}")
         if torch.is_grad_enabled():
-            self._coming.append(features)
+            self._coming.append(self._staging.ids(features))
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
     def _look_ahead(self) -> None:
         """Asks for the rows of the batch that a pipeline will compute next."""
         if self._coming and not self._weighted:  # weights of ids have a graph, which a backward must not start
-            features = self._coming[0]
+            ids = self._coming[0]
             try:
-                rows, bags = self._prepare(features)
+                rows, bags = self._prepare(ids)
             except ValueError:  # an id that is no row: `compute` says so, where it belongs
                 return
-            self._ready = (features, rows, bags)
+            self._ready = (ids.features, rows, bags)
             self._step.session.look_ahead(rows)
 
-    def _prepare(self, features: KeyedJaggedTensor) -> tuple[list[Tensor], list[_Bags]]:
+    def _prepare(self, ids: HostIds) -> tuple[list[Tensor], list[_Bags]]:
         """Unique rows (U,) per slab of the job, and the bags per slab of this module."""
         session = self._step.session
+        features = ids.features if self._weighted else ids.wait()  # weights of ids have a graph
         rows = [torch.empty(0, dtype=torch.int64) for _ in session.job.slabs]
         bags = []
         for part in self._slices:
@@ -536,22 +553,27 @@ class ErasureCodedEmbeddingBagCollection(
         return rows, bags
 
     def compute(self, ctx: NullShardedModuleContext, dist_input: KJTList) -> list[Tensor]:
-        """Looks the rows up and pools them, on the CPU: (B, F, D) for each slab of this module."""
+        """Looks the rows up and pools them, on the host: (B, F, D) for each slab of this module, on the device."""
         (features,) = dist_input
         step = self._step
         step.open()
         if torch.is_grad_enabled():
             step.on_training_lookup()
-        while any(other is features for other in self._coming):
-            self._coming.popleft()
+        ids = None
+        while any(other.features is features for other in self._coming):
+            ids = self._coming.popleft()
         ready, self._ready = self._ready, None
-        rows, bags = ready[1:] if ready is not None and ready[0] is features else self._prepare(features)
+        if ready is not None and ready[0] is features:
+            rows, bags = ready[1:]
+        else:
+            rows, bags = self._prepare(ids or self._staging.ids(features))
+        crossings = [self._staging.crossing() for _ in bags]
         if torch.is_grad_enabled():
-            pooled = _PooledLookup.apply(self._anchor, step, rows, bags, *(part.per_id_N for part in bags))
+            pooled = _PooledLookup.apply(self._anchor, step, rows, bags, crossings, *(part.per_id_N for part in bags))
         else:
             weights = step.lookup(rows)
-            pooled = [part.pool(weights[part.slab]) for part in bags]
-        return [pooled_BFD.to(features.device()) for pooled_BFD in pooled]
+            pooled = [part.pool(weights[part.slab], crossing) for part, crossing in zip(bags, crossings, strict=True)]
+        return [crossing.over(pooled_BFD) for crossing, pooled_BFD in zip(crossings, pooled, strict=True)]
 
     def output_dist(self, ctx: NullShardedModuleContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Puts the pooled features side by side: (B, sum of dims)."""

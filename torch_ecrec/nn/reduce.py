@@ -35,8 +35,13 @@ class OrderedMean:
         model.register_comm_hook(self, lambda state, bucket: state.hook(bucket))
 
     def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
         buffer = bucket.buffer()
+        if buffer.is_cuda:  # its collectives are put on streams, and do not keep the backward
+            on_device: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device])
+            self.reduce_(buffer)
+            on_device.set_result(buffer)
+            return on_device
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
 
         def reduce() -> None:
             try:

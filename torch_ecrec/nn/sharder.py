@@ -135,7 +135,7 @@ class ErasureCodedSharder(ModuleSharder[EmbeddingBagCollection]):
         module_fqn: str | None = None,
     ) -> ErasureCodedEmbeddingBagCollection:
         names = self._names[module_fqn or ""]
-        sharded = ErasureCodedEmbeddingBagCollection(module, self._step, names)
+        sharded = ErasureCodedEmbeddingBagCollection(module, self._step, names, device or torch.device("cpu"))
         session = self._step.session
         for config in module.embedding_bag_configs():
             parameter = module.embedding_bags[config.name].weight

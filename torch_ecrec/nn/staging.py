@@ -1,0 +1,135 @@
+"""The way between the host, where rows are looked up and pooled, and the device of the dense model.
+
+    ids        device -> host   as soon as a batch is known; waited for when its rows are looked up
+    pooled     host -> device   from pinned memory; the model's stream waits for it, the host does not
+    gradients  device -> host   into pinned memory, once the model's stream has them; the host waits for them alone,
+                                while the device goes on with the rest of the backward
+
+All on a stream of its own, so that no copy waits for kernels that it does not need. With a dense model on the CPU
+nothing is copied at all. What is pooled, and how its gradient is taken apart, is the same on every device: the host
+does it, in one order of summation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+class Staging:
+    """What crosses between the host and one device.
+
+    Args:
+        device: of the dense model. CUDA devices get pinned memory and a stream; others are copied to plainly.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pins = device.type == "cuda"
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Of the copies; made when it is first needed."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor must be staged to be read on the host."""
+        return self.pins and tensor.is_cuda
+
+    def follow(self) -> torch.cuda.Stream:
+        """The stream of the copies, which goes on when all that the current one was given so far is done."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return self.stream
+
+    def ids(self, features: KeyedJaggedTensor) -> HostIds:
+        """Begins to copy the ids and lengths of a batch to the host."""
+        return HostIds(self, features)
+
+    def crossing(self) -> Crossing:
+        """The way of one pooled tensor, and back of its gradient."""
+        return Crossing(self)
+
+
+class HostIds:
+    """Ids and lengths of a batch on the host, or on their way there."""
+
+    def __init__(self, staging: Staging, features: KeyedJaggedTensor) -> None:
+        self.features = features
+        self._coming: tuple[Tensor, Tensor, torch.cuda.Event] | None = None  # ids, lengths, when they are here
+        if staging.has(features.values()):
+            values_N, lengths_L = features.values().detach(), features.lengths().detach()
+            with torch.cuda.stream(staging.follow()):
+                self._coming = _to_pinned(values_N), _to_pinned(lengths_L), staging.stream.record_event()
+            for tensor in (values_N, lengths_L):
+                tensor.record_stream(staging.stream)
+
+    def wait(self) -> KeyedJaggedTensor:
+        """The features with ids and lengths on the host (and no weights), once they are there."""
+        if self._coming is None:
+            return self.features
+        values_N, lengths_L, arrived = self._coming
+        arrived.synchronize()
+        return KeyedJaggedTensor(keys=self.features.keys(), values=values_N, lengths=lengths_L)
+
+
+class Crossing:
+    """The way of one pooled tensor to the device, and of its gradient back."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+        self.arrived: torch.cuda.Event | None = None  # the gradient is on the host
+
+    def empty(self, *shape: int) -> Tensor:
+        """Memory on the host for a tensor that will cross."""
+        return torch.empty(shape, pin_memory=self.staging.pins)
+
+    def over(self, tensor: Tensor) -> Tensor:
+        """A tensor of `empty` on the device; differentiable once."""
+        if tensor.device == self.staging.device:
+            return tensor
+        if not self.staging.pins:
+            return tensor.to(self.staging.device)
+        over: Tensor = _Over.apply(tensor, self)
+        return over
+
+    def wait(self) -> None:
+        """Returns when the gradient that autograd has handed back can be read."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+
+
+class _Over(torch.autograd.Function):
+    """A copy from pinned memory to the device. Its gradient is on its way when autograd has it: `Crossing.wait`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, crossing: Crossing) -> Tensor:
+        staging, ctx.crossing = crossing.staging, crossing
+        current = torch.cuda.current_stream(staging.device)
+        with torch.cuda.stream(staging.stream):
+            there = tensor.to(staging.device, non_blocking=True)
+        current.wait_stream(staging.stream)
+        there.record_stream(current)
+        return there
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        crossing: Crossing = ctx.crossing
+        with torch.cuda.stream(crossing.staging.follow()):
+            here = _to_pinned(gradient)
+            crossing.arrived = crossing.staging.stream.record_event()
+        gradient.record_stream(crossing.staging.stream)
+        return here, None
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    """A contiguous copy in pinned memory, made by the current stream."""
+    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return here.copy_(tensor, non_blocking=True)
