@@ -126,6 +126,7 @@ class FakeGroup:
         figures = {"samples_per_s": 100.0, "step_ms": 500 * cpu_s, "cpu_s_per_step": cpu_s, "wire_bytes": 1e6 * factor}
         held = {"record_bytes": 100, "parity_bytes": 50 * self.code.parities, "log_bytes": 1}
         sent = {"lookup": 4e5, "push": 4e5, "fold": 2e5 * self.code.parities}
+        figures["server_cpu_s_per_step"] = cpu_s / 2
         return {**figures, "rss_bytes": 10**9, "server_bytes": held, "sent": sent}
 
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import MARK, leftover, wait_for_none
 
 from torch_ecrec.bench import train
@@ -77,6 +78,12 @@ def test_what_cannot_be_is_refused(name: str, says: str) -> None:
         (["--trainers", "0"], "`trainers` must be at least 1"),
         (["--rows", "0"], "`rows` must be at least 1"),
         (["--data", "x.tsv"], "goes with `--shape criteo`"),
+        (["--device", "cuda", "--systems", "none,torchrec"], "is for our systems"),
+        pytest.param(
+            ["--device", "cuda", "--systems", "none"],
+            "torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
 )
 def test_bad_arguments_start_nothing(words: list[str], says: str, tmp_path: Path) -> None:
@@ -103,6 +110,8 @@ def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for spread in result[figure].values():
             assert set(spread) == {"median", "min", "max"} and spread["min"] <= spread["median"] <= spread["max"]
             assert spread["min"] > 0 or figure == "cpu_s_per_step", "the clock of CPU time ticks every 10 ms"
+    servers, total = result["server_cpu_s_per_step"], result["cpu_s_per_step"]
+    assert servers["torchrec"]["max"] == 0 and servers["k2r1"]["max"] <= total["k2r1"]["max"]
     sent = result["sent_bytes"]
     assert sent["torchrec"] == {} and {"lookup", "push"} <= set(sent["none"]) and "fold" not in sent["none"]
     assert sent["k2r1"]["fold"] > 0

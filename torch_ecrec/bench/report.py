@@ -10,13 +10,14 @@ document.
 performance.md is written whole; OUT/performance-notes.md, by hand, goes to its end. In scaling.md only what is between
 the markers is replaced.
 
-`TARGETS` is what the figures are held against. A ratio is one of medians; behind it, in brackets, the least and the
-most of the ratios within a block.
+`TARGETS` is what the figures are held against. A ratio is one of medians; behind it, in brackets, the least, the
+median and the most of the ratios within a block: a machine that slows down and recovers moves them less.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import statistics
 import sys
@@ -31,15 +32,19 @@ from torch_ecrec.config import require
 
 MADE_BY = "Made by `torch-ecrec bench report`; do not edit."
 BEGIN, END = "<!-- begin generated -->", "<!-- end generated -->"
-# The second and third hold what the first leaves no memory for (`--label codes`, `--label transports`).
+AGAINST_TORCHREC = ("embedding-heavy", "multi-hot", "paper")
+# A name after the shape's is a `--label`: what a first run leaves no memory for, more blocks, another processor.
 SHAPES = (
     "embedding-heavy",
     "embedding-heavy-codes",
     "embedding-heavy-transports",
+    "embedding-heavy-pipeline",
     "uniform",
     "multi-hot",
     "paper",
+    "paper-snapshot",
     "criteo",
+    *(f"{shape}-epyc" for shape in AGAINST_TORCHREC),
 )
 RECOVERIES = ("recovery", "recovery-uniform")  # the second with `--label uniform --zipf 0`
 NAMES = (*(f"train-{shape}" for shape in SHAPES), *RECOVERIES, "codec", "scaling")
@@ -86,24 +91,27 @@ class NotMeasured(LookupError):
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured number, with its spread where it has one."""
+    """A measured number, with its spread, and the median within blocks, where it has them."""
 
     value: float
     least: float | None = None
     most: float | None = None
+    within: float | None = None
 
     @property
     def text(self) -> str:
         if self.least is None or self.most is None:
             return _number(self.value)
-        return f"{_number(self.value)} ({_number(self.least)} to {_number(self.most)})"
+        within = "" if self.within is None else f", median {_number(self.within)}"
+        return f"{_number(self.value)} ({_number(self.least)} to {_number(self.most)}{within})"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and what it should be; `least` and `most` are None where nothing was decided."""
+    """A figure of a file, and what it should be; `least` and `most` are None where nothing was decided."""
 
     name: str
+    file: str
     figure: Callable[[Contents], Figure]
     least: float | None = None
     most: float | None = None
@@ -126,7 +134,12 @@ class Target:
             "target": " and ".join(bounds) or "none set",
             "measured": measured,
             "reached": reached,
+            "processor": _processor(contents[self.file]["header"]) if self.file in contents else "-",
         }
+
+
+def _processor(header: Content) -> str:
+    return str(header["processor"]).replace("(R)", "").replace(" Processor", "")
 
 
 def _number(value: float) -> str:
@@ -156,7 +169,8 @@ def ratio(figure: str, shape: str, system: str, other: str) -> Callable[[Content
     def of(contents: Contents) -> Figure:
         ours, theirs = ([b[figure] for b in _blocks(contents, shape, name)] for name in (system, other))
         turns = [a / b for a, b in zip(ours, theirs, strict=False)]
-        return Figure(statistics.median(ours) / statistics.median(theirs), min(turns), max(turns))
+        whole = statistics.median(ours) / statistics.median(theirs)
+        return Figure(whole, min(turns), max(turns), statistics.median(turns))
 
     return of
 
@@ -166,21 +180,20 @@ def snapshot_share(shape: str, system: str) -> Callable[[Contents], Figure]:
 
     def of(contents: Contents) -> Figure:
         kept = ratio("samples_per_s", shape, f"{system}+snap", system)(contents)
-        assert kept.least is not None and kept.most is not None
-        return Figure(1 - kept.value, 1 - kept.most, 1 - kept.least)
+        assert kept.least is not None and kept.most is not None and kept.within is not None
+        return Figure(1 - kept.value, 1 - kept.most, 1 - kept.least, 1 - kept.within)
 
     return of
 
 
-def memory_of_records(system: str) -> Callable[[Contents], Figure]:
-    """Records, parities and logs over records, of the first shape that has the system."""
+def memory_of_records(shape: str, system: str) -> Callable[[Contents], Figure]:
+    """Records, parities and logs over records."""
 
     def of(contents: Contents) -> Figure:
-        for shape in SHAPES:
-            held = contents.get(f"train-{shape}", {}).get("server_bytes", {}).get(system)
-            if held:
-                return Figure(sum(held.values()) / held["record_bytes"])
-        raise NotMeasured(f"no train-<shape>.json has {system}")
+        held = _file(contents, f"train-{shape}")["server_bytes"].get(system)
+        if not held:
+            raise NotMeasured(f"train-{shape}.json has no {system}")
+        return Figure(sum(held.values()) / held["record_bytes"])
 
     return of
 
@@ -204,8 +217,8 @@ def _unlimited(row: Content) -> bool:
     return _in_training(row) and not row["limit_mb_per_s"]
 
 
-def _limited(row: Content) -> bool:
-    return _in_training(row) and bool(row["limit_mb_per_s"])
+def _limited(limit: float, row: Content) -> bool:
+    return _in_training(row) and bool(row["limit_mb_per_s"] == limit)
 
 
 def _idle(row: Content) -> bool:
@@ -237,32 +250,62 @@ def of_memcpy(what: str, k: int, r: int) -> Callable[[Contents], Figure]:
 
 def _targets() -> tuple[Target, ...]:
     rate, cpu = "samples_per_s", "cpu_s_per_step"
-    found = [
-        Target("samples/s, k2r1 / none, embedding-heavy", ratio(rate, "embedding-heavy", "k2r1", "none"), least=0.92),
-        Target("CPU per step, k2r1 / none, embedding-heavy", ratio(cpu, "embedding-heavy", "k2r1", "none"), most=1.10),
-    ]
-    for system, wanted in (("k2r1", (1.1, 1.1, 1.0)), ("k2r1:bf16", (1.3, 1.3, 1.05))):
-        for shape, least in zip(("embedding-heavy", "multi-hot", "paper"), wanted, strict=True):
-            name = f"samples/s, {system} / torchrec, {shape}"
-            found.append(Target(name, ratio(rate, shape, system, "torchrec"), least=least))
-    return (
-        *found,
+
+    def of_training(
+        what: str,
+        figure: str,
+        shape: str,
+        system: str,
+        other: str,
+        least: float | None = None,
+        most: float | None = None,
+    ) -> Target:
+        name = f"{what}, {system} / {other}, {shape}"
+        return Target(name, f"train-{shape}", ratio(figure, shape, system, other), least, most)
+
+    found = []
+    for host in ("", "-epyc"):
+        shape = f"embedding-heavy{host}"
+        found += [
+            of_training("samples/s", rate, shape, "k2r1", "none", least=0.92),
+            of_training("CPU per step", cpu, shape, "k2r1", "none", most=1.10),
+        ]
+        for system, wanted in (("k2r1", (1.1, 1.1, 1.0)), ("k2r1:bf16", (1.3, 1.3, 1.05))):
+            for shape, least in zip(AGAINST_TORCHREC, wanted, strict=True):
+                found.append(of_training("samples/s", rate, f"{shape}{host}", system, "torchrec", least=least))
+    found.append(of_training("samples/s", rate, "embedding-heavy-codes", "k4r2", "k2r1", least=0.85))
+    found.append(
         Target(
-            "samples/s, k4r2 / k2r1, embedding-heavy", ratio(rate, "embedding-heavy-codes", "k4r2", "k2r1"), least=0.85
-        ),
-        Target("share of samples/s for the dense snapshot, k2r1, paper", snapshot_share("paper", "k2r1"), most=0.03),
-        Target("first step after a kill, s, median", of_kills("first_step_s", _in_training), most=0.5),
-        Target("first step after a kill, s, worst", of_kills("first_step_s", _in_training, worst=True), most=1.5),
-        Target("samples/s from the kill to rebuilt / before, no limit", of_kills("during_share", _unlimited)),
-        Target("samples/s from the kill to rebuilt / before, limited", of_kills("during_share", _limited), least=0.90),
-        Target("rebuild, MB/s lost, in training, no limit", of_kills("lost_mb_per_s", _unlimited)),
-        Target("rebuild, MB/s lost, trainers idle", of_kills("lost_mb_per_s", _idle), least=250),
-        Target("fold (2, 1), GB/s / memcpy", of_memcpy("fold", 2, 1), least=0.8),
-        Target("fold (4, 2), GB/s / memcpy", of_memcpy("fold", 4, 2)),
-        Target("encode (2, 1), GB/s / memcpy", of_memcpy("encode", 2, 1), least=0.8),
-        Target("encode (4, 2), GB/s / memcpy", of_memcpy("encode", 4, 2)),
-        Target("memory / records, k4r1", memory_of_records("k4r1"), most=1.30),
+            "share of samples/s for the dense snapshot, k2r1, paper",
+            "train-paper-snapshot",
+            snapshot_share("paper-snapshot", "k2r1"),
+            most=0.03,
+        )
     )
+
+    def of_recovery(name: str, figure: Callable[[Contents], Figure], **bounds: float) -> Target:
+        return Target(name, "recovery", figure, **bounds)
+
+    found += [
+        of_recovery("first step after a kill, s, median", of_kills("first_step_s", _in_training), most=0.5),
+        of_recovery("first step after a kill, s, worst", of_kills("first_step_s", _in_training, worst=True), most=1.5),
+        of_recovery("samples/s from the kill to rebuilt / before, no limit", of_kills("during_share", _unlimited)),
+        *(
+            of_recovery(
+                f"samples/s from the kill to rebuilt / before, {limit} MB/s",
+                of_kills("during_share", functools.partial(_limited, limit)),
+                least=0.90,
+            )
+            for limit in (50, 100)
+        ),
+        of_recovery("rebuild, MB/s lost, in training, no limit", of_kills("lost_mb_per_s", _unlimited)),
+        of_recovery("rebuild, MB/s lost, trainers idle", of_kills("lost_mb_per_s", _idle), least=250),
+    ]
+    for what in ("fold", "encode"):
+        for k, r, bound in ((2, 1, 0.8), (4, 2, None)):
+            found.append(Target(f"{what} ({k}, {r}), GB/s / memcpy", "codec", of_memcpy(what, k, r), least=bound))
+    codes = "embedding-heavy-codes"
+    return (*found, Target("memory / records, k4r1", f"train-{codes}", memory_of_records(codes, "k4r1"), most=1.30))
 
 
 TARGETS = _targets()
@@ -432,7 +475,7 @@ def performance(contents: Contents, pictures: set[str], notes: str | None) -> st
         parts.append(f"The files are of different commits: {', '.join(commits)}.")
     parts += [
         "## Targets",
-        "Ratios are of medians; in brackets the least and the most, for ratios of those within a block.",
+        "Ratios are of medians; in brackets the least, the most and the median of the ratios within a block.",
         record.markdown([target.row(contents) for target in TARGETS]),
         "## Training",
     ]

@@ -7,6 +7,7 @@ Systems
     k2r1, k4r1 ...  our servers with that code
 Each of ours without the dense snapshot; with "+snap" with one after every step. ":bf16" sends rows and gradients as
 bfloat16. "torchrec:tuned" has the setting of glibc's malloc that our processes give themselves (allocator.py).
+":pipeline" trains in TorchRec's `TrainPipelineSparseDist`.
 
 All systems are started, then take turns: one block of steps each, again and again, while the others wait. So noise
 that comes and goes meets all of them, and ratios hold where times do not. CPU seconds are user + system time of all
@@ -32,6 +33,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+import torch
 
 from torch_ecrec import allocator
 from torch_ecrec.bench import record, workload
@@ -62,11 +64,12 @@ class System:
     settings: dict[str, str]  # of all its processes, as environment variables
     snapshot: bool
     checkpoint: bool
+    pipeline: bool = False
 
 
 def parse_system(name: str) -> System:
     """A system by its name. Raises ValueError."""
-    found = re.fullmatch(r"(torchrec|none|k(\d+)r(\d+))(:bf16|:rpc|:tcp|:tuned)?(\+ckpt|\+snap)?", name)
+    found = re.fullmatch(r"(torchrec|none|k(\d+)r(\d+))(:bf16|:rpc|:tcp|:tuned|:pipeline)?(\+ckpt|\+snap)?", name)
     require(
         found is not None, f"unknown system {name!r}; for example torchrec, torchrec+ckpt, none, k2r1, k4r2:bf16+snap"
     )
@@ -82,7 +85,15 @@ def parse_system(name: str) -> System:
     if k is not None:
         code = CodeSpec(int(k) + int(r), int(k), int(r))
     require(torchrec or variant != ":tuned", f"{name!r}: ours are tuned in any case")
-    return System(name, base + (variant or ""), code, VARIANTS.get(variant, {}), more == "+snap", more == "+ckpt")
+    return System(
+        name,
+        base + (variant or ""),
+        code,
+        VARIANTS.get(variant, {}),
+        snapshot=more == "+snap",
+        checkpoint=more == "+ckpt",
+        pipeline=variant == ":pipeline",
+    )
 
 
 class Group:
@@ -94,13 +105,13 @@ class Group:
         trainers: number of trainer processes.
         seed: of the model and the batches.
         folder: for logs and checkpoints.
-        pipeline: train in TorchRec's `TrainPipelineSparseDist`.
+        device: of the dense model: "cpu", or "cuda" for ours.
     """
 
     def __init__(
-        self, system: System, shape: workload.Shape, trainers: int, seed: int, folder: Path, pipeline: bool = False
+        self, system: System, shape: workload.Shape, trainers: int, seed: int, folder: Path, device: str = "cpu"
     ) -> None:
-        self.pipeline = pipeline
+        self.device = device
         self.system, self.shape, self.trainers, self.seed, self.folder = system, shape, trainers, seed, folder
         self.cluster: Supervisor | None = None
         self.workers: list[subprocess.Popen[str]] = []
@@ -130,7 +141,8 @@ class Group:
             dataclasses.asdict(self.shape),
             self.seed,
             str(self.folder / "checkpoint"),
-            self.pipeline,
+            system.pipeline,
+            self.device,
         )
         for rank in range(self.trainers):
             with open(self.folder / f"trainer-{rank}.log", "ab") as log:
@@ -173,24 +185,20 @@ class Group:
         return [json.loads(line) for line in lines]
 
     @property
-    def pids(self) -> list[int]:
-        """All processes of the group."""
-        roots = [worker.pid for worker in self.workers]
-        if self.cluster is not None:
-            roots += [child.pid for child in self.cluster.children]
-        return [pid for root in roots for pid in (root, *descendants(root))]
+    def trainer_pids(self) -> list[int]:
+        """The trainers' processes."""
+        return [pid for worker in self.workers for pid in (worker.pid, *descendants(worker.pid))]
 
-    def cpu_s(self) -> float:
-        """User and system time of all processes so far."""
-        total = 0.0
-        for pid in self.pids:
-            times = psutil.Process(pid).cpu_times()
-            total += times.user + times.system
-        return total
+    @property
+    def cluster_pids(self) -> list[int]:
+        """The servers' and the coordinator's processes."""
+        children = self.cluster.children if self.cluster is not None else []
+        return [pid for child in children for pid in (child.pid, *descendants(child.pid))]
 
     def resident_bytes(self) -> int:
         """Memory of all processes; pages shared among processes are divided by them (PSS)."""
-        return sum(int(psutil.Process(pid).memory_full_info().pss) for pid in self.pids)
+        pids = self.trainer_pids + self.cluster_pids
+        return sum(int(psutil.Process(pid).memory_full_info().pss) for pid in pids)
 
     def sent(self) -> dict[str, int]:
         """Bytes of tensors sent so far by all members, by kind; TorchRec does not say."""
@@ -214,20 +222,22 @@ class Group:
 
     def run(self, steps: int, system: System, checkpoint_every: int) -> dict[str, Any]:
         """Trains a block of steps; returns its figures."""
-        before, cpu_s, wire = self.sent(), self.cpu_s(), loopback_bytes()
+        before, wire = self.sent(), loopback_bytes()
+        trainers_s, cluster_s = cpu_s(self.trainer_pids), cpu_s(self.cluster_pids)
         self._tell(
             {"run": steps, "snapshot": system.snapshot, "checkpoint": checkpoint_every if system.checkpoint else 0}
         )
         answers = self._answers(BLOCK_S)
         wire = loopback_bytes() - wire
-        cpu_s = self.cpu_s() - cpu_s
+        trainers_s, cluster_s = cpu_s(self.trainer_pids) - trainers_s, cpu_s(self.cluster_pids) - cluster_s
         if self.cluster is not None:
             time.sleep(SETTLE_S)
         seconds = max(answer["seconds"] for answer in answers)
         return {
             "samples_per_s": steps * self.trainers * self.shape.batch / seconds,
             "step_ms": 1e3 * seconds / steps,
-            "cpu_s_per_step": cpu_s / steps,
+            "cpu_s_per_step": (trainers_s + cluster_s) / steps,
+            "server_cpu_s_per_step": cluster_s / steps,
             "wire_bytes": wire / steps,
             "sent": {kind: (size - before.get(kind, 0)) / steps for kind, size in self.sent().items()},
             "rss_bytes": self.resident_bytes(),
@@ -250,13 +260,19 @@ class Group:
         self.close()
 
 
+def cpu_s(pids: Sequence[int]) -> float:
+    """User and system time of some processes so far."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return float(sum(spent.user + spent.system for spent in times))
+
+
 def loopback_bytes() -> int:
     """Bytes that went over the loopback interface so far."""
     interfaces = psutil.net_io_counters(pernic=True)
     return int(interfaces["lo"].bytes_sent) if "lo" in interfaces else 0
 
 
-FIGURES = ("samples_per_s", "step_ms", "cpu_s_per_step", "wire_bytes", "rss_bytes")
+FIGURES = ("samples_per_s", "step_ms", "cpu_s_per_step", "server_cpu_s_per_step", "wire_bytes", "rss_bytes")
 
 
 def summarise(systems: Sequence[System], blocks: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -286,6 +302,7 @@ def rows(systems: Sequence[System], result: dict[str, Any]) -> list[dict[str, An
             "most": result["samples_per_s"][system.name]["max"],
             "step ms": medians["step_ms"][system.name],
             "CPU ms/step": 1e3 * cpu,
+            "of it servers": 1e3 * medians["server_cpu_s_per_step"][system.name],
             "wire MB/step": medians["wire_bytes"][system.name] / 1e6,
             "resident GB": medians["rss_bytes"][system.name] / 1e9,
         }
@@ -340,6 +357,11 @@ def run(arguments: argparse.Namespace) -> int:
     require(arguments.data is None or arguments.shape == "criteo", "`--data` goes with `--shape criteo`")
     systems = [parse_system(name) for name in arguments.systems.split(",")]
     require(len({s.name for s in systems}) == len(systems), f"a system is named twice: {arguments.systems}")
+    require(
+        arguments.device == "cpu" or all(s.code is not None for s in systems),
+        f"`--device {arguments.device}` is for our systems: TorchRec's tables would be on it, too",
+    )
+    require(arguments.device == "cpu" or torch.cuda.is_available(), "`--device cuda`: torch sees no GPU here")
     require_int("blocks", arguments.blocks, 1)
     require_int("trainers", arguments.trainers, 1)
     header = record.header()
@@ -353,7 +375,7 @@ def run(arguments: argparse.Namespace) -> int:
                 if system.group not in groups:
                     print(f"starting {system.group}", flush=True)
                     place = folder / system.group
-                    group = Group(system, shape, arguments.trainers, arguments.seed, place, arguments.pipeline)
+                    group = Group(system, shape, arguments.trainers, arguments.seed, place, arguments.device)
                     groups[system.group] = stack.enter_context(group)
             for system in systems:
                 warm = groups[system.group].run(arguments.warmup, system, 0)
@@ -376,7 +398,7 @@ def run(arguments: argparse.Namespace) -> int:
         "header": header,
         "shape": {"name": arguments.shape, **dataclasses.asdict(shape)},
         "trainers": arguments.trainers,
-        "pipeline": arguments.pipeline,
+        "device": arguments.device,
         "steps_per_block": steps,
         "checkpoint_every": arguments.checkpoint_every,
         **summarise(systems, blocks),
@@ -402,10 +424,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=8, metavar="N", help="steps, twice, before the first block")
     parser.add_argument("--trainers", type=int, default=2, metavar="T")
     parser.add_argument(
-        "--pipeline",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="in TrainPipelineSparseDist, all systems",
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="of the dense model; cuda: trainers take the GPUs in turn, servers stay on the CPU",
     )
     parser.add_argument("--rows", type=int, help="rows per table, instead of the shape's")
     parser.add_argument("--dim", type=int, help="embedding dim, instead of the shape's")

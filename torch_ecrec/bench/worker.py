@@ -40,6 +40,7 @@ class Assignment:
         seed: of the model and the batches.
         folder: where "torchrec" puts its checkpoints.
         pipeline: train in TorchRec's `TrainPipelineSparseDist`.
+        device: of the dense model. Several trainers may share a GPU.
     """
 
     backend: str
@@ -47,6 +48,7 @@ class Assignment:
     seed: int
     folder: str
     pipeline: bool = False
+    device: str = "cpu"
 
 
 class Trainer:
@@ -56,7 +58,11 @@ class Trainer:
         self.assignment = assignment
         shape = workload.Shape(**assignment.shape)
         rank, world = dist.get_rank(), dist.get_world_size()
-        self.model = workload.distributed(shape, assignment.backend, assignment.seed)
+        self.device = torch.device(assignment.device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        self.model = workload.distributed(shape, assignment.backend, assignment.seed, self.device)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.optimizer = torch.optim.Adagrad(dense.values(), lr=0.02)
         if isinstance(self.model, torch_ecrec.DistributedModelParallel):
@@ -64,7 +70,7 @@ class Trainer:
         self.pool: list[Batch] = workload.batches(shape, rank, world, assignment.seed)
         self.batches = itertools.cycle(self.pool)
         self.pipeline = (
-            TrainPipelineSparseDist(self.model, self.optimizer, workload.CPU) if assignment.pipeline else None
+            TrainPipelineSparseDist(self.model, self.optimizer, self.device) if assignment.pipeline else None
         )
         self.steps = 0
         self.saving: Any = None
@@ -83,7 +89,8 @@ class Trainer:
                 loss, _, _ = self.pipeline.progress(self.batches)
                 losses.append(loss.detach())
             else:
-                loss, _ = self.model(next(self.batches))
+                batch = next(self.batches)
+                loss, _ = self.model(batch if self.device == workload.CPU else batch.to(self.device))
                 self.optimizer.zero_grad()
                 loss.backward()
                 self.optimizer.step()
@@ -93,6 +100,8 @@ class Trainer:
                 self._checkpoint()
         if ours is not None:
             ours.flush()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         dist.barrier()
         return {"seconds": time.perf_counter() - begin, "losses": [float(losses[0]), float(losses[-1])]}
 

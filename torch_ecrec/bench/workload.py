@@ -105,11 +105,15 @@ def build(shape: Shape, seed: int) -> DLRMTrain:
     return DLRMTrain(DLRM(collection, INTEGERS, list(shape.bottom), list(shape.top)))
 
 
-def distributed(shape: Shape, backend: str, seed: int) -> nn.Module:
-    """The model on all trainers: tables on our servers ("ecrec"), or in TorchRec's own trainers ("torchrec")."""
+def distributed(shape: Shape, backend: str, seed: int, device: torch.device = CPU) -> nn.Module:
+    """The model on all trainers: tables on our servers ("ecrec"), or in TorchRec's own trainers ("torchrec").
+
+    Args:
+        device: of the dense part, for "ecrec".
+    """
     model = build(shape, seed)
     if backend == "ecrec":
-        return torch_ecrec.DistributedModelParallel(model, device=CPU, seed=seed)  # type: ignore[no-any-return]
+        return torch_ecrec.DistributedModelParallel(model, device=device, seed=seed)  # type: ignore[no-any-return]
     plan = torchrec_plan(model, dist.get_world_size())
     return torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=plan)  # type: ignore[no-any-return]
 

@@ -177,6 +177,7 @@ def draw_chaos(result: dict[str, Any], path: Path) -> None:
     for sample in samples:
         strip.barh(sample["unhealthy"], 0.5, left=sample["s"], height=0.8, color=REBUILDING, lw=0)
     strip.set_ylim(-0.6, max(slots, 3) - 0.4)
+    strip.set_yticks(range(max(slots, 3)))
     strip.set_ylabel("slots not whole")
     memory.plot([s["s"] for s in samples], [s["resident_bytes"] / 2**30 for s in samples], color=INK, lw=0.9)
     memory.set_ylim(bottom=0)
