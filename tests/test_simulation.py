@@ -21,7 +21,7 @@ from torch_ecrec import client as client_module
 from torch_ecrec import recovery
 from torch_ecrec.config import CodeSpec
 from torch_ecrec.server import protection, rebuild, service, slot, snapshots, step
-from torch_ecrec.storage import optim
+from torch_ecrec.storage import Shard, optim
 from torch_ecrec.testing import Cluster, Fault, Run, Scenario, simulate
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, FAULTS, LOSSES
@@ -234,6 +234,32 @@ def test_a_rebuild_reads_no_faster_than_its_limit_and_delays_nobody():
     lost = sum(shard.nbytes for shard in cluster.slots()[0].shards)
     unpaid = rebuild.PORTIONS_AT_ONCE * cluster.settings.rebuild_chunk_bytes
     assert seconds[0.0] < 0.5 < TWO_ONE.k * (lost - unpaid) / 400.0 < seconds[400.0] < 10.0, seconds
+
+
+def test_the_memory_of_a_new_host_is_merged_once_all_is_rebuilt(monkeypatch):
+    """Small pages, of the new host alone; there is nothing left to merge after three of them."""
+    healthy = undisturbed(TWO_ONE, 4)
+    made, was_whole = [], []
+
+    class Spied(Shard):
+        def __init__(self, *sizes, scattered):
+            super().__init__(*sizes, scattered)
+            made.append(scattered)
+            self.pages = 3
+
+        def merge_page(self):
+            was_whole.append(all(slot.rebuild.whole for slot in cluster.slots()))
+            self.pages -= 1
+            return self.pages >= 0
+
+    monkeypatch.setattr(slot, "Shard", Spied)
+    cluster = Cluster(Scenario(kills=((0, 1),), spares=1))
+    run = cluster.go()
+    run.check_against(healthy)
+    slabs = len(cluster.slots()[0].shards)
+    assert run.kills == 1 and Counter(made) == {False: 3 * slabs, True: slabs}
+    assert all(was_whole) and [shard.pages for shard in cluster.slots()[0].shards] == [-1] * slabs
+    assert len(was_whole) == 4 * slabs
 
 
 # losses at the limit and beyond -------------------------------------------------------------------

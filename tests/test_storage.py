@@ -1,7 +1,9 @@
-"""Optimizers against plain references, bit for bit; the shard; the delta log against a plain search."""
+"""Optimizers against plain references, bit for bit; the shard and its pages; the delta log against a plain search."""
 
 import functools
 import itertools
+import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 
 from torch_ecrec import storage
 from torch_ecrec.layout import Layout
-from torch_ecrec.storage import DeltaLog, Shard, initialise_, merge, optim
+from torch_ecrec.storage import DeltaLog, Shard, initialise_, merge, optim, pages
+from torch_ecrec.storage.pages import HUGE_PAGE_BYTES, Memory
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad")
 F32 = np.float32
@@ -395,6 +398,79 @@ def test_shard_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="width"):
         Shard(1, 1, 4, 3)
     assert not shard.bytes.any() and not shard.parity.any()
+
+
+# ---------------------------------------------------------------------------------------------------------------- pages
+
+
+def pages_of(memory: Memory) -> dict[str, int]:
+    """Bytes of the mapping that holds a memory, as Linux counts them: Rss, AnonHugePages, ..."""
+    address, found = memory.array.ctypes.data, False
+    counts = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(place, 16) for place in first.split("-"))
+            found = begin <= address < end
+        elif found and len(rest) == 2:
+            counts[first.rstrip(":")] = int(rest[0]) << 10
+    return counts
+
+
+has_huge_pages = pytest.mark.skipif(not HUGE_PAGE_BYTES, reason="this system has no huge pages")
+PLACES = 8 * HUGE_PAGE_BYTES // 3 * np.arange(3)  # in 8 huge pages
+
+
+@has_huge_pages
+def test_scattered_writes_touch_little_until_pages_are_merged():
+    memory = Memory(9 * HUGE_PAGE_BYTES, scattered=True)
+    memory.array[PLACES] = 7
+    assert pages_of(memory)["Rss"] <= 3 * mmap.PAGESIZE and pages_of(memory)["AnonHugePages"] == 0
+    values = np.random.default_rng(0).integers(0, 256, len(memory.array), dtype=np.uint8)
+    memory.array[:] = values
+    assert pages_of(memory)["AnonHugePages"] == 0
+    merged = sum(iter(memory.merge_page, False))
+    assert 8 <= merged <= 9 and pages_of(memory)["AnonHugePages"] == merged * HUGE_PAGE_BYTES
+    assert np.array_equal(memory.array, values)
+
+
+@has_huge_pages
+def test_memory_filled_in_order_is_huge_pages_from_the_start():
+    memory = Memory(9 * HUGE_PAGE_BYTES)
+    memory.array[PLACES] = 7
+    assert pages_of(memory)["AnonHugePages"] >= 2 * HUGE_PAGE_BYTES
+    assert not memory.merge_page()
+
+
+@has_huge_pages
+def test_a_system_that_cannot_merge_is_asked_once(monkeypatch):
+    class Cannot:
+        asked = 0
+
+        def madvise(self, *_):
+            self.asked += 1
+            return -1
+
+    monkeypatch.setattr(pages, "_libc", cannot := Cannot())
+    memory = Memory(9 * HUGE_PAGE_BYTES, scattered=True)
+    memory.array[:] = 7
+    assert [memory.merge_page() for _ in range(3)] == [True, False, False]
+    assert cannot.asked == 1 and bool((memory.array == 7).all())
+
+
+@pytest.mark.parametrize("size", (0, 100, pages.LEAST_BYTES, pages.LEAST_BYTES + 100))
+@pytest.mark.parametrize("scattered", (False, True))
+@pytest.mark.parametrize("huge_page_bytes", (0, HUGE_PAGE_BYTES))
+def test_memory_is_zeros_whatever_the_pages(size, scattered, huge_page_bytes, monkeypatch):
+    monkeypatch.setattr(pages, "HUGE_PAGE_BYTES", huge_page_bytes)
+    array = Memory(size, scattered).array
+    assert len(array) == size and array.flags.writeable and not array.any()
+    assert size == 0 or array.ctypes.data % 64 == 0
+
+
+def test_more_memory_than_there_can_be():
+    with pytest.raises(MemoryError):
+        Memory(1 << 62)
 
 
 # ------------------------------------------------------------------------------------------------------------ delta log

@@ -80,7 +80,7 @@ class Slot:
             catch_up=dict.fromkeys(sources, 0) if fresh else {},
         )
         self.shards = [
-            Shard(layout.data_rows(index), layout.parity_rows(index), slab.dim, slab.width)
+            Shard(layout.data_rows(index), layout.parity_rows(index), slab.dim, slab.width, scattered=not fresh)
             for slab, layout in zip(job.slabs, self.layouts, strict=True)
         ]
         self.log = DeltaLog(len(job.slabs))

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from torch_ecrec import shared
 from torch_ecrec.config import require, require_int
-from torch_ecrec.kernels import LINE_BYTES, first_outside, prefetch_row
+from torch_ecrec.kernels import first_outside, prefetch_row
+from torch_ecrec.storage.pages import Memory
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -62,17 +63,6 @@ def scatter(target_PW: Any, positions_U: Any, values_UW: Any) -> None:
             target_PW[position, j] = values_UW[i, j]
 
 
-def _zeros(rows: int, row_bytes: int) -> Bytes:
-    """(rows, row_bytes) zeros that start with a cache line, so that no row lies in one line more than it must.
-
-    Nothing is touched here; NumPy asks for huge pages itself.
-    """
-    size = rows * row_bytes
-    memory = np.zeros(size + LINE_BYTES, np.uint8)
-    first = -memory.__array_interface__["data"][0] % LINE_BYTES
-    return memory[first : first + size].reshape(rows, row_bytes)
-
-
 def check_positions(positions_U: Positions, limit: int) -> Positions:
     """`positions_U`, contiguous, once every one of them is known to be in 0..limit-1.
 
@@ -104,6 +94,7 @@ class Shard:
         parity_rows: number of parity records.
         dim: weights in a record.
         width: floats in a record, optimizer state included.
+        scattered: records are first written here and there; `merge_page` is called once all of them were.
 
     Attributes:
         records: (P, W) float32.
@@ -111,21 +102,25 @@ class Shard:
         parity: (Q, B) uint8.
     """
 
-    def __init__(self, data_rows: int, parity_rows: int, dim: int, width: int) -> None:
+    def __init__(self, data_rows: int, parity_rows: int, dim: int, width: int, scattered: bool = False) -> None:
         require_int("data_rows", data_rows, 0)
         require_int("parity_rows", parity_rows, 0)
         require_int("dim", dim, 1)
         require_int("width", width, dim)
         self.dim = dim
         self.width = width
-        self.bytes: Bytes = _zeros(data_rows, 4 * width)
+        self._memories = [Memory(rows * 4 * width, scattered) for rows in (data_rows, parity_rows)]
+        self.bytes, self.parity = (memory.array.reshape(-1, 4 * width) for memory in self._memories)
         self.records: Floats = self.bytes.view(np.float32)
-        self.parity: Bytes = _zeros(parity_rows, 4 * width)
 
     @property
     def nbytes(self) -> int:
         """Memory held: data and parity."""
         return self.records.nbytes + self.parity.nbytes
+
+    def merge_page(self) -> bool:
+        """Makes one huge page more of memory that was `scattered`. False: nothing was left to do."""
+        return any(memory.merge_page() for memory in self._memories)
 
     def gather_weights(self, positions_U: Positions, half: bool = False) -> NDArray[Any]:
         """Weights of some records.

@@ -1,0 +1,88 @@
+"""Memory of records: zeros, in huge pages or, as long as it is filled here and there, in small ones.
+
+Linux backs memory with *huge pages* (2 MiB on x86-64) where that is asked for: scattered records are read faster, since
+the processor knows the place of a page more often. But whoever writes the first byte of a huge page waits until all of
+it is zeroed. Memory that is filled from one end to the other does not notice. The new host of a lost slot does: the
+records of its first step lie in thousands of places, and all of its memory would be zeroed before that step is done.
+
+Example: a host with 4 GB that writes 3,000 records here and there zeroes 4 GB in huge pages, and 12 MB in small ones.
+
+So memory that is first written at random starts in small pages, and is *merged* into huge ones, one at a time, once it
+is full. Its bytes do not change by that, and may be read and written meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_ecrec.kernels import LINE_BYTES
+
+LEAST_BYTES = 4 << 20  # smaller memory is left to NumPy
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+_MADV_COLLAPSE = 25  # since Linux 6.1; Python does not name it yet
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _huge_page_bytes() -> int:
+    """Size of a huge page; 0 where there are none, or they are not wanted."""
+    try:
+        if "[never]" in (_SETTINGS / "enabled").read_text():
+            return 0
+        size = int((_SETTINGS / "hpage_pmd_size").read_text())
+    except (OSError, ValueError):  # not Linux, or built without them
+        return 0
+    _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return size
+
+
+HUGE_PAGE_BYTES = _huge_page_bytes()
+
+
+class Memory:
+    """Zeros.
+
+    Args:
+        size: in bytes.
+        scattered: it is first written here and there; `merge_page` is called later.
+
+    Attributes:
+        array: (size,) uint8; begins with a cache line, so that no record lies in one more than it must.
+
+    Raises:
+        MemoryError: there is not as much.
+    """
+
+    def __init__(self, size: int, scattered: bool = False) -> None:
+        self._begin = self._end = 0  # addresses of the huge pages that may still be made
+        if not HUGE_PAGE_BYTES or size < LEAST_BYTES:
+            memory = np.zeros(size + LINE_BYTES, np.uint8)
+            first = -memory.__array_interface__["data"][0] % LINE_BYTES
+            self.array: NDArray[np.uint8] = memory[first : first + size]
+            return
+        try:
+            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"no {size} bytes of memory: {os.strerror(error.errno or 0)}") from error
+        self.array = np.frombuffer(mapping, np.uint8)
+        mapping.madvise(mmap.MADV_NOHUGEPAGE if scattered else mmap.MADV_HUGEPAGE)
+        if scattered:
+            address = self.array.__array_interface__["data"][0]
+            self._begin = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            self._end = (address + size) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+    def merge_page(self) -> bool:
+        """Makes the next huge page of small ones, or gives up where the system does. False: nothing was left to do."""
+        if self._begin >= self._end:
+            return False
+        page = self._begin
+        self._begin += HUGE_PAGE_BYTES
+        if any(_libc.madvise(page, HUGE_PAGE_BYTES, advice) for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE)):
+            self._begin = self._end  # no memory in one piece, or a system that cannot: small pages do as well
+        return True
