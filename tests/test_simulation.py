@@ -236,30 +236,28 @@ def test_a_rebuild_reads_no_faster_than_its_limit_and_delays_nobody():
     assert seconds[0.0] < 0.5 < TWO_ONE.k * (lost - unpaid) / 400.0 < seconds[400.0] < 10.0, seconds
 
 
-def test_the_memory_of_a_new_host_is_merged_once_all_is_rebuilt(monkeypatch):
-    """Small pages, of the new host alone; there is nothing left to merge after three of them."""
+def test_the_memory_of_a_new_host_is_merged_as_the_background_fills_it(monkeypatch):
     healthy = undisturbed(TWO_ONE, 4)
-    made, was_whole = [], []
+    made, merged = [], Counter()
 
     class Spied(Shard):
         def __init__(self, *sizes, scattered):
             super().__init__(*sizes, scattered)
             made.append(scattered)
-            self.pages = 3
 
-        def merge_page(self):
-            was_whole.append(all(slot.rebuild.whole for slot in cluster.slots()))
-            self.pages -= 1
-            return self.pages >= 0
+        def merge_pages(self, begin, end, parity):
+            assert 0 <= begin < end <= len(self.parity if parity else self.bytes)
+            merged[id(self), parity] += end - begin
 
     monkeypatch.setattr(slot, "Shard", Spied)
     cluster = Cluster(Scenario(kills=((0, 1),), spares=1))
     run = cluster.go()
     run.check_against(healthy)
-    slabs = len(cluster.slots()[0].shards)
-    assert run.kills == 1 and Counter(made) == {False: 3 * slabs, True: slabs}
-    assert all(was_whole) and [shard.pages for shard in cluster.slots()[0].shards] == [-1] * slabs
-    assert len(was_whole) == 4 * slabs
+    mine = cluster.slots()[0].shards
+    assert run.kills == 1 and Counter(made) == {False: 3 * len(mine), True: len(mine)}
+    assert {key for key, _ in merged} == {id(shard) for shard in mine}
+    for shard in mine:
+        assert 0 < merged[id(shard), False] <= len(shard.bytes) and 0 < merged[id(shard), True] <= len(shard.parity)
 
 
 # losses at the limit and beyond -------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import mmap
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -426,11 +427,15 @@ def test_scattered_writes_touch_little_until_pages_are_merged():
     memory = Memory(9 * HUGE_PAGE_BYTES, scattered=True)
     memory.array[PLACES] = 7
     assert pages_of(memory)["Rss"] <= 3 * mmap.PAGESIZE and pages_of(memory)["AnonHugePages"] == 0
+    memory.merge(0, 3 * HUGE_PAGE_BYTES)
+    at_first = pages_of(memory)["AnonHugePages"]
+    assert HUGE_PAGE_BYTES <= at_first <= 4 * HUGE_PAGE_BYTES
     values = np.random.default_rng(0).integers(0, 256, len(memory.array), dtype=np.uint8)
     memory.array[:] = values
-    assert pages_of(memory)["AnonHugePages"] == 0
-    merged = sum(iter(memory.merge_page, False))
-    assert 8 <= merged <= 9 and pages_of(memory)["AnonHugePages"] == merged * HUGE_PAGE_BYTES
+    assert at_first <= pages_of(memory)["AnonHugePages"] <= 4 * HUGE_PAGE_BYTES
+    for begin in range(0, len(memory.array), 100_000):
+        memory.merge(begin, min(begin + 100_000, len(memory.array)))
+    assert pages_of(memory)["AnonHugePages"] >= 8 * HUGE_PAGE_BYTES
     assert np.array_equal(memory.array, values)
 
 
@@ -439,23 +444,30 @@ def test_memory_filled_in_order_is_huge_pages_from_the_start():
     memory = Memory(9 * HUGE_PAGE_BYTES)
     memory.array[PLACES] = 7
     assert pages_of(memory)["AnonHugePages"] >= 2 * HUGE_PAGE_BYTES
-    assert not memory.merge_page()
 
 
 @has_huge_pages
-def test_a_system_that_cannot_merge_is_asked_once(monkeypatch):
-    class Cannot:
-        asked = 0
+@pytest.mark.parametrize(("begin", "end"), ((0, 1), (0, 0), (HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES + 1)))
+def test_a_page_is_merged_once(begin, end, monkeypatch):
+    class Counting:
+        def __init__(self):
+            self.asked = Counter()
 
-        def madvise(self, *_):
-            self.asked += 1
-            return -1
+        def madvise(self, address, size, advice):
+            assert size == HUGE_PAGE_BYTES and address % size == 0
+            self.asked[address] += 1
+            return -1  # as where there is no memory in one piece
 
-    monkeypatch.setattr(pages, "_libc", cannot := Cannot())
+    monkeypatch.setattr(pages, "_libc", system := Counting())
     memory = Memory(9 * HUGE_PAGE_BYTES, scattered=True)
+    for _ in range(2):
+        memory.merge(begin, end)
+    first = memory.array.ctypes.data
+    wanted = [page for page in range(first - first % HUGE_PAGE_BYTES, first + end, HUGE_PAGE_BYTES)]
+    wanted = [page for page in wanted if page >= first and page + HUGE_PAGE_BYTES > first + begin]
+    assert system.asked == dict.fromkeys(wanted if begin < end else [], 2)
     memory.array[:] = 7
-    assert [memory.merge_page() for _ in range(3)] == [True, False, False]
-    assert cannot.asked == 1 and bool((memory.array == 7).all())
+    assert bool((memory.array == 7).all())
 
 
 @pytest.mark.parametrize("size", (0, 100, pages.LEAST_BYTES, pages.LEAST_BYTES + 100))

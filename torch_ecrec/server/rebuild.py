@@ -5,8 +5,7 @@ parities that will be read what they stand for, read k members as of one version
 into place, roll it forward by the own logs (`recovery.py` has the rules). An attempt that is refused (a log no longer
 reaches back, a member is not rebuilt itself) is planned anew after a pause; installing is idempotent.
 
-The background goes through the slot in portions, some of them at once, and in the end merges the slot's memory into
-huge pages (storage/pages.py). Every byte that is read counts against the
+The background goes through the slot in portions, some of them at once. Every byte that is read counts against the
 limit, also for records that a request waits for; but only the background waits for the limit.
 
 Nobody waits for a lock and nothing is frozen: members undo newer steps for the reader.
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from torch_ecrec.server.slot import Slot
 
 PORTIONS_AT_ONCE = 3  # so that a new host and those it reads from work at the same time
-MERGE_PAUSE_S = 0.01  # between huge pages: 200 MB/s
 NOBODY, REPAIRED, AWAITED = range(3)  # of a missing record: whether its repair is under way, and a request waits for it
 
 
@@ -169,12 +167,6 @@ class Rebuild:
         if all(rule.is_caught_up(source) for source in rule.sources):
             self.reported = True
             self.tell_again()
-            self.slot.host.emit(self._merge_pages)
-
-    def _merge_pages(self) -> None:
-        """One page after the other; outside the node's lock, since the system may take 20 ms for one."""
-        if not self.slot.dead and any(shard.merge_page() for shard in self.slot.shards):
-            self.slot.host.port.later(MERGE_PAUSE_S, self._merge_pages)
 
     def tell_again(self) -> None:
         """Tells the coordinator that the slot is rebuilt, if it is."""
@@ -280,6 +272,8 @@ class _Repair:
         slot, positions, missing = self.slot, self.positions, self.rebuild.missing[self.slab, self.parity]
         shard = slot.shards[self.slab]
         target_PB = shard.parity if self.parity else shard.bytes
+        if self.then is not None:  # a portion of the background
+            shard.merge_pages(int(positions[0]), int(positions[-1]) + 1, self.parity)
         # of those that are not missing any more, what is there already stands for the newest step
         moved = [np.where(missing[positions[rows_M]], positions[rows_M], -1) for rows_M, _, _ in changes]
         reads, values = self.plan.reads, [self._values(member) for member in self.plan.reads]

@@ -7,8 +7,10 @@ records of its first step lie in thousands of places, and all of its memory woul
 
 Example: a host with 4 GB that writes 3,000 records here and there zeroes 4 GB in huge pages, and 12 MB in small ones.
 
-So memory that is first written at random starts in small pages, and is *merged* into huge ones, one at a time, once it
-is full. Its bytes do not change by that, and may be read and written meanwhile.
+So memory that is first written at random starts in small pages. Before a stretch of it is filled as a whole, its pages
+are *merged* into huge ones, which keep what was written. (In huge pages alone, 3,000 writes over 1 GB took 70 ms where
+the memory had been in use lately, and 2.3 s where it had not; in small ones, 5 ms. To fill the rest then took 0.05 s in
+huge pages, 0.4 s in small ones, 0.1 s in pages merged before.)
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Memory:
 
     Args:
         size: in bytes.
-        scattered: it is first written here and there; `merge_page` is called later.
+        scattered: it is first written here and there; `merge` is called before stretches of it are filled.
 
     Attributes:
         array: (size,) uint8; begins with a cache line, so that no record lies in one more than it must.
@@ -60,7 +62,8 @@ class Memory:
     """
 
     def __init__(self, size: int, scattered: bool = False) -> None:
-        self._begin = self._end = 0  # addresses of the huge pages that may still be made
+        self._first = 0  # address of the first huge page that could be
+        self._small = np.zeros(0, np.bool_)  # by huge page: not merged yet
         if not HUGE_PAGE_BYTES or size < LEAST_BYTES:
             memory = np.zeros(size + LINE_BYTES, np.uint8)
             first = -memory.__array_interface__["data"][0] % LINE_BYTES
@@ -73,16 +76,24 @@ class Memory:
         self.array = np.frombuffer(mapping, np.uint8)
         mapping.madvise(mmap.MADV_NOHUGEPAGE if scattered else mmap.MADV_HUGEPAGE)
         if scattered:
-            address = self.array.__array_interface__["data"][0]
-            self._begin = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-            self._end = (address + size) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            begin = self._address
+            self._first = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            self._small = np.ones((begin + size - self._first) // HUGE_PAGE_BYTES, np.bool_)
 
-    def merge_page(self) -> bool:
-        """Makes the next huge page of small ones, or gives up where the system does. False: nothing was left to do."""
-        if self._begin >= self._end:
-            return False
-        page = self._begin
-        self._begin += HUGE_PAGE_BYTES
-        if any(_libc.madvise(page, HUGE_PAGE_BYTES, advice) for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE)):
-            self._begin = self._end  # no memory in one piece, or a system that cannot: small pages do as well
-        return True
+    @property
+    def _address(self) -> int:
+        address: int = self.array.__array_interface__["data"][0]
+        return address
+
+    def merge(self, begin: int, end: int) -> None:
+        """Makes huge pages of small ones wherever one would hold some of the bytes from `begin` to `end`.
+
+        What the system refuses stays as it is: a page that nobody has written to becomes a huge one when somebody does.
+        """
+        offset = self._address - self._first
+        pages = slice(max(begin + offset, 0) // HUGE_PAGE_BYTES, -(-(end + offset) // HUGE_PAGE_BYTES))
+        for page in pages.start + np.flatnonzero(self._small[pages]):
+            address = self._first + int(page) * HUGE_PAGE_BYTES
+            for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE):
+                _libc.madvise(address, HUGE_PAGE_BYTES, advice)
+        self._small[pages] = False

@@ -94,7 +94,7 @@ class Shard:
         parity_rows: number of parity records.
         dim: weights in a record.
         width: floats in a record, optimizer state included.
-        scattered: records are first written here and there; `merge_page` is called once all of them were.
+        scattered: records are first written here and there; `merge_pages` is called before many in a row are.
 
     Attributes:
         records: (P, W) float32.
@@ -118,9 +118,10 @@ class Shard:
         """Memory held: data and parity."""
         return self.records.nbytes + self.parity.nbytes
 
-    def merge_page(self) -> bool:
-        """Makes one huge page more of memory that was `scattered`. False: nothing was left to do."""
-        return any(memory.merge_page() for memory in self._memories)
+    def merge_pages(self, begin: int, end: int, parity: bool = False) -> None:
+        """Nearly all records from `begin` to `end` are to be written now. See `Memory.merge`."""
+        record_bytes = 4 * self.width
+        self._memories[parity].merge(begin * record_bytes, end * record_bytes)
 
     def gather_weights(self, positions_U: Positions, half: bool = False) -> NDArray[Any]:
         """Weights of some records.
