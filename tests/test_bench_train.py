@@ -36,6 +36,9 @@ def test_a_name_says_what_a_system_is() -> None:
     assert (system.group, system.code, system.checkpoint, system.snapshot) == ("torchrec", None, True, False)
     system = train.parse_system("none")
     assert system.code is not None and system.code.parities == 0 and system.settings == {}
+    system = train.parse_system("k2r1@6:tcp+snap")
+    assert (system.group, system.code) == ("k2r1@6:tcp", CodeSpec(6, 2, 1))
+    assert train.parse_system("none@5").code == CodeSpec(5, 2, 1, "none")
     for name in train.VARIANTS:
         asked = {key.removeprefix("TORCH_ECREC_").lower(): text for key, text in train.VARIANTS[name].items()}
         assert set(asked) <= {field.name for field in dataclasses.fields(Settings)}
@@ -59,6 +62,8 @@ def test_an_unknown_name_is_refused(name: str) -> None:
         ("torchrec+snap", "neither a bf16 wire nor snapshots"),
         ("k2r1+ckpt", "only torchrec saves checkpoints"),
         ("none+ckpt", "only torchrec saves checkpoints"),
+        ("torchrec@3", "TorchRec has no servers"),
+        ("k4r2@5", "slots"),
         ("k2r0", "`r` must be at least 1"),
         ("k0r1", "`k` must be at least 1"),
         ("k255r2", "at most 256"),

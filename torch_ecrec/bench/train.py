@@ -3,8 +3,9 @@
 Systems
     torchrec        TorchRec's DistributedModelParallel over gloo, table-wise, fused FBGEMM: no fault tolerance
     torchrec+ckpt   the same, saving itself with torch.distributed.checkpoint.async_save every X steps
-    none            our servers without protection
-    k2r1, k4r1 ...  our servers with that code
+    none            our servers without protection, three of them
+    k2r1, k4r1 ...  our servers with that code, as many as a stripe has members
+    k2r1@6          on six servers; none@6 likewise
 Each of ours without the dense snapshot; with "+snap" with one after every step. ":bf16" sends rows and gradients as
 bfloat16. "torchrec:tuned" has the setting of glibc's malloc that our processes give themselves (allocator.py).
 ":pipeline" trains in TorchRec's `TrainPipelineSparseDist`.
@@ -69,25 +70,29 @@ class System:
 
 def parse_system(name: str) -> System:
     """A system by its name. Raises ValueError."""
-    found = re.fullmatch(r"(torchrec|none|k(\d+)r(\d+))(:bf16|:rpc|:tcp|:tuned|:pipeline)?(\+ckpt|\+snap)?", name)
+    found = re.fullmatch(
+        r"(torchrec|none|k(\d+)r(\d+))(?:@(\d+))?(:bf16|:rpc|:tcp|:tuned|:pipeline)?(\+ckpt|\+snap)?", name
+    )
     require(
-        found is not None, f"unknown system {name!r}; for example torchrec, torchrec+ckpt, none, k2r1, k4r2:bf16+snap"
+        found is not None,
+        f"unknown system {name!r}; for example torchrec, torchrec+ckpt, none, k2r1, k2r1@6, k4r2:bf16+snap",
     )
     assert found is not None
-    base, k, r, variant, more = found.groups()
+    base, k, r, servers, variant, more = found.groups()
     torchrec = base == "torchrec"
     require(
         not (torchrec and (variant in VARIANTS or more == "+snap")),
         f"{name!r}: TorchRec has neither a bf16 wire nor snapshots nor transports here",
     )
     require(torchrec or more != "+ckpt", f"{name!r}: only torchrec saves checkpoints here")
-    code = None if torchrec else CodeSpec(3, 2, 1, "none")
+    require(not torchrec or servers is None, f"{name!r}: TorchRec has no servers")
+    code = None if torchrec else CodeSpec(int(servers or 3), 2, 1, "none")
     if k is not None:
-        code = CodeSpec(int(k) + int(r), int(k), int(r))
+        code = CodeSpec(int(servers or int(k) + int(r)), int(k), int(r))
     require(torchrec or variant != ":tuned", f"{name!r}: ours are tuned in any case")
     return System(
         name,
-        base + (variant or ""),
+        name.removesuffix(more or ""),
         code,
         VARIANTS.get(variant, {}),
         snapshot=more == "+snap",
