@@ -135,8 +135,8 @@ def test_the_documents(source: Path, tmp_path: Path) -> None:
     text = (out / "performance.md").read_text()
     assert text.startswith(MADE_BY) and text.endswith("## Notes\n\nby hand\n")
     assert (
-        "**Not measured**: train-embedding-heavy-transports.json, train-embedding-heavy-pipeline.json,"
-        " train-uniform.json, train-criteo.json, train-embedding-heavy-epyc.json, train-multi-hot-epyc.json,"
+        "**Not measured**: train-embedding-heavy-servers.json, train-embedding-heavy-transports.json,"
+        " train-embedding-heavy-pipeline.json, train-uniform.json, train-criteo.json, train-embedding-heavy-epyc.json, train-multi-hot-epyc.json,"
         " train-paper-epyc.json, recovery-uniform.json were missing." in text
     )
     assert "there was no train-uniform.json. `torch-ecrec bench train --shape uniform` makes it." in text
@@ -266,6 +266,7 @@ def test_it_reads_what_the_benchmarks_write() -> None:
     shapes = set(importlib.import_module("torch_ecrec.bench.workload").SHAPES)
     assert set(report.SHAPES) == shapes | {
         "embedding-heavy-codes",
+        "embedding-heavy-servers",
         "embedding-heavy-transports",
         "embedding-heavy-pipeline",
         "paper-snapshot",

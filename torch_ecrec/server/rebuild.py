@@ -142,6 +142,8 @@ class Rebuild:
                 (group,) = self.slot.layouts[slab].group(self.slot.index, parity, positions)
                 self.portions_under_way += 1
                 _Repair(self, slab, parity, positions, group, self._on_portion)
+                # while its records are on their way, and with the node's lock released: milliseconds on a busy host
+                self.slot.host.emit(partial(self.slot.shards[slab].merge_pages, first, end, parity))
                 return True
         return False
 
@@ -272,8 +274,6 @@ class _Repair:
         slot, positions, missing = self.slot, self.positions, self.rebuild.missing[self.slab, self.parity]
         shard = slot.shards[self.slab]
         target_PB = shard.parity if self.parity else shard.bytes
-        if self.then is not None:  # a portion of the background
-            shard.merge_pages(int(positions[0]), int(positions[-1]) + 1, self.parity)
         # of those that are not missing any more, what is there already stands for the newest step
         moved = [np.where(missing[positions[rows_M]], positions[rows_M], -1) for rows_M, _, _ in changes]
         reads, values = self.plan.reads, [self._values(member) for member in self.plan.reads]
