@@ -136,8 +136,8 @@ def test_the_documents(source: Path, tmp_path: Path) -> None:
     assert text.startswith(MADE_BY) and text.endswith("## Notes\n\nby hand\n")
     assert (
         "**Not measured**: train-embedding-heavy-servers.json, train-embedding-heavy-transports.json,"
-        " train-embedding-heavy-pipeline.json, train-uniform.json, train-criteo.json, train-embedding-heavy-epyc.json, train-multi-hot-epyc.json,"
-        " train-paper-epyc.json, recovery-uniform.json were missing." in text
+        " train-embedding-heavy-pipeline.json, train-uniform.json, train-criteo.json, train-embedding-heavy-epyc.json,"
+        " train-multi-hot-epyc.json, train-paper-epyc.json, recovery-uniform.json were missing." in text
     )
     assert "there was no train-uniform.json. `torch-ecrec bench train --shape uniform` makes it." in text
     assert f"commit {record.header()['commit']}" in text and f"{os.cpu_count()} cores" in text

@@ -449,8 +449,8 @@ HOW = """\
 many steps. `none`: our 3 servers without protection. `k2r1`, `k4r1`, ...: our servers with that (k, r) code, one for
 each of the k + r members of a stripe; `@6`: on six servers; `+snap`: with a snapshot of the dense model after every
 step; `:bf16`: rows and gradients travel as bfloat16; `:tcp`: without shared memory, over TCP; `:rpc`: over
-torch.distributed.rpc; `:pipeline`: trained in TorchRec's TrainPipelineSparseDist. All train the same model from the same
-seed on the same batches.
+torch.distributed.rpc; `:pipeline`: trained in TorchRec's TrainPipelineSparseDist. All train the same model from the
+same seed on the same batches.
 
 **How.** All systems of a shape are started, then take turns: a block of steps each, again and again, while the others
 wait. Noise that comes and goes meets all of them, so ratios hold where times do not. A block ends when everything sent
