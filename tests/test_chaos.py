@@ -37,6 +37,9 @@ def test_arguments_are_completed(tmp_path: Path) -> None:
     assert chaos.check(arguments) == CodeSpec(6, 4, 2)
     assert arguments.events == list(CHAOS_EVENTS) and arguments.compare is True
     assert arguments.kill == ["none"] and arguments.steps == chaos.PACE_STEPS
+    arguments = arguments_of("--without-spare", "wait", "--out", str(tmp_path / "out"))
+    chaos.check(arguments)
+    assert arguments.without_spare == "wait"
 
 
 @pytest.mark.parametrize(

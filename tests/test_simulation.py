@@ -19,9 +19,10 @@ import torch
 
 from torch_ecrec import client as client_module
 from torch_ecrec import recovery
-from torch_ecrec.config import CodeSpec
+from torch_ecrec.config import CodeSpec, OptimizerSpec, TableSpec
 from torch_ecrec.server import protection, rebuild, service, slot, snapshots, step
 from torch_ecrec.storage import Shard, optim
+from torch_ecrec.storage.pages import HUGE_PAGE_BYTES, LEAST_BYTES
 from torch_ecrec.testing import Cluster, Fault, Run, Scenario, simulate
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, FAULTS, LOSSES
@@ -258,6 +259,19 @@ def test_the_memory_of_a_new_host_is_merged_as_the_background_fills_it(monkeypat
     assert {key for key, _ in merged} == {id(shard) for shard in mine}
     for shard in mine:
         assert 0 < merged[id(shard), False] <= len(shard.bytes) and 0 < merged[id(shard), True] <= len(shard.parity)
+
+
+def test_memory_that_has_pages_of_its_own_is_rebuilt_exactly():
+    """Records and parities of more than a few MB, first written here and there by the steps, then by the background."""
+    table = TableSpec("a", rows=200_000, dim=32, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1))
+    healthy = Scenario(tables=(table,), trainers=1, steps=3, rebuild_chunk_bytes=1 << 20, verify_every=10_000)
+    cluster = Cluster(dataclasses.replace(healthy, kills=((0, 1),)))
+    run = cluster.go()
+    run.check_against(simulate(healthy))
+    (shard,) = cluster.slots()[0].shards
+    assert run.kills == 1 and min(shard.bytes.nbytes, shard.parity.nbytes) >= LEAST_BYTES
+    assert not any(memory._small.any() for memory in shard._memories)
+    assert not HUGE_PAGE_BYTES or all(len(memory._small) for memory in shard._memories)
 
 
 # losses at the limit and beyond -------------------------------------------------------------------

@@ -172,7 +172,7 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     require(not unknown, f"`--events` must be of {', '.join(CHAOS_EVENTS)}, got {', '.join(unknown)}")
     require(0 < arguments.minutes < math.inf, f"`--minutes` must be positive, got {arguments.minutes}")
     arguments.kill, arguments.compare, arguments.max_restarts = ["none"], True, 10_000
-    arguments.without_spare, arguments.steps = "survivor", PACE_STEPS
+    arguments.steps = PACE_STEPS
     code, _ = demo.check(arguments)
     require(code.parities > 0, "chaos without protection loses data at once")
     return code
