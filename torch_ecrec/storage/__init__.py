@@ -1,5 +1,5 @@
-"""What a slot keeps: records (`shard`, in memory of `pages`), how a step changes them (`optim`), what recent steps changed
-(`delta_log`)."""
+"""What a slot keeps: records (`shard`, in memory of `pages`), how a step changes them (`optim`), what recent steps
+changed (`delta_log`)."""
 
 from torch_ecrec.storage import delta_log, optim, shard
 from torch_ecrec.storage.delta_log import DeltaLog
