@@ -8,9 +8,9 @@ records of its first step lie in thousands of places, and all of its memory woul
 Example: a host with 4 GB that writes 3,000 records here and there zeroes 4 GB in huge pages, and 12 MB in small ones.
 
 So memory that is first written at random starts in small pages. Before a stretch of it is filled as a whole, its pages
-are *merged* into huge ones, which keep what was written. (In huge pages alone, 3,000 writes over 1 GB took 70 ms where
-the memory had been in use lately, and 2.3 s where it had not; in small ones, 5 ms. To fill the rest then took 0.05 s in
-huge pages, 0.4 s in small ones, 0.1 s in pages merged before.)
+are *merged* into huge ones, which keep what was written. (Measured outside this repository: in huge pages alone, 3,000
+writes over 1 GB took 70 ms where the memory had been in use lately, and 2.3 s where it had not; in small ones, 5 ms. To
+fill the rest then took 0.05 s in huge pages, 0.4 s in small ones, 0.1 s in pages merged before.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_BYTES = 4 << 20  # smaller memory is left to NumPy
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _MADV_COLLAPSE = 25  # since Linux 6.1; Python does not name it yet
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)
 
 
 def _huge_page_bytes() -> int:
