@@ -274,6 +274,29 @@ def test_a_hello_that_does_not_come_holds_nothing_up(pair: Pair, monkeypatch: py
         assert read_end(sock) == b""
 
 
+def test_a_sender_that_looks_up_as_it_is_closed() -> None:
+    """It may see that it ends, and close what wakes it, before it was woken."""
+    errors: list[BaseException] = []
+    sender = sockets.Sender(lambda: None, errors.append)
+    thread = threading.Thread(target=sender.run)
+    thread.start()
+    wake = sender._wake
+
+    class Late:
+        close = wake.close
+
+        def send(self, data: bytes) -> int:
+            if sender._ends:
+                thread.join(WAIT_S)
+            return wake.send(data)
+
+    sender._wake = Late()  # type: ignore[assignment]
+    sender.close()
+    thread.join(WAIT_S)
+    sender.close()
+    assert not thread.is_alive() and not errors
+
+
 @pytest.fixture
 def deaf() -> Iterator[socket.socket]:
     """It takes connections, and reads nothing."""

@@ -84,8 +84,8 @@ class Sender:
     def close(self) -> None:
         """Ends `run`. May be called again."""
         if not self._ends:
+            self._wake.send(b"x")  # first: `run` closes it as soon as it sees that it ends
             self._ends = True
-            self._wake.send(b"x")
 
     def run(self) -> None:
         """What its thread does, until `close`."""
