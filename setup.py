@@ -56,6 +56,7 @@ setup(
         "numpy>=2",
         "numba>=0.61",
         "galois>=0.4.4",
+        "msgspec>=0.19",
         # What TorchRec 1.8.0 needs besides FBGEMM.
         "tensordict",
         "torchmetrics==1.0.3",
