@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.layout import Layout
 from torch_ecrec.route import Parts, Route, arrange, route
 from torch_ecrec.transport import wire
-from torch_ecrec.transport.node import Node, Port
+from torch_ecrec.transport.node import Exchange, Node, Port
 from torch_ecrec.transport.wire import Answer, Placement
 
 ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
@@ -78,6 +79,7 @@ class Client(Node):
         self.snapshot_every = snapshot_every
         self.half = settings.wire == "bfloat16"
         self.open: dict[int, _StepState] = {}
+        self._lookups: list[Exchange] = []  # of this step
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
 
     def route(self, slab: int, rows_U: Tensor) -> Route:
@@ -99,7 +101,8 @@ class Client(Node):
                 if len(answers) == len(waiting):
                     done(self._in_order(routes, answers))
 
-            self.ask(slot, lambda i: wire.Lookup(slot, i, step, self.trainer, positions, self.half), on_answer)
+            make = partial(wire.Lookup, slot, step=step, trainer=self.trainer, positions=positions, half=self.half)
+            self._lookups.append(self.ask(slot, make, on_answer))
 
         waiting = {s: None for s in waiting if any(len(route.positions[s]) for route in routes)}
         if not waiting:
@@ -125,8 +128,23 @@ class Client(Node):
         """A trainer runs at most `window_steps` ahead of what is acknowledged."""
         return self.complete >= self.step - self.settings.window_steps
 
+    def without_snapshot(self) -> None:
+        """The step before has none, and never will: this one ends in the same turn of the user's loop."""
+        state = self.open.get(self.step - 1)
+        if state is not None and state.unstored is None:
+            state.unstored = set()
+            self._advance()
+
     def push(self, routes: Sequence[Route], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
-        """Sends the gradients (U, D) of this step to every slot and ends the step."""
+        """Sends the gradients (U, D) of this step to every slot and ends the step.
+
+        Lookups of it that are under way are given up: nobody waits for them, and once later steps are applied they
+        could not be answered any more.
+        """
+        for lookup in self._lookups:
+            lookup.cancel()
+        self._lookups = []
+        self.without_snapshot()
         step = self.step
         state = self.open[step] = _StepState(unacknowledged=set(range(self.slots)))
         if not self.snapshot_due(step):
@@ -196,7 +214,7 @@ class Client(Node):
                 break
             self.complete += 1
             del self.open[self.complete]
-            if self.snapshot_every == 0 or self.snapshot_due(self.complete):
+            if self.snapshot_every == 0 or state.snapshot is not None:
                 self.resumable = self.complete
         self.on_change()
 
@@ -447,6 +465,7 @@ class Session:
         Waits only if `window_steps` steps are not acknowledged yet.
         """
         routes = self._route(rows)
+        self.client.run(self.client.without_snapshot)
         self._wait(self.client.may_push, f"push of step {self.step}: earlier steps are not acknowledged")
         self.client.run(self.client.push, routes, list(gradients), list(rates))
         self._routes.clear()

@@ -9,11 +9,11 @@ a barrier after everything sent in it is acknowledged, so that no work of it is 
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,24 @@ class Assignment:
     device: str = "cpu"
 
 
+class Cycle:
+    """The same batches for ever, and the place in them."""
+
+    def __init__(self, pool: list[Batch]) -> None:
+        self.pool, self.drawn = pool, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            self.drawn += 1
+            yield self.pool[(self.drawn - 1) % len(self.pool)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
 class Trainer:
     """A model, its batches, and the steps done so far."""
 
@@ -65,10 +83,10 @@ class Trainer:
         self.model = workload.distributed(shape, assignment.backend, assignment.seed, self.device)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.optimizer = torch.optim.Adagrad(dense.values(), lr=0.02)
-        if isinstance(self.model, torch_ecrec.DistributedModelParallel):
-            self.model.attach(optimizer=self.optimizer)
         self.pool: list[Batch] = workload.batches(shape, rank, world, assignment.seed)
-        self.batches = itertools.cycle(self.pool)
+        self.batches: Iterator[Batch] = iter(Cycle(self.pool))
+        if isinstance(self.model, torch_ecrec.DistributedModelParallel):
+            self.batches = self.model.attach(optimizer=self.optimizer, reader=Cycle(self.pool))
         self.pipeline = (
             TrainPipelineSparseDist(self.model, self.optimizer, self.device) if assignment.pipeline else None
         )

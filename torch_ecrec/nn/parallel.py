@@ -13,8 +13,9 @@ Does not shard other module types: they are data-parallel unless the given plan 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +35,12 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int
-from torch_ecrec.dense import DenseSnapshot, dense_parameters, load_, own_of
+from torch_ecrec.dense import DenseSnapshot, dense_parameters
+from torch_ecrec.nn.attachment import Attachment
 from torch_ecrec.nn.embedding import EmbeddingBackend, SparseStep
+from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.sharder import ErasureCodedSharder, job_names, table_specs
-from torch_ecrec.nn.trainer_state import Stateful, TrainerState, random_states, set_random_states
 
 DIGEST_CHUNK_ROWS = 65_536
 
@@ -122,10 +124,10 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._closed = False
         self._snapshotted = 0
         self._dense = DenseSnapshot(self, session.trainer, session.trainers)
-        self._step.on_training_lookup = self._take_snapshot
+        self._step.on_training_lookup = self._keep_dense
         self._snapshot_every = snapshot_every
-        self._state: TrainerState | None = None
-        self._forwards = 0  # batches trained on
+        self._attached: Attachment | None = None
+        self._trained = False
 
     def init_data_parallel(self) -> None:
         """As in TorchRec; gradients of three and more trainers are summed in trainer order, see `reduce.py`."""
@@ -145,69 +147,84 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         lr_scheduler: Stateful | Sequence[Stateful] = (),
         reader: Iterable[Any] | None = None,
         **stateful: Stateful,
-    ) -> Iterator[Any]:
+    ) -> Reader:
         """Names what must be brought back with the model when trainers are started again; brings it back if they were.
 
-        Every trainer calls it once, before its first step:
+        Every trainer calls it once, before its first step, on the thread that trains:
 
             batches = model.attach(optimizer=optimizer, lr_scheduler=scheduler, reader=loader)
-            for batch in batches: ...
+            for epoch in batches.epochs(3):
+                for batch in batches: ...
 
-        After a restart, dense weights, optimizers, schedulers, random states, the reader's position and everything
-        else given here are as they were after the step that training goes on from (`steps_done`).
+        A step has ended when the next batch is drawn (`attachment.py` has the rule). After a restart, dense weights,
+        optimizers, schedulers, random states, the reader's place and everything else given here are as they were after
+        the step that training goes on from (`steps_done`), and the loop goes on in the pass that it was in.
+
+        Weights are loaded before, not after: what `attach` brings back takes precedence over what is loaded.
 
         Args:
             optimizer: all that step the dense parameters; TorchRec's wrappers and combinations as they are.
             lr_scheduler: those of the learning rates.
             reader: where batches come from. With `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`
-                has them) it is put back by its state; else by drawing as often again from its beginning.
-            **stateful: anything else with `state_dict` and `load_state_dict`.
+                has them) it is put back by its state; else by drawing again (`reader.py` says how). Without a reader,
+                each step is put into `with model.step(): ...`.
+            **stateful: anything else with `state_dict` and `load_state_dict`: counters, metrics, a gradient scaler.
 
         Returns:
             Iterates `reader`, and must be iterated in its place. Without one, it has nothing.
 
         Raises:
             RuntimeError: called twice, or after the first step.
+            TypeError: something has a state that cannot be kept; the message names it.
             ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
         """
-        if self._state is not None or self._forwards:
+        if self._attached is not None or self._trained:
             raise RuntimeError("`attach` is called once, before the first step")
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         schedulers = [lr_scheduler] if isinstance(lr_scheduler, Stateful) else list(lr_scheduler)
         named = {f"lr_scheduler[{i}]": scheduler for i, scheduler in enumerate(schedulers)}
-        state = TrainerState(optimizers, reader, {**named, **stateful})
-        if optimizers:
-            self._dense.use(state.dense_optimizers)
-        session = self.session
-        if session.restarted:
-            step, parts = session.resume()
-            if step:
-                own = own_of(*parts[session.trainer])
-                if not own:
-                    raise RuntimeError(
-                        f"training cannot go on after step {step}: nothing was attached when that snapshot was taken"
-                    )
-                state.check(own)  # what does not fit is said before anything is changed
-                load_(self, self._dense.optimizers, parts)
-                self._forwards = state.load(own)
-            self._snapshotted = step
-        self._state = state
-        return iter(()) if state.reader is None else state.reader
+        attached = Attachment(self, self._dense, optimizers, reader, {**named, **stateful}, own=list(stateful))
+        if self.session.restarted:
+            attached.resume(*self.session.resume())
+        self._attached = attached
+        return Reader(()) if attached.reader is None else attached.reader
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Marks one step of a loop that attaches no reader: `with model.step(): ...`.
+
+        What the loop does outside, from the end of one to the begin of the next, counts for the one before; after a
+        restart the first one begins with the random states of then.
+        """
+        return contextlib.nullcontext() if self._attached is None else self._attached.step()
 
     @property
     def steps_done(self) -> int:
         """Steps that have ended, those before a restart included."""
+        if self._attached is not None and self._attached.reader is not None:
+            self._attached.reader.on_steps_done()
         return self.session.step - 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in TorchRec."""
         if torch.is_grad_enabled() and self.training:
-            if self._state is not None and self._state.random is not None:
-                set_random_states(self._state.random)
-                self._state.random = None
-            self._take_snapshot(forward=True)
-            self._forwards += 1
+            self._trained = True
+            self._check_attached()
+            if self._attached is not None:
+                self._attached.on_forward()
         return super().forward(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TorchRec, before `attach`.
+
+        Raises:
+            RuntimeError: after `attach`, before the first step.
+        """
+        if self._attached is not None and not self._attached.begun:
+            raise RuntimeError(
+                "`load_state_dict` comes before `attach`: after a restart it would overwrite what `attach` has brought"
+                " back"
+            )
+        return super().load_state_dict(*args, **kwargs)
 
     @property
     def session(self) -> EmbeddingBackend:
@@ -226,9 +243,12 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._snapshot_every = self.session.snapshot_every = steps
 
     def flush(self) -> None:
-        """Waits until everything done so far survives r losses. Every trainer calls it."""
+        """Waits until what the servers were sent so far survives r losses. Every trainer calls it, at any time.
+
+        The dense model of the present step is sent when that has ended; trainers that are lost before make it again.
+        """
         self._step.open()
-        self._take_snapshot()
+        self._keep_dense()
         self.session.flush()
 
     def close(self) -> None:
@@ -240,6 +260,8 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             self.flush()
         finally:
             self._dense.close()
+            if self._attached is not None:
+                self._attached.close()
             if self._owns_session:
                 self.session.close()
 
@@ -260,32 +282,20 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             result.update(name.encode() + parameter.detach().cpu().contiguous().numpy().tobytes())
         return result.hexdigest()
 
-    def _take_snapshot(self, forward: bool = False) -> None:
-        """Hands this trainer's part of the dense state over, once per finished step.
-
-        Args:
-            forward: a training forward begins. If not, what is drawn at random until then is lost when trainers are
-                started again, so it is given back here, too: the next forward begins with the states of now.
-
-        The end of a backward ends a sparse step, but the dense optimizer runs after it: the state of step t is complete
-        when the rows of t + 1 are asked for, or at a flush.
-        """
-        if self.session.restarted and self._state is None:
+    def _check_attached(self) -> None:
+        if self.session.restarted and self._attached is None:
             raise RuntimeError(
                 "the servers have trained before, and go on from there; call `attach` before the first step, so that"
                 " the dense model does, too (or start a new cluster)"
             )
+
+    def _keep_dense(self) -> None:
+        """Where nothing is attached, the dense model alone is kept, as it is when the rows of a step are asked for."""
+        self._check_attached()
         step, every = self.session.step - 1, self._snapshot_every
-        if step > self._snapshotted and every > 0 and step % every == 0:
-            own = b""
-            if self._state is not None:
-                states = random_states()
-                own = self._state.pack(self._forwards, states)
-                self._state.random = None if forward else states
-            self.session.snapshot(*self._dense.pack(step, own))
+        if self._attached is None and step > self._snapshotted and every > 0 and step % every == 0:
+            self.session.snapshot(*self._dense.pack(step))
             self._snapshotted = step
-        if self._state is not None and self._state.reader is not None:
-            self._state.reader.forget(self._forwards)
 
 
 def _plan(collections: dict[str, EmbeddingBagCollection], given: ShardingPlan | None, world_size: int) -> ShardingPlan:

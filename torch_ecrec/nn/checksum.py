@@ -1,0 +1,75 @@
+"""A checksum of a batch, whatever it is made of: to tell that a reader gives other batches than before.
+
+Looks at every tensor and array in it, of large ones at a part; where there are none, at plain values. It is quick, and
+no protection against who wants to be mistaken.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+HEAD_BYTES = 1 << 13  # of a large tensor: so many at its start,
+SPREAD = 1 << 11  # and so many elements, spread evenly over it
+DEPTH_MOST = 8
+_PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+def checksum_of(batch: object) -> int:
+    """CRC-32 of what a batch holds."""
+    found = list(_parts(batch, 0))
+    arrays = [part for part in found if isinstance(part, (Tensor, np.ndarray))]
+    total = 0
+    for part in arrays or found:
+        total = zlib.crc32(_sample(part) if isinstance(part, (Tensor, np.ndarray)) else repr(part).encode(), total)
+    return total
+
+
+def _parts(value: Any, depth: int) -> Iterator[Any]:
+    """Tensors, arrays and plain values, in their order."""
+    if isinstance(value, (Tensor, np.ndarray, *_PLAIN)):
+        yield value
+    elif depth == DEPTH_MOST:
+        return
+    elif isinstance(value, (KeyedJaggedTensor, JaggedTensor)):
+        parts = (value.values(), value.lengths(), value.weights_or_none())
+        yield from (part for part in parts if part is not None)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _parts(key, depth + 1)
+            yield from _parts(item, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _parts(item, depth + 1)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from _parts(item, depth + 1)
+
+
+def _sample(value: Tensor | np.ndarray) -> bytes:
+    """Type, shape, and the bytes of all or a part of its elements."""
+    if isinstance(value, Tensor):
+        kind = f"{value.dtype} {tuple(value.shape)}"
+        if value.layout != torch.strided or value.device.type != "cpu" or value.numel() == 0:
+            return kind.encode()
+        flat = value.detach().reshape(-1)
+        some = flat
+        if flat.nbytes > 2 * HEAD_BYTES:
+            head = HEAD_BYTES // flat.element_size()
+            some = torch.cat([flat[:head], flat[head :: max(1, len(flat) // SPREAD)], flat[-1:]])
+        return kind.encode() + some.contiguous().view(torch.uint8).numpy().tobytes()
+    if value.dtype.hasobject:
+        return repr(value.tolist()).encode()
+    flat_array = value.reshape(-1)
+    if flat_array.nbytes > 2 * HEAD_BYTES:
+        head = HEAD_BYTES // flat_array.itemsize
+        flat_array = np.concatenate(
+            [flat_array[:head], flat_array[head :: max(1, len(flat_array) // SPREAD)], flat_array[-1:]]
+        )
+    return f"{value.dtype} {value.shape}".encode() + flat_array.tobytes()

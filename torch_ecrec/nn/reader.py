@@ -1,0 +1,423 @@
+"""The reader that `attach` was given: which batch comes next, and how that is brought about again after a restart.
+
+Terms. A *pass* is one iteration over the reader; `epoch` counts them from 0. A *draw* is one call for a batch. A
+*position* is where a draw begins: the epoch, how many batches of the pass came before, and the random states.
+
+A pipeline draws batches ahead of those it trains on. A snapshot then is of the first batch that was not trained on, and
+keeps the random states with which that one and those after it were drawn: they are drawn again with the same.
+
+How a position is brought about again depends on the reader:
+
+    state   it has state_dict and load_state_dict: they are used
+    pass    a sequence, or a DataLoader whose passes depend on nothing but the random states they begin with: that pass
+            is begun again, and as many batches drawn (or only their indices, where no worker has to make them)
+    all     anything else: every pass is drawn again, from the first
+
+Drawing again gives the same only if a reader draws from the global generators when a pass begins, and not in the middle
+of one: that is refused where it happens. And since nobody can know all that a reader does, every snapshot keeps a
+checksum of the batches that come next: other batches after a restart are an error, never another run.
+
+Does not decide when a snapshot is taken, and does not send it (`attachment.py` does).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from torch_ecrec.nn.checksum import checksum_of
+from torch_ecrec.nn.random_states import Generators, moved, random_states, set_random_states
+from torch_ecrec.values import decode, encode
+
+log = logging.getLogger(__name__)
+
+PIPELINES = "torchrec.distributed.train_pipeline"  # these draw ahead of what they train on
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """As in `torch.distributed.checkpoint.stateful`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def kind_of(reader: object) -> str:
+    """How its position is brought about again: "state", "pass" or "all"; see the module."""
+    if isinstance(reader, Stateful):
+        return "state"
+    if isinstance(reader, DataLoader):
+        in_this_process = reader.num_workers == 0
+        keeps_workers = reader.num_workers > 0 and reader.persistent_workers
+        iterable = isinstance(reader.dataset, IterableDataset)
+        return "all" if keeps_workers or (iterable and in_this_process) else "pass"
+    return "pass" if isinstance(reader, Sequence) else "all"
+
+
+def has_indices(reader: object) -> bool:
+    """Whether batches are left out by drawing indices only: nothing but this process makes them, one by one."""
+    return (
+        isinstance(reader, DataLoader)
+        and not isinstance(reader, Stateful)
+        and reader.num_workers == 0
+        and not isinstance(reader.dataset, IterableDataset)
+    )
+
+
+@dataclass
+class Position:
+    """Where a draw begins.
+
+    Attributes:
+        epoch, drawn: which pass, and how many of its batches came before.
+        began: random states with which the pass began; None for a reader that is put back by its state.
+        state: of such a reader, encoded; None: not asked for yet.
+        random: random states with which the draw begins.
+    """
+
+    epoch: int
+    drawn: int
+    began: dict[str, Any] | None
+    state: bytes | None
+    random: dict[str, Any]
+
+
+@dataclass
+class _Draw:
+    """A batch that was drawn and not trained on yet."""
+
+    position: Position
+    checksum: int
+
+
+class Pass(Iterator[Any]):
+    """One pass over a reader, which is asked for an iterator when it is asked for the first batch."""
+
+    def __init__(self, owner: Reader) -> None:
+        self._owner = owner
+        self.batches: Iterator[Any] | None = None  # None: it has not begun
+        self.epoch = 0
+        self.drawn = 0
+        self.whole = False  # drawn to its end
+        self.began: dict[str, Any] | None = None
+        self.depends = False  # on the global generators, as they were when it began
+
+    def __next__(self) -> Any:
+        return self._owner.draw(self, sys._getframe(1))
+
+
+class Reader(Iterator[Any]):
+    """What `attach` returns. Iterates a reader, pass after pass.
+
+        for epoch in batches.epochs(3):
+            for batch in batches: ...
+
+    Args:
+        reader: an iterable.
+        counters: whole numbers of what the user has attached, by name, as they are now.
+        on_draw: called before each draw; what it returns, if anything, is called once there is a batch, with its
+            checksum (None: it was drawn ahead before a restart, and has one already).
+    """
+
+    def __init__(
+        self,
+        reader: Iterable[Any],
+        on_draw: Callable[[], Callable[[int | None], None] | None] = lambda: None,
+        counters: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        self._reader, self._on_draw, self._counters = reader, on_draw, counters
+        self._kind = kind_of(reader)
+        self._generators = Generators.of(reader)
+        self._thread = threading.get_ident()
+        self._pass: Pass | None = None  # of `next`
+        self._current: Pass | None = None  # that has begun last
+        self._passes = 0  # that have begun
+        self._history: list[tuple[int, bool, dict[str, Any] | None]] = []  # of kind "all": drawn, whole, random states
+        self._now: Position | None = None  # of the draw that is being made
+        self._ahead: deque[_Draw] = deque()
+        # after a restart
+        self._target: Position | None = None  # where the first draw begins
+        self._again: deque[tuple[dict[str, Any], int]] = deque()  # draws to be made again: random states, checksum
+        self._then: dict[str, Any] | None = None  # random states after those
+        self._then_at_forward = False  # they were taken when a forward began, after a pass was drawn to its end
+        self._expected: int | None = None  # checksum of the batch after those
+        # of the user's loop
+        self._drawn_before_forward = 0
+        self._trained = self._restored = False
+        self.pipelined = False
+        self._counts_passes = False  # the loop is known to begin with the pass that training goes on in
+        self._counts_batches = False  # and to count the batches of a pass from where training goes on
+        self._counted: Mapping[str, int] = {}  # when the present pass began
+
+    # the loop's side ------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """A pass."""
+        return Pass(self)
+
+    def __next__(self) -> Any:
+        if self._pass is None:
+            self._pass = Pass(self)
+        try:
+            return self.draw(self._pass, sys._getframe(1))
+        except StopIteration:
+            self._pass = None
+            raise
+
+    def __len__(self) -> int:
+        return len(self._reader)  # type: ignore[arg-type]
+
+    @property
+    def epoch(self) -> int:
+        """The pass that training is in or begins with, from 0; after a restart that in which it goes on."""
+        self._counts_passes = True
+        return self._target.epoch if self._target is not None else max(self._passes - 1, 0)
+
+    @property
+    def drawn(self) -> int:
+        """Batches of the present pass that were drawn so far, those before a restart included."""
+        self._counts_batches = True
+        if self._target is not None:
+            return self._target.drawn
+        return self._current.drawn if self._current is not None else 0
+
+    def on_steps_done(self) -> None:
+        """The loop has asked how many steps are done. If it does so before it draws, its passes follow from that."""
+        self._counts_batches = True
+        self._counts_passes |= self._current is None
+
+    def epochs(self, number: int) -> range:
+        """Those of `number` passes that are left, the one that training goes on in included."""
+        return range(self.epoch, number)
+
+    # draws ----------------------------------------------------------------------------------------
+
+    def draw(self, current: Pass, caller: FrameType) -> Any:
+        """The next batch of a pass.
+
+        Raises:
+            StopIteration: there is none.
+            RuntimeError: the loop, or the reader, is one that could not be brought back after a restart; or it gives
+                other batches after a restart than before.
+        """
+        self._check(current, caller)
+        if not self.pipelined:
+            self._ahead.clear()  # trained on, or left out for good
+        if current.batches is None:
+            self._begin(current)
+        if not self._again and self._then is not None:
+            self._generators.set_(self._then)
+            self._then = self._then if self._then_at_forward else None
+        outside = self._generators.states()
+        state = self._state() if self.pipelined else None  # else `saved` asks for it
+        self._now = Position(current.epoch, current.drawn, current.began, state, outside)
+        on_batch = self._on_draw()
+        again = bool(self._again)
+        expected: int | None
+        if again:
+            begin, expected = self._again[0]
+            self._generators.set_(begin)
+            batch = self._next(current, begin)
+            set_random_states(outside)  # the reader's own generators go on
+            self._again.popleft()
+        else:
+            begin, expected, self._expected = outside, self._expected, None
+            batch = self._next(current, begin)
+        checksum = checksum_of(batch)
+        if expected is not None and checksum != expected:
+            raise RuntimeError(
+                f"batch {current.drawn - 1} of pass {current.epoch} is another one than before the restart: the reader"
+                f" ({type(self._reader).__name__}) depends on something that was not brought back. Give it state_dict"
+                " and load_state_dict that cover it, or random generators that are seeded from its position"
+            )
+        self._ahead.append(_Draw(Position(**{**vars(self._now), "random": begin}), checksum))
+        self._drawn_before_forward += not self._trained
+        if on_batch is not None:
+            on_batch(None if again else checksum)
+        return batch
+
+    def _check(self, current: Pass, caller: FrameType) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "a batch is drawn on another thread than the one that called `attach`: what happens there while a step"
+                " runs cannot be brought back after a restart. Draw on the training thread; or attach what draws ahead"
+                " itself, with state_dict and load_state_dict"
+            )
+        if current.batches is not None and current is not self._current:
+            raise RuntimeError("this pass was left: another one over what `attach` returned has begun since")
+        self.pipelined |= str(caller.f_globals.get("__name__")).startswith(PIPELINES)
+
+    def _state(self) -> bytes | None:
+        """Of a reader that has one, as of now: what it gives may change later."""
+        return encode(self._reader.state_dict(), "reader") if isinstance(self._reader, Stateful) else None
+
+    def _begin(self, current: Pass) -> None:
+        """The reader begins a pass, or the one in which training goes on."""
+        target, self._target = self._target, None
+        if self._current is not None:
+            left = self._current
+            self._check_left(left)
+            if self._kind == "all":
+                self._history.append((left.drawn, left.whole, left.began if left.depends else None))
+        if target is not None:
+            self._go_to(current, target)
+        else:
+            began = self._generators.states()
+            current.epoch, current.began = self._passes, None if self._kind == "state" else began
+            current.batches = iter(self._reader)
+            current.depends = bool(moved(began, random_states()))
+        self._current, self._passes, self._counted = current, current.epoch + 1, self._counters()
+
+    def _check_left(self, left: Pass) -> None:
+        """Another pass begins: would the loop begin with the right one, and leave it in time, after a restart?"""
+        now = self._counters()
+        self._counts_passes |= any(now[name] == count + 1 for name, count in self._counted.items() if name in now)
+        self._counts_batches |= now != self._counted
+        if not self._counts_passes:
+            raise RuntimeError(
+                "a second pass over what `attach` returned: after a restart, this loop would count from the first pass"
+                " again. Write `for epoch in batches.epochs(N): for batch in batches: ...`; or let the loop begin with"
+                " `batches.epoch`, or with what follows from `model.steps_done`, or count passes in something attached"
+            )
+        if not left.whole and not self._counts_batches:
+            raise RuntimeError(
+                f"pass {left.epoch} over what `attach` returned was left after {left.drawn} batches: after a restart in"
+                " the middle of a pass, a loop that counts batches by itself would leave it later. Let it use"
+                " `batches.drawn` or `model.steps_done`, or count in something attached"
+            )
+
+    def _next(self, current: Pass, begin: Mapping[str, Any]) -> Any:
+        """Draws. If it will have to be drawn again, it leaves the global generators alone after the first batch."""
+        assert current.batches is not None
+        try:
+            batch = next(current.batches)
+        except StopIteration:
+            self._now, current.whole = None, True
+            raise
+        current.drawn += 1
+        if self._kind == "state" or has_indices(self._reader):
+            return batch
+        names = moved(begin, random_states())
+        current.depends |= bool(names)
+        if names and current.drawn > 1:
+            raise RuntimeError(
+                f"the reader ({type(self._reader).__name__}) draws from {' and '.join(names)} in the middle of a pass,"
+                " and can therefore not be brought back after a restart by drawing again. Give it generators of its"
+                " own, or state_dict and load_state_dict, or use a DataLoader with num_workers > 0"
+            )
+        return batch
+
+    def on_forward(self) -> None:
+        """A training forward begins, on a batch that was drawn here.
+
+        Raises:
+            RuntimeError: the loop draws ahead, or trains on what was not drawn here.
+        """
+        if self._drawn_before_forward == 0:
+            raise RuntimeError(
+                "the model is trained on a batch that was not drawn from what `attach` returned: iterate that, not the"
+                " reader itself"
+            )
+        if self._then is not None:
+            # of the reader's own generators, too, unless it will be drawn from with those of before
+            set_random_states(self._then) if self._again else self._generators.set_(self._then)
+            self._then = None
+        if self.pipelined:
+            if self._ahead:
+                self._ahead.popleft()
+        elif not self._trained and self._drawn_before_forward > 1 and not self._restored:
+            raise RuntimeError(
+                f"{self._drawn_before_forward} batches were drawn before the first was trained on: a loop that draws"
+                " ahead cannot be brought back after a restart (those of TorchRec's pipelines can); and batches that"
+                " are to be left out must be left out by the reader"
+            )
+        self._trained = True
+
+    # restarts -------------------------------------------------------------------------------------
+
+    def saved(self, at_forward: bool = False) -> dict[str, Any]:
+        """Where training goes on if it is stopped now: inside `on_draw`, or as a pipeline's forward begins.
+
+        Raises:
+            TypeError: the reader's state has something that cannot be kept.
+        """
+        position = self._ahead[0].position if self._ahead else self._now
+        assert position is not None, "nothing was drawn"
+        state = position.state
+        if self._kind == "state" and state is None:
+            state = self._state()
+        return {
+            "kind": self._kind,
+            "epoch": position.epoch,
+            "drawn": position.drawn,
+            "began": position.began,
+            "state": state,
+            "history": self._history[: position.epoch],
+            "again": [(draw.position.random, draw.checksum) for draw in self._ahead] + list(self._again),
+            "then": self._generators.states() if at_forward or self._now is None else self._now.random,
+            "at_forward": at_forward,
+        }
+
+    def load(self, saved: Mapping[str, Any], checksum: int | None) -> None:
+        """Goes on there, at the next draw.
+
+        Args:
+            saved: as `saved` gave it.
+            checksum: of the batch that comes after those that were drawn ahead, if it is known.
+
+        Raises:
+            ValueError: it was another kind of reader.
+        """
+        if saved["kind"] != self._kind:
+            raise ValueError(
+                f"the reader ({type(self._reader).__name__}) is of another kind than when the snapshot was taken"
+            )
+        self._target = Position(saved["epoch"], saved["drawn"], saved["began"], saved["state"], saved["then"])
+        self._history = list(saved["history"])
+        self._again = deque(saved["again"])
+        self._then, self._then_at_forward = saved["then"], saved["at_forward"]
+        self._expected = checksum
+        self._restored = True
+
+    def _go_to(self, current: Pass, target: Position) -> None:
+        """Begins the pass that training goes on in, and draws what came before."""
+        current.epoch, current.drawn, current.began, current.depends = target.epoch, target.drawn, target.began, True
+        if isinstance(self._reader, Stateful):
+            assert target.state is not None
+            self._reader.load_state_dict(decode(target.state))
+            current.batches = iter(self._reader)
+            return
+        if target.drawn and not has_indices(self._reader):
+            log.info("the reader has no state: draws %d batches again", target.drawn)
+        for drawn, whole, began in self._history:
+            if began is not None:
+                self._generators.set_(began)
+            batches = iter(self._reader)
+            self._skip(batches, drawn)
+            if whole and next(batches, self) is not self:
+                raise RuntimeError(f"a pass of the reader has more than the {drawn} batches that it had before")
+        assert target.began is not None
+        self._generators.set_(target.began)
+        current.batches = iter(self._reader)
+        self._skip(current.batches, target.drawn)
+
+    def _skip(self, batches: Iterator[Any], number: int) -> None:
+        for drawn in range(number):
+            try:
+                if has_indices(self._reader):
+                    batches._next_index()  # type: ignore[attr-defined]
+                else:
+                    next(batches)
+            except StopIteration:
+                raise RuntimeError(
+                    f"the reader ended after {drawn} of the {number} batches that were drawn before"
+                ) from None
