@@ -30,6 +30,7 @@ RANKS = {
     "kernels": 1,
     "orphan": 1,
     "shared": 1,
+    "values": 1,
     "codec": 2,
     "layout": 2,
     "storage": 2,
