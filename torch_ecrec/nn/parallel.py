@@ -188,7 +188,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
                         f"training cannot go on after step {step}: nothing was attached when that snapshot was taken"
                     )
                 state.check(own)  # what does not fit is said before anything is changed
-                load_(self, self._dense.optimizers, parts)
+                load_(self, self._dense.optimizers, parts, session.trainer)
                 self._forwards = state.load(own)
             self._snapshotted = step
         self._state = state
