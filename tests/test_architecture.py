@@ -37,6 +37,7 @@ RANKS = {
     "storage": 2,
     "pooling": 2,
     "transport": 2,
+    "pieces": 3,
     "recovery": 3,
     "route": 3,
     "server": 4,

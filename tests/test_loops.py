@@ -53,6 +53,10 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
         style = draw(st.sampled_from(STYLES))
         batches = draw(st.integers(1, 4))
         passed_over = draw(st.sampled_from([0, 0, 3])) if plain and style != "steps_done" and reader else 0
+        accumulate = draw(st.sampled_from([1, 1, 2, 3])) if plain else 1
+        zero = draw(st.sampled_from(["before", "late", "after"]))
+        if accumulate > 1 and passed_over:
+            zero = "after"  # else a gradient that was stepped with is added to, which is refused
         losses = draw(st.sampled_from([1, 1, 2])) if plain and style != "steps_done" else 1
         return Loop(
             reader=reader,
@@ -68,12 +72,12 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
             evals=some(EVALS if plain else ("pass",)),
             counts=some(["before", "between", "after", "pass"]),
             losses=losses,
-            accumulate=draw(st.sampled_from([1, 1, 2, 3])) if plain else 1,
+            accumulate=accumulate,
             clip=draw(st.booleans()),
             skip_every=draw(st.sampled_from([0, 0, 2, 3])) if plain else 0,
             pass_over_every=passed_over,
             nan_at=draw(st.sampled_from([0, 0, 2])) if plain and style != "steps_done" else 0,
-            zero=draw(st.sampled_from(["before", "late", "after"])),
+            zero=zero,
             snapshot_every=draw(st.integers(1, 3)),
         )
 

@@ -33,6 +33,7 @@ from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.config import JobSpec, Settings
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.layout import Layout
+from torch_ecrec.pieces import Gathering, Key, Part
 from torch_ecrec.route import Parts, Route, arrange, route
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import Exchange, Node, Port
@@ -47,7 +48,7 @@ class _StepState:
 
     unacknowledged: set[int]  # slots
     unstored: set[int] | None = None  # snapshot slots; None: its snapshot was not taken yet
-    snapshot: tuple[Tensor, str] | None = None
+    snapshot: tuple[Tensor, list[int]] | None = None
     since: dict[int, int] = field(default_factory=dict)  # snapshot slot -> incarnation that stored it
     least: dict[int, int] = field(default_factory=dict)  # slot -> earlier incarnations have stored it for nothing
 
@@ -170,7 +171,7 @@ class Client(Node):
         for slot in range(self.slots):
             send(slot)
 
-    def snapshot(self, payload: Tensor, header: str) -> None:
+    def snapshot(self, payload: Tensor, header: list[int]) -> None:
         """Sends this trainer's part of the dense model after step - 1 to the snapshot slots."""
         step = self.step - 1
 
@@ -264,9 +265,21 @@ class Client(Node):
         for slot in asked:
             ask(slot)
 
-    def stored(self, slot: int, step: int, done: Callable[[Answer], None]) -> None:
+    def stored(self, slot: int, step: int, done: Callable[[dict[Key, Part]], None]) -> None:
         """The snapshot of a step that a snapshot slot holds (-1: all of them), to `done`."""
-        self.ask(slot, lambda i: wire.FetchSnapshots(slot, i, step), done)
+        got = Gathering(step)
+
+        def ask() -> None:
+            self.ask(slot, lambda i: wire.FetchSnapshots(slot, i, step, begin=got.begin(i)), on_answer)
+
+        def on_answer(answer: Answer) -> None:
+            assert isinstance(answer, wire.Snapshots)
+            if got.take(answer):
+                done(got.parts)
+            else:
+                ask()
+
+        ask()
 
     def load(
         self, slab: int, parity: bool, slot: int, positions: Tensor, records: Tensor, done: Callable[[], None]
@@ -480,11 +493,11 @@ class Session:
     def snapshot_every(self, steps: int) -> None:
         self.client.snapshot_every = steps
 
-    def snapshot(self, payload: Tensor, header: str) -> None:
+    def snapshot(self, payload: Tensor, header: list[int]) -> None:
         """Replicates this trainer's part of the dense model after the previous step; does not wait."""
         self.client.run(self.client.snapshot, payload, header)
 
-    def snapshots(self, slot: int = 0) -> list[tuple[int, int, str, Tensor]]:
+    def snapshots(self, slot: int = 0) -> list[tuple[int, int, list[int], Tensor]]:
         """What a snapshot slot holds: (step, trainer, header, payload), ascending.
 
         Args:
@@ -494,11 +507,11 @@ class Session:
             raise ValueError(f"`slot` must be one of the snapshot slots {[*self.client.snapshot_slots]}, got {slot}")
         return self._stored(slot, -1)
 
-    def _stored(self, slot: int, step: int) -> list[tuple[int, int, str, Tensor]]:
-        have: wire.Snapshots = self._run_and_wait(self.client.stored, slot, step, what=f"snapshots of slot {slot}")
-        return list(zip(have.steps, have.trainers, have.headers, have.payloads, strict=True))
+    def _stored(self, slot: int, step: int) -> list[tuple[int, int, list[int], Tensor]]:
+        have: dict[Key, Part] = self._run_and_wait(self.client.stored, slot, step, what=f"snapshots of slot {slot}")
+        return [(*key, *have[key]) for key in sorted(have)]
 
-    def resume(self) -> tuple[int, list[tuple[Tensor, str]]]:
+    def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
         """Where training goes on, in a session that was `restarted`.
 
         Returns:

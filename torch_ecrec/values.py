@@ -18,7 +18,7 @@ takes no more memory than in proportion to what has really come.
 
 Tensors of a size that matters can be kept apart (`TensorsOut`, `TensorsIn`): their bytes then lie one behind the other
 in a stream of the caller's, and what is encoded says where. Does not say who keeps what: `dense.py` and
-`nn/trainer_state.py` do.
+`nn/attachment.py` do.
 """
 
 from __future__ import annotations

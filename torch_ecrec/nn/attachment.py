@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -72,6 +72,7 @@ class Attachment:
         self.reader = None if reader is None else Reader(reader, self._on_draw, self._counters)
         if optimizers:
             dense.use(self._state.dense_optimizers)
+        dense.check()
         self.begun = False  # a step of this life has
         self._forwards = 0
         self._snapshotted = 0
@@ -189,7 +190,6 @@ class Attachment:
                 "before": before,
                 "checksum": checksum,
                 "gradients": self._gradients.find(parameters),
-                "buffers": self._own_buffers(model),
                 "dense": checksum_of([parameter.detach() for _, parameter in parameters]),
             },
             "attached",
@@ -197,15 +197,9 @@ class Attachment:
         self._session.snapshot(*self._dense.pack(step, own))
         self._snapshotted = step
 
-    def _own_buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """Of several trainers each has its own: running means, say, are not averaged."""
-        if self._session.trainers == 1:
-            return {}
-        return {name: buffer.detach() for name, buffer in model.named_buffers()}
-
     # restarts -------------------------------------------------------------------------------------
 
-    def resume(self, step: int, parts: Sequence[tuple[Tensor, str]]) -> None:
+    def resume(self, step: int, parts: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
         """Brings everything back as it was after `step`, which may be 0: as it was made.
 
         Args:
@@ -239,10 +233,7 @@ class Attachment:
         if self.reader is not None:
             self.reader.load(before["reader"], own["checksum"])
         self._random = before["random"]
-        load_(model, self._dense.optimizers, parts)
-        buffers = dict(model.named_buffers())
-        for name, value in own["buffers"].items():
-            buffers[name].copy_(value)
+        load_(model, self._dense.optimizers, parts, self._session.trainer)
         put_back_(dict(dense_parameters(model)), own["gradients"])
         self._state.load_(state)
         self._sealed = self._seal()

@@ -108,10 +108,10 @@ class EmbeddingBackend(Protocol):
     def loaded(self) -> None:
         """Ends the loading; every trainer calls it once, before its first `lookup_parts`."""
 
-    def snapshot(self, payload: Tensor, header: str) -> None:
+    def snapshot(self, payload: Tensor, header: list[int]) -> None:
         """Keeps this trainer's part (uint8) of the dense state after `step - 1`."""
 
-    def resume(self) -> tuple[int, list[tuple[Tensor, str]]]:
+    def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
         """The last step that counts, and what every trainer's `snapshot` was given after it, in trainer order."""
 
     def flush(self) -> None: ...

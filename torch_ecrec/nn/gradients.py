@@ -1,11 +1,14 @@
 """Dense gradients that wait for their optimizer's step: accumulated over several backwards, or kept for later.
 
 A snapshot between two backwards of one optimizer step would lose them, so it keeps them. Gradients that an optimizer
-has stepped with since are left over, and are not kept: the loop puts them to zero.
+has stepped with are left over, and are not kept: a loop puts them to zero before the next backward, or at some time. A
+backward that adds to them is refused, since after a restart there would be nothing to add to.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,12 +27,16 @@ class WaitingGradients:
 
     def __init__(self, optimizers: Sequence[Optimizer], moment: Callable[[], object]) -> None:
         self._moment = moment
-        self._owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         self._used: dict[int, tuple[object, int]] = {}  # parameter -> when, and which version of its gradient
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
+        self._parameters = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
+        me = weakref.ref(self)
+        for parameter in self._parameters.values():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(functools.partial(_before_addition, me, id(parameter))))
 
     def close(self) -> None:
-        """Twice is once."""
+        """Looks no more. Twice is once."""
         for hook in self._hooks:
             hook.remove()
 
@@ -40,16 +47,33 @@ class WaitingGradients:
                 if parameter.grad is not None:
                     self._used[id(parameter)] = moment, parameter.grad._version
 
+    def check_addition(self, of: int) -> None:
+        """A backward is about to add to a gradient, if there is one."""
+        gradient, used = self._parameters[of].grad, self._used.get(of)
+        if gradient is None or used is None or used[1] != gradient._version or not torch.count_nonzero(gradient):
+            return
+        raise RuntimeError(
+            "a backward adds to a gradient that its optimizer has stepped with already: trainers that are started again"
+            " in between would not have it. Call `optimizer.zero_grad()` between an optimizer's step and the next"
+            " backward"
+        )
+
     def find(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
         """By the parameter's name, those that wait: copies."""
         moment, found = self._moment(), {}
         for name, parameter in parameters:
             gradient = parameter.grad
-            if gradient is None or id(parameter) not in self._owned:
+            if gradient is None or id(parameter) not in self._parameters:
                 continue
             if self._used.get(id(parameter)) != (moment, gradient._version) and bool(torch.count_nonzero(gradient)):
                 found[name] = gradient.detach().clone()
         return found
+
+
+def _before_addition(me: weakref.ref[WaitingGradients], of: int, _gradient: Tensor) -> None:
+    waiting = me()
+    if waiting is not None:
+        waiting.check_addition(of)
 
 
 def put_back_(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from torch_ecrec.pieces import Gathering, Key, Part, cut
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import RETRY_S
 from torch_ecrec.transport.wire import Answer, Refused
@@ -26,7 +25,7 @@ class SnapshotStore:
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
-        self.parts: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}  # (step, trainer) -> header, payload
+        self.parts: dict[Key, Part] = {}
         self.lacks_all = False  # what other holders have is not here yet
         self.most: int | None = None  # the trainers start again after this step: later ones are not taken from others
         self._asking = False
@@ -69,18 +68,13 @@ class SnapshotStore:
             # From now on this slot tells trainers that an earlier life of the holder counts for nothing.
             self.slot.protection.meet(request.holder, request.holder_incarnation)
         lacks_some = self.lacks_all if request.of < 0 else request.holder < 0 and not self.is_whole(request.of)
+        if len(request.begin) not in (0, 3):
+            reply(Refused(f"`begin` must be 3 integers or none, got {request.begin}"))
+            return
         if not self.slot.ready or lacks_some:
             reply(Refused(f"slot {self.slot.index} has not got them all itself"))
             return
-        answer = wire.Snapshots()
-        for (step, trainer), (header, payload) in sorted(self.parts.items()):
-            if request.of not in (-1, step):
-                continue
-            answer.steps.append(step)
-            answer.trainers.append(trainer)
-            answer.headers.append(header)
-            answer.payloads.append(payload)
-        reply(answer)
+        reply(cut(self.parts, request.of, request.begin))
 
     # copies ---------------------------------------------------------------------------------------
 
@@ -104,27 +98,48 @@ class SnapshotStore:
         others = [h for h in self.slot.host.snapshot_slots if h != self.slot.index]
         if others and not self._asking:
             self._asking = True
-            self._ask(others, 0)
+            self._ask(others, 0, self._gathering())
 
-    def _ask(self, others: list[int], turn: int) -> None:
-        slot, of = self.slot, -1 if self.lacks_all or self.most is None else self.most
-        holder = others[turn % len(others)]
+    def _gathering(self) -> Gathering:
+        return Gathering(-1 if self.lacks_all or self.most is None else self.most)
+
+    def _ask(self, others: list[int], turn: int, got: Gathering) -> None:
+        """Asks one of the others for its next answer.
+
+        It meets this slot's incarnation before it gives the first one: what is stored there later, trainers bring here,
+        too. So one holder's answers are enough together, also if some come much later.
+        """
+        slot, holder = self.slot, others[turn % len(others)]
+
+        def make(incarnation: int) -> wire.Request:
+            begin = got.begin(incarnation)
+            return wire.FetchSnapshots(holder, incarnation, got.of, slot.index, slot.incarnation, begin)
 
         def done(answer: Answer | None) -> None:
             if slot.dead:
                 return
             if isinstance(answer, wire.Snapshots):
-                for step, trainer, header, payload in zip(
-                    answer.steps, answer.trainers, answer.headers, answer.payloads, strict=True
-                ):
-                    if self.most is None or step <= self.most:
-                        self.parts.setdefault((step, trainer), (header, payload))
-                self.lacks_all &= of >= 0
+                try:
+                    all_here = got.take(answer)
+                except ValueError:
+                    pass  # as if it had not answered: another one is asked
+                else:
+                    if not all_here:
+                        self._ask(others, turn, got)
+                        return
+                    self._keep(got)
             if self.complete:
                 self._asking = False
                 slot.rebuild.check_done()
                 slot.check_durable()
             else:
-                slot.host.later(RETRY_S, lambda: None if slot.dead else self._ask(others, turn + 1))
+                again = self._gathering()
+                slot.host.later(RETRY_S, lambda: None if slot.dead else self._ask(others, turn + 1, again))
 
-        slot.host.ask_once(holder, lambda i: wire.FetchSnapshots(holder, i, of, slot.index, slot.incarnation), done)
+        slot.host.ask_once(holder, make, done)
+
+    def _keep(self, got: Gathering) -> None:
+        for (step, trainer), part in got.parts.items():
+            if self.most is None or step <= self.most:
+                self.parts.setdefault((step, trainer), part)
+        self.lacks_all &= got.of >= 0

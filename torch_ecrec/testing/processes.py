@@ -319,7 +319,7 @@ class Trainer(Process):
             self.dense = dense_after(self.dense, self.losses.pop(step))
             assert self.dense == known.dense[step], f"trainer {rank}: dense model after step {step} is wrong"
             if client.snapshot_due(step):
-                client.run(client.snapshot, payload_of(self.dense), f'{{"step": {step}}}')
+                client.run(client.snapshot, payload_of(self.dense), [step])
 
 
 class Center(Process):

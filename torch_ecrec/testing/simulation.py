@@ -513,7 +513,7 @@ class Cluster:
             if i == 0:
                 self._same(self.run.dense, step, self.dense_of[0])
             if client.snapshot_due(step):
-                client.run(client.snapshot, payload_of(self.dense_of[i]), f'{{"step": {step}}}')
+                client.run(client.snapshot, payload_of(self.dense_of[i]), [step])
             self._after_step(i, step)
 
     @staticmethod

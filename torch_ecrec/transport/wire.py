@@ -123,7 +123,7 @@ class Snapshot(Request):
     step: int
     trainer: int
     payload: Tensor  # (bytes,) uint8
-    header: str  # JSON: what the payload holds
+    header: list[int]  # what the payload is, for who reads it (`dense.Header`)
 
 
 @dataclass
@@ -251,19 +251,21 @@ class Fetch(Request):
 
 @dataclass
 class FetchSnapshots(Request):
-    """Dense snapshots that a slot holds, for the new host of another one, or for a trainer."""
+    """Dense snapshots that a slot holds, for the new host of another one, or for a trainer; in pieces (`pieces.py`)."""
 
     of: int  # a step, or -1 for all; of a step, a holder that asks gets what there is, a trainer all parts
     holder: int = -1  # which slot asks, and in which life; -1: a trainer
     holder_incarnation: int = 0
+    begin: list[int] = field(default_factory=list)  # `more` of the answer before; [] at first
 
 
 @dataclass
 class Snapshots(Answer):
     steps: list[int] = field(default_factory=list)
     trainers: list[int] = field(default_factory=list)
-    headers: list[str] = field(default_factory=list)
-    payloads: list[Tensor] = field(default_factory=list)
+    headers: list[list[int]] = field(default_factory=list)
+    payloads: list[Tensor] = field(default_factory=list)  # (bytes,) uint8 each; the first and the last may be a piece
+    more: list[int] = field(default_factory=list)  # step, trainer, byte that the next answer begins with; []: no more
 
 
 # placement ----------------------------------------------------------------------------------------
