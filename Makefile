@@ -106,7 +106,7 @@ $(VENV)/.pinned:
 	if [ -e $(VENV)/.pinned ] || ! $(BIN)/python -c 'import pip' 2>/dev/null; then $$python -m venv --clear $(VENV); fi; \
 	$(SAY) "torch (the big one)"; \
 	$(PIP) -c requirements/constraints.txt -r requirements/torch.txt; \
-	$(SAY) "FBGEMM (CPU build), Numba, galois and what TorchRec needs"; \
+	$(SAY) "FBGEMM (CPU build), Numba and what TorchRec needs"; \
 	$(PIP) -c requirements/constraints.txt -r requirements/cpu.txt; \
 	$(SAY) "TorchRec, without its dependencies"; \
 	$(PIP) --no-deps -r requirements/torchrec.txt; \

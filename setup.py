@@ -55,7 +55,6 @@ setup(
         "torch==2.13.0",
         "numpy>=2",
         "numba>=0.61",
-        "galois>=0.4.4",
         "msgspec>=0.19",
         # What TorchRec 1.8.0 needs besides FBGEMM.
         "tensordict",
@@ -68,7 +67,7 @@ setup(
         "cpu": ["fbgemm-gpu-cpu==1.8.0"],
         "gpu": ["fbgemm-gpu==1.8.0", "torchrec==1.8.0"],
         "demo": ["matplotlib", "psutil"],
-        "dev": ["hypothesis", "mypy", "py-spy", "pytest", "pytest-timeout", "ruff"],
+        "dev": ["galois>=0.4.4", "hypothesis", "mypy", "py-spy", "pytest", "pytest-timeout", "ruff"],
     },
     entry_points={"console_scripts": ["torch-ecrec = torch_ecrec.__main__:main"]},
 )

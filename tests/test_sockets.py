@@ -1,10 +1,13 @@
 """The socket transport alone, two of them in this process: frames, strangers, peers that do not read, lent memory."""
 
 import collections
+import contextlib
+import errno
 import itertools
 import logging
 import os
-import pickle
+import re
+import resource
 import socket
 import struct
 import subprocess
@@ -13,8 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,14 +28,27 @@ from conftest import ROOT, wait_until
 
 from torch_ecrec import shared
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.transport import sockets, wire
+from torch_ecrec.transport import door, encoding, frames, generations, sockets, wire
+from torch_ecrec.transport.door import HELLO, STRANGERS_MOST
 from torch_ecrec.transport.frames import BUFFER_BYTES, BUFFERS_MOST, DTYPES, HEADER, MAGIC, Frame, FrameReader
 from torch_ecrec.transport.lending import FILES_MOST, Lending
-from torch_ecrec.transport.sockets import HELLO, NO_NAME, Address, SocketTransport
+from torch_ecrec.transport.sockets import NO_NAME, Address, SocketTransport
 
 WAIT_S = 30.0
 PROMPTLY_S = 2.0
 SHARED_BYTES = 256 << 20
+
+
+@dataclass
+class Parcel(wire.Request):
+    """A message of these tests: it carries tensors of any kind."""
+
+    parts: list[torch.Tensor]
+
+
+@dataclass
+class Parcels(wire.Answer):
+    parts: list[torch.Tensor]
 
 
 class Pair:
@@ -85,8 +103,10 @@ class Pair:
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """Over TCP, or over a Unix socket and with shared memory: tests with `both` have it both ways."""
+    monkeypatch.setitem(encoding.REQUESTS, "Parcel", Parcel)
+    monkeypatch.setitem(encoding.ANSWERS, "Parcels", Parcels)
     shared.enable(SHARED_BYTES if getattr(request, "param", "tcp") == "shared" else 0)
     pair = Pair()
     try:
@@ -101,9 +121,9 @@ both = pytest.mark.parametrize("pair", ["tcp", "shared"], indirect=True)
 lends = pytest.mark.parametrize("pair", ["shared"], indirect=True)
 
 
-def lookup(parts: list[torch.Tensor], slot: int = 0) -> wire.Lookup:
+def parcel(parts: list[torch.Tensor], slot: int = 0) -> Parcel:
     """A request that carries tensors."""
-    return wire.Lookup(slot, 0, 1, 0, parts)
+    return Parcel(slot, 0, parts)
 
 
 def tensors(many: int, size: int) -> list[torch.Tensor]:
@@ -120,40 +140,40 @@ def test_tensors_arrive_as_they_are(pair: Pair, many: int, size: int) -> None:
     sent = tensors(many, size)
     got: list[torch.Tensor] = []
 
-    def handle(request: wire.Lookup, reply: Any) -> None:
-        got.extend(request.positions)
-        reply(wire.Rows(request.positions))
+    def handle(request: Parcel, reply: Any) -> None:
+        got.extend(request.parts)
+        reply(Parcels(request.parts))
 
     pair.handle = handle
-    request = lookup(sent)
+    request = parcel(sent)
     outcome = pair.call(request)
     assert isinstance(outcome, wire.Ok), outcome
     assert all(map(torch.equal, got, sent)) and len(got) == many
-    assert all(map(torch.equal, outcome.answer.weights, sent)) and len(outcome.answer.weights) == many
+    assert all(map(torch.equal, outcome.answer.parts, sent)) and len(outcome.answer.parts) == many
 
 
 @both
 def test_types_and_shapes(pair: Pair) -> None:
-    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    pair.handle = lambda request, reply: reply(Parcels(request.parts))
     shapes = [(), (0,), (3,), (2, 0, 4), (5, 3), (300, 90)]
     for dtype, shape in itertools.product(DTYPES, map(torch.Size, shapes)):
         sent = (torch.arange(shape.numel()).reshape(shape) % 2).to(dtype)
-        outcome = pair.call(lookup([sent]))
+        outcome = pair.call(parcel([sent]))
         assert isinstance(outcome, wire.Ok), outcome
-        (got,) = outcome.answer.weights
+        (got,) = outcome.answer.parts
         assert got.dtype == dtype and got.shape == shape and torch.equal(got, sent)
 
 
 @both
 def test_calls_of_many_threads_keep_apart(pair: Pair) -> None:
     """Large and small ones on one connection, both ways."""
-    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    pair.handle = lambda request, reply: reply(Parcels(request.parts))
     parts = [tensors(1 + i % 3, (10, 1000, 3_000_000)[i % 3]) for i in range(24)]
 
     def one(i: int) -> bool:
-        outcome = pair.call(lookup(parts[i]))
+        outcome = pair.call(parcel(parts[i]))
         assert isinstance(outcome, wire.Ok), outcome
-        return all(map(torch.equal, outcome.answer.weights, parts[i]))
+        return all(map(torch.equal, outcome.answer.parts, parts[i]))
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(one, range(24)))
@@ -219,7 +239,7 @@ def as_bytes(frame: Frame) -> bytes:
 
 
 def plain(message: Any) -> bytes:
-    data = pickle.dumps(message)
+    data = msgspec.msgpack.encode(message)
     return HEADER.pack(MAGIC, 0, len(data), 7) + data
 
 
@@ -232,8 +252,12 @@ def plain(message: Any) -> bytes:
         (HEADER.pack(MAGIC, 1 << 30, 0, 1), "not a frame"),
         (HEADER.pack(MAGIC, 0, 5, 1) + b"abcde", "not a message"),
         (HEADER.pack(MAGIC, 12, 0, 1) + bytes(12), "nothing is lent on this connection"),
-        (plain(collections.OrderedDict()), "plain values only, got collections.OrderedDict"),
-        (plain(("Versions", (print,))), "plain values only, got builtins.print"),
+        (plain({"a": 1}), "Expected `array`, got `object`"),
+        (plain(["Versions"]), "Expected `array` of length 2"),
+        (plain(["Versions", [msgspec.msgpack.Ext(99, b"")]]), "not a tensor"),
+        (plain(["Versions", [msgspec.msgpack.Ext(0, b"1234567")]]), "not a tensor"),
+        (plain(["Versions", [msgspec.msgpack.Ext(0, struct.pack("<2Q", 1 << 40, 1 << 40))]]), "not a message"),
+        (plain([["Versions"] * 3, []]) + b"", "Expected `str`, got `array`"),
     ],
 )
 def test_what_is_no_frame_ends_its_connection_only(
@@ -268,7 +292,7 @@ def test_who_has_not_got_the_key_or_the_generation_is_not_heard(pair: Pair, hand
 
 
 def test_a_hello_that_does_not_come_holds_nothing_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "HELLO_S", 0.2)
+    monkeypatch.setattr(door, "HELLO_S", 0.2)
     with socket.create_connection(pair.b._address.place, WAIT_S) as sock:
         assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
         assert read_end(sock) == b""
@@ -310,7 +334,7 @@ def test_a_peer_that_does_not_read(pair: Pair, deaf: socket.socket) -> None:
     pair.a._addresses["b"] = Address("127.0.0.1", deaf.getsockname()[1], real.key, NO_NAME)
     payload = torch.zeros(40_000_000, dtype=torch.uint8)
     started_s = time.monotonic()
-    outcomes = [pair.start(lookup([payload]), 0.5) for _ in range(3)]
+    outcomes = [pair.start(parcel([payload]), 0.5) for _ in range(3)]
     assert time.monotonic() - started_s < 0.5, "`call` returns at once"
     assert {type(outcome()) for outcome in outcomes} == {wire.Unknown}
     assert time.monotonic() - started_s < 0.5 + PROMPTLY_S
@@ -334,7 +358,7 @@ def test_a_call_that_was_not_begun_is_not_sent_when_its_time_is_up(pair: Pair) -
     pair.handle = handle
     first = pair.start(wire.Versions(0, 0))
     wait_until(lambda: bool(got), PROMPTLY_S, "b is busy, and does not read")
-    second = pair.start(lookup([torch.zeros(40_000_000, dtype=torch.uint8)], slot=1))
+    second = pair.start(parcel([torch.zeros(40_000_000, dtype=torch.uint8)], slot=1))
     third = pair.start(wire.Versions(2, 0), 0.3)
     assert isinstance(third(), wire.Unknown)
     go.set()
@@ -430,7 +454,7 @@ from torch_ecrec.transport.sockets import SocketTransport
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 a = SocketTransport("a", lambda request, reply: None)
-b = SocketTransport("b", lambda request, reply: reply(wire.Rows([part + 1 for part in request.positions])))
+b = SocketTransport("b", lambda request, reply: reply(wire.Rows([part[:, None].float() for part in request.positions])))
 with ThreadPoolExecutor(2) as threads:
     list(threads.map(lambda one: one.join(1, ["a", "b"], ("127.0.0.1", store.port), 30), (a, b)))
 answers = 0
@@ -439,7 +463,7 @@ def again(outcome=None):
     global answers
     answers += outcome is not None
     if outcome is None or isinstance(outcome, wire.Ok):
-        a.call("b", wire.Lookup(0, 0, 1, 0, [torch.zeros(20_000) for _ in range(20)]), 10, again)
+        a.call("b", wire.Lookup(0, 0, 1, 0, [torch.arange(20_000) for _ in range(20)]), 10, again)
 
 for _ in range(6):
     again()
@@ -473,8 +497,8 @@ def keep_all(pair: Pair) -> list[torch.Tensor]:
     """b keeps the tensors of all that it is asked, in the list that is returned."""
     kept: list[torch.Tensor] = []
 
-    def handle(request: wire.Lookup, reply: Any) -> None:
-        kept.extend(request.positions)
+    def handle(request: Parcel, reply: Any) -> None:
+        kept.extend(request.parts)
         reply(wire.Acknowledged(1))
 
     pair.handle = handle
@@ -490,7 +514,7 @@ def test_what_is_lent_is_read_in_place(pair: Pair) -> None:
     """The bytes are those of the sender's memory, the socket carries none of them, and slices share a loan."""
     got = keep_all(pair)
     sent = lent_tensor(6, 1)
-    pair.call(lookup([sent[:2], sent[2:], torch.arange(3)]))
+    pair.call(parcel([sent[:2], sent[2:], torch.arange(3)]))
     sent[:] = 9  # against the rules, to see that it is the same memory
     assert torch.equal(got[0], sent[:2]) and torch.equal(got[1], sent[2:]) and got[2].tolist() == [0, 1, 2]
     (segment,) = {found[0] for t in (sent[:2], sent[2:]) if (found := the_pool().find(t.data_ptr()))}
@@ -501,7 +525,7 @@ def test_what_is_lent_is_read_in_place(pair: Pair) -> None:
 def test_a_segment_is_handed_out_again_only_when_its_reader_gives_it_back(pair: Pair) -> None:
     kept = keep_all(pair)
     for value in range(30):
-        assert isinstance(pair.call(lookup([lent_tensor(4, value)])), wire.Ok)
+        assert isinstance(pair.call(parcel([lent_tensor(4, value)])), wire.Ok)
     assert [int(tensor[0, 0]) for tensor in kept] == list(range(30))
     assert all(bool((tensor == value).all()) for value, tensor in enumerate(kept))
     assert the_pool().free_bytes == 0 and the_pool().bytes >= sum(tensor.nbytes for tensor in kept)
@@ -511,11 +535,11 @@ def test_a_segment_is_handed_out_again_only_when_its_reader_gives_it_back(pair: 
 
 @lends
 def test_memory_and_files_do_not_grow(pair: Pair) -> None:
-    pair.handle = lambda request, reply: reply(wire.Rows([lent_tensor(5, 1), *request.positions]))
+    pair.handle = lambda request, reply: reply(Parcels([lent_tensor(5, 1), *request.parts]))
     for i in range(300):
-        outcome = pair.call(lookup([lent_tensor(4 + i % 3, i % 256), torch.full((40_000,), i)]))
+        outcome = pair.call(parcel([lent_tensor(4 + i % 3, i % 256), torch.full((40_000,), i)]))
         assert isinstance(outcome, wire.Ok)
-        assert bool((outcome.answer.weights[1] == i % 256).all()) and bool((outcome.answer.weights[2] == i).all())
+        assert bool((outcome.answer.parts[1] == i % 256).all()) and bool((outcome.answer.parts[2] == i).all())
         if i == 20:
             bytes_then, files_then = the_pool().bytes, files_open()
     assert the_pool().bytes <= bytes_then + 1_000_000
@@ -526,10 +550,10 @@ def test_memory_and_files_do_not_grow(pair: Pair) -> None:
 def test_what_is_lent_outlives_its_generation(pair: Pair) -> None:
     """Its owner never uses that memory again: it cannot know whether the reader still looks."""
     kept = keep_all(pair)
-    pair.call(lookup([lent_tensor(4, 77)]))
+    pair.call(parcel([lent_tensor(4, 77)]))
     pair.form()
     for _ in range(20):
-        pair.call(lookup([lent_tensor(4, 5)]))
+        pair.call(parcel([lent_tensor(4, 5)]))
     assert bool((kept[0] == 77).all()) and all(bool((tensor == 5).all()) for tensor in kept[1:])
     kept.clear()
     pair.form()
@@ -539,54 +563,55 @@ def test_what_is_lent_outlives_its_generation(pair: Pair) -> None:
 @lends
 def test_a_tensor_that_is_lent_in_one_generation_may_be_lent_in_the_next(pair: Pair) -> None:
     """A push that was not acknowledged is sent again."""
-    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    pair.handle = lambda request, reply: reply(Parcels(request.parts))
     sent = lent_tensor(4, 3)
     for _ in range(3):
-        outcome = pair.call(lookup([sent]))
-        assert isinstance(outcome, wire.Ok) and torch.equal(outcome.answer.weights[0], sent)
+        outcome = pair.call(parcel([sent]))
+        assert isinstance(outcome, wire.Ok) and torch.equal(outcome.answer.parts[0], sent)
         pair.form()
 
 
 @lends
 def test_without_room_it_goes_through_the_socket(pair: Pair) -> None:
-    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    pair.handle = lambda request, reply: reply(Parcels(request.parts))
     shared.enable(1 << 20)
     pair.form()
     sent = tensors(3, 3_000_000)
-    outcome = pair.call(lookup(sent))
-    assert isinstance(outcome, wire.Ok) and all(map(torch.equal, outcome.answer.weights, sent))
+    outcome = pair.call(parcel(sent))
+    assert isinstance(outcome, wire.Ok) and all(map(torch.equal, outcome.answer.parts, sent))
     assert the_pool().bytes <= 1 << 20
 
 
 @lends
 def test_more_segments_than_files_go_with_a_message(pair: Pair) -> None:
-    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    pair.handle = lambda request, reply: reply(Parcels(request.parts))
     sent = tensors(FILES_MOST + 20, shared.LEAST_BYTES)
-    outcome = pair.call(lookup(sent))
-    assert isinstance(outcome, wire.Ok) and all(map(torch.equal, outcome.answer.weights, sent))
+    outcome = pair.call(parcel(sent))
+    assert isinstance(outcome, wire.Ok) and all(map(torch.equal, outcome.answer.parts, sent))
 
 
 def test_one_without_shared_memory_gets_it_by_tcp(pair: Pair) -> None:
     """Of the two, a has a pool now, b has told no name."""
-    pair.handle = lambda request, reply: reply(wire.Rows(request.positions))
+    pair.handle = lambda request, reply: reply(Parcels(request.parts))
     shared.enable(SHARED_BYTES)
     sent = lent_tensor(4, 8)
-    outcome = pair.call(lookup([sent]))
-    assert isinstance(outcome, wire.Ok) and torch.equal(outcome.answer.weights[0], sent)
+    outcome = pair.call(parcel([sent]))
+    assert isinstance(outcome, wire.Ok) and torch.equal(outcome.answer.parts[0], sent)
     assert {channel._sock.family for channel in pair.a._channels.values()} == {socket.AF_INET}
 
 
 def notes(*numbers: int) -> bytes:
-    """Three counts, then what they count."""
-    return struct.pack("<3I", *numbers[:3]) + struct.pack(f"<{len(numbers) - 3}Q", *numbers[3:])
+    """Four counts, then what they count."""
+    return struct.pack("<4I", *numbers[:4]) + struct.pack(f"<{len(numbers) - 4}Q", *numbers[4:])
 
 
 @pytest.mark.parametrize(
     ("sends", "says"),
     [
-        (notes(1, 0, 0, 5, 4096), "a file is missing"),
+        (notes(1, 0, 0, 0, 5, 4096), "a file is missing"),
         (b"12345678", "not notes"),
-        (notes(0, 9, 0), "not notes"),
+        (notes(0, 9, 0, 0), "not notes"),
+        (notes(0, 0, 0, 1, 2, 3), "not notes"),
     ],
 )
 def test_what_are_no_notes(sends: bytes, says: str) -> None:
@@ -600,13 +625,262 @@ def test_loans_are_checked() -> None:
     memory = pool.take(100_000)
     assert memory is not None
     loan = lending.lend()
-    number, offset = loan.place(torch.from_numpy(memory)[10:50_010]) or (0, 0)
-    assert (number, offset) == (1, 10) and len(loan.shown) == 1
-    lending.take_notes(notes(0, 1, 0, number))
+    assert loan.place(3, torch.from_numpy(memory)[10:50_010]) and len(loan.shown) == 1
+    number, offset = loan.places[3]
+    assert (number, offset) == (1, 10)
+    lending.take_notes(notes(0, 1, 0, 0, number))
     with pytest.raises(ValueError, match="more was returned than was lent"):
-        lending.take_notes(notes(0, 1, 0, number))
+        lending.take_notes(notes(0, 1, 0, 0, number))
     with pytest.raises(ValueError, match="not shown"):
         lending.borrow(number)
-    assert lending.lend().place(torch.zeros(3)) is None, "small ones are sent"
+    assert not lending.lend().place(0, torch.zeros(3)), "small ones are sent"
     lending.end()
-    assert lending.lend().place(torch.from_numpy(memory)) is None, "nobody reads any more"
+    assert not lending.lend().place(0, torch.from_numpy(memory)), "nobody reads any more"
+
+
+# strangers at the door ------------------------------------------------------------------------------
+
+
+def stranger(pair: Pair, within_host: bool = False) -> socket.socket:
+    """Connected to b, and says nothing."""
+    address = pair.b._address
+    if within_host:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(f"\0{address.name}")
+        return sock
+    return socket.create_connection(address.place, WAIT_S)
+
+
+def reader_threads() -> int:
+    return sum(thread.name == "from a caller" for thread in threading.enumerate())
+
+
+def refuse_accepts(monkeypatch: pytest.MonkeyPatch, times: int, number: int) -> list[int]:
+    """The next calls of `accept` fail; returns the numbers of the errors that were raised."""
+    raised: list[int] = []
+    accept = socket.socket.accept
+
+    def refusing(self: socket.socket) -> Any:
+        if len(raised) < times:
+            raised.append(number)
+            raise OSError(number, os.strerror(number))
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", refusing)
+    return raised
+
+
+@both
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED])
+def test_accepting_goes_on_after_an_error(pair: Pair, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised = refuse_accepts(monkeypatch, 3, number)
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+    assert raised == [number] * 3
+    pair.form()
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+
+
+def test_members_connect_again_when_there_were_no_more_descriptors(pair: Pair) -> None:
+    """Strangers, in another process, have used all of them up."""
+    code = "import socket, sys; held = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(60)]; "
+    code += "print('held', flush=True); sys.stdin.read()"
+    host, port = pair.b._address.place
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    strangers = subprocess.Popen(
+        [sys.executable, "-c", code, host, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files_open() + 20, before[1]))
+        assert strangers.stdout is not None and strangers.stdin is not None
+        assert strangers.stdout.readline() == b"held\n"
+        short = "cannot accept a connection"
+        wait_until(lambda: pair.b.complaints.counts.get(short, 0) > 0, WAIT_S, "b had no more descriptors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        strangers.communicate(b"", WAIT_S)
+    pair.form()
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+
+
+@both
+def test_members_connect_while_a_thousand_strangers_come_and_go(pair: Pair) -> None:
+    """They cost no threads, and no more descriptors than there is room for strangers."""
+    within_host = pair.b._address.name != NO_NAME
+    stop = threading.Event()
+    come: list[int] = []
+
+    def be_strange(which: int) -> None:
+        held: collections.deque[socket.socket] = collections.deque()
+        while not (stop.is_set() and len(come) >= 1000):
+            sock = stranger(pair, within_host and len(come) % 2 == 0)
+            come.append(which)
+            with contextlib.suppress(OSError):  # b has made room already
+                sock.send([b"", b"x", b"GET / HTTP/1.0\r\n\r\n", HELLO.pack(MAGIC, bytes(16), 1)][len(come) % 4])
+            held.append(sock)
+            if len(held) > 100:
+                held.popleft().close()
+        for sock in held:
+            sock.close()
+
+    threads_before = reader_threads()
+    with ThreadPoolExecutor(3) as threads:
+        strange = [threads.submit(be_strange, i) for i in range(3)]
+        wait_until(lambda: len(come) > 400, WAIT_S, "strangers come")
+        for _ in range(5):
+            pair.form()
+            assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+            assert reader_threads() <= threads_before + 2, "a member's, and that of the generation before"
+            door = pair.b._door
+            assert door is not None and len(door._strangers) <= STRANGERS_MOST
+        stop.set()
+        for one in strange:
+            one.result(WAIT_S)
+    assert pair.b.complaints.counts["a stranger's connection is closed"] > 500
+    wait_until(lambda: not door._strangers, WAIT_S, "nobody is left at the door")
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+
+
+def test_the_stranger_that_has_kept_silent_longest_makes_room(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "STRANGERS_MOST", 3)
+    assert pair.b._door is not None
+    held = []
+    for count in range(1, 6):
+        held.append(stranger(pair))
+        wait_until(lambda: len(pair.b._door._strangers) == min(count, 3), PROMPTLY_S, "it is seen")  # noqa: B023
+    assert read_end(held[0]) == b"" and read_end(held[1]) == b""
+    held[2].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        held[2].recv(1)
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+    for sock in held:
+        sock.close()
+
+
+def test_a_log_is_not_filled_by_strangers(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(200):
+            with stranger(pair) as sock:
+                sock.sendall(HELLO.pack(MAGIC, bytes(16), 1))
+                read_end(sock)
+        counts = pair.b.complaints.counts
+    assert counts["a stranger's connection is closed"] == 200
+    assert sum("a stranger's connection" in record.message for record in caplog.records) <= 2
+
+
+# messages that nobody could read --------------------------------------------------------------------
+
+
+def test_a_request_that_is_too_large_fails_at_its_sender(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MESSAGE_MOST_BYTES", 10_000)
+    errors: list[BaseException] = []
+    pair.a._on_error = errors.append
+    outcome = pair.call(wire.Snapshot(0, 0, 1, 0, torch.zeros(3, dtype=torch.uint8), "x" * 10_000))
+    assert isinstance(outcome, wire.Failed)
+    assert re.fullmatch(r"a Snapshot of 100\d\d bytes beside its tensors; a message may have 10000", outcome.reason)
+    assert [str(error) for error in errors] == [outcome.reason]
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok), "the connection is as it was"
+
+
+def test_an_answer_that_is_too_large_is_refused_and_reported(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MESSAGE_MOST_BYTES", 10_000)
+    errors: list[BaseException] = []
+    pair.b._on_error = errors.append
+    pair.handle = lambda request, reply: reply(wire.Snapshots([1], [0], ["x" * 10_000], []))
+    outcome = pair.call(wire.Versions(0, 0))
+    assert isinstance(outcome, wire.Ok) and isinstance(outcome.answer, wire.Refused)
+    assert "a Snapshots of 100" in outcome.answer.reason and "a message may have 10000" in outcome.answer.reason
+    assert len(errors) == 1 and str(errors[0]) in outcome.answer.reason
+
+
+@pytest.mark.parametrize("value", [1 << 70, torch.zeros(1, dtype=torch.complex64)])
+def test_what_cannot_travel_fails_at_its_sender(pair: Pair, value: Any) -> None:
+    errors: list[BaseException] = []
+    pair.a._on_error = errors.append
+    outcome = pair.call(parcel([value]))
+    assert isinstance(outcome, wire.Failed) and "cannot be sent" in outcome.reason
+    assert len(errors) == 1
+
+
+# what is well formed and is no message --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (("Lookup", (0, 0, 0, 1, 0, 5, False)), "Expected `array`, got `int`"),
+        (("Lookup", (0, 0, 0, 1, 0, [torch.zeros(3)], False)), "`positions` must have 1-D int64, got 1-D float32"),
+        (("Lookup", (0, 0, 0, 1, 0, [torch.zeros((3, 1), dtype=torch.int64)], False)), "1-D int64, got 2-D int64"),
+        (("Lookup", ("0", 0, 0, 1, 0, [], False)), "Expected `int`, got `str`"),
+        (("Lookup", (0, 0, 0, 1 << 60, 0, [], False)), "Expected `int` <= 281474976710656"),
+        (("Lookup", (-2, 0, 0, 1, 0, [], False)), "Expected `int` >= -1"),
+        (("Lookup", (0, 0, 0, 1, 0, [])), "Expected `array` of at least length 7"),
+        (("Lookup", (0, 0, 0, 1, 0, [], False, 1)), "at most length 7"),
+        (("Fetch", (0, 0, 0, 0, False, torch.zeros(1, dtype=torch.int64), {"a": 1})), "Expected `int`, got `str`"),
+        (("Acknowledged", (1,)), "unknown message 'Acknowledged'"),
+    ],
+)
+def test_a_request_of_other_values_than_declared_is_refused(pair: Pair, message: Any, says: str) -> None:
+    """Nothing is built of it, nobody ends, the connection stays."""
+    errors: list[BaseException] = []
+    handled: list[Any] = []
+    pair.b._on_error, pair.handle = errors.append, lambda request, reply: handled.append(request)
+    with pair.connect() as sock:
+        reader = FrameReader(sock)
+        for ticket in (7, 8):
+            assert Frame(ticket, message).send_to(sock)
+            frame = reader.read()
+            assert frame is not None
+            got, (kind, values) = frame
+            assert (got, kind) == (ticket, "Refused") and says in values[0], values
+    assert not handled and not errors
+    assert pair.b.complaints.counts["a request is none"] == 2
+
+
+@pytest.mark.parametrize("answer", [("Rows", (3,)), ("Lookup", (0, 0, 0, 1, 0, [], False)), ("Nonsense", ())])
+def test_an_answer_of_other_values_than_declared_makes_the_call_unknown(
+    pair: Pair, answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[BaseException] = []
+    pair.a._on_error = errors.append
+    monkeypatch.setattr(generations, "encode", lambda _: (answer, 0))
+    request = encoding.encode(wire.Versions(0, 0))
+    ended: list[Any] = []
+    ticket = 10**6
+    pair.a._calls[ticket] = ended.append
+    world = pair.a._world
+    assert world is not None
+    pair.a._send(world, "b", ticket, request[0], WAIT_S)
+    wait_until(lambda: bool(ended), WAIT_S, "the call has ended")
+    assert isinstance(ended[0], wire.Unknown) and not errors
+    assert pair.a.complaints.counts["an answer is none"] == 1
+
+
+def test_a_reader_that_fails_ends_its_channel(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it fails with: the calls on it must not wait for a connection that nobody reads."""
+    errors: list[BaseException] = []
+    pair.a._on_error = errors.append
+
+    def fail(self: FrameReader) -> None:
+        if threading.current_thread().name == "to b":
+            raise KeyError("a mistake")
+        return read(self)
+
+    read = FrameReader.read
+    monkeypatch.setattr(FrameReader, "read", fail)
+    assert isinstance(pair.call(wire.Versions(0, 0)), (wire.Failed, wire.Unknown))
+    wait_until(lambda: [type(error) for error in errors] == [KeyError], WAIT_S, "it is reported")
+    monkeypatch.undo()
+    monkeypatch.setitem(encoding.REQUESTS, "Parcel", Parcel)
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+
+
+def test_a_call_without_a_descriptor_for_it_fails(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(socket.socket):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(sockets.socket, "socket", Refusing)
+    outcome = pair.call(wire.Versions(0, 0))
+    monkeypatch.undo()
+    assert isinstance(outcome, wire.Failed) and "Too many open files" in outcome.reason
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)

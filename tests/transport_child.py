@@ -42,14 +42,14 @@ ANSWER_CLASSES = [cls for name, cls in sorted(ANSWERS.items()) if cls is not wir
 
 def sample(cls: type, **given: Any) -> Any:
     """A message with every field filled according to its type, the same in every process."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     values = {field.name: _fill(hints[field.name], seed) for seed, field in enumerate(dataclasses.fields(cls))}
     return cls(**{**values, **given})
 
 
 def _fill(hint: Any, seed: int) -> Any:
-    if hint is torch.Tensor:
-        return _tensor(seed)
+    if typing.get_origin(hint) is typing.Annotated:
+        return _tensor(typing.get_args(hint)[1], seed)
     if hint in (int, float, str, bool):
         return {int: 2**40 + seed, float: math.pi + seed, str: f"text {seed} \u00e4", bool: seed % 2 == 1}[hint]
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
@@ -62,25 +62,25 @@ def _fill(hint: Any, seed: int) -> Any:
     raise TypeError(f"no sample of {hint}")
 
 
-def _tensor(seed: int) -> torch.Tensor:
-    numbers = torch.arange(60, dtype=torch.float32).mul(1.7).sub(seed)
-    return [
-        numbers.view(6, 10),
-        torch.arange(seed, seed + 7, dtype=torch.int64),
-        numbers.view(torch.uint8).view(-1, 16)[:3],  # a small part of its storage
-        torch.empty((0, 5)),
-        numbers.view(6, 10).t()[::2],  # strided
-        torch.nn.Parameter(numbers[:10].clone()),
-        torch.tensor([float("nan"), -0.0, float("inf")]),
-    ][seed % 7]
+def _tensor(wanted: wire.TensorOf, seed: int) -> torch.Tensor:
+    """As declared; among others, a small part of its storage, none of it, strided, a parameter, not a number."""
+    dtype = wanted.dtypes[seed % len(wanted.dtypes)]
+    if wanted.rank == 1:
+        numbers = torch.arange(120).remainder(100).add(seed).to(dtype)
+        return [numbers, numbers[3:10], numbers[:0], numbers[::7]][seed % 4]
+    numbers = torch.arange(60, dtype=torch.float32).mul(1.7).sub(seed).view(6, 10)
+    if not dtype.is_floating_point:
+        return numbers.view(torch.uint8).view(-1, 16)[:3]
+    special = torch.tensor([[float("nan"), -0.0, float("inf")]])
+    parameter = torch.nn.Parameter(numbers[:2].clone())
+    return [numbers, torch.empty((0, 5)), numbers.t()[::2], parameter, special][seed % 5].to(dtype)
 
 
 def same(a: Any, b: Any) -> bool:
     """Equal in type, and bit for bit where there are tensors."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return (
-            a.dtype == b.dtype and a.shape == b.shape and a.detach().numpy().tobytes() == b.detach().numpy().tobytes()
-        )
+        bits = [wire.as_array(tensor.detach()).tobytes() for tensor in (a, b)]
+        return a.dtype == b.dtype and a.shape == b.shape and bits[0] == bits[1]
     if type(a) is not type(b):
         return False
     if dataclasses.is_dataclass(a):

@@ -1,6 +1,7 @@
 """Memory that other processes of this host can read in place: what is sent within a host is written once.
 
-    segment   an anonymous file in memory (memfd), mapped here to be written, and in its readers to be read
+    segment   an anonymous file in memory (memfd), mapped here to be written, and in its readers to be read; it is
+              sealed, so that nobody can take from a reader what it looks at
     pool      the segments of this process; `empty` gives arrays in them, and hands a segment out again only when
               no array of it is left here and every reader has given it back
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import math
 import mmap
@@ -74,6 +76,15 @@ class Mapping:
             munmap(self.address, self.size)
 
 
+def is_whole(fd: int, size: int) -> bool:
+    """Whether a file has so many bytes and can never have fewer: who reads a mapping beyond the end of a file dies."""
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:  # not a file of the kind that is sealed
+        return False
+    return bool(sealed) and os.fstat(fd).st_size >= size
+
+
 class _Held:
     """What the memory of an array belongs to. Says when the last array of it is gone."""
 
@@ -102,8 +113,9 @@ class Segment:
 
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size = number, size
-        self.fd = os.memfd_create("torch_ecrec", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("torch_ecrec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.mapping = Mapping(self.fd, size, writable=True)
         # guarded by the pool's lock
         self.held = False  # by an array of this process
@@ -200,7 +212,7 @@ class Pool:
         """Nobody here holds it: free, if nobody else reads it."""
         if segment.lost:
             self._drop(segment)
-        elif not segment.lent and segment not in self._free:
+        elif not segment.lent and not segment.dropped and segment not in self._free:
             self._free.append(segment)
 
     def _reuse(self, size: int) -> Segment | None:

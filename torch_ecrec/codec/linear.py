@@ -22,23 +22,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_ecrec.codec.field import Bytes, Rows, combine, combine_rows_, fold_rows_
+from torch_ecrec.codec.field import PRODUCT, Bytes, Rows, combine, combine_rows_, fold_rows_
 from torch_ecrec.config import FIELD_SIZE, require, require_int
 
 
-def _galois_field() -> Any:
-    """The field of the kernels, in galois. Only codes that need more than XOR load it.
+def _inverse_table() -> Bytes:
+    """(256,) uint8: 1 / x of every element but 0, whose entry counts for nothing."""
+    table = np.argmax(PRODUCT == 1, axis=1).astype(np.uint8)
+    table.setflags(write=False)
+    return table
 
-    For a matrix of a few elements, compiling kernels of galois' own (seconds) would not pay.
-    """
-    import galois
 
-    return galois.GF(FIELD_SIZE, compile="python-calculate")
+INVERSE: Bytes = _inverse_table()
 
 
 class LinearCode:
@@ -65,8 +64,6 @@ class LinearCode:
         self.generator.setflags(write=False)
         # (have, want) -> k coefficients. Only grows; written by any thread, always with the same value.
         self._decode_rows: dict[tuple[tuple[int, ...], int], Bytes] = {}
-        if r > 1:
-            self.decode_row((*range(1, k), k), 0)  # so that the first loss does not wait for galois to compile
 
     def encode(self, data_KUB: Sequence[Bytes] | Bytes) -> Bytes:
         """Parity of whole stripes.
@@ -191,19 +188,32 @@ class LinearCode:
 
 @functools.cache
 def _decode_row(k: int, r: int, have: tuple[int, ...], want: int) -> Bytes:
-    """Solves for `LinearCode.decode_row`, once per process: galois takes milliseconds, and seconds the first time."""
-    field = _galois_field()
-    generator = field(np.concatenate([np.eye(k, dtype=np.uint8), _cauchy(k, r)]))
-    row = generator[[want]] @ np.linalg.inv(generator[list(have)])
-    return np.array(row[0], dtype=np.uint8)
+    """Solves for `LinearCode.decode_row`, once per process: milliseconds where k is 100."""
+    generator = np.concatenate([np.eye(k, dtype=np.uint8), _cauchy(k, r)])
+    return _solve_left(generator[list(have)], generator[want])
+
+
+def _solve_left(matrix_KK: Bytes, wanted_K: Bytes) -> Bytes:
+    """The one (K,) uint8 x with x @ matrix = wanted; the matrix must be regular (here: Cauchy makes it so).
+
+    Gauss and Jordan, on the columns: what is done to a column of the matrix is done to its entry of `wanted`.
+    """
+    work = np.concatenate([matrix_KK, wanted_K[None, :]]).T.copy()  # rows: equations; the last column: right-hand side
+    for pivot in range(len(work)):
+        found = pivot + int(np.argmax(work[pivot:, pivot] != 0))
+        assert work[found, pivot], "a k-of-n submatrix of the generator is singular"
+        work[[pivot, found]] = work[[found, pivot]]
+        work[pivot] = PRODUCT[INVERSE[work[pivot, pivot]], work[pivot]]
+        factors = work[:, pivot].copy()
+        factors[pivot] = 0
+        work ^= PRODUCT[factors[:, None], work[pivot][None, :]]
+    return work[:, -1].copy()
 
 
 @functools.cache
 def _cauchy(k: int, r: int) -> Bytes:
     """(r, k) uint8: 1 / (x_i + y_j) with x = k.. and y = 0..k-1, scaled to ones in the first row and column."""
-    field = _galois_field()
-    x, y = field(np.arange(k, k + r)), field(np.arange(k))
-    matrix = field(np.ones((r, k), np.uint8)) / (x[:, None] + y[None, :])
-    matrix = matrix / matrix[:1, :]
-    matrix = matrix / matrix[:, :1]
-    return np.array(matrix, dtype=np.uint8)
+    x, y = np.arange(k, k + r, dtype=np.uint8), np.arange(k, dtype=np.uint8)
+    matrix = INVERSE[x[:, None] ^ y[None, :]]
+    matrix = PRODUCT[matrix, INVERSE[matrix[:1, :]]]
+    return PRODUCT[matrix, INVERSE[matrix[:, :1]]]

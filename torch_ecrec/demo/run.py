@@ -56,7 +56,7 @@ COORDINATOR_S = 60.0  # for one that is started again, on a busy machine
 # Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of
 # those that have ended in it.
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "numba", "galois")
+PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "numba")
 
 _KILL = re.compile(r"(?:(server|trainer):(\d+)|coordinator)@(\d+)(~?)(?:\+(\d+))?")
 

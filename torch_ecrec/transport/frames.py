@@ -1,25 +1,24 @@
 """Messages as they travel on a connection.
 
-    frame   24 bytes (magic, bytes of the notes, bytes of the message, ticket), notes, the message pickled without its
-            tensors, then the tensors' bytes one behind the other, from the sender's tensors and into the receiver's,
-            with no copy of ours between
+    frame   24 bytes (magic, bytes of the notes, bytes of the message, ticket), notes, the message as MessagePack with
+            an extension (dtype, shape) for each tensor, then the tensors' bytes one behind the other, from the
+            sender's tensors and into the receiver's, with no copy of ours between
 
 Within a host large tensors are left out: their reader finds them in the sender's memory, and notes go with the message
 (lending.py). A frame without a message is there for its notes alone. Of what arrives only plain values and tensors are
-built: no class, no function.
+built; `encoding.decode` says whether they are a message.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,12 +27,13 @@ from torch import Tensor
 from torch_ecrec.shared import Segment
 from torch_ecrec.transport.encoding import Encoded
 from torch_ecrec.transport.generations import first_line
-from torch_ecrec.transport.lending import FILES_MOST, Lending, Loan, byte_view
+from torch_ecrec.transport.lending import FILES_MOST, Lending, Places, byte_view
 from torch_ecrec.transport.wire import as_array, as_tensor
 
-MAGIC = b"ECR2"
+MAGIC = b"ECR3"
 HEADER = struct.Struct("<4sIIxxxxQ")  # magic, bytes of the notes, bytes of the message, ticket
 MESSAGE_MOST_BYTES = 64 << 20  # without tensors, and as much for notes
+RANK_MOST = 32
 BUFFER_BYTES = 1 << 14
 BUFFERS_MOST = 512  # in one system call; Linux takes 1024
 DTYPES = (
@@ -56,56 +56,11 @@ _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # Linux, where alo
 _FILE = struct.Struct("i")  # a file descriptor, in a control message
 _CONTROL_BYTES = socket.CMSG_SPACE(FILES_MOST * _FILE.size)
 
-_Place = tuple[int, tuple[int, ...], int, int]  # dtype's code, shape, segment (0: it is sent), offset
+_MESSAGE = tuple[str, list[Any]]
 
 
-class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and keeps those that are to be sent."""
-
-    def __init__(self, out: io.BytesIO, loan: Loan | None) -> None:
-        super().__init__(out, protocol=5)
-        self._loan = loan
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, value: Any) -> _Place | None:
-        if type(value) is not Tensor:
-            return None
-        place = None if self._loan is None else self._loan.place(value)
-        if place is None:
-            place = 0, 0
-            self.tensors.append(value)
-        return _CODES[value.dtype], tuple(value.shape), *place
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts tensors in their places; keeps those that are sent: they have no values yet."""
-
-    def __init__(self, data: io.BytesIO, lending: Lending | None) -> None:
-        super().__init__(data)
-        self._lending = lending
-        self._borrowed: dict[int, NDArray[np.uint8]] = {}
-        self.tensors: list[Tensor] = []
-
-    def persistent_load(self, pid: _Place) -> Tensor:
-        code, shape, segment, offset = pid
-        if segment:
-            return self._within(segment, offset, shape, code)
-        tensor = torch.empty(shape, dtype=DTYPES[code])
-        self.tensors.append(tensor)
-        return tensor
-
-    def _within(self, segment: int, offset: int, shape: tuple[int, ...], code: int) -> Tensor:
-        if self._lending is None:
-            raise ValueError("a segment, but nothing is lent on this connection")
-        if segment not in self._borrowed:
-            self._borrowed[segment] = self._lending.borrow(segment)
-        whole, kind = self._borrowed[segment], _NUMPY[code]
-        if not 0 <= offset <= len(whole) - math.prod(shape) * kind.itemsize:
-            raise ValueError("beyond the end of a segment")
-        return as_tensor(np.ndarray(shape, kind, whole, offset))
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"plain values only, got {module}.{name}")
+class TooLarge(ValueError):
+    """A message that nobody would read."""
 
 
 def _memory(tensor: Tensor) -> memoryview:
@@ -118,25 +73,48 @@ class Frame:
     Args:
         ticket: the call that it makes or answers.
         message: as `encode` gives it; None to send notes alone. Its tensors must not be changed until it is sent.
+
+    Raises:
+        TooLarge: more than `MESSAGE_MOST_BYTES` beside its tensors.
+        TypeError: a tensor is of a dtype that does not travel, or an integer has more than 64 bits.
     """
 
     def __init__(self, ticket: int, message: Encoded | None) -> None:
-        self._ticket, self._message = ticket, message
+        self._ticket = ticket
+        self._tensors: list[Tensor] = []
+        self._body = b"" if message is None else self._encode(message)
         self._parts: deque[memoryview] = deque()
         self._shows: list[Segment] = []  # their files go with the first byte
         self.begun = False
 
+    def _encode(self, message: Encoded) -> bytes:
+        try:
+            body = msgspec.msgpack.encode(message, enc_hook=self._leave_out)
+        except OverflowError as error:
+            raise TypeError(f"a {message[0]} cannot be sent: {error}") from error
+        if len(body) > MESSAGE_MOST_BYTES:
+            raise TooLarge(
+                f"a {message[0]} of {len(body)} bytes beside its tensors; a message may have {MESSAGE_MOST_BYTES}"
+            )
+        return body
+
+    def _leave_out(self, tensor: Any) -> msgspec.msgpack.Ext:
+        if type(tensor) is not Tensor or tensor.dtype not in _CODES:
+            raise TypeError(f"cannot be sent: {getattr(tensor, 'dtype', type(tensor).__name__)}")
+        self._tensors.append(tensor)
+        return msgspec.msgpack.Ext(_CODES[tensor.dtype], struct.pack(f"<{tensor.dim()}Q", *tensor.shape))
+
     def _begin(self, lending: Lending | None) -> None:
-        loan = None if lending is None else lending.lend()
-        body = io.BytesIO()
-        pickler = _Pickler(body, loan)
-        pickler.dump(self._message)
-        self._message = None
-        notes = b"" if loan is None else loan.notes()
-        head = HEADER.pack(MAGIC, len(notes), body.tell(), self._ticket) + notes
-        self._parts.extend((memoryview(head), body.getbuffer()))
-        self._parts.extend(_memory(tensor) for tensor in pickler.tensors if tensor.numel())
-        self._shows = [] if loan is None else loan.shown
+        sent, notes = self._tensors, b""
+        if lending is not None:
+            loan = lending.lend()
+            sent = [tensor for which, tensor in enumerate(self._tensors) if not loan.place(which, tensor)]
+            notes = loan.notes()
+            self._shows = loan.shown
+        head = HEADER.pack(MAGIC, len(notes), len(self._body), self._ticket) + notes
+        self._parts.extend((memoryview(head), memoryview(self._body)) if self._body else (memoryview(head),))
+        self._parts.extend(_memory(tensor) for tensor in sent if tensor.numel())
+        self._tensors, self._body = [], b""  # what is lent, the notes keep
         self.begun = True
 
     def send_to(self, sock: socket.socket, lending: Lending | None = None) -> bool:
@@ -168,6 +146,12 @@ class FrameReader:
         self._sock, self._lending = sock, lending
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0  # what of the buffer has come and is not used
+        self._decoder = msgspec.msgpack.Decoder(_MESSAGE, ext_hook=self._on_tensor)
+        # of the message that is being read
+        self._places: Places = {}
+        self._borrowed: dict[int, NDArray[np.uint8]] = {}
+        self._tensors = 0
+        self._empty: list[Tensor] = []  # they are sent, and have no values yet
 
     def read(self) -> tuple[int, Encoded] | None:
         """The next ticket and message; waits for it. None when the connection has ended between two frames.
@@ -185,16 +169,43 @@ class FrameReader:
             if of_notes:
                 if self._lending is None:
                     raise ValueError("notes, but nothing is lent on this connection")
-                self._lending.take_notes(bytes(self._take(of_notes)))
-            unpickler = _Unpickler(io.BytesIO(self._take(size)), self._lending)
-            try:
-                message: Encoded | None = unpickler.load()
-            except (pickle.UnpicklingError, EOFError, IndexError, TypeError, RuntimeError) as error:
-                raise ValueError(f"not a message: {first_line(error)}") from error
-            self._fill([_memory(tensor) for tensor in unpickler.tensors if tensor.numel()])
-            if message is not None:
-                return ticket, message
+                self._places = self._lending.take_notes(bytes(self._take(of_notes)))
+            if size:
+                kind, values = self._message(size)
+                return ticket, (kind, tuple(values))
         return None
+
+    def _message(self, size: int) -> tuple[str, list[Any]]:
+        try:
+            message: tuple[str, list[Any]] = self._decoder.decode(self._take(size))
+            self._fill([_memory(tensor) for tensor in self._empty if tensor.numel()])
+        except (msgspec.MsgspecError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
+            raise ValueError(f"not a message: {first_line(error)}") from error
+        finally:
+            self._places, self._borrowed, self._tensors, self._empty = {}, {}, 0, []
+        return message
+
+    def _on_tensor(self, code: int, shape: memoryview) -> Tensor:
+        """A tensor in its place; one that is sent gets its values later."""
+        rank, rest = divmod(len(shape), 8)
+        if not 0 <= code < len(DTYPES) or rest or rank > RANK_MOST:
+            raise ValueError("not a tensor")
+        sizes = struct.unpack(f"<{rank}Q", shape)
+        which, self._tensors = self._tensors, self._tensors + 1
+        if which in self._places:
+            return self._within(*self._places[which], sizes, _NUMPY[code])
+        tensor = torch.empty(sizes, dtype=DTYPES[code])
+        self._empty.append(tensor)
+        return tensor
+
+    def _within(self, segment: int, offset: int, sizes: tuple[int, ...], kind: np.dtype[Any]) -> Tensor:
+        assert self._lending is not None, "only notes name places"
+        if segment not in self._borrowed:
+            self._borrowed[segment] = self._lending.borrow(segment)
+        whole = self._borrowed[segment]
+        if not 0 <= offset <= len(whole) - math.prod(sizes) * kind.itemsize:
+            raise ValueError("beyond the end of a segment")
+        return as_tensor(np.ndarray(sizes, kind, whole, offset))
 
     def _have(self, size: int) -> bool:
         """Waits until so many bytes are in the buffer. False if the connection ended before the first of them."""
@@ -241,7 +252,8 @@ class FrameReader:
         for level, kind, data in control:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = len(data) - len(data) % _FILE.size
-                self._lending.files.extend(fd for (fd,) in _FILE.iter_unpack(data[:whole]))
+                for (fd,) in _FILE.iter_unpack(data[:whole]):
+                    self._lending.take_file(fd)
         return got
 
 

@@ -10,7 +10,9 @@ Invariants.
 - `done` of a call is called exactly once, whatever happens to the world: every call is in `_calls` until it is settled,
   and whoever takes it out settles it.
 - Nothing is shut while a thread of ours sends through it (`_inside`). Answers to an ended generation are dropped.
-- An exception in `handle` is answered as `Refused("internal: ...")` and handed to `on_error`.
+- An exception in `handle` is answered as `Refused("internal: ...")` and handed to `on_error`; so is an answer that
+  cannot be sent. What arrives and is no request is refused, what arrives and is no answer makes its call `Unknown`:
+  both are complained of, and harm nobody.
 
 How messages travel is left to the subclasses: `sockets.py`, and `rpc.py` for torch.distributed.rpc. Not done here:
 retries, leases, the choice of members. A hung peer is noticed by the call's timeout only.
@@ -31,6 +33,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.transport.complaints import Complaints
 from torch_ecrec.transport.encoding import ANSWERS, REQUESTS, Encoded, decode, encode
 from torch_ecrec.transport.wire import Answer, Failed, Ok, Outcome, Refused, Request, Unknown
 
@@ -58,7 +61,7 @@ class Transport(ABC):
         name: mine, among the members.
         handle: `handle(request, reply)` is called on a thread of the transport for each request; it calls
             `reply(answer)` exactly once, at any later time, from any thread.
-        on_error: gets what `handle`, `done` or the encoding of an answer raised; logged if not given.
+        on_error: gets what `handle`, `done` or the sending of a message raised; logged if not given.
 
     `join` and `close` wait for calls that are being sent: do not call them with a lock held that these need.
     """
@@ -69,6 +72,7 @@ class Transport(ABC):
         self.name = name
         self._handle = handle
         self._on_error = on_error
+        self.complaints = Complaints(log, name)
         self._callback = threading.local()  # .runs: this thread is in `handle` or `done`
         self._joining = threading.Lock()  # held by the join or close under way; taken before _gate
         self._store: tuple[tuple[str, int], TCPStore | None] = (("", 0), None)  # kept between joins; under _joining
@@ -176,6 +180,10 @@ class Transport(ABC):
         except (RuntimeError, ConnectionError) as error:
             failure = (Failed if isinstance(error, ConnectionError) else Unknown)(first_line(error))
             self._settle(ticket, lambda: failure)
+        except (ValueError, TypeError) as error:  # nobody could read it: asking again would not help
+            self._report(error)
+            unsent = Failed(first_line(error))
+            self._settle(ticket, lambda: unsent)
         finally:
             self._step_out()
 
@@ -188,7 +196,10 @@ class Transport(ABC):
             self._inside += 1
         try:
             found = outcome()
-        except (RuntimeError, ValueError, TypeError) as error:
+        except ValueError as error:
+            self.complaints.add("an answer is none", error)
+            found = Unknown(first_line(error))
+        except (RuntimeError, TypeError) as error:
             found = Unknown(first_line(error))
         finally:
             self._step_out()
@@ -217,9 +228,15 @@ class Transport(ABC):
         if generation != self._serving:
             reply(Refused(f"not in generation {generation}"))
             return
+        try:
+            request = decode(encoded, REQUESTS)
+        except ValueError as error:
+            self.complaints.add("a request is none", error)
+            reply(Refused(f"not a request: {first_line(error)}"))
+            return
         outer = self._enter_callback()
         try:
-            self._handle(decode(encoded, REQUESTS), reply)
+            self._handle(request, reply)
         except Exception as error:  # the seam: the caller gets a reason instead of waiting for its timeout
             reply.unless_replied(Refused(f"internal: {first_line(error)}"))
             self._report(error)
@@ -239,6 +256,9 @@ class Transport(ABC):
             self._inside += 1
         try:
             way(encoded)
+        except (ValueError, TypeError) as error:  # nobody could read it
+            self._report(error)
+            way(encode(Refused(f"internal: {first_line(error)}"))[0])
         finally:
             self._step_out()
 

@@ -5,6 +5,7 @@ Each end has a `Lending`. Beside a message go *notes* to the other end:
     shown      segments that it has not seen yet (number, size), with their files (SCM_RIGHTS)
     returned   segments of its own that are not looked at here any more, once for each time that they were lent
     forgotten  segments that are not used again, and need not stay mapped
+    placed     which of the message's tensors are not sent, and where each of them lies (segment, offset)
 
 The loan of a message is one per segment, however many of its tensors lie there. It ends when the last tensor built from
 it is gone. When the connection ends, what was lent on it is never used again by its owner: the reader may still look.
@@ -12,6 +13,7 @@ it is gone. When the connection ends, what was lent on it is never used again by
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import threading
@@ -27,7 +29,10 @@ from torch_ecrec.shared import Mapping, Pool, Segment
 from torch_ecrec.transport.wire import as_array
 
 FILES_MOST = 200  # with one message; Linux takes 253
-_COUNTS = struct.Struct("<3I")  # shown, returned, forgotten
+SEEN_MOST = 4 * shared.SEGMENTS_MOST  # of one connection: more than a pool has, with those it is about to forget
+_COUNTS = struct.Struct("<4I")  # shown, returned, forgotten, placed
+
+Places = dict[int, tuple[int, int]]  # which tensor of a message -> segment, offset
 
 
 def byte_view(tensor: Tensor) -> NDArray[np.uint8]:
@@ -42,9 +47,16 @@ class Loan:
         self._lending = lending
         self._numbers: set[int] = set()
         self.shown: list[Segment] = []
+        self.places: Places = {}
 
-    def place(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Where the reader finds it: number of the segment, and offset. None: it must be sent."""
+    def place(self, which: int, tensor: Tensor) -> bool:
+        """Lends a tensor of the message, which must not go before `notes`; False: it must be sent."""
+        place = self._place(tensor)
+        if place is not None:
+            self.places[which] = place
+        return place is not None
+
+    def _place(self, tensor: Tensor) -> tuple[int, int] | None:
         if tensor.nbytes < shared.LEAST_BYTES:
             return None
         pool = self._lending.pool
@@ -65,7 +77,7 @@ class Loan:
 
     def notes(self) -> bytes:
         """What goes with the message."""
-        return self._lending.notes(self.shown)
+        return self._lending.notes(self.shown, self.places)
 
 
 class Lending:
@@ -112,7 +124,7 @@ class Lending:
         """Whether there is something to tell."""
         return bool(self._returned or self._forgotten)
 
-    def notes(self, shown: Sequence[Segment]) -> bytes:
+    def notes(self, shown: Sequence[Segment], places: Places) -> bytes:
         """What the other end is told now."""
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
@@ -120,36 +132,38 @@ class Lending:
             for number in forgotten:
                 self._shown.pop(number, None)
                 del self._lent[number]
-        if not (shown or returned or forgotten):
+        if not (shown or returned or forgotten or places):
             return b""
         numbers = [number for segment in shown for number in (segment.number, segment.size)]
         numbers += returned + forgotten
-        return _COUNTS.pack(len(shown), len(returned), len(forgotten)) + struct.pack(f"<{len(numbers)}Q", *numbers)
+        numbers += [number for which, place in places.items() for number in (which, *place)]
+        counts = _COUNTS.pack(len(shown), len(returned), len(forgotten), len(places))
+        return counts + struct.pack(f"<{len(numbers)}Q", *numbers)
 
     # as who borrows ---------------------------------------------------------------------------------
 
-    def take_notes(self, notes: bytes) -> None:
+    def take_file(self, fd: int) -> None:
+        """One has come. Raises ValueError: two messages have not so many, and what comes of a third is not read yet."""
+        self.files.append(fd)
+        if len(self.files) > 2 * FILES_MOST:
+            raise ValueError("files that were not shown")
+
+    def take_notes(self, notes: bytes) -> Places:
         """Raises ValueError: they are none. OSError: a file cannot be mapped."""
         try:
-            counts = _COUNTS.unpack_from(notes)
-            numbers = struct.unpack_from(f"<{2 * counts[0] + counts[1] + counts[2]}Q", notes, _COUNTS.size)
+            *counts, placed = _COUNTS.unpack_from(notes)
+            ends = [0, 2 * counts[0], 2 * counts[0] + counts[1], 2 * counts[0] + counts[1] + counts[2]]
+            numbers = struct.unpack_from(f"<{ends[3] + 3 * placed}Q", notes, _COUNTS.size)
         except struct.error as error:
             raise ValueError(f"not notes: {error}") from error
-        shown, rest = numbers[: 2 * counts[0]], numbers[2 * counts[0] :]
+        shown, returned, forgotten = (numbers[begin:end] for begin, end in itertools.pairwise(ends))
+        places = numbers[ends[3] :]
         for number, size in zip(shown[::2], shown[1::2], strict=True):
-            if not self.files:
-                raise ValueError("a file is missing")
-            fd = self.files.popleft()
-            try:
-                if os.fstat(fd).st_size < size:
-                    raise ValueError("a file is shorter than was said")
-                self._seen[number] = Mapping(fd, size, writable=False)
-            finally:
-                os.close(fd)
-        for number in rest[counts[1] :]:
+            self._see(number, size)
+        for number in forgotten:
             self._seen.pop(number, None)
         with self._lock:
-            for number in rest[: counts[1]]:
+            for number in returned:
                 segment = self._shown.get(number)
                 if segment is None:
                     continue  # forgotten meanwhile
@@ -157,6 +171,20 @@ class Lending:
                     raise ValueError("more was returned than was lent")
                 self._lent[number] -= 1
                 self.pool.give_back(segment)
+        return dict(zip(places[::3], zip(places[1::3], places[2::3], strict=True), strict=True))
+
+    def _see(self, number: int, size: int) -> None:
+        if not self.files:
+            raise ValueError("a file is missing")
+        fd = self.files.popleft()
+        try:
+            if len(self._seen) >= SEEN_MOST:
+                raise ValueError(f"more than {SEEN_MOST} segments")
+            if not shared.is_whole(fd, size):
+                raise ValueError("a file is shorter than was said, or may become so")
+            self._seen[number] = Mapping(fd, size, writable=False)
+        finally:
+            os.close(fd)
 
     def borrow(self, number: int) -> NDArray[np.uint8]:
         """A segment of the other end's, until nobody looks at it any more. Not to be written: that ends the process.

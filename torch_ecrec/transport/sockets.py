@@ -15,8 +15,9 @@ abstract namespace, which leaves no file behind; large tensors then are read whe
 No thread outlives the interpreter: one that is inside torch when it ends aborts the process.
 
 Each process listens at the address from which it reaches the coordinator (loopback, if that is there). Its *key*, drawn
-at random and told through the store, is asked of who connects: an address may belong to somebody else meanwhile. It
-keeps out mistakes; it is no protection against who reads the network.
+at random and told through the store, is asked of who connects (door.py): an address may belong to somebody else
+meanwhile. It keeps out mistakes; it is no protection against who reads the network. A connection on which something
+arrives that is no frame is closed: that costs the calls under way on it, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,12 +25,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import hmac
 import logging
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -40,6 +39,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch_ecrec import shared
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport.control import tune
+from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
 from torch_ecrec.transport.encoding import Encoded
 from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader
 from torch_ecrec.transport.generations import Handler, Transport, World, answered, first_line
@@ -48,12 +48,9 @@ from torch_ecrec.transport.wire import Failed, Unknown
 
 log = logging.getLogger(__name__)
 
-KEY_BYTES = 16
 NO_NAME = "-"
-HELLO = struct.Struct(f"<4s{KEY_BYTES}sQ")  # magic, key, generation
-BACKLOG = 128
+BACKLOG = 1024
 CONNECT_S = 5.0
-HELLO_S = 10.0
 END_S = 5.0  # for all threads, each of which may be in a `handle` or a `done`
 SWEEP_S = 0.1  # how often calls are looked at whose time may be up
 
@@ -215,7 +212,7 @@ class Channel:
         self._ended = ""  # why, once it has
 
     def call(self, ticket: int, encoded: Encoded, timeout_s: float) -> None:
-        """Raises ConnectionError, and sends nothing, if it has ended."""
+        """Raises ConnectionError, and sends nothing, if it has ended. TypeError, ValueError: it cannot be sent."""
         frame = Frame(ticket, encoded)
         with self._lock:
             if self._ended:
@@ -254,8 +251,14 @@ class Channel:
             while (answer := reader.read()) is not None:
                 self._on_answer(*answer)
                 del answer
-        except (OSError, ValueError) as error:
+        except OSError as error:
             reason = first_line(error)
+        except ValueError as error:
+            reason = first_line(error)
+            self._transport.complaints.add(f"a connection to {self.peer} is closed", reason)
+        except Exception as error:  # the seam: calls must not wait for a connection that nobody reads
+            reason = first_line(error)
+            self._transport._report(error)
         with self._lock:
             self._ended = f"{self.peer}: {reason}"
             calls, self._calls = self._calls, {}
@@ -334,7 +337,7 @@ class SocketTransport(Transport):
         super().__init__(name, handle, on_error)
         self._threads: set[threading.Thread] = set()  # guarded by _gate
         self.sender = Sender(self._sweep, self._report)
-        self._listeners: list[socket.socket] = []
+        self._door: Door | None = None  # from the first generation on
         self._address = Address("", 0, b"", NO_NAME)
         self._addresses: dict[str, Address] = {}  # of the members
         self._channels: dict[str, Channel] = {}  # by callee; with the inbound ones guarded by _gate
@@ -363,8 +366,12 @@ class SocketTransport(Transport):
                 raise ConnectionError(f"generation {world.generation} ended")
             channel = self._channels.get(peer)
             if channel is None or channel.ended:
-                channel = self._channels[peer] = Channel(self, peer, self._addresses[peer], world.generation)
+                try:
+                    channel = Channel(self, peer, self._addresses[peer], world.generation)
+                except OSError as error:  # no more descriptors
+                    raise ConnectionError(f"no connection to {peer}: {error}") from error
                 self._start(channel.run, f"to {peer}")
+                self._channels[peer] = channel
         channel.call(ticket, encoded, timeout_s)
 
     def _sweep(self) -> None:
@@ -378,19 +385,21 @@ class SocketTransport(Transport):
 
     # from others ------------------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return  # closed
-            self._start(functools.partial(self._read, sock), "from a caller")
+    def _admit(self, sock: socket.socket, generation: int) -> None:
+        """A member has connected, perhaps of a generation that is not any more."""
+        if generation != self._serving:
+            sock.close()
+            return
+        try:
+            self._start(functools.partial(self._read, sock, generation), "from a caller")
+        except RuntimeError as error:  # no more threads
+            self.complaints.add("a caller's connection is closed", error)
+            sock.close()
 
-    def _read(self, sock: socket.socket) -> None:
+    def _read(self, sock: socket.socket, generation: int) -> None:
         """Serves one caller as long as its connection lasts."""
         connection = Connection(sock, self.sender)
         try:
-            generation = self._greet(sock)
             with self._gate:
                 if generation != self._serving:
                     return
@@ -403,46 +412,37 @@ class SocketTransport(Transport):
         except ConnectionError as error:  # it died, or has left the generation
             log.debug("%s: a caller is gone: %s", self.name, error)
         except (OSError, ValueError) as error:
-            log.warning("%s: a caller's connection is closed: %s", self.name, error)
+            self.complaints.add("a caller's connection is closed", error)
+        except Exception as error:  # the seam: it would vanish with this thread
+            self._report(error)
         finally:
             connection.end()
             connection.close()
             with self._gate:
                 self._inbound.discard(connection)
 
-    def _greet(self, sock: socket.socket) -> int:
-        """Reads the hello of who has connected: the generation. Raises OSError or ValueError."""
-        if not _is_within_host(sock):
-            tune(sock)
-        sock.settimeout(HELLO_S)
-        hello = sock.recv(HELLO.size, socket.MSG_WAITALL)
-        if len(hello) < HELLO.size:
-            raise ConnectionError("the connection ended")
-        magic, key, generation = HELLO.unpack(hello)
-        if magic != MAGIC or not hmac.compare_digest(key, self._address.key):
-            raise ValueError("not a member of this cluster")
-        sock.settimeout(None)
-        return int(generation)
-
     # generations ------------------------------------------------------------------------------------
 
     def _claim(self, store: tuple[str, int]) -> str:
-        if not self._listeners:
+        if self._door is None:
             name = NO_NAME if shared.pool() is None else f"torch_ecrec-{secrets.token_hex(KEY_BYTES)}"
+            listeners: list[socket.socket] = []
             try:
                 host = _own_host(store)
-                self._listeners.append(socket.create_server((host, 0), family=_family(host), backlog=BACKLOG))
+                listeners.append(socket.create_server((host, 0), family=_family(host), backlog=BACKLOG))
                 if name != NO_NAME:
                     within_host = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                    self._listeners.append(within_host)
+                    listeners.append(within_host)
                     within_host.bind(f"\0{name}")
                     within_host.listen(BACKLOG)
             except OSError as error:
+                for listener in listeners:
+                    listener.close()
                 raise ClusterUnavailable(f"cannot listen for other members: {error}") from error
-            port = self._listeners[0].getsockname()[1]
+            port = listeners[0].getsockname()[1]
             self._address = Address(host, port, secrets.token_bytes(KEY_BYTES), name)
-            for listener in self._listeners:
-                self._start(functools.partial(self._accept, listener), "accept")
+            self._door = Door(listeners, self._address.key, self._admit, self.complaints, self._report)
+            self._start(self._door.run, "door")
         return str(self._address)
 
     def _open(self, world: World, shared: Store, said: Sequence[str], deadline_s: float) -> None:
@@ -462,11 +462,8 @@ class SocketTransport(Transport):
 
     def _end(self) -> None:
         self.sender.close()
-        listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
+        if self._door is not None:
+            self._door.close()
         until_s = time.monotonic() + END_S
         with self._gate:
             threads = self._threads - {threading.current_thread()}

@@ -21,7 +21,7 @@ trainers"). Only requests that repair a lost slot pass from one era to another.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,23 @@ def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
     """Inverse of `as_array`; uint16 is bfloat16."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+
+
+@dataclass(frozen=True)
+class TensorOf:
+    """What a message's tensor must be; an annotation of its type. What arrives otherwise is not a message."""
+
+    rank: int
+    dtypes: tuple[torch.dtype, ...]
+
+    def __str__(self) -> str:
+        return f"{self.rank}-D {' or '.join(str(dtype)[6:] for dtype in self.dtypes)}"
+
+
+Positions = Annotated[Tensor, TensorOf(1, (torch.int64,))]  # (U,)
+Values = Annotated[Tensor, TensorOf(2, (torch.float32, torch.bfloat16))]  # (U, D)
+RecordBytes = Annotated[Tensor, TensorOf(2, (torch.uint8,))]  # (U, B)
+Payload = Annotated[Tensor, TensorOf(1, (torch.uint8,))]  # (bytes,)
 
 
 @dataclass(frozen=True)
@@ -90,13 +107,13 @@ class Lookup(Request):
 
     step: int
     trainer: int
-    positions: list[Tensor]  # (U,) int64 each
+    positions: list[Positions]  # (U,) int64 each
     half: bool = False  # the answer may be rounded to bfloat16
 
 
 @dataclass
 class Rows(Answer):
-    weights: list[Tensor]  # (U, D) float32 each, or bfloat16
+    weights: list[Values]  # (U, D) float32 each, or bfloat16
 
 
 @dataclass
@@ -105,8 +122,8 @@ class Push(Request):
 
     step: int
     trainer: int
-    positions: list[Tensor]  # (U,) int64 each, ascending, unique
-    gradients: list[Tensor]  # (U, D) float32 each, or bfloat16
+    positions: list[Positions]  # (U,) int64 each, ascending, unique
+    gradients: list[Values]  # (U, D) float32 each, or bfloat16
     rates: list[float]  # learning rate per slab
     complete: int  # all of this trainer's steps up to here are acknowledged
 
@@ -122,7 +139,7 @@ class Snapshot(Request):
 
     step: int
     trainer: int
-    payload: Tensor  # (bytes,) uint8
+    payload: Payload  # (bytes,) uint8
     header: list[int]  # what the payload is, for who reads it (`dense.Header`)
 
 
@@ -138,8 +155,8 @@ class Load(Request):
 
     slab: int
     parity: bool
-    positions: Tensor  # (U,) int64
-    records: Tensor  # (U, B) uint8
+    positions: Positions  # (U,) int64
+    records: RecordBytes  # (U, B) uint8
 
 
 @dataclass
@@ -148,13 +165,13 @@ class Export(Request):
 
     slab: int
     step: int
-    positions: Tensor  # (U,) int64
+    positions: Positions  # (U,) int64
     parity: bool = False
 
 
 @dataclass
 class Records(Answer):
-    records: Tensor  # (U, B) uint8
+    records: RecordBytes  # (U, B) uint8
 
 
 # slot -> slot: protection -------------------------------------------------------------------------
@@ -168,8 +185,8 @@ class Fold(Request):
     source_incarnation: int
     step: int
     floor: int  # the source's log goes back to here; the holder may forget older steps
-    positions: list[Tensor]  # (U,) int64 each: positions at the source, ascending
-    deltas: list[Tensor]  # (U, B) uint8 each: old XOR new
+    positions: list[Positions]  # (U,) int64 each: positions at the source, ascending
+    deltas: list[RecordBytes]  # (U, B) uint8 each: old XOR new
 
 
 @dataclass
@@ -219,8 +236,8 @@ class Cut(Request):
 @dataclass
 class CutLog(Answer):
     steps: list[int]
-    positions: list[list[Tensor]]  # per step, per slab: (U,) int64, positions at the lost slot
-    deltas: list[list[Tensor]]  # per step, per slab: (U, B) uint8
+    positions: list[list[Positions]]  # per step, per slab: (U,) int64, positions at the lost slot
+    deltas: list[list[RecordBytes]]  # per step, per slab: (U, B) uint8
     floor: int  # the log holds every step after this one, up to the cut
     caught_up: bool  # false: this holder does not know all of it
 
@@ -245,7 +262,7 @@ class Fetch(Request):
 
     slab: int
     parity: bool
-    positions: Tensor  # (U,) int64
+    positions: Positions  # (U,) int64
     as_of: dict[int, int]  # source -> step; for data: the slot's own step
 
 
@@ -264,7 +281,7 @@ class Snapshots(Answer):
     steps: list[int] = field(default_factory=list)
     trainers: list[int] = field(default_factory=list)
     headers: list[list[int]] = field(default_factory=list)
-    payloads: list[Tensor] = field(default_factory=list)  # (bytes,) uint8 each; the first and the last may be a piece
+    payloads: list[Payload] = field(default_factory=list)  # (bytes,) uint8 each; the first and the last may be a piece
     more: list[int] = field(default_factory=list)  # step, trainer, byte that the next answer begins with; []: no more
 
 

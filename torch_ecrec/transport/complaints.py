@@ -1,0 +1,47 @@
+"""What others do wrong: all of it is counted, and some of it told in the log.
+
+A stranger may do it a thousand times a second, and a log that fills the disk is a harm of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+
+LOG_EVERY_S = 10.0  # for each kind
+
+
+class Complaints:
+    """Of one process about others, by kind.
+
+    Args:
+        log: where some are told, as warnings.
+        name: of this process.
+    """
+
+    def __init__(self, log: logging.Logger, name: str) -> None:
+        self._log, self._name = log, name
+        self._lock = threading.Lock()  # guards all below
+        self._counts: Counter[str] = Counter()
+        self._told: dict[str, tuple[float, int]] = {}  # kind -> when it was told last, and the count then
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many of each kind there were."""
+        with self._lock:
+            return dict(self._counts)
+
+    def add(self, kind: str, why: object) -> None:
+        """One more; told at once if none of its kind was told of late. From any thread."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._counts[kind] += 1
+            told_s, count = self._told.get(kind, (-LOG_EVERY_S, 0))
+            if now_s - told_s < LOG_EVERY_S:
+                return
+            self._told[kind] = now_s, self._counts[kind]
+            untold = self._counts[kind] - count - 1
+        more = f" ({untold} more like it since the last was told)" if untold else ""
+        self._log.warning("%s: %s: %s%s", self._name, kind, why, more)

@@ -1,0 +1,197 @@
+"""Who has connected, and has not proved yet that it is a member: one thread looks after all of them.
+
+A member says hello at once: magic, the key of who listens, the generation. Who has said so gets a thread of its own;
+everybody else costs a descriptor, for `HELLO_S` at most, and of them there are `STRANGERS_MOST`: when one more comes,
+the one that has kept silent longest goes. So a member gets in as long as fewer than `STRANGERS_MOST` come in the time
+that its hello takes.
+
+Accepting never ends before `close`: where a descriptor or memory is missing, one stranger is given up, and if there is
+none, it pauses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch_ecrec.transport.complaints import Complaints
+from torch_ecrec.transport.control import tune
+from torch_ecrec.transport.frames import MAGIC
+
+KEY_BYTES = 16
+HELLO = struct.Struct(f"<4s{KEY_BYTES}sQ")  # magic, key, generation
+HELLO_S = 10.0
+STRANGERS_MOST = 128
+ACCEPTS_AT_ONCE = 16  # then those that have come are heard
+PAUSE_S = 0.05
+SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}  # of what `accept` needs
+
+
+@dataclass(eq=False)
+class _Stranger:
+    sock: socket.socket
+    until_s: float
+    said: bytearray = field(default_factory=bytearray)
+
+
+class Door:
+    """Listens, and lets members in.
+
+    Args:
+        listeners: its own from now on.
+        key: what a member knows.
+        admit: `admit(sock, generation)` of who has said hello; the socket blocks, and is the callee's. On the door's
+            thread: it must not wait.
+        complaints: get why somebody was not let in.
+        on_error: gets what goes wrong here; the door stays open.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        key: bytes,
+        admit: Callable[[socket.socket, int], None],
+        complaints: Complaints,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._listeners, self._key, self._admit = list(listeners), key, admit
+        self._complaints, self._on_error = complaints, on_error
+        self._strangers: dict[_Stranger, None] = {}  # the oldest first
+        self._wake, self._woken = socket.socketpair()
+        self._ends = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._resume_s: float | None = None  # when a pause ends: nobody is accepted until then
+        for listener in self._listeners:
+            listener.setblocking(False)
+        self._listen()
+
+    def close(self) -> None:
+        """Ends `run`, and with it listeners and strangers. May be called again."""
+        if not self._ends:
+            self._wake.send(b"x")  # first: `run` closes it as soon as it sees that it ends
+            self._ends = True
+
+    def run(self) -> None:
+        """What its thread does, until `close`."""
+        try:
+            while not self._ends:
+                try:
+                    self._look()
+                except Exception as error:  # the seam: nobody could connect any more
+                    self._on_error(error)
+        finally:
+            for stranger in list(self._strangers):
+                self._leave(stranger)
+            for sock in (*self._listeners, self._wake, self._woken):
+                sock.close()
+            self._selector.close()
+
+    def _look(self) -> None:
+        ready = [key for key, _ in self._selector.select(self._patience_s())]
+        for key in ready:
+            if key.data is not None:
+                self._hear(key.data)  # before those who come now make room for themselves
+        for listener in self._listeners:
+            if any(key.fileobj is listener for key in ready):
+                self._accept(listener)
+        now_s = time.monotonic()
+        for stranger in [stranger for stranger in self._strangers if stranger.until_s <= now_s]:
+            self._turn_away(stranger, f"said no hello within {HELLO_S:g} s")
+        if self._resume_s is not None and now_s >= self._resume_s:
+            self._listen()
+
+    def _patience_s(self) -> float | None:
+        times = [stranger.until_s for stranger in list(self._strangers)[:1]]
+        times += [self._resume_s] if self._resume_s is not None else []
+        return max(min(times) - time.monotonic(), 0.0) if times else None
+
+    # listening ------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        self._resume_s = None
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def _pause(self) -> None:
+        if self._resume_s is None:
+            self._resume_s = time.monotonic() + PAUSE_S
+            for listener in self._listeners:
+                self._selector.unregister(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                sock, _ = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in SHORT:
+                    self._complaints.add("cannot accept a connection", error)
+                    if self._strangers:
+                        self._turn_away(next(iter(self._strangers)), "makes room")
+                    else:
+                        self._pause()
+                        return
+                continue  # else it is the error of one who had connected, and is gone
+            self._come(sock)
+
+    def _come(self, sock: socket.socket) -> None:
+        if len(self._strangers) >= STRANGERS_MOST:
+            self._turn_away(next(iter(self._strangers)), "said no hello before too many others came")
+        stranger = _Stranger(sock, time.monotonic() + HELLO_S)
+        self._strangers[stranger] = None
+        try:
+            sock.setblocking(False)
+            if sock.family != socket.AF_UNIX:
+                tune(sock)
+            self._selector.register(sock, selectors.EVENT_READ, stranger)
+        except OSError as error:  # it is gone
+            self._turn_away(stranger, error)
+            return
+        self._hear(stranger)
+
+    # who has come -----------------------------------------------------------------------------------
+
+    def _hear(self, stranger: _Stranger) -> None:
+        if stranger not in self._strangers:
+            return  # turned away since it was seen to speak
+        try:
+            said = stranger.sock.recv(HELLO.size - len(stranger.said))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._turn_away(stranger, error)
+            return
+        if not said:
+            self._turn_away(stranger, "left without a hello")
+            return
+        stranger.said += said
+        if len(stranger.said) == HELLO.size:
+            magic, key, generation = HELLO.unpack(stranger.said)
+            if magic != MAGIC or not hmac.compare_digest(key, self._key):
+                self._turn_away(stranger, "not a member of this cluster")
+                return
+            self._forget(stranger)
+            stranger.sock.setblocking(True)
+            self._admit(stranger.sock, int(generation))
+
+    def _turn_away(self, stranger: _Stranger, why: object) -> None:
+        self._complaints.add("a stranger's connection is closed", why)
+        self._leave(stranger)
+
+    def _leave(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.sock.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._strangers.pop(stranger, None)
+        with contextlib.suppress(KeyError):  # it was not there yet
+            self._selector.unregister(stranger.sock)
