@@ -32,9 +32,10 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from torch_ecrec.dense import Header
+from torch_ecrec.dense import Header, own_of
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.parallel import DistributedModelParallel
+from torch_ecrec.values import decode, encode
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -471,3 +472,107 @@ def test_a_thing_without_a_state_is_refused() -> None:
     with pytest.raises(TypeError, match="`losses` must have state_dict and load_state_dict, got list"):
         trainer.model.attach(optimizer=trainer.optimizer, losses=[])
     attach(trainer)  # it was not attached
+
+
+def test_load_state_dict_comes_before_attach() -> None:
+    trainer = made()
+    state = {"module.over.bias": torch.ones(1)}
+    trainer.model.load_state_dict({f"{k}": v for k, v in state.items()}, strict=False)
+    attach(trainer)
+    with pytest.raises(RuntimeError, match="`load_state_dict` comes before `attach`"):
+        trainer.model.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_is_attached_does_not_move_before_the_first_step(
+    restarted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = attach(made())
+    first.steps(4)
+    trainer = attach(made(first.session, 3, seed=2) if restarted else made())
+    trainer.losses.append(0.5)
+    with torch.no_grad():
+        trainer.model.module.over.bias.add_(1)
+    if restarted:
+        with pytest.raises(RuntimeError, match=r"losses, over.bias changed between `attach` and the first step"):
+            trainer.steps(END)
+        assert trainer.model.steps_done == 3
+    else:
+        trainer.steps(1)
+        assert "changed between `attach` and the first step: after a restart that would happen again" in caplog.text
+
+
+def test_a_value_that_is_set_again_to_the_same_is_no_change() -> None:
+    ends = []
+    for before, step in [(None, 0), ("first", 4)]:
+        trainer = attach(made(ends[0].session if before else None, step, seed=1 + step))
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = group["lr"] if before else LR
+        trainer.steps(END)
+        ends.append(trainer)
+    assert ends[0].losses == ends[1].losses and same(*ends)
+
+
+def test_every_optimizer_of_dense_parameters_is_attached() -> None:
+    trainer = made()
+    trainer.model.attach(optimizer=trainer.model.fused_optimizer, reader=Passes())
+    loss, _ = trainer.model(next(trainer.model._attached.reader))  # type: ignore[union-attr]
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"Adam steps \S*below.0.weight, but was not attached"):
+        trainer.optimizer.step()
+
+
+def test_a_state_that_cannot_be_kept_is_refused_when_it_is_attached() -> None:
+    trainer = made()
+    trainer.losses.append(lambda: 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"losses\['losses'\]\[0\].*function"):
+        attach(trainer)
+    trainer.losses.clear()
+    attach(trainer).steps(2)
+    trainer.losses.append({1}.__contains__)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"losses\['losses'\]\[2\]"):
+        trainer.steps(3)
+
+
+def test_a_gradient_that_was_stepped_with_is_not_added_to() -> None:
+    trainer = attach(made())
+    trainer.steps(1)
+    loss, _ = trainer.model(next(trainer.batches))
+    with pytest.raises(RuntimeError, match="adds to a gradient that its optimizer has stepped with already"):
+        loss.backward()
+
+
+def test_dense_parameters_that_differ_between_trainers_are_told() -> None:
+    first = attach(made())
+    first.steps(4)
+    payload, header = first.session.snapshots[3]
+    own: Any = decode(own_of(payload, header))
+    other = {**own, "dense": own["dense"] + 1}
+    second = made(first.session, 3, seed=2)
+    second.session.parts = [*second.session.parts, with_own(payload, header, encode(other, "own"))]
+    with pytest.raises(RuntimeError, match="the trainers' dense parameters differed from each other"):
+        attach(second)
+
+
+def with_own(payload: Tensor, header: list[int], own: bytes) -> Part:
+    size = len(own_of(payload, header))
+    made_anew = torch.cat([payload[: payload.numel() - size], torch.frombuffer(bytearray(own), dtype=torch.uint8)])
+    return made_anew, [*header[:-1], len(own)]
+
+
+def test_steps_are_not_nested() -> None:
+    trainer = made()
+    trainer.model.attach(optimizer=trainer.optimizer)
+    with trainer.model.step(), pytest.raises(RuntimeError, match="one step at a time"), trainer.model.step():
+        pass
+
+
+def test_two_backwards_of_one_forward_are_two_steps_with_one_snapshot() -> None:
+    trainer = attach(made())
+    for _ in range(3):
+        trainer.optimizer.zero_grad()
+        loss, _ = trainer.model(next(trainer.batches))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        trainer.optimizer.step()
+    assert trainer.model.steps_done == 6 and sorted(trainer.session.snapshots) == [2, 4]
