@@ -46,7 +46,7 @@ READERS = (
     "torchdata own generator",
 )
 DRIVERS = ("plain", "base", "sparse")
-STYLES = ("epochs", "counter", "steps_done")
+STYLES = ("epochs", "counter", "steps_done", "range")
 FLUSHES = ("backward", "optimizer", "scheduler", "pass")
 DRAWS = ("before", "after", "pass")
 EVALS = ("no_grad", "grad", "training no_grad", "pass")
@@ -290,6 +290,20 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
+class Everything:
+    """Trace and counter as one."""
+
+    def __init__(self, trace: Trace, counter: Counter) -> None:
+        self.trace, self.counter = trace, counter
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trace": self.trace.state_dict(), "counter": self.counter.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trace.load_state_dict(state["trace"])
+        self.counter.load_state_dict(state["counter"])
+
+
 @dataclass
 class Run:
     """One life of a loop."""
@@ -317,7 +331,7 @@ class Run:
                     [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
                     for optimizer in unwrapped(self.optimizers)
                 ],
-                [scheduler.state_dict() for scheduler in self.schedulers],
+                [scheduler.state_dict() for scheduler in self.schedulers[:1]],
                 self.counter.state_dict(),
                 list(self.trace),
             ]
@@ -353,12 +367,13 @@ def attach(run: Run) -> Callable[[int], None]:
     reader = None
     if loop.reader is not None:
         reader, before_pass = reader_of(loop)
+    if loop.style == "range":  # nothing that could count: the trace is a scheduler to look at
+        run.schedulers.append(Everything(run.trace, run.counter))
     run.batches = run.model.attach(
         optimizer=run.optimizers,
         lr_scheduler=run.schedulers,
         reader=reader,
-        trace=run.trace,
-        counter=run.counter,
+        **({} if loop.style == "range" else {"trace": run.trace, "counter": run.counter}),
     )
     return before_pass
 
@@ -405,6 +420,8 @@ def _epochs(run: Run) -> Iterable[int]:
         return run.batches.epochs(loop.epochs)
     if loop.style == "counter":
         return _counted(run)
+    if loop.style == "range":
+        return range(loop.epochs)
     assert loop.style == "steps_done", loop.style
     return range(run.model.steps_done // loop.batches, loop.epochs)
 

@@ -267,17 +267,41 @@ def test_next_goes_from_pass_to_pass() -> None:
 # refused ------------------------------------------------------------------------------------------------
 
 
-def test_a_second_pass_needs_a_loop_that_knows_where_it_is() -> None:
-    reader = Reader([1, 2])
+def test_a_second_pass_needs_a_loop_that_is_known_to_count_or_not_to() -> None:
+    reader = Reader([1, 2], knows_more=True)
     assert list(reader) == [1, 2]
     with pytest.raises(RuntimeError, match=r"a second pass .* `for epoch in batches.epochs\(N\)"):
         next(iter(reader))
 
 
+@pytest.mark.parametrize("kind", ["list", "shuffled", "stateful", "growing", "torchdata own generator"])
+def test_a_loop_that_counts_from_the_first_pass_finds_those_over_that_are(kind: str) -> None:
+    def run(loop: Loop) -> list[list[Any]]:
+        passes = []
+        for _ in range(3):
+            begin = len(loop.seen)
+            for batch in loop.reader:
+                loop.seen.append(torch.as_tensor(batch).tolist())
+                loop.reader.on_forward()
+                loop.used += 1
+            passes.append(loop.seen[begin:])
+        return passes
+
+    seed(1)
+    first = Loop(kind)
+    passes = run(first)
+    for used in range(1, 3 * PASS):
+        seed(50 + used)
+        expected = [list(one) for one in passes]
+        for _ in range(used):
+            next(filter(None, expected)).pop(0)
+        assert run(Loop(kind, first.saved[used])) == expected, f"after {used}"
+
+
 @pytest.mark.parametrize(("step", "refused"), [(1, False), (2, True), (0, True)])
 def test_a_counter_of_passes_is_one_that_counts_them_one_by_one(step: int, refused: bool) -> None:
     count = 0
-    reader = Reader([1, 2], counters=lambda: {"epoch": count})
+    reader = Reader([1, 2], counters=lambda: {"epoch": count}, knows_more=True)
     list(reader)
     count += step
     if refused:
@@ -288,12 +312,12 @@ def test_a_counter_of_passes_is_one_that_counts_them_one_by_one(step: int, refus
 
 
 def test_steps_done_tells_the_pass_only_if_it_is_asked_before_the_first_batch() -> None:
-    reader = Reader([1, 2])
+    reader = Reader([1, 2], knows_more=True)
     next(iter(reader))
     reader.on_steps_done()
     with pytest.raises(RuntimeError, match="a second pass"):
         next(iter(reader))
-    other = Reader([1, 2])
+    other = Reader([1, 2], knows_more=True)
     other.on_steps_done()
     assert list(other) == list(other)
 

@@ -18,6 +18,7 @@ Several backwards between two draws are several steps of the servers; after a re
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,17 +70,17 @@ class Attachment:
         self._session: EmbeddingBackend = model.session
         self._state = TrainerState(optimizers, stateful)
         self._own = own
-        self.reader = None if reader is None else Reader(reader, self._on_draw, self._counters)
+        self.reader = None if reader is None else Reader(reader, self._on_draw, self._counters, bool(own))
         if optimizers:
             dense.use(self._state.dense_optimizers)
         dense.check()
         self.begun = False  # a step of this life has
-        self._forwards = 0
         self._snapshotted = 0
         self._in_step = self._closed = False
         self._random: dict[str, Any] | None = None  # to be put back when the first `step` begins
-        self._restored = False
-        self._gradients = WaitingGradients(self._state.dense_optimizers, lambda: (self._session.step, self._forwards))
+        self._restored = self._goes_through = False
+        self._put_back: Callable[[], None] = lambda: None
+        self._gradients = WaitingGradients(self._state.dense_optimizers)
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(self._state.dense_optimizers)
         optimizer_steps.watch(self._check_known)
         self._sealed = self._seal()
@@ -114,7 +115,6 @@ class Attachment:
                 "something was attached, but nothing tells when a step has ended: attach the reader and iterate what"
                 " `attach` returns, or write `with model.step(): ...` around each step"
             )
-        self._forwards += 1
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -141,7 +141,10 @@ class Attachment:
     def _begin(self) -> None:
         if not self.begun:
             self.begun = True
+            if self._goes_through:  # the loop has gone through passes that are over, with all that it does after one
+                self._put_back()
             self._check_sealed()
+            self._put_back = lambda: None
 
     def _is_due(self) -> bool:
         step, every = self._session.step - 1, self._live_model.snapshot_every
@@ -212,9 +215,7 @@ class Attachment:
         self._snapshotted = step
         self._restored = True
         if step == 0:
-            self._sealed = self._seal()
             return
-        model = self._live_model
         kept = [own_of(*part) for part in parts]
         if not all(kept):
             raise RuntimeError(
@@ -228,14 +229,29 @@ class Attachment:
             )
         own = owns[self._session.trainer]
         before: Any = decode(own["before"])
-        state = self._state.decoded(before["state"])
-        self._state.check(state, ["reader"] * ((before["reader"] is None) != (self.reader is None)))
+        self._state.check(
+            self._state.decoded(before["state"]), ["reader"] * ((before["reader"] is None) != (self.reader is None))
+        )
         if self.reader is not None:
             self.reader.load(before["reader"], own["checksum"])
+            self._goes_through = before["reader"]["from_first"]
         self._random = before["random"]
+        self._put_back = functools.partial(self._put_back_, parts, before["state"], own["gradients"])
+        self._put_back()
+
+    def _put_back_(
+        self,
+        parts: Sequence[tuple[Tensor, Sequence[int]]],
+        state: Mapping[str, bytes],
+        gradients: Mapping[str, Tensor],
+    ) -> None:
+        """All but the reader and random states."""
+        model = self._live_model
         load_(model, self._dense.optimizers, parts, self._session.trainer)
-        put_back_(dict(dense_parameters(model)), own["gradients"])
-        self._state.load_(state)
+        for _, parameter in dense_parameters(model):
+            parameter.grad = None
+        put_back_(dict(dense_parameters(model)), gradients)
+        self._state.load_(self._state.decoded(state))
         self._sealed = self._seal()
 
     # what is refused ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,10 @@ class WaitingGradients:
 
     Args:
         optimizers: that step dense parameters.
-        moment: changes with every training forward and with every backward.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], moment: Callable[[], object]) -> None:
-        self._moment = moment
-        self._used: dict[int, tuple[object, int]] = {}  # parameter -> when, and which version of its gradient
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._used: dict[int, int] = {}  # parameter -> version of its gradient when it was stepped with
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
         self._parameters = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
         me = weakref.ref(self)
@@ -41,16 +39,15 @@ class WaitingGradients:
             hook.remove()
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        moment = self._moment()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._used[id(parameter)] = moment, parameter.grad._version
+                    self._used[id(parameter)] = parameter.grad._version
 
     def check_addition(self, of: int) -> None:
         """A backward is about to add to a gradient, if there is one."""
-        gradient, used = self._parameters[of].grad, self._used.get(of)
-        if gradient is None or used is None or used[1] != gradient._version or not torch.count_nonzero(gradient):
+        gradient, used = self._parameters[of].grad, self._used.pop(of, None)
+        if gradient is None or used != gradient._version or not torch.count_nonzero(gradient):
             return
         raise RuntimeError(
             "a backward adds to a gradient that its optimizer has stepped with already: trainers that are started again"
@@ -60,12 +57,12 @@ class WaitingGradients:
 
     def find(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
         """By the parameter's name, those that wait: copies."""
-        moment, found = self._moment(), {}
+        found = {}
         for name, parameter in parameters:
             gradient = parameter.grad
             if gradient is None or id(parameter) not in self._parameters:
                 continue
-            if self._used.get(id(parameter)) != (moment, gradient._version) and bool(torch.count_nonzero(gradient)):
+            if self._used.get(id(parameter)) != gradient._version and bool(torch.count_nonzero(gradient)):
                 found[name] = gradient.detach().clone()
         return found
 

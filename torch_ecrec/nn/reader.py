@@ -13,6 +13,9 @@ How a position is brought about again depends on the reader:
             is begun again, and as many batches drawn (or only their indices, where no worker has to make them)
     all     anything else: every pass is drawn again, from the first
 
+A loop that begins with the pass in which training goes on says so (`epochs`, `epoch`), or is seen to count. Any other,
+`for epoch in range(3): for batch in batches: ...`, begins with the first: passes that are over then have no batches.
+
 Drawing again gives the same only if a reader draws from the global generators when a pass begins, and not in the middle
 of one: that is refused where it happens. And since nobody can know all that a reader does, every snapshot keeps a
 checksum of the batches that come next: other batches after a restart are an error, never another run.
@@ -124,6 +127,7 @@ class Reader(Iterator[Any]):
     Args:
         reader: an iterable.
         counters: whole numbers of what the user has attached, by name, as they are now.
+        knows_more: the user has attached something that a loop may count by.
         on_draw: called before each draw; what it returns, if anything, is called once there is a batch, with its
             checksum (None: it was drawn ahead before a restart, and has one already).
     """
@@ -133,8 +137,10 @@ class Reader(Iterator[Any]):
         reader: Iterable[Any],
         on_draw: Callable[[], Callable[[int | None], None] | None] = lambda: None,
         counters: Callable[[], Mapping[str, int]] = dict,
+        knows_more: bool = False,
     ) -> None:
-        self._reader, self._on_draw, self._counters = reader, on_draw, counters
+        self._reader, self._on_draw = reader, on_draw
+        self._counters, self._knows_more = counters, knows_more
         self._kind = kind_of(reader)
         self._generators = Generators.of(reader)
         self._thread = threading.get_ident()
@@ -157,6 +163,8 @@ class Reader(Iterator[Any]):
         self._counts_passes = False  # the loop is known to begin with the pass that training goes on in
         self._counts_batches = False  # and to count the batches of a pass from where training goes on
         self._counted: Mapping[str, int] = {}  # when the present pass began
+        self._asked = False  # for a batch, in this life
+        self._over = 0  # passes that were over before a restart, and that a loop from the first pass on goes through
 
     # the loop's side ------------------------------------------------------------------------------
 
@@ -179,7 +187,7 @@ class Reader(Iterator[Any]):
     @property
     def epoch(self) -> int:
         """The pass that training is in or begins with, from 0; after a restart that in which it goes on."""
-        self._counts_passes = True
+        self._counts_passes |= not self._asked
         return self._target.epoch if self._target is not None else max(self._passes - 1, 0)
 
     @property
@@ -193,7 +201,7 @@ class Reader(Iterator[Any]):
     def on_steps_done(self) -> None:
         """The loop has asked how many steps are done. If it does so before it draws, its passes follow from that."""
         self._counts_batches = True
-        self._counts_passes |= self._current is None
+        self._counts_passes |= not self._asked
 
     def epochs(self, number: int) -> range:
         """Those of `number` passes that are left, the one that training goes on in included."""
@@ -210,9 +218,14 @@ class Reader(Iterator[Any]):
                 other batches after a restart than before.
         """
         self._check(current, caller)
+        self._asked = True
         if not self.pipelined:
             self._ahead.clear()  # trained on, or left out for good
         if current.batches is None:
+            if self._over:
+                self._over -= 1
+                current.batches, self._current = iter(()), current
+                raise StopIteration
             self._begin(current)
         if not self._again and self._then is not None:
             self._generators.set_(self._then)
@@ -263,7 +276,7 @@ class Reader(Iterator[Any]):
     def _begin(self, current: Pass) -> None:
         """The reader begins a pass, or the one in which training goes on."""
         target, self._target = self._target, None
-        if self._current is not None:
+        if self._current is not None and target is None:
             left = self._current
             self._check_left(left)
             if self._kind == "all":
@@ -282,10 +295,11 @@ class Reader(Iterator[Any]):
         now = self._counters()
         self._counts_passes |= any(now[name] == count + 1 for name, count in self._counted.items() if name in now)
         self._counts_batches |= now != self._counted
-        if not self._counts_passes:
+        if not self._counts_passes and self._knows_more:
             raise RuntimeError(
-                "a second pass over what `attach` returned: after a restart, this loop would count from the first pass"
-                " again. Write `for epoch in batches.epochs(N): for batch in batches: ...`; or let the loop begin with"
+                "a second pass over what `attach` returned, and nothing tells whether this loop would begin with the"
+                " first pass after a restart, or with the one that training goes on in. Write"
+                " `for epoch in batches.epochs(N): for batch in batches: ...`; or let the loop begin with"
                 " `batches.epoch`, or with what follows from `model.steps_done`, or count passes in something attached"
             )
         if not left.whole and not self._counts_batches:
@@ -365,6 +379,7 @@ class Reader(Iterator[Any]):
             "again": [(draw.position.random, draw.checksum) for draw in self._ahead] + list(self._again),
             "then": self._generators.states() if at_forward or self._now is None else self._now.random,
             "at_forward": at_forward,
+            "from_first": position.epoch > 0 and not self._counts_passes,
         }
 
     def load(self, saved: Mapping[str, Any], checksum: int | None) -> None:
@@ -387,6 +402,7 @@ class Reader(Iterator[Any]):
         self._then, self._then_at_forward = saved["then"], saved["at_forward"]
         self._expected = checksum
         self._restored = True
+        self._over = saved["epoch"] if saved["from_first"] else 0
 
     def _go_to(self, current: Pass, target: Position) -> None:
         """Begins the pass that training goes on in, and draws what came before."""
