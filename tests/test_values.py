@@ -10,6 +10,7 @@ import pickle
 import random
 import struct
 import tracemalloc
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -242,6 +243,9 @@ class Ones(torch.Tensor):
 
 
 Pair = namedtuple("Pair", "a b")
+with warnings.catch_warnings():  # of torch, of layouts and dtypes
+    warnings.simplefilter("ignore")
+    SPARSE, QUANTIZED = torch.eye(2).to_sparse_csr(), torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
 REFUSED: dict[str, Any] = {
     "builtin_function_or_method": print,
     "function": typical_own_state,
@@ -255,10 +259,10 @@ REFUSED: dict[str, Any] = {
     "numpy.ma.MaskedArray": np.ma.array([1]),
     "numpy.random._generator.Generator": np.random.default_rng(0),
     "a tensor of layout sparse_coo": torch.eye(2).to_sparse(),
-    "a tensor of layout sparse_csr": torch.eye(2).to_sparse_csr(),
+    "a tensor of layout sparse_csr": SPARSE,
     "a tensor on device meta": torch.zeros(2, device="meta"),
     "test_values.Ones": torch.ones(2).as_subclass(Ones),
-    "a tensor of dtype torch.quint8": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8),
+    "a tensor of dtype torch.quint8": QUANTIZED,
     "a tensor with a graph behind it": torch.ones(2, requires_grad=True) * 2,
     "a defaultdict of <function": defaultdict(lambda: 3),
     "a tensor as key": {torch.ones(1): 2},
