@@ -66,6 +66,7 @@ RPC_SEAM = "torch_ecrec.transport.rpc"
 
 PURE = {
     "torch_ecrec.layout",
+    "torch_ecrec.pieces",
     "torch_ecrec.recovery",
     "torch_ecrec.server.step",
     "torch_ecrec.transport.wire",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from torch_ecrec import values
+from torch_ecrec import dense, values
 from torch_ecrec.dense import DenseSnapshot, Header, load_, own_of, unpack
 
 Piece = tuple[Tensor, list[int]]
@@ -403,6 +403,21 @@ def test_an_optimizer_of_other_parameters_alone_is_kept_if_it_is_given() -> None
     restored = SGD([other], 0.1, 0.9)
     load_(dense_model(), [restored], pieces_of(model, [optimizer, optimizer]), 1)
     assert torch.equal(other, extra) and torch.equal(restored.state[other]["momentum_buffer"], torch.ones(2))
+
+
+def test_an_optimizer_may_own_sharded_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows are no part of the dense snapshot; a state of them, which would be, is refused by name."""
+    monkeypatch.setattr(dense, "_sharded_names", lambda model: {"0.weight"})
+    model, other = dense_model(), dense_model()
+    optimizer, restored = SGD(model.parameters(), 0.1), SGD(other.parameters(), 0.1)
+    step_dense(model, [optimizer], 1)
+    pieces = pieces_of(model, [optimizer])
+    load_(other, [restored], pieces, 0)
+    assert "0.weight" not in unpack(pieces).parameters
+    assert torch.equal(model[0].bias, other[0].bias) and not torch.equal(model[0].weight, other[0].weight)
+    optimizer.state[model[0].weight]["momentum_buffer"] = torch.ones(5, 3)
+    with pytest.raises(TypeError, match=r"the state of a parameter of shape \(5, 3\) whose rows the servers hold"):
+        pieces_of(model, [optimizer])
 
 
 # refused ------------------------------------------------------------------------------------------

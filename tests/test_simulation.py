@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from torch_ecrec import client as client_module
-from torch_ecrec import recovery
+from torch_ecrec import pieces, recovery
 from torch_ecrec.config import CodeSpec, OptimizerSpec, TableSpec
 from torch_ecrec.server import protection, rebuild, service, slot, snapshots, step
 from torch_ecrec.storage import Shard, optim
@@ -148,6 +148,20 @@ def test_every_fault_at_every_message_of_a_run_with_a_loss(name):
     for kind in CRASHES:
         assert became[kind]["fired"] + became[kind]["skipped"] == messages
     assert became["crash_receiver"]["fired"] >= 10 and became["crash_after"]["fired"] >= 10
+
+
+@pytest.mark.parametrize("trainers_return", [False, True])
+def test_every_fault_while_snapshots_come_in_pieces(trainers_return, monkeypatch):
+    """A snapshot of 8 bytes in answers of 3: a fault at each of them, and around them."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 3)
+    kills = ((0, 1),)
+    scenario = Scenario(steps=3, kills=kills, spares=2, trainers_return=trainers_return)
+    asked = [i for i, (_, _, kind) in enumerate(check(scenario).messages) if kind == "FetchSnapshots"]
+    assert len(asked) >= 6
+    healthy, became = sweep(scenario, first=asked[0] - 3, last=asked[-1] + 3)
+    print(points(became))
+    assert sum(kind == "FetchSnapshots" for _, _, kind in healthy.messages) == len(asked)
+    assert all(became[kind]["fired"] >= len(asked) for kind in LOSSES)
 
 
 def test_a_trainer_dies_at_every_message_it_sends():

@@ -10,6 +10,7 @@ import pickle
 import random
 import struct
 import tracemalloc
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -242,6 +243,9 @@ class Ones(torch.Tensor):
 
 
 Pair = namedtuple("Pair", "a b")
+with warnings.catch_warnings():  # of torch, of layouts and dtypes
+    warnings.simplefilter("ignore")
+    SPARSE, QUANTIZED = torch.eye(2).to_sparse_csr(), torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
 REFUSED: dict[str, Any] = {
     "builtin_function_or_method": print,
     "function": typical_own_state,
@@ -252,13 +256,14 @@ REFUSED: dict[str, Any] = {
     "a NumPy array of dtype object": np.array([None]),
     r"a NumPy array of dtype \[\('a', '<i4'\)\]": np.zeros(2, [("a", "i4")]),
     "numpy.void": np.zeros(2, [("a", "i4")])[0],
+    r"a NumPy array of dtype \|V0": np.empty(2, "V0"),
     "numpy.ma.MaskedArray": np.ma.array([1]),
     "numpy.random._generator.Generator": np.random.default_rng(0),
     "a tensor of layout sparse_coo": torch.eye(2).to_sparse(),
-    "a tensor of layout sparse_csr": torch.eye(2).to_sparse_csr(),
+    "a tensor of layout sparse_csr": SPARSE,
     "a tensor on device meta": torch.zeros(2, device="meta"),
     "test_values.Ones": torch.ones(2).as_subclass(Ones),
-    "a tensor of dtype torch.quint8": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8),
+    "a tensor of dtype torch.quint8": QUANTIZED,
     "a tensor with a graph behind it": torch.ones(2, requires_grad=True) * 2,
     "a defaultdict of <function": defaultdict(lambda: 3),
     "a tensor as key": {torch.ones(1): 2},
@@ -335,8 +340,15 @@ def test_tensors_can_be_kept_apart() -> None:
     assert_same(back, value)
     assert back["a"] is back["b"][0]
     for short in (TensorsIn(stream[:-1]), TensorsIn(stream[:0]), None):
-        with pytest.raises(ValueError, match=r"a tensor at bytes|bytes expected"):
+        with pytest.raises(ValueError, match=r"a tensor at bytes|tensors of more than|bytes expected"):
             decode(data, short)
+
+
+def test_tensors_apart_are_no_more_than_their_bytes() -> None:
+    """The same bytes again and again, each time as something else, would be a small input with a large value."""
+    nodes = [[values._TENSOR, "uint8", 0, 0, [], *[1] * ndim, 1000] for ndim in range(50)]
+    with pytest.raises(ValueError, match="tensors of more than 1000 bytes in as many"):
+        decode(msgspec.msgpack.encode([values._LIST, *nodes]), TensorsIn(torch.zeros(1000, dtype=torch.uint8)))
 
 
 # hostile bytes ------------------------------------------------------------------------------------
@@ -373,6 +385,8 @@ HOSTILE += [[values._DEFAULT_DICT], [values._DEQUE, -1], [values._DEQUE, 1.5], [
 HOSTILE += [[values._RANGE, 1, 2, 0], [values._BYTEARRAY, 1 << 62], [values._INT, 1 << 62], [values._STR, b"\xff"]]
 HOSTILE += [[values._ARRAY, "d", False, b"", 1 << 40], [values._ARRAY, "d", False, b"", -1, 0], [values._ARRAY]]
 HOSTILE += [[values._ARRAY, "d", False, b"", *[1] * 64, 0], [values._ARRAY, "d", False, b"", 1 << 47, 1 << 47, 0]]
+HOSTILE += [[values._ARRAY, "<U0", False, b"", 1 << 40], [values._ARRAY, "|V0", False, b"", 1 << 27]]
+HOSTILE += [[values._SCALAR, "|V0", b""], [values._ARRAY, "|S00", False, b"", 1 << 27]]
 HOSTILE += [[values._TENSOR, "float32", 0, 0, [], 1 << 40], [values._TENSOR, "float32", 0, 1 << 62, [], 1]]
 HOSTILE += [[values._TENSOR, "float32", 0, -4, [], 1], [values._TENSOR, "float32", 0, b"", [0, 0], 0, 0]]
 HOSTILE += [[values._TENSOR, "int64", 1, bytes(8), [], 1], [values._TENSOR, "qint8", 0, b"a", [], 1]]

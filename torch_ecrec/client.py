@@ -33,7 +33,7 @@ from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.config import JobSpec, Settings
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.layout import Layout
-from torch_ecrec.pieces import Gathering, Key, Part
+from torch_ecrec.pieces import Gathering
 from torch_ecrec.route import Parts, Route, arrange, route
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import Exchange, Node, Port
@@ -265,7 +265,7 @@ class Client(Node):
         for slot in asked:
             ask(slot)
 
-    def stored(self, slot: int, step: int, done: Callable[[dict[Key, Part]], None]) -> None:
+    def stored(self, slot: int, step: int, done: Callable[[wire.Snapshots], None]) -> None:
         """The snapshot of a step that a snapshot slot holds (-1: all of them), to `done`."""
         got = Gathering(step)
 
@@ -275,7 +275,7 @@ class Client(Node):
         def on_answer(answer: Answer) -> None:
             assert isinstance(answer, wire.Snapshots)
             if got.take(answer):
-                done(got.parts)
+                done(got.all())
             else:
                 ask()
 
@@ -508,8 +508,8 @@ class Session:
         return self._stored(slot, -1)
 
     def _stored(self, slot: int, step: int) -> list[tuple[int, int, list[int], Tensor]]:
-        have: dict[Key, Part] = self._run_and_wait(self.client.stored, slot, step, what=f"snapshots of slot {slot}")
-        return [(*key, *have[key]) for key in sorted(have)]
+        have: wire.Snapshots = self._run_and_wait(self.client.stored, slot, step, what=f"snapshots of slot {slot}")
+        return list(zip(have.steps, have.trainers, have.headers, have.payloads, strict=True))
 
     def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
         """Where training goes on, in a session that was `restarted`.

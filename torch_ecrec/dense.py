@@ -470,7 +470,8 @@ def _collect_optimizer(
 
 def _beside_state(optimizer: Optimizer, name: str) -> dict[str, Any]:
     """What only its `state_dict` knows of, if its class has one of its own."""
-    if type(optimizer).state_dict is Optimizer.state_dict and not optimizer._optimizer_state_dict_post_hooks:
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if type(optimizer).state_dict is Optimizer.state_dict and not hooks:
         return {}
     try:
         return {key: value for key, value in optimizer.state_dict().items() if key not in _USUAL}

@@ -100,3 +100,9 @@ class Gathering:
                 self.parts[step, trainer] = header, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         self.more = answer.more
         return not answer.more
+
+    def all(self) -> Snapshots:
+        """As one answer."""
+        keys = sorted(self.parts)
+        headers, payloads = [self.parts[key][0] for key in keys], [self.parts[key][1] for key in keys]
+        return Snapshots([step for step, _ in keys], [trainer for _, trainer in keys], headers, payloads)

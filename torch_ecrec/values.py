@@ -130,8 +130,13 @@ class TensorsIn:
     def __init__(self, stream: Tensor) -> None:
         self.stream = stream
         self.made: dict[tuple[Any, ...], Tensor] = {}  # whatever describes a tensor -> the tensor
+        self._left = len(stream)
 
     def bytes_at(self, offset: int, size: int) -> Tensor:
+        """Of one tensor. Raises ValueError if they are not there, or more are taken together than there are."""
+        self._left -= size  # tensors do not overlap: a few bytes that say otherwise would fill all memory
+        if self._left < 0:
+            raise ValueError(f"tensors of more than {len(self.stream)} bytes in as many")
         if not 0 <= offset <= offset + size <= len(self.stream):
             raise ValueError(f"a tensor at bytes {offset} to {offset + size} of {len(self.stream)}")
         return self.stream[offset : offset + size]
@@ -358,7 +363,7 @@ def unfit(tensor: Tensor) -> str | None:
 def _numpy_name(dtype: np.dtype[Any], char: str) -> str | None:
     """A name that makes this dtype again, or None. `char` is the dtype's: those of two C types may be equal."""
     name = char if dtype.kind in "biufc" and dtype.isnative else dtype.str
-    return name if _NUMPY_NAME.fullmatch(name) and np.dtype(name) == dtype else None
+    return name if _NUMPY_NAME.fullmatch(name) and dtype.itemsize and np.dtype(name) == dtype else None
 
 
 def _check_keys(keys: Iterable[Any], path: _Path) -> None:
@@ -605,6 +610,8 @@ def _numpy_dtype(name: Any) -> np.dtype[Any]:
     if not _NUMPY_NAME.fullmatch(_checked(name, str)):
         raise ValueError(f"NumPy dtype {reprlib.repr(name)}")
     dtype: np.dtype[Any] = np.dtype(name)
+    if not dtype.itemsize:  # any number of such items has no bytes
+        raise ValueError(f"NumPy dtype {name}")
     return dtype
 
 
