@@ -336,6 +336,18 @@ def test_a_pass_is_left_only_by_a_loop_that_counts_from_where_training_goes_on()
         assert other.drawn == 1
 
 
+def test_a_last_pass_that_was_left_by_a_loops_own_count_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    first = Loop("list").run(3)
+    again = Loop("list", first.saved[2])
+    for _, _batch in zip(range(1), again.reader, strict=False):
+        pass
+    again.reader.check_end()
+    assert "the last pass was left after" in caplog.text
+    caplog.clear()
+    first.reader.check_end()
+    assert not caplog.text
+
+
 def test_two_passes_at_once_are_refused() -> None:
     reader = Reader([1, 2, 3])
     assert reader.epoch == 0 and reader.drawn == 0

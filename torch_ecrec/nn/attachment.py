@@ -87,6 +87,8 @@ class Attachment:
 
     def close(self) -> None:
         """Looks at optimizers no more. Twice is once."""
+        if self.reader is not None and not self._closed:
+            self.reader.check_end()
         self._closed = True
         self._gradients.close()
 

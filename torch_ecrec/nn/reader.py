@@ -356,6 +356,16 @@ class Reader(Iterator[Any]):
             )
         self._trained = True
 
+    def check_end(self) -> None:
+        """Training is over. Warns of a pass that a loop may have left too late."""
+        last = self._current
+        if self._restored and last is not None and not (last.whole or self._counts_batches or self._knows_more):
+            log.warning(
+                "the last pass was left after %d batches, in a life that did not begin it: a loop that has counted its"
+                " batches by itself has trained on more than without the restart (`batches.drawn` counts all)",
+                last.drawn,
+            )
+
     # restarts -------------------------------------------------------------------------------------
 
     def saved(self, at_forward: bool = False) -> dict[str, Any]:
