@@ -35,9 +35,9 @@ CODES = (TWO_ONE, THREE_TWO, *(CodeSpec(*numbers) for numbers in OTHERS))
 
 
 @functools.cache
-def undisturbed(code: CodeSpec, steps: int, trainers: int = 2, snapshot_every: int = 1) -> Run:
+def undisturbed(code: CodeSpec, steps: int, trainers: int = 2, snapshot_every: int = 1, loads: tuple = ()) -> Run:
     """The oracle. Computed before anything is taken out of the protocol."""
-    run = simulate(Scenario(code=code, steps=steps, trainers=trainers, snapshot_every=snapshot_every))
+    run = simulate(Scenario(code=code, steps=steps, trainers=trainers, snapshot_every=snapshot_every, loads=loads))
     run.check_against(run)
     assert run.kills == 0
     return run
@@ -50,7 +50,9 @@ def check(scenario: Scenario, *faults: Fault) -> Run:
 
 
 def oracle(scenario: Scenario) -> Run:
-    return undisturbed(scenario.code, scenario.steps, scenario.trainers, scenario.snapshot_every)
+    return undisturbed(
+        scenario.code, scenario.steps, scenario.trainers, scenario.snapshot_every, loads=scenario.loads
+    )
 
 
 # the undisturbed run ------------------------------------------------------------------------------

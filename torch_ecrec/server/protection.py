@@ -27,7 +27,7 @@ from torch_ecrec.layout import StripeGroup
 from torch_ecrec.server.step import FoldVerdict, choose_cut
 from torch_ecrec.storage.delta_log import DeltaLog
 from torch_ecrec.transport import wire
-from torch_ecrec.transport.node import Exchange
+from torch_ecrec.transport.node import RETRY_S, Exchange
 from torch_ecrec.transport.wire import Answer, Refused
 
 if TYPE_CHECKING:
@@ -265,8 +265,9 @@ class Protection:
         if lost not in rule.folded:
             reply(wire.CutLog([], [], [], floor=0, caught_up=False))
             return
-        self.undo_after(lost, request.cut)
         log = self.fold_logs[lost]
+        if request.cut >= log.floor:  # else it was made of what is void by now; the answer shows it
+            self.undo_after(lost, request.cut)
         steps = list(range(log.floor + 1, log.last + 1))
         entries = [log.get(step) for step in steps]
         reply(
@@ -329,12 +330,16 @@ class Protection:
     def _on_logs(self, cut: int, logs: dict[int, wire.CutLog]) -> None:
         """Puts this slot's own log together: each holder has the deltas of the records it keeps parity of."""
         slot = self.slot
+        if not all(log.floor <= cut <= max(log.steps, default=log.floor) for log in logs.values()):
+            # One has gone back since it said how far it had folded: the cut is of steps that are void.
+            slot.host.later(RETRY_S, lambda: None if slot.dead else self.adopt())
+            return
         layout, k = slot.layouts[0], slot.code.k
         known = {run.member for holder in logs for run in layout.runs(slot.index, holder)}
         if len(known) < k:
             slot.give_up()
             return
-        floor = min(cut, max(log.floor for log in logs.values()))
+        floor = max(log.floor for log in logs.values())
         own = DeltaLog(len(slot.shards), floor=floor)
         for step in range(floor + 1, cut + 1):
             at = [(h, log, log.steps.index(step)) for h, log in logs.items()]

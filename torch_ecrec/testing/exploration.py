@@ -308,8 +308,6 @@ class Explorer:
         for _ in range(scenario.code.slots + scenario.spares):
             self._at(draft, COORDINATOR, "join", join_message(role="server"), 0)
         self._at(draft, COORDINATOR, "start", None, 0)
-        draft = Draft(self._all_words_heard(draft.finish()))
-        draft.say("trainer-0", COORDINATOR, self._word({"type": "loaded"}))
         return self._all_words_heard(draft.finish())
 
     def _all_words_heard(self, state: Cluster) -> Cluster:
