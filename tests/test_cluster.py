@@ -251,6 +251,25 @@ def test_loaded_values_survive_every_server(tmp_path: Path) -> None:
         trainer.result()
 
 
+def test_servers_lost_while_values_are_loaded_are_replaced(tmp_path: Path) -> None:
+    """Nobody starts again, and everything is what was loaded: also what was under way."""
+    with cluster(tmp_path, CodeSpec(3, 2, 1), spares=2, trainers=1, load=True, hold_load=True, reads=1) as running:
+        (trainer,) = running.children
+        for slab in range(3):
+            assert trainer.expect("held") == f"loading {slab}"
+            pids = running.kill(slab)
+            trainer.tell("go")
+            running.wait_until_replaced(pids, slab)
+            running.wait_for("all is rebuilt", lambda s: all(p["healthy"] and p["server"] for p in s["slots"]))
+        assert trainer.expect("held") == "read 0"
+        status = running.supervisor.status()
+        assert status["step"] == status["resume_step"] == status["era"] == 0
+        running.kill(0)
+        trainer.tell("go")
+        assert trainer.expect("read") == [True] * 3
+        trainer.result()
+
+
 def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> None:
     """The coordinator does not know before the end which names its predecessor gave."""
     said: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()

@@ -171,12 +171,14 @@ class Client(Node):
 
         self._send_step(make)
 
+    def all_acknowledged(self) -> bool:
+        """Whether everything that this trainer has sent survives r losses."""
+        return self.complete == self.step - 1
+
     def end_loading(self) -> None:
-        """Tells the coordinator that everything is loaded, once it is acknowledged; that one tells all."""
-        assert self.complete == self.step - 1 or self.ended_loading, f"step {self.step - 1} is not acknowledged yet"
+        """Tells the coordinator that everything is loaded, once all is acknowledged; that one tells everybody."""
         self.ended_loading = True
-        origin = self.origin if self.origin is not None else self.complete
-        self.tell({"type": "loaded", "origin": origin})
+        self.tell({"type": "loaded", "origin": self.step - 1 if self.origin is None else self.origin})
 
     # steps --------------------------------------------------------------------------------------
 
@@ -639,7 +641,7 @@ class Session:
         """
         if self.trainer == 0 and not self.restarted:
             self._begin_loading()
-            self._wait(lambda: not self.client.exchanges, "loading initial values")
+            self._wait(self.client.all_acknowledged, "loading initial values")
             self.client.run(self.client.end_loading)
         self._await_origin()
 

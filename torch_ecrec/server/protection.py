@@ -27,7 +27,7 @@ from torch_ecrec.layout import StripeGroup
 from torch_ecrec.server.step import FoldVerdict, choose_cut
 from torch_ecrec.storage.delta_log import DeltaLog
 from torch_ecrec.transport import wire
-from torch_ecrec.transport.node import RETRY_S, Exchange
+from torch_ecrec.transport.node import Exchange
 from torch_ecrec.transport.wire import Answer, Refused
 
 if TYPE_CHECKING:
@@ -164,6 +164,8 @@ class Protection:
 
     def freeze(self) -> None:
         """Nothing is sent any more, and what waits for its turn will not get it: those steps may be taken back."""
+        if not self.slot.ready and not self.slot.hopeless:
+            self.adopt()
         for stream in self.streams.values():
             stream.stop()
         for source in list(self.early):
@@ -265,9 +267,8 @@ class Protection:
         if lost not in rule.folded:
             reply(wire.CutLog([], [], [], floor=0, caught_up=False))
             return
+        self.undo_after(lost, request.cut)
         log = self.fold_logs[lost]
-        if request.cut >= log.floor:  # else it was made of what is void by now; the answer shows it
-            self.undo_after(lost, request.cut)
         steps = list(range(log.floor + 1, log.last + 1))
         entries = [log.get(step) for step in steps]
         reply(
@@ -291,8 +292,13 @@ class Protection:
     # the cut of a lost slot, at its new host ----------------------------------------------------------
 
     def adopt(self) -> None:
-        """Asks every holder what it has folded of this slot; the cut follows from that."""
+        """Asks every holder what it has folded of this slot; the cut follows from that.
+
+        Asks again when an era begins meanwhile: all that counts for one cut is said before anybody goes back, or after.
+        """
         slot, reports = self.slot, {}
+        for exchange in self.adopting:
+            exchange.cancel()
         holders = slot.rule.holders
 
         def ask(holder: int) -> Exchange:
@@ -306,7 +312,10 @@ class Protection:
                     else:
                         self._cut(cut)
 
-            return slot.host.ask(holder, lambda i: wire.Adopt(holder, i, slot.index, slot.incarnation), done)
+            def make(incarnation: int) -> wire.Request:
+                return wire.Adopt(holder, incarnation, slot.index, slot.incarnation, slot.host.frozen)
+
+            return slot.host.ask(holder, make, done)
 
         logger.info("slot %d: new host, asks slots %s what they have folded", slot.index, list(holders))
         self.adopting = [ask(holder) for holder in holders]
@@ -322,7 +331,10 @@ class Protection:
                 if len(logs) == len(holders):
                     self._on_logs(cut, {h: log for h, log in logs.items() if log.caught_up})
 
-            return slot.host.ask(holder, lambda i: wire.Cut(holder, i, slot.index, slot.incarnation, cut), done)
+            def make(incarnation: int) -> wire.Request:
+                return wire.Cut(holder, incarnation, slot.index, slot.incarnation, slot.host.frozen, cut)
+
+            return slot.host.ask(holder, make, done)
 
         logger.info("slot %d: cut at step %d", slot.index, cut)
         self.adopting = [ask(holder) for holder in holders]
@@ -330,16 +342,12 @@ class Protection:
     def _on_logs(self, cut: int, logs: dict[int, wire.CutLog]) -> None:
         """Puts this slot's own log together: each holder has the deltas of the records it keeps parity of."""
         slot = self.slot
-        if not all(log.floor <= cut <= max(log.steps, default=log.floor) for log in logs.values()):
-            # One has gone back since it said how far it had folded: the cut is of steps that are void.
-            slot.host.later(RETRY_S, lambda: None if slot.dead else self.adopt())
-            return
         layout, k = slot.layouts[0], slot.code.k
         known = {run.member for holder in logs for run in layout.runs(slot.index, holder)}
         if len(known) < k:
             slot.give_up()
             return
-        floor = max(log.floor for log in logs.values())
+        floor = min(cut, max(log.floor for log in logs.values()))
         own = DeltaLog(len(slot.shards), floor=floor)
         for step in range(floor + 1, cut + 1):
             at = [(h, log, log.steps.index(step)) for h, log in logs.items()]

@@ -123,8 +123,10 @@ class Host(Node):
             reply(Refused(f"slot {request.slot} is not on {self.name}"))
         elif slot.incarnation != request.incarnation:
             reply(Refused(f"slot {request.slot} is incarnation {slot.incarnation} here, not {request.incarnation}"))
-        elif request.era != self.era and not isinstance(request, (wire.Adopt, wire.Cut)):
+        elif request.era != self.era:
             reply(Refused(f"slot {request.slot} is in era {self.era}, not {request.era}"))
+        elif isinstance(request, (wire.Adopt, wire.Cut)) and request.frozen != self.frozen:
+            reply(Refused("one of the two has gone back, the other has not yet"))
         elif self.frozen and isinstance(request, TRAINERS_ONLY):
             reply(Refused("the trainers were lost"))
         else:

@@ -39,7 +39,7 @@ from torch_ecrec.server.slot import Slot
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.local import EOF_S, LATE, Fault, Line, LocalNetwork
 from torch_ecrec.transport.node import RETRY_S
-from torch_ecrec.transport.wire import Placement, SlotPlace
+from torch_ecrec.transport.wire import SlotPlace
 
 EVENT_LIMIT = 400_000
 REJOIN_S = 0.2  # from the start of a coordinator to the last member that tries to find it, at most
@@ -68,7 +68,7 @@ def small_tables() -> tuple[TableSpec, ...]:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows first to end - 1 of a slab are loaded: with other values, or with a function of what they hold (`change`)."""
+    """Rows first to end - 1 of a slab get other values, or a function of those that they hold (`change`)."""
 
     slab: int
     first: int
@@ -163,7 +163,9 @@ def gradients_of(weights: Sequence[torch.Tensor], step: int, trainer: int, dense
 
 
 def load_all(
-    client: Client, loads: Sequence[Load], on_read: Callable[[int, torch.Tensor], None] = lambda number, records_UW: None
+    client: Client,
+    loads: Sequence[Load],
+    on_read: Callable[[int, torch.Tensor], None] = lambda number, records_UW: None,
 ) -> Iterator[Callable[[], bool]]:
     """What a session of trainer 0 does to load: yields conditions to wait for, as a trainer's script does.
 
@@ -186,7 +188,7 @@ def load_all(
             on_read(number, records_UW)
         yield client.may_push
         client.run(client.load, load.slab, route, load.values(records_UW).view(torch.uint8))
-    yield lambda: not client.exchanges
+    yield client.all_acknowledged
     client.run(client.end_loading)
 
 

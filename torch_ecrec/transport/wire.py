@@ -15,7 +15,7 @@ Every request about a slot carries the slot's incarnation as the caller knows it
 answers `Refused`. Requests of a source carry the source's incarnation, so that one that was replaced is ignored.
 
 Every request carries its sender's *era*, too: which life of the trainers it belongs to (docs/design.md, "Losing
-trainers"). Only requests that repair a lost slot pass from one era to another.
+trainers").
 
 Steps here count everything that changes records. The first ones load initial values; training begins after the last of
 them, which is called the *origin*. With three loads, origin is 3, and the first step of training is step 4 here.
@@ -212,6 +212,7 @@ class Adopt(Request):
 
     lost: int
     lost_incarnation: int  # the new one
+    frozen: bool  # whether the new host waits for the step to go back to; a holder that does not likewise refuses
 
 
 @dataclass
@@ -227,6 +228,7 @@ class Cut(Request):
 
     lost: int
     lost_incarnation: int
+    frozen: bool  # as in `Adopt`
     cut: int
 
 
