@@ -253,7 +253,8 @@ def test_loaded_values_survive_every_server(tmp_path: Path) -> None:
 
 def test_servers_lost_while_values_are_loaded_are_replaced(tmp_path: Path) -> None:
     """Nobody starts again, and everything is what was loaded: also what was under way."""
-    with cluster(tmp_path, CodeSpec(3, 2, 1), spares=2, trainers=1, load=True, hold_load=True, reads=1) as running:
+    # With as many spares, no process ever hosts two slots.
+    with cluster(tmp_path, CodeSpec(3, 2, 1), spares=4, trainers=1, load=True, hold_load=True, reads=1) as running:
         (trainer,) = running.children
         for slab in range(3):
             assert trainer.expect("held") == f"loading {slab}"

@@ -160,7 +160,7 @@ class Client(Node):
         Args:
             slab: which.
             route: of the rows.
-            records: (U, B) uint8, not to be written any more; None: as the servers initialise these rows.
+            records: (U, B) uint8, copied; None: as the servers initialise these rows.
         """
         parts = route.split(records) if records is not None else [None] * self.slots
         step = self.step
@@ -191,7 +191,9 @@ class Client(Node):
             positions = [route.positions[slot] for route in routes]
 
             def on_answer(answer: Answer) -> None:
-                if not self._is_there(answer):
+                if isinstance(answer, wire.Forgotten):
+                    if step == self.step:  # else it was asked ahead for nothing, and nobody waits for it
+                        self.on_error(LookupError(answer.reason))
                     return
                 assert isinstance(answer, wire.Rows)
                 answers[slot] = answer
@@ -205,13 +207,6 @@ class Client(Node):
             done(self._in_order(routes, answers))
         for slot in waiting:
             ask(slot)
-
-    def _is_there(self, answer: Answer) -> bool:
-        """False if what was asked for is not to be had any more: whoever waits for it is told."""
-        if isinstance(answer, wire.Forgotten):
-            self.on_error(LookupError(answer.reason))
-            return False
-        return True
 
     def _in_order(self, routes: Sequence[Route], answers: dict[int, wire.Rows]) -> list[Parts]:
         weights = []
@@ -319,21 +314,25 @@ class Client(Node):
         step = self.step - 1
         asked = [slot for slot in range(self.slots) if len(route.positions[slot])]
         answers: dict[int, Tensor] = {}
-        out_UB = torch.empty((len(route.rows), self.job.slabs[slab].record_bytes), dtype=torch.uint8)
+
+        def finish() -> None:
+            out_UB = torch.empty((len(route.rows), self.job.slabs[slab].record_bytes), dtype=torch.uint8)
+            done(route.join([answers[s] for s in asked], out_UB) if asked else out_UB)
 
         def ask(slot: int) -> None:
             def on_answer(answer: Answer) -> None:
-                if not self._is_there(answer):
+                if isinstance(answer, wire.Forgotten):
+                    self.on_error(LookupError(answer.reason))
                     return
                 assert isinstance(answer, wire.Records)
                 answers[slot] = answer.records
                 if len(answers) == len(asked):
-                    done(route.join([answers[s] for s in asked], out_UB))
+                    finish()
 
             self.ask(slot, lambda i: wire.Export(slot, i, slab, step, route.positions[slot]), on_answer)
 
         if not asked:
-            done(out_UB)
+            finish()
         for slot in asked:
             ask(slot)
 
@@ -632,7 +631,7 @@ class Session:
         if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < most)).all()):
             raise ValueError(f"`rows` must be ascending and unique, from 0 to {most - 1}")
         self._begin_loading()
-        self._load(slab, rows, records.clone(memory_format=torch.contiguous_format).view(torch.uint8))
+        self._load(slab, rows, records.contiguous().view(torch.uint8))
 
     def loaded(self) -> None:
         """Ends the loading of initial values; every trainer calls it once and waits for trainer 0.

@@ -65,13 +65,14 @@ class Call:
 class Oracle:
     """What an undisturbed run gives: the records of each slab after each step, lookups, losses, dense values."""
 
-    records: list[list[np.ndarray]]  # [step][slab]: (rows, B) uint8
+    records: list[list[np.ndarray]]  # [step][slab]: (rows, B) uint8; the first steps load initial values
     run: Run
 
     @staticmethod
     def of(scenario: Scenario) -> Oracle:
         """Runs the simulated cluster for 0, 1, ... steps; its records after fewer steps are those on the way."""
-        runs = [simulate(replace(scenario, steps=steps)) for steps in range(scenario.steps + 1)]
+        runs = [simulate(replace(scenario, steps=0, loads=scenario.loads[:n])) for n in range(len(scenario.loads))]
+        runs += [simulate(replace(scenario, steps=steps)) for steps in range(scenario.steps + 1)]
         return Oracle([[slab.contiguous().view(torch.uint8).numpy() for slab in run.records] for run in runs], runs[-1])
 
 
