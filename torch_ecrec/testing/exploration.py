@@ -807,10 +807,8 @@ EXPLORATIONS = (
     Exploration(1, Budget(trainers=1, coordinators=1), NONE),
     Exploration(1, Budget(servers=1, trainers=1, coordinators=1), NONE),
     Exploration(0, Budget(), frozenset({"Load", "Fold"}), loads=2),
-    Exploration(1, Budget(servers=1), frozenset({"Fold of slot 0", "placement to server"}), loads=2),
-    Exploration(1, Budget(leases=1), frozenset({"fatal", "placement"}), loads=2),
-    Exploration(0, Budget(coordinators=1), frozenset({"loaded", "Fold of slot 0"}), loads=2),
-    Exploration(1, Budget(servers=1, coordinators=1), NONE, loads=1),
+    Exploration(0, Budget(servers=1), frozenset({"Fold of slot 0"}), loads=2),
+    Exploration(0, Budget(coordinators=1), frozenset({"loaded"}), loads=1),
 )
 
 
