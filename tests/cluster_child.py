@@ -20,6 +20,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ class Orders:
     hold: tuple[int, ...] = ()
     pause_s: float = 0.0
     load: bool = False
+    hold_load: bool = False  # within each slab
     reads: int = 0
 
 
@@ -99,7 +101,7 @@ def touched(session: Session, step: int) -> list[torch.Tensor]:
     ]
 
 
-def load(session: Session) -> list[torch.Tensor]:
+def load(session: Session, hold: Callable[[str], None] = lambda where: None) -> list[torch.Tensor]:
     """Loads values over and over, whole stripes and parts of some; returns what every slab should hold then."""
     expected = []
     for s, slab in enumerate(session.job.slabs):
@@ -116,6 +118,8 @@ def load(session: Session) -> list[torch.Tensor]:
                 every[-1:],  # of the last stripe, which is not whole
             ]
         ):
+            if part == 2:
+                hold(f"loading {s}")
             values = torch.rand((len(rows), slab.width), generator=generator(99, s, part))
             session.load(s, rows, values)
             whole[rows] = values
@@ -160,7 +164,8 @@ def main() -> None:
     orders = Orders(**{**words, "hold": tuple(words["hold"])})
     channel = Channel()
     session = launch.connect(job(orders.trainers), Settings.from_environment(join=orders.join), orders.trainer)
-    expected = load(session) if orders.load and orders.trainer == 0 else []
+    hold = {"hold": channel.hold} if orders.hold_load else {}
+    expected = load(session, **hold) if orders.load and orders.trainer == 0 else []
     session.loaded()
     gc.freeze()  # the interpreter's end is quicker then
     for turn in range(orders.reads):

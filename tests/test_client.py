@@ -255,8 +255,9 @@ def test_loaded_values_have_their_parity(code, pieces):
         rows = torch.arange(first, end)
         expected[first:end] = values(rows, expected.shape[1], number)
         session.load(0, rows, expected[first:end].clone())
-    session._loaded = True
+        assert torch.equal(session.read(0, every), expected), "a read has all that was loaded so far"
     session.loaded()
+    assert session.step == 1 and session.client.origin == len(pieces)
     assert torch.equal(session.read(0, every), expected)
     assert torch.equal(session.read(0, torch.tensor([24, 3]).sort().values), expected[[3, 24]])
     check_parity(session.cluster.slots())
@@ -266,12 +267,40 @@ def test_bad_loads_are_refused():
     session = session_over(CodeSpec(3, 2, 1))
     with pytest.raises(ValueError, match="`rows`"):
         session.load(0, torch.tensor([25]), torch.zeros(1, 4))
-    session.client.step = 2
-    with pytest.raises(ValueError, match="before the first step"):
-        session.load(0, torch.tensor([0]), torch.zeros(1, 4))
+    with pytest.raises(RuntimeError, match="calls `loaded` before its first step"):
+        session.lookup([torch.tensor([0])] * 2)
     session.trainer = 1
     with pytest.raises(ValueError, match="only trainer 0"):
         session.load(0, torch.tensor([0]), torch.zeros(1, 4))
+    session.trainer = 0
+    session.loaded()
+    with pytest.raises(ValueError, match="before the first step: loading has ended, at step 1"):
+        session.load(0, torch.tensor([0]), torch.zeros(1, 4))
+
+
+def test_what_is_loaded_is_copied():
+    session = session_over(CodeSpec(3, 2, 1))
+    records = torch.ones(25, 4)
+    session.load(0, torch.arange(25), records)
+    records.zero_()
+    assert bool((session.read(0, torch.arange(25)) == 1).all())
+
+
+def test_a_read_of_a_step_that_is_forgotten_is_an_error_and_harms_nobody():
+    """Nobody who takes part asks for one; a copy that comes late may."""
+    session = session_over(CodeSpec(3, 2, 1))
+    for _ in range(6):
+        session.load(0, torch.arange(25), torch.ones(25, 4))
+    session.loaded()
+    assert min(slot.log.floor for slot in session.cluster.slots()) > 0
+    client, errors = session.client, []
+    client.step, client.on_error = 1, errors.append
+    client.run(client.read, 0, client.route(0, torch.arange(25)), errors.append)
+    client.run(client.lookup, [client.route(s, torch.arange(13)) for s in range(2)], errors.append)
+    session._wait(lambda: len(errors) == 6 and not client.exchanges, "every slot answers")
+    assert all(isinstance(error, LookupError) and "cannot show step 0" in str(error) for error in errors)
+    client.step = 7
+    assert bool((session.read(0, torch.arange(25)) == 1).all())
 
 
 def test_rows_asked_for_ahead_are_those_of_a_lookup_and_asked_for_once():
@@ -280,6 +309,7 @@ def test_rows_asked_for_ahead_are_those_of_a_lookup_and_asked_for_once():
     weights = {ahead: [], plain: []}
     for session in (ahead, plain):
         session.client.snapshot_every = 0
+        session.loaded()
         asked = [[session.arrange(s, rows)[0] for s in range(len(session.job.slabs))] for rows in batches]
         for step, rows in enumerate(asked):
             found = session.lookup(rows)

@@ -251,6 +251,26 @@ def test_loaded_values_survive_every_server(tmp_path: Path) -> None:
         trainer.result()
 
 
+def test_servers_lost_while_values_are_loaded_are_replaced(tmp_path: Path) -> None:
+    """Nobody starts again, and everything is what was loaded: also what was under way."""
+    # With as many spares, no process ever hosts two slots.
+    with cluster(tmp_path, CodeSpec(3, 2, 1), spares=4, trainers=1, load=True, hold_load=True, reads=1) as running:
+        (trainer,) = running.children
+        for slab in range(3):
+            assert trainer.expect("held") == f"loading {slab}"
+            pids = running.kill(slab)
+            trainer.tell("go")
+            running.wait_until_replaced(pids, slab)
+            running.wait_for("all is rebuilt", lambda s: all(p["healthy"] and p["server"] for p in s["slots"]))
+        assert trainer.expect("held") == "read 0"
+        status = running.supervisor.status()
+        assert status["step"] == status["resume_step"] == status["era"] == 0
+        running.kill(0)
+        trainer.tell("go")
+        assert trainer.expect("read") == [True] * 3
+        trainer.result()
+
+
 def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> None:
     """The coordinator does not know before the end which names its predecessor gave."""
     said: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
@@ -264,7 +284,7 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
             for who in ("old", "new")
         }
         hello = {"version": torch_ecrec.__version__, "pid": os.getpid(), "role": "server", "rank": -1}
-        known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "loaded": False}
+        known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "origin": None}
         known |= {"whole": [], "incarnations": []}
         world = {"life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
         plain = {"slots": 3, "k": 2, "r": 1, "protection": "parity"}

@@ -240,11 +240,11 @@ def told(h: Harness, name: str, kind: str) -> list[dict[str, Any]]:
 
 def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
     h = Harness().start()
-    h.say("trainer-0", type="loaded")
+    h.say("trainer-0", type="loaded", origin=0)
     h.lose("trainer-1")
     assert h.core.fatal is None and h.core.era == 1
     assert [m["kind"] for m in told(h, "trainer-0", "fatal")] == ["trainers_lost"], "it cannot go on alone"
-    assert told(h, "server-0", "era")[-1] == {"type": "era", "era": 1, "step": None}
+    assert told(h, "server-0", "era")[-1] == {"type": "era", "era": 1, "step": None, "origin": 0}
     for slot, applied in enumerate((7, 6, 8)):
         reach(h, slot, applied)
     assert h.core.going_back is not None and h.core.going_back.step == 6, "all reach it, and a snapshot is kept"
@@ -256,7 +256,8 @@ def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
     assert all(told(h, name, "welcome")[-1]["restarted"] for name in names)
     assert not told(h, names[0], "resume"), "slot 2 is not there yet"
     durable(h, 2)
-    assert told(h, names[0], "resume") == [{"type": "resume", "era": 1, "step": 6}] and h.core.going_back is None
+    assert told(h, names[0], "resume") == [{"type": "resume", "era": 1, "step": 6, "origin": 0}]
+    assert h.core.going_back is None
 
 
 def test_trainers_that_come_late_are_told_at_once() -> None:
@@ -290,6 +291,7 @@ def test_a_server_lost_meanwhile_begins_another_era() -> None:
 
 def test_without_a_snapshot_that_all_can_go_back_to_the_job_ends() -> None:
     h = Harness().start()
+    h.say("trainer-0", type="loaded", origin=0)
     h.lose("trainer-0")
     for slot in range(3):
         reach(h, slot, 20, floor=15, snapshots=[[16, [0]]])  # of one trainer only
@@ -361,7 +363,7 @@ def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
         "whole": [[i, p.incarnation] for i, p in enumerate(h.core.slots) if p.server == name and p.healthy],
         "incarnations": [p.incarnation for p in h.core.slots] if member.role == "server" else [],
     }
-    return h.message(**{**message, "loaded": True, **fields})
+    return h.message(**{**message, "origin": 0, **fields})
 
 
 def rejoin(h: Harness, message: dict[str, Any]) -> None:
@@ -377,7 +379,7 @@ def test_members_tell_a_new_coordinator_what_they_know() -> None:
     for name in MEMBERS:
         assert not after.core.slots
         rejoin(after, known(before, name))
-    assert after.places == before.places and after.core.epoch == before.core.epoch + 1 and after.core.loaded
+    assert after.places == before.places and after.core.epoch == before.core.epoch + 1 and after.core.origin == 0
     assert after.core.generation == before.core.generation, "the RPC world goes on"
     assert after.core.era == 0 and after.core.fatal is None
     assert after.server() == "server-1000", "names that were given before may be known to nobody here"
@@ -497,7 +499,7 @@ def test_a_server_that_leaves_in_mid_training_is_lost() -> None:
 
 def test_loaded_reaches_all_trainers_also_late_ones() -> None:
     h = Harness().start()
-    h.say("trainer-0", type="loaded")
+    h.say("trainer-0", type="loaded", origin=0)
     assert {n for n, m in h.sent if m["type"] == "loaded"} == set(h.core.members), "servers tell the next coordinator"
 
 

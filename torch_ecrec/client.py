@@ -9,6 +9,10 @@ A step t of one trainer:
                    `window_steps` ahead of what is acknowledged, and keeps what is not
     snapshot(...)  the dense model after t, to the r + 1 snapshot slots
 
+Initial values are loaded in steps, too: `load` on trainer 0 is to the slots what `push` is of all trainers. Training
+begins after the last of them, the `origin`. `Client` counts steps as the messages do; `Session` counts those of
+training, from 1.
+
 Shape legend: U unique rows of a slab, D embedding dim, W record width in floats, B record bytes; lists hold one tensor
 per slab. Rows are slab rows: first row of the table in its slab, plus the id.
 """
@@ -20,18 +24,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.config import JobSpec, Settings
-from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.errors import ClusterUnavailable, TrainersLost
 from torch_ecrec.layout import Layout
 from torch_ecrec.pieces import Gathering
 from torch_ecrec.route import Parts, Route, arrange, route
@@ -39,7 +42,12 @@ from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import Exchange, Node, Port
 from torch_ecrec.transport.wire import Answer, Placement
 
+LOAD_BYTES = 4 << 20  # of records in one step that loads
 ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 @dataclass
@@ -60,8 +68,8 @@ class Client(Node):
         name, port: see `Node`.
         job: what is trained.
         trainer: this trainer's index, 0 <= trainer < job.trainers.
-        snapshot_every: `snapshot` is called after each step that is a multiple of it; such a step is complete only once
-            its snapshot is stored. 0: never.
+        snapshot_every: `snapshot` is called after each step of training that is a multiple of it; such a step is
+            complete only once its snapshot is stored. 0: never.
     """
 
     def __init__(
@@ -77,14 +85,103 @@ class Client(Node):
         self.complete = 0  # everything of this trainer up to here is acknowledged and stored
         self.resumable = 0  # the last step up to there after which a snapshot was due: logs must reach back to it
         self.resume_step = 0  # where its era began
+        self.resumed = False  # whether that is known: nothing is asked of a slot before
+        self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
+        self.ended_loading = False  # trainer 0: the coordinator was told
         self.snapshot_every = snapshot_every
         self.half = settings.wire == "bfloat16"
         self.open: dict[int, _StepState] = {}
         self._lookups: list[Exchange] = []  # of this step
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
+        self.on_error: Callable[[BaseException], None] = _raise  # called, inside run, with what cannot be answered
 
     def route(self, slab: int, rows_U: Tensor) -> Route:
         return route(self.layouts[slab], rows_U)
+
+    # from the coordinator -----------------------------------------------------------------------
+
+    def on_control(self, message: dict[str, Any]) -> None:
+        """A message of the coordinator. Types: placement, resume, loaded, rejoined; others are not for the protocol."""
+        if message["type"] == "placement":
+            self.run(self.place, Placement.from_json(message["placement"]))
+        elif message["type"] == "resume":
+            self.run(self.resume, message["era"], message["step"], message["origin"])
+        elif message["type"] == "loaded":
+            self.run(self.begin_training, message["origin"])
+        elif message["type"] == "rejoined" and self.ended_loading:
+            self.run(self.end_loading)  # in case the coordinator before did not hear it
+
+    def place(self, placement: Placement) -> bool:
+        newer = super().place(placement)
+        self.on_change()
+        return newer
+
+    def resume(self, era: int, step: int, origin: int | None) -> None:
+        """Goes on after `step`, in the era that began there. Before anything else; only the first time counts."""
+        if self.resumed:
+            return
+        self.era, self.step = era, step + 1
+        self.complete = self.resumable = self.resume_step = step
+        self.resumed, self.origin = True, origin
+        self.on_change()
+
+    def begin_training(self, origin: int) -> None:
+        """The initial values are there, as of step `origin`."""
+        if self.origin is None:
+            self.step, self.complete, self.resumable = origin + 1, origin, origin
+            self.origin = origin  # the last: the user's thread waits for it
+        self.on_change()
+
+    def known(self) -> dict[str, Any]:
+        """What a coordinator that was started again must know."""
+        return {
+            "job": self.job.to_json(),
+            "placement": self.placement.to_json() if self.placement is not None else None,
+            "era": self.era,
+            "frozen": False,
+            "resume_step": self.resume_step,
+            "origin": self.origin,
+            "whole": [],
+            "incarnations": [],
+        }
+
+    # initial values -----------------------------------------------------------------------------
+
+    def left_behind(self) -> Iterator[tuple[int, Tensor]]:
+        """What is to be loaded first, as the servers make it: slab and rows, in portions.
+
+        Before this trainer another one may have loaded something, and was lost. Every row, then; else none.
+        """
+        for slab, spec in enumerate(self.job.slabs if self.resume_step else ()):
+            rows = max(1, LOAD_BYTES // spec.record_bytes)
+            for first in range(0, spec.rows, rows):
+                yield slab, torch.arange(first, min(first + rows, spec.rows))
+
+    def load(self, slab: int, route: Route, records: Tensor | None) -> None:
+        """A step of trainer 0 before training: overwrites the routed rows.
+
+        Args:
+            slab: which.
+            route: of the rows.
+            records: (U, B) uint8, copied; None: as the servers initialise these rows.
+        """
+        parts = route.split(records) if records is not None else [None] * self.slots
+        step = self.step
+
+        def make(slot: int, incarnation: int) -> wire.Request:
+            positions = route.positions[slot]
+            return wire.Load(slot, incarnation, step, slab, positions, parts[slot], self.resumable)
+
+        self._send_step(make)
+
+    def all_acknowledged(self) -> bool:
+        """Whether everything that this trainer has sent survives r losses."""
+        return self.complete == self.step - 1
+
+    def end_loading(self) -> None:
+        """Tells the coordinator that everything is loaded, once all is acknowledged; that one tells everybody."""
+        self.ended_loading = True
+        self.tell({"type": "loaded", "origin": self.step - 1 if self.origin is None else self.origin})
 
     # steps --------------------------------------------------------------------------------------
 
@@ -97,6 +194,10 @@ class Client(Node):
             positions = [route.positions[slot] for route in routes]
 
             def on_answer(answer: Answer) -> None:
+                if isinstance(answer, wire.Forgotten):
+                    if step == self.step:  # else it was asked ahead for nothing, and nobody waits for it
+                        self.on_error(LookupError(answer.reason))
+                    return
                 assert isinstance(answer, wire.Rows)
                 answers[slot] = answer
                 if len(answers) == len(waiting):
@@ -122,8 +223,9 @@ class Client(Node):
         return weights
 
     def snapshot_due(self, step: int) -> bool:
-        """Whether the dense model after `step` is to be kept."""
-        return self.snapshot_every > 0 and step % self.snapshot_every == 0
+        """Whether the dense model after `step` is to be kept. Before training there is nothing to keep."""
+        done = wire.training_step(step, self.origin)
+        return done > 0 and self.snapshot_every > 0 and done % self.snapshot_every == 0
 
     def may_push(self) -> bool:
         """A trainer runs at most `window_steps` ahead of what is acknowledged."""
@@ -147,25 +249,30 @@ class Client(Node):
         self._lookups = []
         self.without_snapshot()
         step = self.step
-        state = self.open[step] = _StepState(unacknowledged=set(range(self.slots)))
-        if not self.snapshot_due(step):
-            state.unstored = set()
         if self.half:
             gradients = [gradient_UD.bfloat16() for gradient_UD in gradients]
         parts = [route.split(gradient) for route, gradient in zip(routes, gradients, strict=True)]
 
-        def send(slot: int) -> None:
+        def make(slot: int, incarnation: int) -> wire.Request:
             positions = [route.positions[slot] for route in routes]
             mine = [part[slot] for part in parts]
+            return wire.Push(slot, incarnation, step, self.trainer, positions, mine, list(rates), self.resumable)
 
-            def make(incarnation: int) -> wire.Request:
-                return wire.Push(slot, incarnation, step, self.trainer, positions, mine, list(rates), self.resumable)
+        self._send_step(make)
 
+    def _send_step(self, make: Callable[[int, int], wire.Request]) -> None:
+        """Sends what `make` gives for each slot and incarnation until all have acknowledged it; ends the step."""
+        step = self.step
+        state = self.open[step] = _StepState(unacknowledged=set(range(self.slots)))
+        if not self.snapshot_due(step):
+            state.unstored = set()
+
+        def send(slot: int) -> None:
             def on_answer(_: Answer) -> None:
                 state.unacknowledged.discard(slot)
                 self._advance()
 
-            self.ask(slot, make, on_answer)
+            self.ask(slot, lambda incarnation: make(slot, incarnation), on_answer)
 
         self.step = step + 1
         for slot in range(self.slots):
@@ -215,32 +322,9 @@ class Client(Node):
                 break
             self.complete += 1
             del self.open[self.complete]
-            if self.snapshot_every == 0 or state.snapshot is not None:
+            if self.origin is None or self.snapshot_every == 0 or state.snapshot is not None:
                 self.resumable = self.complete
         self.on_change()
-
-    def place(self, placement: Placement) -> bool:
-        newer = super().place(placement)
-        self.on_change()
-        return newer
-
-    def resume(self, era: int, step: int) -> None:
-        """Goes on after `step`, in the era that began there. Before anything else."""
-        self.era, self.step = era, step + 1
-        self.complete = self.resumable = self.resume_step = step
-
-    def known(self, loaded: bool) -> dict[str, Any]:
-        """What a coordinator that was started again must know; `loaded`: initial values are there."""
-        return {
-            "job": self.job.to_json(),
-            "placement": self.placement.to_json() if self.placement is not None else None,
-            "era": self.era,
-            "frozen": False,
-            "resume_step": self.resume_step,
-            "loaded": loaded,
-            "whole": [],
-            "incarnations": [],
-        }
 
     # whole records ------------------------------------------------------------------------------
 
@@ -249,19 +333,25 @@ class Client(Node):
         step = self.step - 1
         asked = [slot for slot in range(self.slots) if len(route.positions[slot])]
         answers: dict[int, Tensor] = {}
-        out_UB = torch.empty((len(route.rows), self.job.slabs[slab].record_bytes), dtype=torch.uint8)
+
+        def finish() -> None:
+            out_UB = torch.empty((len(route.rows), self.job.slabs[slab].record_bytes), dtype=torch.uint8)
+            done(route.join([answers[s] for s in asked], out_UB) if asked else out_UB)
 
         def ask(slot: int) -> None:
             def on_answer(answer: Answer) -> None:
+                if isinstance(answer, wire.Forgotten):
+                    self.on_error(LookupError(answer.reason))
+                    return
                 assert isinstance(answer, wire.Records)
                 answers[slot] = answer.records
                 if len(answers) == len(asked):
-                    done(route.join([answers[s] for s in asked], out_UB))
+                    finish()
 
             self.ask(slot, lambda i: wire.Export(slot, i, slab, step, route.positions[slot]), on_answer)
 
         if not asked:
-            done(out_UB)
+            finish()
         for slot in asked:
             ask(slot)
 
@@ -280,12 +370,6 @@ class Client(Node):
                 ask()
 
         ask()
-
-    def load(
-        self, slab: int, parity: bool, slot: int, positions: Tensor, records: Tensor, done: Callable[[], None]
-    ) -> None:
-        """Overwrites records or parities of one slot before the first step."""
-        self.ask(slot, lambda i: wire.Load(slot, i, slab, parity, positions, records), lambda _: done())
 
 
 @dataclass(eq=False)
@@ -328,15 +412,11 @@ class Session:
         self._changes = 0
         self._awaited: Callable[[], bool] | None = None  # what the user's thread waits for
         self._error: BaseException | None = None
-        self._loaded = False
-        self._resumed: tuple[int, int] | None = None  # the era, and the step after which this trainer goes on
+        self._loads = False  # trainer 0 has begun to
         self._closed = False
-        self._pending_load: dict[int, tuple[Tensor, Tensor]] = {}
-        self._loaded_into: tuple[int, ...] | None = None  # incarnations of the slots when loading began
-        self._has_told = False  # trainer 0: that it has loaded
         self._routes: deque[Route] = deque(maxlen=ROUTES_KEPT)
         self._ahead: list[_Ahead] = []
-        client.on_change = self._notify
+        client.on_change, client.on_error = self._notify, self.fail
 
     # the background -----------------------------------------------------------------------------
 
@@ -349,7 +429,7 @@ class Session:
 
     def known(self) -> dict[str, Any]:
         """What a coordinator that was started again must know."""
-        return self.client.known(self._loaded)
+        return self.client.known()
 
     def fail(self, error: BaseException) -> None:
         """Something went wrong in the background: the next or present wait raises it."""
@@ -359,17 +439,9 @@ class Session:
 
     def on_control(self, message: dict[str, Any]) -> None:
         """A message of the coordinator to this trainer."""
-        if message["type"] == "placement":
-            self.client.run(self.client.place, Placement.from_json(message["placement"]))
-        elif message["type"] == "loaded":
-            self._loaded = True
-            self._notify()
-        elif message["type"] == "rejoined" and self._has_told:
-            self._tell({"type": "loaded"})
-        elif message["type"] == "resume" and self._resumed is None:
-            self._resumed = message["era"], message["step"]
-            self.client.run(self.client.resume, *self._resumed)
-            self._notify()
+        self.client.on_control(message)
+        if self.restarted and self.client.resumed and self.client.origin is None:
+            self.fail(TrainersLost("nobody is left who knows that initial values had been loaded; start again"))
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         limit_s = self.client.settings.give_up_s
@@ -405,8 +477,12 @@ class Session:
 
     @property
     def step(self) -> int:
-        """The step being worked on, from 1."""
-        return self.client.step
+        """The step of training being worked on, from 1."""
+        return max(1, wire.training_step(self.client.step, self.client.origin))
+
+    def _check_training(self) -> None:
+        if self.client.origin is None:
+            raise RuntimeError("training has not begun: every trainer calls `loaded` before its first step")
 
     def _route(self, rows: Sequence[Tensor]) -> list[Route]:
         """Routes rows, those that `arrange` gave at no cost."""
@@ -443,6 +519,7 @@ class Session:
 
     def lookup_parts(self, rows: Sequence[Tensor]) -> list[Parts]:
         """The same as they came, one part from each slot. Not to be written: they may lie in a server's memory."""
+        self._check_training()
         what = f"lookup of step {self.step}"
         ahead = next((a for a in self._ahead if a.step == self.step and a.is_of(rows)), None)
         if ahead is not None:
@@ -458,6 +535,7 @@ class Session:
         Args:
             rows: the very tensors that `lookup` will be called with. If it is not, the answer is dropped.
         """
+        self._check_training()
         ahead = _Ahead(self.step, list(rows))
 
         def done(weights: list[Parts]) -> None:
@@ -477,6 +555,7 @@ class Session:
 
         Waits only if `window_steps` steps are not acknowledged yet.
         """
+        self._check_training()
         routes = self._route(rows)
         self.client.run(self.client.without_snapshot)
         self._wait(self.client.may_push, f"push of step {self.step}: earlier steps are not acknowledged")
@@ -509,7 +588,8 @@ class Session:
 
     def _stored(self, slot: int, step: int) -> list[tuple[int, int, list[int], Tensor]]:
         have: wire.Snapshots = self._run_and_wait(self.client.stored, slot, step, what=f"snapshots of slot {slot}")
-        return list(zip(have.steps, have.trainers, have.headers, have.payloads, strict=True))
+        steps = [wire.training_step(step, self.client.origin) for step in have.steps]
+        return list(zip(steps, have.trainers, have.headers, have.payloads, strict=True))
 
     def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
         """Where training goes on, in a session that was `restarted`.
@@ -518,10 +598,11 @@ class Session:
             The last step that counts, and the dense model after it: payload and header of every trainer's part, in
             their order. Without parts if it is step 0: the model as it was made.
         """
-        self._wait(lambda: self._resumed is not None, "waiting for the servers to go back to a step that all know")
-        assert self._resumed is not None
-        step = self._resumed[1]
-        return step, [(payload, header) for _, _, header, payload in (self._stored(0, step) if step else ())]
+        client = self.client
+        self._wait(lambda: client.resumed, "waiting for the servers to go back to a step that all know")
+        step = wire.training_step(client.resume_step, client.origin)
+        stored = self._stored(0, client.resume_step) if step else ()
+        return step, [(payload, header) for _, _, header, payload in stored]
 
     def flush(self) -> None:
         """Waits until everything sent is acknowledged: survives r losses."""
@@ -530,102 +611,70 @@ class Session:
     # whole records ------------------------------------------------------------------------------
 
     def read(self, slab: int, rows: Tensor) -> Tensor:
-        """(U, W) float32 records (weights, then optimizer state) of slab rows (U,) as of the previous step."""
+        """(U, W) float32 records (weights, then optimizer state) of slab rows (U,) as of the previous step.
+
+        Before training, on trainer 0: with all that it has loaded so far. Other trainers wait until it has loaded all;
+        in a session that was `restarted` it is as of the step that training goes on after.
+        """
+        if self.trainer == 0 and not self.restarted:
+            self._begin_loading()
+        else:
+            self._await_origin()
         route = self.client.route(slab, rows)
         records_UB: Tensor = self._run_and_wait(self.client.read, slab, route, what="reading records")
         return records_UB.view(torch.float32)
 
+    def _await_origin(self) -> None:
+        self._wait(lambda: self.client.origin is not None, "waiting for trainer 0 to load initial values")
+
+    def _begin_loading(self) -> None:
+        """Trainer 0, before it reads or loads: what a lost trainer 0 may have loaded is taken back."""
+        client = self.client
+        self._wait(lambda: client.resumed, "waiting for the cluster")
+        if client.origin is None and not self._loads:
+            self._loads = True
+            for slab, rows in client.left_behind():
+                self._load(slab, rows, None)
+
+    def _load(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
+        self._wait(self.client.may_push, f"loading initial values: step {self.client.step} is waited for")
+        self.client.run(self.client.load, slab, self.client.route(slab, rows), records)
+
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
-        """Overwrites records before the first step, parities included. Trainer 0 only.
+        """Overwrites records before the first step. Trainer 0 only; does nothing in a session that was `restarted`.
+
+        Does not wait until it survives a loss: `loaded` does.
 
         Args:
             slab: which.
             rows: (U,) int64, ascending and unique. Rows may be loaded again: the last values count.
-            records: (U, W) float32.
+            records: (U, W) float32. Copied.
+
+        Raises:
+            ValueError: on another trainer, after `loaded`, or `rows` are not as they must be.
         """
         if self.restarted:
             return
         if self.trainer != 0:
             raise ValueError(f"only trainer 0 loads initial values, this is trainer {self.trainer}")
-        if self.step != 1:
-            raise ValueError(f"initial values can be loaded before the first step only, this is step {self.step}")
+        if self.client.origin is not None:
+            raise ValueError(f"initial values are loaded before the first step: loading has ended, at step {self.step}")
         most = self.client.layouts[slab].rows
         if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < most)).all()):
             raise ValueError(f"`rows` must be ascending and unique, from 0 to {most - 1}")
-        self._check_nothing_lost()
-        values = records.contiguous().view(torch.uint8)
-        self._send_load(slab, False, self.client.route(slab, rows), values)
-        if self.job.code.parities:
-            if slab in self._pending_load:
-                before, kept = self._pending_load[slab], ~torch.isin(self._pending_load[slab][0], rows)
-                rows, values = torch.cat([before[0][kept], rows]), torch.cat([before[1][kept], values])
-                order = torch.argsort(rows, stable=True)
-                rows, values = rows[order], values[order]
-            self._pending_load[slab] = self._load_parity(slab, rows, values, whole=False)
-
-    def _send_load(self, slab: int, parity: bool, route: Route, values: Tensor) -> None:
-        left = [slot for slot in range(self.client.slots) if len(route.positions[slot])]
-        parts = route.split(values)
-        for slot in left:
-            self._run_and_wait(
-                self.client.load, slab, parity, slot, route.positions[slot], parts[slot], what="loading initial values"
-            )
-
-    def _load_parity(self, slab: int, rows: Tensor, values: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-        """Encodes and sends the parities of the stripes that are complete in `rows` (ascending); returns the rest.
-
-        With `whole`, members that were not loaded are read from the servers, and nothing is left.
-        """
-        layout, k = self.client.layouts[slab], self.client.code.k
-        stripes, counts = torch.unique_consecutive(rows // k, return_counts=True)
-        expected = torch.clamp(layout.rows - stripes * k, max=k)
-        done = torch.ones_like(counts, dtype=torch.bool) if whole else counts == expected
-        chosen = torch.repeat_interleave(done, counts)
-        if bool(done.any()):
-            stripes_C = stripes[done]
-            data = torch.zeros((len(stripes_C), k, values.shape[1]), dtype=torch.uint8)
-            if whole and not bool((counts == expected).all()):
-                every = (stripes_C[:, None] * k + torch.arange(k)).flatten()
-                every = every[every < layout.rows]
-                have = self.read(slab, every).view(torch.uint8)
-                data[torch.searchsorted(stripes_C, every // k), every % k] = have
-            data[torch.searchsorted(stripes_C, rows[chosen] // k), rows[chosen] % k] = values[chosen]
-            parity = self.client.code.encode(data.transpose(0, 1).contiguous().numpy())
-            for j in range(self.client.code.n - k):
-                base = (stripes_C % layout.slots).numpy()
-                slots = layout.member_slot[base, k + j]
-                first = layout.parity_first[slots, layout.member_rank[base, k + j]]
-                positions = first + (stripes_C // layout.slots).numpy()
-                for slot in np.unique(slots).tolist():
-                    mine = slots == slot
-                    at = torch.from_numpy(np.ascontiguousarray(positions[mine]))
-                    part = torch.from_numpy(np.ascontiguousarray(parity[j][mine]))
-                    self._run_and_wait(self.client.load, slab, True, slot, at, part, what="loading initial parities")
-        return rows[~chosen], values[~chosen]
+        self._begin_loading()
+        self._load(slab, rows, records.contiguous().view(torch.uint8))
 
     def loaded(self) -> None:
-        """Ends the loading of initial values; every trainer calls it once and waits for trainer 0."""
-        if self.restarted:
-            self.resume()
-        elif self.trainer == 0:
-            for slab, (rows, values) in list(self._pending_load.items()):
-                if len(rows):
-                    self._load_parity(slab, rows, values, whole=True)
-            self._pending_load = {}
-            self._check_nothing_lost()
-            self._has_told = True
-            self._tell({"type": "loaded"})
-        self._wait(lambda: self._loaded, "waiting for trainer 0 to load initial values")
+        """Ends the loading of initial values; every trainer calls it once and waits for trainer 0.
 
-    def _check_nothing_lost(self) -> None:
-        """A server lost while initial values are loaded takes some of them along: loading has to start again."""
-        self._wait(lambda: self.client.placement is not None, "waiting for the cluster")
-        assert self.client.placement is not None
-        incarnations = tuple(place.incarnation for place in self.client.placement.slots)
-        if self._loaded_into is None:
-            self._loaded_into = incarnations
-        elif self._loaded_into != incarnations:
-            raise ClusterUnavailable("a server was lost while the initial values were loaded; start the job again")
+        What was loaded survives r losses from then on.
+        """
+        if self.trainer == 0 and not self.restarted:
+            self._begin_loading()
+            self._wait(self.client.all_acknowledged, "loading initial values")
+            self.client.run(self.client.end_loading)
+        self._await_origin()
 
     # the rest -----------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ import torch_ecrec
 from torch_ecrec import recovery
 from torch_ecrec.config import WITHOUT_SPARE, CodeSpec, JobSpec, require
 from torch_ecrec.layout import Layout
-from torch_ecrec.transport.wire import Placement, SlotPlace
+from torch_ecrec.transport.wire import Placement, SlotPlace, training_step
 
 Message = dict[str, Any]
 FORMING_LIMIT_S = 20.0
@@ -42,7 +42,7 @@ REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for th
 NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
 TICK_MOST_S = 2.0  # between two calls of `on_tick`, unless the coordinator itself was stopped
 REJOIN_KEYS = {"version", "pid", "name", "role", "rank", "code", "life", "generation", "newest", "world"} | {
-    "job", "placement", "era", "frozen", "resume_step", "loaded", "whole", "incarnations"
+    "job", "placement", "era", "frozen", "resume_step", "origin", "whole", "incarnations"
 }  # fmt: skip
 NOBODY = "nobody"  # the host of a slot whose host is not known any more
 FENCED = "this process was taken for lost, and what it did has been given to another"
@@ -116,7 +116,7 @@ class Coordinator:
         self.generation = 0
         self.world: list[str] = []  # members of the present generation, in rank order
         self.forming_until_s: float | None = None
-        self.loaded = False
+        self.origin: int | None = None  # the step that training begins after (`wire.py`); None: loading has not ended
         self.fatal: str | None = None
         self.fatal_kind = "stopped"
         self.step = 0
@@ -182,7 +182,7 @@ class Coordinator:
             self._lose_trainers(f"trainer {rank} was started again", now_s)
         member = Member(name, role, rank, message.get("pid", 0), now_s, now_s)
         self.members[name] = member
-        restarted = self.loaded and role == "trainer"
+        restarted = self.origin is not None and role == "trainer"
         welcome = {"type": "welcome", "name": name, "code": self._code_json(), "restarted": restarted}
         self.send(name, {**welcome, "life": self.life, "transport": self.transport})
         self.announce({"event": "joined", "member": name, "role": role, "rank": rank, "pid": member.pid})
@@ -245,7 +245,7 @@ class Coordinator:
         self._names = NAMES_OF_A_LIFE * self.life
         self._lives = dict.fromkeys(range(job.trainers if job is not None else 0), NAMES_OF_A_LIFE * self.life)
         self.job = job or self.job
-        self.loaded = any(m["loaded"] for m in said.values())
+        self.origin = max((m["origin"] for m in said.values() if m["origin"] is not None), default=None)
         self.generation, self.world = max(m["newest"] for m in said.values()), world
         eras = {m["era"] for m in said.values()}
         self.era = max(eras)
@@ -314,7 +314,7 @@ class Coordinator:
         elif kind == "durable":
             self.on_durable(message)
         elif kind == "loaded":
-            self.on_loaded()
+            self.on_loaded(message["origin"])
         elif kind == "leave":
             self.on_left(name, now_s)
         elif kind == "progress":
@@ -530,8 +530,8 @@ class Coordinator:
         self._send_era(name)  # before anything can be asked for
         self.send(name, {"type": "job", "job": self.job.to_json()})
         self.send(name, {"type": "placement", "placement": Placement(self.epoch, tuple(self.slots)).to_json()})
-        if self.loaded:
-            self.send(name, {"type": "loaded"})
+        if self.origin is not None:
+            self.send(name, {"type": "loaded", "origin": self.origin})
 
     # going back ---------------------------------------------------------------------------------
 
@@ -560,9 +560,9 @@ class Coordinator:
         back = self.going_back
         if self.members[name].role == "server":
             step = self.resume_step if back is None else back.step
-            self.send(name, {"type": "era", "era": self.era, "step": step})
+            self.send(name, {"type": "era", "era": self.era, "step": step, "origin": self.origin})
         elif back is None:
-            self.send(name, {"type": "resume", "era": self.era, "step": self.resume_step})
+            self.send(name, {"type": "resume", "era": self.era, "step": self.resume_step, "origin": self.origin})
 
     def on_reach(self, message: Message) -> None:
         """A slot says which steps it can go back to. When all have, the last that is common is chosen."""
@@ -575,22 +575,27 @@ class Coordinator:
         if len(back.reach) < len(self.slots):
             return
         assert self.job is not None
-        parts: dict[int, set[int]] = {0: set(range(self.job.trainers))}  # of the model as it was made
+        least = max(said["floor"] for said in back.reach.values())
+        most = min(said["applied"] for said in back.reach.values())
+        # where the dense model is not needed: it is as it was made
+        first = range(least, most + 1) if self.origin is None else [self.origin]
+        parts: dict[int, set[int]] = {step: set(range(self.job.trainers)) for step in first}
         for said in back.reach.values():
             for step, trainers in said["snapshots"]:
                 parts.setdefault(step, set()).update(trainers)
-        least = max(said["floor"] for said in back.reach.values())
-        most = min(said["applied"] for said in back.reach.values())
-        known = [s for s, trainers in parts.items() if least <= s <= most and len(trainers) == self.job.trainers]
+        least_known = max(least, self.origin or 0)
+        known = [s for s, trainers in parts.items() if least_known <= s <= most and len(trainers) == self.job.trainers]
+        reach = training_step(least, self.origin), training_step(most, self.origin)
         if not known:
             self.stop(
-                f"the trainers were lost, and no dense snapshot of the steps {least} to {most} is kept, which are those"
-                " that the servers can go back to (snapshots are off?): restore a checkpoint",
+                f"the trainers were lost, and no dense snapshot of the steps {reach[0]} to {reach[1]} is kept, which"
+                " are those that the servers can go back to (snapshots are off?): restore a checkpoint",
                 "stopped",
             )
             return
         back.step = max(known)
-        self.announce({"event": "going back", "era": self.era, "step": back.step, "applied": most})
+        step = training_step(back.step, self.origin)
+        self.announce({"event": "going back", "era": self.era, "step": step, "applied": reach[1]})
         for member in self._present("server"):
             self._send_era(member.name)
 
@@ -603,8 +608,9 @@ class Coordinator:
             return
         back.durable.add(slot)
         if len(back.durable) == len(self.slots):
-            self.resume_step, self.going_back, self.step = back.step, None, back.step
-            self.announce({"event": "resumable", "era": self.era, "step": self.resume_step})
+            self.resume_step, self.going_back = back.step, None
+            self.step = training_step(back.step, self.origin)
+            self.announce({"event": "resumable", "era": self.era, "step": self.step})
             for member in self._present("trainer"):
                 self._send_era(member.name)
             self._rebalance()
@@ -636,11 +642,11 @@ class Coordinator:
 
     # the job ------------------------------------------------------------------------------------
 
-    def on_loaded(self) -> None:
-        """Trainer 0 has loaded the initial values."""
-        self.loaded = True
+    def on_loaded(self, origin: int) -> None:
+        """Trainer 0 has loaded the initial values: training begins after that step."""
+        self.origin = origin
         for member in self._present():
-            self.send(member.name, {"type": "loaded"})
+            self.send(member.name, {"type": "loaded", "origin": origin})
 
     def on_progress(self, message: Message) -> None:
         self.step = max(self.step, int(message.get("step", 0)))
@@ -654,6 +660,7 @@ class Coordinator:
 
     def status(self, now_s: float) -> Message:
         """Everything that `torch-ecrec status` shows."""
+        resume_step = self.resume_step if self.going_back is None else self.going_back.step
         return {
             "version": torch_ecrec.__version__,
             "code": self._code_json(),
@@ -661,7 +668,7 @@ class Coordinator:
             "generation": self.generation,
             "epoch": self.epoch,
             "era": self.era,
-            "resume_step": self.resume_step if self.going_back is None else self.going_back.step,
+            "resume_step": None if resume_step is None else training_step(resume_step, self.origin),
             "step": self.step,
             "fatal": self.fatal,
             "tables": len(self.job.tables) if self.job else 0,

@@ -624,7 +624,7 @@ class ErasureCodedEmbeddingBagCollection(
             raise ValueError(f"table {name} takes shape {(table.rows, last - first)} here, got {tuple(values.shape)}")
         if self._step.is_open:
             raise ValueError(f"table {name} cannot be loaded any more: training or reading has begun")
-        if session.trainer != 0:
+        if session.trainer != 0 or session.restarted:
             return
         for begin, end in _chunks(table):
             rows = torch.arange(begin, end) + table.first_row

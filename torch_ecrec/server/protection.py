@@ -164,6 +164,8 @@ class Protection:
 
     def freeze(self) -> None:
         """Nothing is sent any more, and what waits for its turn will not get it: those steps may be taken back."""
+        if not self.slot.ready and not self.slot.hopeless:
+            self.adopt()
         for stream in self.streams.values():
             stream.stop()
         for source in list(self.early):
@@ -290,8 +292,13 @@ class Protection:
     # the cut of a lost slot, at its new host ----------------------------------------------------------
 
     def adopt(self) -> None:
-        """Asks every holder what it has folded of this slot; the cut follows from that."""
+        """Asks every holder what it has folded of this slot; the cut follows from that.
+
+        Asks again when an era begins meanwhile: all that counts for one cut is said before anybody goes back, or after.
+        """
         slot, reports = self.slot, {}
+        for exchange in self.adopting:
+            exchange.cancel()
         holders = slot.rule.holders
 
         def ask(holder: int) -> Exchange:
@@ -305,7 +312,10 @@ class Protection:
                     else:
                         self._cut(cut)
 
-            return slot.host.ask(holder, lambda i: wire.Adopt(holder, i, slot.index, slot.incarnation), done)
+            def make(incarnation: int) -> wire.Request:
+                return wire.Adopt(holder, incarnation, slot.index, slot.incarnation, slot.host.frozen)
+
+            return slot.host.ask(holder, make, done)
 
         logger.info("slot %d: new host, asks slots %s what they have folded", slot.index, list(holders))
         self.adopting = [ask(holder) for holder in holders]
@@ -321,7 +331,10 @@ class Protection:
                 if len(logs) == len(holders):
                     self._on_logs(cut, {h: log for h, log in logs.items() if log.caught_up})
 
-            return slot.host.ask(holder, lambda i: wire.Cut(holder, i, slot.index, slot.incarnation, cut), done)
+            def make(incarnation: int) -> wire.Request:
+                return wire.Cut(holder, incarnation, slot.index, slot.incarnation, slot.host.frozen, cut)
+
+            return slot.host.ask(holder, make, done)
 
         logger.info("slot %d: cut at step %d", slot.index, cut)
         self.adopting = [ask(holder) for holder in holders]

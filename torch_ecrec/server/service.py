@@ -30,7 +30,7 @@ class Host(Node):
         self.slots: dict[int, Slot] = {}
         self.frozen = False  # the trainers were lost, and where they start again is not known yet
         self.resume_step = 0  # where the era began
-        self.loaded = False  # initial values are there: training may have begun
+        self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.code = LinearCode(1, 0)
         self.layouts: tuple[Layout, ...] = ()
 
@@ -43,9 +43,9 @@ class Host(Node):
         elif message["type"] == "placement":
             self.run(self._take_placement, Placement.from_json(message["placement"]))
         elif message["type"] == "era":
-            self.run(self._take_era, message["era"], message["step"])
+            self.run(self._take_era, message["era"], message["step"], message["origin"])
         elif message["type"] == "loaded":
-            self.loaded = True
+            self.origin = message["origin"]
         elif message["type"] == "rejoined":
             self.run(self._tell_again)
 
@@ -61,7 +61,7 @@ class Host(Node):
                 era=self.era,
                 frozen=self.frozen,
                 resume_step=self.resume_step,
-                loaded=self.loaded,
+                origin=self.origin,
                 whole=[[slot.index, slot.incarnation] for slot in self.slots.values() if slot.rebuild.reported],
                 incarnations=[max(lives) for lives in zip(*known, strict=True)],
             )
@@ -74,8 +74,9 @@ class Host(Node):
         for slot in self.slots.values():
             slot.tell_again()
 
-    def _take_era(self, era: int, step: int | None) -> None:
+    def _take_era(self, era: int, step: int | None, origin: int | None) -> None:
         """The trainers were lost, for the `era`-th time; `step`: they start again after it (None: not known yet)."""
+        self.origin = origin  # `step` was chosen with it: before training no dense model is needed
         if era > self.era:
             self.era, self.frozen = era, True
             for slot in self.slots.values():
@@ -122,8 +123,10 @@ class Host(Node):
             reply(Refused(f"slot {request.slot} is not on {self.name}"))
         elif slot.incarnation != request.incarnation:
             reply(Refused(f"slot {request.slot} is incarnation {slot.incarnation} here, not {request.incarnation}"))
-        elif request.era != self.era and not isinstance(request, (wire.Adopt, wire.Cut)):
+        elif request.era != self.era:
             reply(Refused(f"slot {request.slot} is in era {self.era}, not {request.era}"))
+        elif isinstance(request, (wire.Adopt, wire.Cut)) and request.frozen != self.frozen:
+            reply(Refused("one of the two has gone back, the other has not yet"))
         elif self.frozen and isinstance(request, TRAINERS_ONLY):
             reply(Refused("the trainers were lost"))
         else:

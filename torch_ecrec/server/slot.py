@@ -6,6 +6,7 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It owns
     rule          which steps are applied, folded, acknowledged (`step.py`)
     log           the deltas of its recent steps: redo for holders, undo for readers
     pushes        gradients that wait for their step, by step and trainer
+    loads         initial values that wait for theirs: the first steps, see `wire.Load`
     protection    folds sent and received (`protection.py`)
     rebuild       what is missing, on the new host of a lost slot (`rebuild.py`)
     snapshots     parts of the dense model (`snapshots.py`)
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from torch_ecrec.server.service import Host
 
 Reply = Callable[[Answer], None]
+Changed = tuple[list[np.ndarray], list[np.ndarray]]  # by a step, per slab: (U,) positions and (U, B) deltas
 
 
 class Slot:
@@ -85,6 +87,7 @@ class Slot:
         ]
         self.log = DeltaLog(len(job.slabs))
         self.pushes: dict[int, dict[int, wire.Push]] = {}
+        self.loads: dict[int, wire.Load] = {}
         self.push_replies: dict[int, list[Reply]] = {}
         self.merged: tuple[int, list[optim.Merged]] | None = None
         self.waiting: list[tuple[Callable[[], Answer | None], Reply]] = []
@@ -178,6 +181,7 @@ class Slot:
         self.ready = True
         self.tell("ready")
         self.pushes = {step: got for step, got in self.pushes.items() if step > cut}
+        self.loads = {step: load for step, load in self.loads.items() if step > cut}
         self._answer_pushes()  # those of steps up to the cut that came while this was not known
         if not self.host.frozen:
             self.protection.attach_all()
@@ -227,7 +231,7 @@ class Slot:
     def freeze(self) -> None:
         """The trainers are lost: nothing of theirs counts from now on, until it is known where they start again."""
         self.going_back_to = None
-        self.pushes, self.merged = {}, None
+        self.pushes, self.loads, self.merged = {}, {}, None
         self._refuse_all("the trainers were lost")
         self.protection.freeze()
         self.report_reach()
@@ -270,7 +274,7 @@ class Slot:
             if self.rule.applied < before or self.rebuild.is_missing(positions):
                 return None
             if before < self.log.floor and before < self.rule.applied:
-                return Refused(f"step {request.step} was looked up after it was forgotten")
+                return self._forgotten(before)
             weights = []
             for s, (shard, rows) in enumerate(zip(self.shards, positions, strict=True)):
                 if self.rule.applied == before:
@@ -296,11 +300,17 @@ class Slot:
         self.forget()
 
     def _on_load(self, request: wire.Load, reply: Reply) -> None:
-        if self.rule.applied > 0 or not self.rebuild.whole:
-            reply(Refused(f"slot {self.index} is in training: initial values come too late"))
-            return
-        self.shards[request.slab].scatter_(request.positions.numpy(), request.records.numpy(), parity=request.parity)
-        reply(wire.Stored(0, self.known_incarnations()))
+        rule = self.rule
+        for trainer in range(rule.trainers):  # the others have done nothing yet that could be taken back
+            rule.on_complete(trainer, request.complete)
+        if rule.is_acknowledged(request.step):
+            reply(wire.Acknowledged(request.step))
+        else:
+            self.push_replies.setdefault(request.step, []).append(reply)
+            if request.step > rule.applied:
+                self.loads[request.step] = request
+                self.progress()
+        self.forget()
 
     def _on_export(self, request: wire.Export, reply: Reply) -> None:
         """Whole records as of a step; parities only when nothing is under way (they are for checks)."""
@@ -314,9 +324,15 @@ class Slot:
                 return None if parity is None else wire.Records(torch.from_numpy(parity))
             if self.rule.applied < request.step or self.rebuild.is_missing(asked):
                 return None
+            if request.step < self.log.floor and request.step < self.rule.applied:
+                return self._forgotten(request.step)
             return wire.Records(torch.from_numpy(self.records_as_of(request.slab, positions, request.step)))
 
         self.park(attempt, reply)
+
+    def _forgotten(self, step: int) -> Answer:
+        """Nobody who takes part in training asks for a step before the watermark, but by a copy that comes late."""
+        return wire.Forgotten(f"slot {self.index} cannot show step {step}: its log begins after step {self.log.floor}")
 
     def records_as_of(self, slab: int, positions: np.ndarray, step: int) -> np.ndarray:
         """(U, B) record bytes after `step`; raises LookupError if the log does not go back that far."""
@@ -330,28 +346,56 @@ class Slot:
     # steps --------------------------------------------------------------------------------------
 
     def try_apply(self) -> None:
-        """Applies every step whose pushes are all here and whose records are all there, in order."""
+        """Applies every step of which everything is here and whose records are all there, in order."""
         while self.ready:
             step = self.rule.applied + 1
-            got = self.pushes.get(step, {})
-            if len(got) < self.rule.trainers:
+            change = self._load_(step) if step in self.loads else self._update_(step)
+            if change is None:
                 return
-            if self.merged is None or self.merged[0] != step:
-                self.merged = (step, self._merge(got))
-            merged = self.merged[1]
-            if self.rebuild.is_missing([part.positions for part in merged]):
-                return
-            rates = got[0].rates
-            deltas = []
-            for slab, shard, rate, part in zip(self.job.slabs, self.shards, rates, merged, strict=True):
-                kind, eps = slab.optimizer.kind, slab.optimizer.eps
-                deltas.append(optim.update_(kind, shard.records, part, rate, eps))
             self.rule.on_applied(step)
-            self.log.append(step, [part.positions for part in merged], deltas)
-            self.merged = None
-            del self.pushes[step]
+            self.log.append(step, *change)
             self.protection.on_applied(step)
             self.acknowledge()
+
+    def _update_(self, step: int) -> Changed | None:
+        """Applies a step of training; None if pushes or records are missing."""
+        got = self.pushes.get(step, {})
+        if len(got) < self.rule.trainers:
+            return None
+        if self.merged is None or self.merged[0] != step:
+            self.merged = (step, self._merge(got))
+        merged = self.merged[1]
+        positions, deltas = [part.positions for part in merged], []
+        if self.rebuild.is_missing(positions):
+            return None
+        for slab, shard, rate, part in zip(self.job.slabs, self.shards, got[0].rates, merged, strict=True):
+            deltas.append(optim.update_(slab.optimizer.kind, shard.records, part, rate, slab.optimizer.eps))
+        self.merged = None
+        del self.pushes[step]
+        return positions, deltas
+
+    def _load_(self, step: int) -> Changed | None:
+        """Applies a step that loads initial values; None if records are missing."""
+        load = self.loads[step]
+        nothing = np.empty(0, dtype=np.int64)
+        positions = [load.positions.numpy() if s == load.slab else nothing for s in range(len(self.shards))]
+        if self.rebuild.is_missing(positions):
+            return None
+        deltas = []
+        for slab, (positions_U, shard) in enumerate(zip(positions, self.shards, strict=True)):
+            values_UB = np.empty((0, shard.bytes.shape[1]), dtype=np.uint8)
+            if slab == load.slab:
+                values_UB = self._initial(slab, positions_U) if load.records is None else load.records.numpy()
+            deltas.append(shard.overwrite_(positions_U, values_UB))
+        del self.loads[step]
+        return positions, deltas
+
+    def _initial(self, slab: int, positions: np.ndarray) -> np.ndarray:
+        """(U, B) what records were before anything was loaded."""
+        spec = self.job.slabs[slab]
+        records = np.zeros((len(positions), spec.width), dtype=np.float32)
+        self._fill_(spec, records, self.layouts[slab].row_at(self.index, positions))
+        return records.view(np.uint8)
 
     def _merge(self, got: dict[int, wire.Push]) -> list[optim.Merged]:
         """Gradients of the same record are summed in trainer order: the bits do not depend on who came first."""
@@ -380,13 +424,14 @@ class Slot:
 
     def status(self) -> dict[str, object]:
         """Figures for `torch-ecrec status`."""
+        rule, origin = self.rule, self.host.origin
         return {
             "slot": self.index,
             "incarnation": self.incarnation,
             "ready": self.ready,
-            "step": self.rule.applied,
-            "acknowledged": self.rule.acknowledged,
-            "watermark": self.rule.watermark,
+            "step": wire.training_step(rule.applied, origin),
+            "acknowledged": wire.training_step(rule.acknowledged, origin),
+            "watermark": wire.training_step(rule.watermark, origin),
             "rebuilt": self.rebuild.done_fraction,
             "record_bytes": sum(shard.bytes.nbytes for shard in self.shards),
             "parity_bytes": sum(shard.parity.nbytes for shard in self.shards),

@@ -42,8 +42,9 @@ class SnapshotStore:
         return found
 
     def is_whole(self, step: int) -> bool:
-        """Whether every trainer's part is here. Nobody needs one of step 0: that is the model as it was made."""
-        return step == 0 or all((step, trainer) in self.parts for trainer in range(self.slot.job.trainers))
+        """Whether every trainer's part is here. Nobody needs any before training: that is the model as it was made."""
+        before_training = wire.training_step(step, self.slot.host.origin) == 0
+        return before_training or all((step, trainer) in self.parts for trainer in range(self.slot.job.trainers))
 
     def forget(self, watermark: int) -> None:
         for key in [key for key in self.parts if key[0] < watermark]:

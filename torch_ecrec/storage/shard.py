@@ -181,6 +181,24 @@ class Shard:
         )
         scatter(target_PB.view(np.uint32), positions_U, as_words(values_UB))
 
+    def overwrite_(self, positions_U: Positions, values_UB: Bytes) -> Bytes:
+        """Overwrites some data records, in place; returns what that changed, as an optimizer's step does.
+
+        Args:
+            positions_U: (U,) int64, no duplicates.
+            values_UB: (U, B) uint8.
+
+        Returns:
+            (U, B) uint8, old XOR new; fresh.
+
+        Raises:
+            ValueError, IndexError: see `scatter_`. Nothing was changed then.
+        """
+        deltas_UB = self.gather(positions_U)
+        self.scatter_(positions_U, values_UB)
+        np.bitwise_xor(deltas_UB, values_UB, out=deltas_UB)
+        return deltas_UB
+
 
 def warm() -> None:
     """Compiles or loads every kernel of this module."""

@@ -41,11 +41,12 @@ from typing import Any
 
 import numpy as np
 
-from torch_ecrec.config import CodeSpec, OptimizerSpec, Settings, TableSpec
+from torch_ecrec.config import CodeSpec, OptimizerSpec, Settings, TableSpec, require
 from torch_ecrec.member import join_message
 from torch_ecrec.testing.fingerprint import fingerprint
 from torch_ecrec.testing.processes import Call, Center, Oracle, Process, Server, Trainer
-from torch_ecrec.testing.simulation import Scenario
+from torch_ecrec.testing.simulation import Load, Scenario
+from torch_ecrec.transport.wire import training_step
 
 COORDINATOR = "coordinator"
 LIVE_PROCESSES = 4000  # kept as they are, so that not every one is made again
@@ -53,11 +54,17 @@ LIVE_PROCESSES = 4000  # kept as they are, so that not every one is made again
 Action = tuple[Any, ...]
 
 
-def tiny(steps: int) -> Scenario:
+def tiny(steps: int, loads: int = 0) -> Scenario:
     """Three slots, (2, 1), two trainers, one table of two stripes: a slot with records only, two with parities, too."""
     table = TableSpec("a", rows=4, dim=1, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1))
     return Scenario(
-        code=CodeSpec(slots=3, k=2, r=1), tables=(table,), steps=steps, spares=1, rebuild_chunk_bytes=1 << 20, late=0.0
+        code=CodeSpec(slots=3, k=2, r=1),
+        tables=(table,),
+        steps=steps,
+        spares=1,
+        rebuild_chunk_bytes=1 << 20,
+        late=0.0,
+        loads=(Load(0, 0, 2), Load(0, 1, 3, change=True))[:loads],
     )
 
 
@@ -93,14 +100,19 @@ class Local:
 
 @dataclass(frozen=True)
 class Exploration:
-    """What is explored: so many steps, with these crashes, and these messages free."""
+    """What is explored: so many steps, with these crashes, and these messages free; after so many loads (2 at most).
+
+    With loads no trainers may die: those that come load again, and count other steps than the undisturbed run does.
+    """
 
     steps: int
     budget: Budget
     free: frozenset[str]
+    loads: int = 0
 
     def explorer(self) -> Explorer:
-        return Explorer(tiny(self.steps), self.budget, self.free)
+        require(not (self.loads and self.budget.trainers), "trainers cannot die where there are `loads`")
+        return Explorer(tiny(self.steps, self.loads), self.budget, self.free)
 
 
 class Violation(AssertionError):
@@ -308,8 +320,6 @@ class Explorer:
         for _ in range(scenario.code.slots + scenario.spares):
             self._at(draft, COORDINATOR, "join", join_message(role="server"), 0)
         self._at(draft, COORDINATOR, "start", None, 0)
-        draft = Draft(self._all_words_heard(draft.finish()))
-        draft.say("trainer-0", COORDINATOR, self._word({"type": "loaded"}))
         return self._all_words_heard(draft.finish())
 
     def _all_words_heard(self, state: Cluster) -> Cluster:
@@ -531,7 +541,7 @@ class Explorer:
         if COORDINATOR not in views or not views[COORDINATOR]["whole"]:
             return False
         slots = [slot for view in views.values() for slot in view.get("slots", {}).values()]
-        steps = self.scenario.steps
+        steps = len(self.scenario.loads) + self.scenario.steps
         return all(slot["whole"] and slot["applied"] == slot["settled"] == steps for slot in slots)
 
     def check(self, state: Cluster) -> None:
@@ -660,7 +670,8 @@ def _view(process: Process) -> dict[str, Any]:
     }
     if isinstance(process, Trainer):
         client = process.node
-        view |= {"done": process.phase[0] == "done", "complete": client.complete, "resumable": client.resumable}
+        snapshot = client.resumable if training_step(client.resumable, client.origin) else 0
+        view |= {"done": process.phase[0] == "done", "complete": client.complete, "snapshot": snapshot}
         view |= {"era": client.era, "rank": process.rank}
         view["placed"] = [place.incarnation for place in client.placement.slots] if client.placement is not None else []
     elif isinstance(process, Center):
@@ -729,7 +740,7 @@ def _check_client(server: dict[str, Any], trainer: dict[str, Any]) -> None:
             f"trainer {trainer['rank']} counts step {trainer['complete']} as complete, slot {index} acknowledged"
             f" {slot['acknowledged']}"
         )
-        step = trainer["resumable"]
+        step = trainer["snapshot"]
         if step and slot["reported"] and index in server["snapshot slots"]:
             later = any(key[0] > step and key[1] == trainer["rank"] for key in slot["snapshots"])
             assert later or (step, trainer["rank"]) in slot["snapshots"], (
@@ -749,7 +760,8 @@ def explore(exploration: Exploration, limit: int = 10**9, seconds: float = 1e9) 
     whole = "" if found.exhausted else "more than "
     crashes = f"{budget.servers} / {budget.trainers} / {budget.coordinators} / {budget.leases}"
     figures = f"{whole}{found.states:,} | {found.transitions:,} | {found.ends} | {found.depth} | {found.worked_out:,}"
-    return found, f"| {exploration.steps} | {crashes} | {free} | {figures} | {found.seconds:.0f} |"
+    steps = f"{exploration.loads} + {exploration.steps}" if exploration.loads else exploration.steps
+    return found, f"| {steps} | {crashes} | {free} | {figures} | {found.seconds:.0f} |"
 
 
 def arguments() -> argparse.Namespace:
@@ -758,6 +770,7 @@ def arguments() -> argparse.Namespace:
         prog="python -m torch_ecrec.testing.exploration", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--loads", type=int, default=0, choices=(0, 1, 2), help="steps that load initial values")
     parser.add_argument("--server-crashes", type=int, default=0)
     parser.add_argument("--trainer-crashes", type=int, default=0, help="each of all trainers together")
     parser.add_argument("--coordinator-crashes", type=int, default=0)
@@ -793,6 +806,9 @@ EXPLORATIONS = (
     Exploration(1, Budget(servers=1, coordinators=1), NONE),
     Exploration(1, Budget(trainers=1, coordinators=1), NONE),
     Exploration(1, Budget(servers=1, trainers=1, coordinators=1), NONE),
+    Exploration(0, Budget(), frozenset({"Load", "Fold"}), loads=2),
+    Exploration(0, Budget(servers=1), frozenset({"Fold of slot 0"}), loads=2),
+    Exploration(0, Budget(coordinators=1), frozenset({"loaded"}), loads=1),
 )
 
 
@@ -802,7 +818,7 @@ def main() -> int:
     chosen: Iterable[Exploration] = EXPLORATIONS
     if args.free is not None:
         budget = Budget(args.server_crashes, args.trainer_crashes, args.coordinator_crashes, args.leases)
-        chosen = [Exploration(args.steps, budget, args.free)]
+        chosen = [Exploration(args.steps, budget, args.free, args.loads)]
     print(HEADER, flush=True)
     for exploration in chosen:
         try:

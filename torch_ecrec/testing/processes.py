@@ -36,6 +36,7 @@ from torch_ecrec.testing.simulation import (
     Scenario,
     dense_after,
     gradients_of,
+    load_all,
     loss_of,
     parity_of,
     payload_of,
@@ -44,7 +45,7 @@ from torch_ecrec.testing.simulation import (
     touched,
 )
 from torch_ecrec.transport.node import Node
-from torch_ecrec.transport.wire import Answer, Ok, Outcome, Placement, Request, Unknown
+from torch_ecrec.transport.wire import Answer, Ok, Outcome, Request, Unknown
 
 LATER_S = 1000.0  # any limit of the coordinator is over by then
 NO_LEASE_S = 1e9
@@ -64,13 +65,14 @@ class Call:
 class Oracle:
     """What an undisturbed run gives: the records of each slab after each step, lookups, losses, dense values."""
 
-    records: list[list[np.ndarray]]  # [step][slab]: (rows, B) uint8
+    records: list[list[np.ndarray]]  # [step][slab]: (rows, B) uint8; the first steps load initial values
     run: Run
 
     @staticmethod
     def of(scenario: Scenario) -> Oracle:
         """Runs the simulated cluster for 0, 1, ... steps; its records after fewer steps are those on the way."""
-        runs = [simulate(replace(scenario, steps=steps)) for steps in range(scenario.steps + 1)]
+        runs = [simulate(replace(scenario, steps=0, loads=scenario.loads[:n])) for n in range(len(scenario.loads))]
+        runs += [simulate(replace(scenario, steps=steps)) for steps in range(scenario.steps + 1)]
         return Oracle([[slab.contiguous().view(torch.uint8).numpy() for slab in run.records] for run in runs], runs[-1])
 
 
@@ -242,7 +244,6 @@ class Trainer(Process):
         self.restarted = restarted
         self.node: Client = Client(name, self, scenario.job, rank, settings, scenario.snapshot_every)
         self._scenario, self._oracle = scenario, oracle
-        self.resumed: int | None = None
         self.got: list[Any] = []
         self.losses: dict[int, dict[int, float]] = {}
         self.dense = 1.0
@@ -260,20 +261,15 @@ class Trainer(Process):
                 self.phase = "done", self._scenario.steps
 
     def on_control(self, message: dict[str, Any]) -> None:
-        if message["type"] == "placement":
-            self.node.run(self.node.place, Placement.from_json(message["placement"]))
-        elif message["type"] == "resume" and self.resumed is None:
-            self.resumed = message["step"]
-            self.node.run(self.node.resume, message["era"], message["step"])
-        elif message["type"] == "fatal":
-            self.ended = True
+        self.ended |= message["type"] == "fatal"
+        self.node.on_control(message)
 
     def on_loss(self, what: tuple[int, int, float]) -> None:
         step, trainer, loss = what
         self.losses.setdefault(step, {})[trainer] = loss
 
     def known(self) -> dict[str, Any]:
-        return self.node.known(loaded=True)
+        return self.node.known()
 
     @property
     def over(self) -> bool:
@@ -283,15 +279,17 @@ class Trainer(Process):
         """Yields conditions to wait for, as the simulated cluster's trainers do."""
         job, client, rank, known = self._scenario.job, self.node, self.rank, self._oracle.run
         yield lambda: client.placement is not None
-        done = 0
-        if self.restarted:
-            self.phase = "resume", 0
-            yield lambda: self.resumed is not None
-            assert self.resumed is not None
-            done = self.resumed
+        self.phase = "resume", 0
+        yield lambda: client.resumed
+        if rank == 0 and client.origin is None:
+            self.phase = "load", 0
+            yield from load_all(client, self._scenario.loads)
+        yield lambda: client.origin is not None
+        assert client.origin is not None
+        done = client.resume_step - client.origin if self.restarted else 0
         if done:
             self.phase, self.got = ("restore", done), []
-            client.run(client.stored, 0, done, self.got.append)
+            client.run(client.stored, 0, client.resume_step, self.got.append)
             yield lambda: bool(self.got)
             stored = self.got[0]
             self.dense = float(stored.payloads[stored.trainers.index(rank)].view(torch.float64))
@@ -318,7 +316,7 @@ class Trainer(Process):
             yield lambda step=step: len(self.losses[step]) == job.trainers  # type: ignore[misc]
             self.dense = dense_after(self.dense, self.losses.pop(step))
             assert self.dense == known.dense[step], f"trainer {rank}: dense model after step {step} is wrong"
-            if client.snapshot_due(step):
+            if client.snapshot_due(client.step - 1):
                 client.run(client.snapshot, payload_of(self.dense), [step])
 
 

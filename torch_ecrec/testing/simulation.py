@@ -39,7 +39,7 @@ from torch_ecrec.server.slot import Slot
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.local import EOF_S, LATE, Fault, Line, LocalNetwork
 from torch_ecrec.transport.node import RETRY_S
-from torch_ecrec.transport.wire import Placement, SlotPlace
+from torch_ecrec.transport.wire import SlotPlace
 
 EVENT_LIMIT = 400_000
 REJOIN_S = 0.2  # from the start of a coordinator to the last member that tries to find it, at most
@@ -67,10 +67,41 @@ def small_tables() -> tuple[TableSpec, ...]:
 
 
 @dataclass(frozen=True)
+class Load:
+    """Rows first to end - 1 of a slab get other values, or a function of those that they hold (`change`)."""
+
+    slab: int
+    first: int
+    end: int
+    change: bool = False
+
+    def values(self, before_UW: torch.Tensor) -> torch.Tensor:
+        """(U, W) what the rows hold then; a changed row keeps its last column, as optimizer state is kept."""
+        if self.change:
+            after_UW = before_UW * 0.5 + 1.0
+            after_UW[:, -1] = before_UW[:, -1]
+            return after_UW
+        rng = np.random.default_rng([self.slab, self.first, self.end])
+        return torch.from_numpy(rng.random(tuple(before_UW.shape), dtype=np.float32) + 0.25)
+
+
+LOADS = (  # of `small_tables`: table a in portions and some of it twice; stripes that a shares with b; some of c
+    Load(0, 0, 9),
+    Load(0, 9, 17),
+    Load(0, 4, 12, change=True),
+    Load(0, 15, 20, change=True),
+    Load(1, 3, 8),
+    Load(1, 2, 9, change=True),
+)
+
+
+@dataclass(frozen=True)
 class Scenario:
     """What is simulated.
 
     Args:
+        loads: what trainer 0 loads before training, in this order.
+        loads_before: what the first trainers load, who are lost before they have loaded all; None: the same.
         kills: (slot, step) pairs: the host of the slot dies when that step is complete at trainer 0.
         settle_first: such a kill waits until the cluster is whole again, so that the losses stay within the contract.
         reborn: a killed server process starts again and joins.
@@ -108,6 +139,8 @@ class Scenario:
     call_timeout_s: float = 0.25
     wire: str = "float32"
     snapshot_every: int = 1
+    loads: tuple[Load, ...] = ()
+    loads_before: tuple[Load, ...] | None = None
 
     @property
     def job(self) -> JobSpec:
@@ -129,6 +162,36 @@ def gradients_of(weights: Sequence[torch.Tensor], step: int, trainer: int, dense
     return [torch.sin(weight_UD * 3 + step + trainer + dense) for weight_UD in weights]
 
 
+def load_all(
+    client: Client,
+    loads: Sequence[Load],
+    on_read: Callable[[int, torch.Tensor], None] = lambda number, records_UW: None,
+) -> Iterator[Callable[[], bool]]:
+    """What a session of trainer 0 does to load: yields conditions to wait for, as a trainer's script does.
+
+    Args:
+        client: of trainer 0, which knows where it resumes.
+        loads: in this order.
+        on_read: gets the number of a load that changes what there is, and what it has read.
+    """
+    for slab, rows in client.left_behind():
+        yield client.may_push
+        client.run(client.load, slab, client.route(slab, rows), None)
+    for number, load in enumerate(loads):
+        route = client.route(load.slab, torch.arange(load.first, load.end))
+        records_UW = torch.zeros(load.end - load.first, client.job.slabs[load.slab].width)
+        if load.change:
+            read: list[torch.Tensor] = []
+            client.run(client.read, load.slab, route, read.append)
+            yield lambda read=read: bool(read)  # type: ignore[misc]
+            records_UW = read[0].view(torch.float32)
+            on_read(number, records_UW)
+        yield client.may_push
+        client.run(client.load, load.slab, route, load.values(records_UW).view(torch.uint8))
+    yield client.all_acknowledged
+    client.run(client.end_loading)
+
+
 def dense_after(dense: float, losses: Mapping[int, float]) -> float:
     """The dense model after a step, given the losses of all trainers."""
     return float(np.tanh(dense + 0.1 * sum(losses[trainer] for trainer in sorted(losses))))
@@ -147,6 +210,7 @@ class Run:
     lookups: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
     dense: dict[int, float] = field(default_factory=dict)  # after each step
+    reads: dict[int, torch.Tensor] = field(default_factory=dict)  # what was read for each load that changes
     records: list[torch.Tensor] = field(default_factory=list)
     snapshots: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (step, trainer)
     messages: list[tuple[str, str, str]] = field(default_factory=list)
@@ -154,7 +218,8 @@ class Run:
     trainer_kills: int = 0
     coordinator_kills: int = 0
     fenced: int = 0
-    resumed: list[int] = field(default_factory=list)  # steps after which new trainers went on
+    resumed: list[int] = field(default_factory=list)  # steps of training after which new trainers went on
+    loaded_again: int = 0  # how often new trainers took back what lost ones had loaded
     fatal: str | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
@@ -164,6 +229,8 @@ class Run:
     def check_against(self, undisturbed: Run) -> None:
         """Raises AssertionError naming the first difference."""
         assert self.fatal is None, f"stopped: {self.fatal}"
+        for number, read in undisturbed.reads.items():
+            assert torch.equal(self.reads[number], read), f"what was read for load {number} differs"
         for key, weights in undisturbed.lookups.items():
             for slab, (mine, theirs) in enumerate(zip(self.lookups[key], weights, strict=True)):
                 assert torch.equal(mine, theirs), f"lookup of (step, trainer) {key} differs in slab {slab}"
@@ -210,7 +277,6 @@ class Cluster:
         self.kills = list(scenario.kills)
         self.trainer_kills = list(scenario.trainer_kills)
         self.ending = False  # a trainer died: the others are being ended, and all started again
-        self.resume_of: dict[str, int] = {}  # trainer process -> the step it goes on after
         self.random_coordinator_kills = scenario.random_coordinator_kills
         self.life = 0  # of the coordinator
         self.coordinator_lives = True
@@ -223,7 +289,8 @@ class Cluster:
             self.start_server()
         self.trainers: list[Iterator[Callable[[], bool]] | None] = []
         self.ready_to: list[Callable[[], bool]] = []
-        self._start_trainers(restarted=False)
+        self.lives = 0  # of the trainers
+        self._start_trainers()
         self.network.clock.later(1.0, self._tick)
 
     # processes ----------------------------------------------------------------------------------
@@ -274,7 +341,7 @@ class Cluster:
         self.life_of[name] = life
         role, rank = ("server", -1) if name in self.hosts else ("trainer", self.clients[name].trainer)
         generation, world = self.world_of.get(name, (0, []))
-        known = self.hosts[name].known() if role == "server" else self.clients[name].known(loaded=True)
+        known = self.hosts[name].known() if role == "server" else self.clients[name].known()
         message = rejoin_message(
             known,
             name=name,
@@ -323,15 +390,16 @@ class Cluster:
         host = self.hosts[name] = Host(name, port, self.settings)
         self.network.handlers[name] = host.handle
 
-    def _start_trainers(self, restarted: bool) -> None:
+    def _start_trainers(self) -> None:
         """All of them, as torchrun does."""
         if not self.can_join:
-            self.network.clock.later(RETRY_S, lambda: self._start_trainers(restarted))
+            self.network.clock.later(RETRY_S, self._start_trainers)
             return
         self.ending = False
         self.contributions = {}
         names = [self._join_trainer(i) for i in range(self.scenario.trainers)]
-        self.trainers = [self._trainer(i, name, restarted) for i, name in enumerate(names)]
+        self.lives += 1
+        self.trainers = [self._trainer(i, name) for i, name in enumerate(names)]
         self.ready_to = [lambda: True] * len(names)
 
     def _join_trainer(self, i: int) -> str:
@@ -379,12 +447,8 @@ class Cluster:
             self.run.fatal = message["reason"]
         elif name in self.hosts:
             self.hosts[name].on_control(message)
-        elif kind == "placement":
-            client = self.clients[name]
-            client.run(client.place, Placement.from_json(message["placement"]))
-        elif kind == "resume" and name not in self.resume_of:
-            self.resume_of[name] = message["step"]
-            self.clients[name].run(self.clients[name].resume, message["era"], message["step"])
+        elif name in self.clients:
+            self.clients[name].on_control(message)
 
     def _to_coordinator(self, name: str, message: dict[str, Any]) -> None:
         life = self.life
@@ -445,10 +509,7 @@ class Cluster:
             for name in self.clients:
                 self.network.kill(name)
             self.clients = {}
-            self.network.clock.later(RESTART_S, start)
-
-        def start() -> None:
-            self._start_trainers(restarted=True)
+            self.network.clock.later(RESTART_S, self._start_trainers)
 
         self.network.clock.later(self.random.uniform(0.0, ENDING_S), end_all)
 
@@ -463,8 +524,14 @@ class Cluster:
             return False
         slots = self.slots()
         return len(slots) == self.scenario.code.slots and all(
-            s.ready and s.rebuild.whole and s.rule.applied == s.rule.settled == self.scenario.steps for s in slots
+            s.ready and s.rebuild.whole and s.rule.applied == s.rule.settled == self.origin + self.scenario.steps
+            for s in slots
         )
+
+    @property
+    def origin(self) -> int:
+        """The step that training began after, as far as it is known."""
+        return max((client.origin or 0 for client in self.clients.values()), default=0)
 
     def slots(self) -> list[Slot]:
         """The live incarnation of every slot, in order."""
@@ -479,18 +546,21 @@ class Cluster:
 
     # trainers -----------------------------------------------------------------------------------
 
-    def _trainer(self, i: int, name: str, restarted: bool) -> Iterator[Callable[[], bool]]:
+    def _trainer(self, i: int, name: str) -> Iterator[Callable[[], bool]]:
         """Yields conditions to wait for."""
         scenario, job, client = self.scenario, self.scenario.job, self.clients[name]
-        yield lambda: client.placement is not None
+        yield lambda: client.placement is not None and client.resumed
         self.dense_of[i], done = 1.0, 0
-        if restarted:
-            yield lambda: name in self.resume_of
-            done = self.resume_of[name]
+        if client.origin is not None:
+            done = client.resume_step - client.origin
             self.run.resumed += [done] if i == 0 else []
+        elif i == 0:
+            yield from load_all(client, self._loads, self._on_read)
+            self.run.loaded_again += client.resume_step > 0
+        yield lambda: client.origin is not None
         if done:
             stored: list[wire.Snapshots] = []
-            client.run(client.stored, 0, done, stored.append)
+            client.run(client.stored, 0, client.resume_step, stored.append)
             yield lambda: bool(stored)
             payload = stored[0].payloads[stored[0].trainers.index(i)]
             self.dense_of[i] = float(payload.view(torch.float64))
@@ -512,9 +582,18 @@ class Cluster:
             self.dense_of[i] = dense_after(self.dense_of[i], self.contributions[step])
             if i == 0:
                 self._same(self.run.dense, step, self.dense_of[0])
-            if client.snapshot_due(step):
+            if client.snapshot_due(client.step - 1):
                 client.run(client.snapshot, payload_of(self.dense_of[i]), [step])
             self._after_step(i, step)
+
+    @property
+    def _loads(self) -> tuple[Load, ...]:
+        before = self.scenario.loads_before
+        return before if before is not None and self.lives == 1 else self.scenario.loads
+
+    def _on_read(self, number: int, records_UW: torch.Tensor) -> None:
+        if self._loads is self.scenario.loads:
+            self._same(self.run.reads, number, records_UW)
 
     @staticmethod
     def _same(known: dict[Any, Any], key: Any, value: Any) -> None:
@@ -627,8 +706,10 @@ class Cluster:
 
     def _verify_snapshots(self, slots: dict[int, Slot]) -> None:
         """Of the last step that every trainer calls complete, each holder that is whole has the dense snapshot."""
-        step = min((client.resumable for client in self.clients.values()), default=0)
-        for holder in range(self.scenario.code.parities + 1) if step else ():
+        clients = self.clients.values()
+        step = min((client.resumable for client in clients), default=0)
+        in_training = step > self.origin and all(client.origin is not None for client in clients)
+        for holder in range(self.scenario.code.parities + 1) if in_training else ():
             if holder in slots and self.slots_known[holder].healthy:
                 for trainer in range(self.scenario.trainers):
                     assert (step, trainer) in slots[holder].snapshots.parts, (
@@ -656,7 +737,8 @@ class Cluster:
                 records[layout.row_at(slot.index, positions)] = slot.shards[s].records
             self.run.records.append(torch.from_numpy(records))
         for index in range(min(self.scenario.code.parities + 1, len(slots))):
-            for key, (_, payload) in slots[index].snapshots.parts.items():
+            for (step, trainer), (_, payload) in slots[index].snapshots.parts.items():
+                key = step - self.origin, trainer
                 known = self.run.snapshots.setdefault(key, payload)
                 assert torch.equal(known, payload), f"the snapshots of (step, trainer) {key} differ between slots"
         check_parity(slots)
@@ -676,7 +758,7 @@ def steps_kept(slot: Slot) -> dict[str, int]:
         "log": slot.log.last - slot.log.floor,
         "fold log": max(folds, default=0),
         "early folds": max((len(early) for early in slot.protection.early.values()), default=0),
-        "kept pushes": len(slot.pushes),
+        "kept pushes": len(slot.pushes) + len(slot.loads),
         "snapshots": len(slot.snapshots.trainers_of()),
     }
 

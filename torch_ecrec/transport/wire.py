@@ -15,7 +15,10 @@ Every request about a slot carries the slot's incarnation as the caller knows it
 answers `Refused`. Requests of a source carry the source's incarnation, so that one that was replaced is ignored.
 
 Every request carries its sender's *era*, too: which life of the trainers it belongs to (docs/design.md, "Losing
-trainers"). Only requests that repair a lost slot pass from one era to another.
+trainers").
+
+Steps here count everything that changes records. The first ones load initial values; training begins after the last of
+them, which is called the *origin*. With three loads, origin is 3, and the first step of training is step 4 here.
 """
 
 from __future__ import annotations
@@ -98,6 +101,13 @@ class Refused(Answer):
     reason: str
 
 
+@dataclass
+class Forgotten(Answer):
+    """Not to be had any more: the logs have let go of the step that was asked for. Asking again is of no use."""
+
+    reason: str
+
+
 # trainer -> slot ----------------------------------------------------------------------------------
 
 
@@ -151,12 +161,16 @@ class Stored(Answer):
 
 @dataclass
 class Load(Request):
-    """Overwrites records or parities before the first step: initial weights of a model."""
+    """A step before training, of trainer 0 alone: overwrites some records of a slab; answered as a push is.
 
+    Like a push it goes to every slot, also to those of which it changes nothing.
+    """
+
+    step: int
     slab: int
-    parity: bool
-    positions: Positions  # (U,) int64
-    records: RecordBytes  # (U, B) uint8
+    positions: Positions  # (U,) int64, ascending, unique
+    records: RecordBytes | None  # (U, B) uint8; None: the initial values that the servers give them
+    complete: int  # all steps up to here are acknowledged: the word of all trainers, as nobody else loads
 
 
 @dataclass
@@ -215,6 +229,7 @@ class Adopt(Request):
 
     lost: int
     lost_incarnation: int  # the new one
+    frozen: bool  # whether the new host waits for the step to go back to; a holder that does not likewise refuses
 
 
 @dataclass
@@ -230,6 +245,7 @@ class Cut(Request):
 
     lost: int
     lost_incarnation: int
+    frozen: bool  # as in `Adopt`
     cut: int
 
 
@@ -310,3 +326,13 @@ class Placement:
     @staticmethod
     def from_json(value: dict[str, Any]) -> Placement:
         return Placement(value["epoch"], tuple(SlotPlace(*p) for p in value["slots"]))
+
+
+def training_step(step: int, origin: int | None) -> int:
+    """Which step of training a step of the protocol is: 0 while initial values are loaded.
+
+    Args:
+        step: as in the messages here.
+        origin: the step that training begins after; None: not known, since loading has not ended.
+    """
+    return 0 if origin is None else max(0, step - origin)
