@@ -6,6 +6,7 @@ other seeds, on a session that says it has trained before, and runs to the end, 
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -385,17 +386,34 @@ def test_a_new_cluster_is_not_asked_to_resume() -> None:
     assert not trainer.session.restarted and trainer.model.steps_done == 0
 
 
-def test_attach_without_a_reader_has_nothing_to_iterate() -> None:
-    trainer = made()
-    assert list(trainer.model.attach(optimizer=trainer.optimizer)) == []
-    with pytest.raises(RuntimeError, match=r"nothing tells when a step has ended.*`with model.step\(\)"):
-        trainer.steps(1, passes(Passes()))
-    for _ in range(5):
-        with trainer.model.step():
-            trainer.steps(trainer.model.steps_done + 1, iter([batch_of(6, trainer.model.steps_done)]))
-    again = made(trainer.session, 3, seed=2)
-    assert list(again.model.attach(optimizer=[again.optimizer])) == []
-    assert again.model.steps_done == 3
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_loop_without_a_reader_goes_on(marked: bool) -> None:
+    def run(trainer: Trainer) -> Trainer:
+        assert list(trainer.model.attach(optimizer=trainer.optimizer, lr_scheduler=trainer.scheduler)) == []
+        for step in range(trainer.model.steps_done, 6):
+            with trainer.model.step() if marked else contextlib.nullcontext():
+                number = int(torch.randint(0, 99, ())) if marked else step
+                trainer.steps(step + 1, iter([batch_of(6, number)]))
+        return trainer
+
+    first = run(made())
+    for step in range(1, 6):
+        again = run(made(first.session, step, seed=2))
+        assert again.losses == first.losses[step:]
+        again.losses[:0] = first.losses[:step]
+        assert same(first, again)
+
+
+def test_a_batch_that_was_drawn_at_random_before_a_forward_is_another_one_after_a_restart() -> None:
+    def run(trainer: Trainer) -> Trainer:
+        trainer.model.attach(optimizer=trainer.optimizer)
+        for step in range(trainer.model.steps_done, 4):
+            trainer.steps(step + 1, iter([batch_of(6, int(torch.randint(0, 99, ())))]))
+        return trainer
+
+    first = run(made())
+    with pytest.raises(RuntimeError, match=r"another batch than before the restart.*`with model.step\(\)"):
+        run(made(first.session, 2, seed=2))
 
 
 # what is refused --------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ count, evaluate, wait. The next one begins
                          next step begins in the next pass
     with a forward       where a pipeline of TorchRec's draws ahead, at the end of a pass: it has nothing left to draw
     with `model.step()`  in a loop without a reader: `with model.step(): ...` around each step
+    with a forward       in a loop that has neither. What made its batch comes before then, so that has to be the same
+                         without what is brought back: another batch after a restart is an error
 
 Then a snapshot of the step before is taken, of everything as it is *before* the draw, random states included. After a
 restart the loop runs again from its top, and comes to the same draw, where the random states are put back. What a loop
@@ -77,7 +79,8 @@ class Attachment:
         self.begun = False  # a step of this life has
         self._snapshotted = 0
         self._in_step = self._closed = False
-        self._random: dict[str, Any] | None = None  # to be put back when the first `step` begins
+        self._random: dict[str, Any] | None = None  # to be put back when the first step begins
+        self._expected: int | None = None  # checksum of its batch
         self._restored = self._goes_through = False
         self._put_back: Callable[[], None] = lambda: None
         self._gradients = WaitingGradients(self._state.dense_optimizers)
@@ -102,21 +105,21 @@ class Attachment:
         before = self._before(at_forward=False)
         return lambda checksum: self._keep(before, checksum)
 
-    def on_forward(self) -> None:
+    def on_forward(self, batch: object) -> None:
         """A training forward begins.
 
+        Args:
+            batch: what it is called with.
+
         Raises:
-            RuntimeError: nothing tells where a step begins.
+            RuntimeError: the loop cannot be brought back, or trains on another batch after a restart than before.
         """
         if self.reader is not None:
             if self.reader.pipelined and self._is_due():
                 self._keep(self._before(at_forward=True), None)
             self.reader.on_forward()
         elif not self._in_step:
-            raise RuntimeError(
-                "something was attached, but nothing tells when a step has ended: attach the reader and iterate what"
-                " `attach` returns, or write `with model.step(): ...` around each step"
-            )
+            self._begin_without_reader(lambda: checksum_of(batch))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -128,17 +131,27 @@ class Attachment:
         if self._in_step:
             raise RuntimeError("`model.step()` within `model.step()`: one step at a time")
         if self.reader is None:
-            self._begin()
-            if self._random is not None:
-                set_random_states(self._random)
-                self._random = None
-            if self._is_due():
-                self._keep(self._before(at_forward=False), None)
+            self._begin_without_reader(lambda: None)
         self._in_step = True
         try:
             yield
         finally:
             self._in_step = False
+
+    def _begin_without_reader(self, checksum: Callable[[], int | None]) -> None:
+        """A step begins, or perhaps a forward more of the same one."""
+        self._begin()
+        if self._random is not None:
+            set_random_states(self._random)
+            self._random = None
+            if self._expected is not None and checksum() not in (None, self._expected):
+                raise RuntimeError(
+                    "the model is trained on another batch than before the restart: it depends on something that was"
+                    " not brought back, such as random draws before the forward. Put each step into"
+                    " `with model.step(): ...`, which brings random states back first; or attach the reader"
+                )
+        if self._is_due():
+            self._keep(self._before(at_forward=False), checksum())
 
     def _begin(self) -> None:
         if not self.begun:
@@ -237,7 +250,7 @@ class Attachment:
         if self.reader is not None:
             self.reader.load(before["reader"], own["checksum"])
             self._goes_through = before["reader"]["from_first"]
-        self._random = before["random"]
+        self._random, self._expected = before["random"], own["checksum"]
         self._put_back = functools.partial(self._put_back_, parts, before["state"], own["gradients"])
         self._put_back()
 

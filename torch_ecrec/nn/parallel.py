@@ -167,7 +167,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             lr_scheduler: those of the learning rates.
             reader: where batches come from. With `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`
                 has them) it is put back by its state; else by drawing again (`reader.py` says how). Without a reader,
-                each step is put into `with model.step(): ...`.
+                put each step into `with model.step(): ...` if its batch is drawn at random.
             **stateful: anything else with `state_dict` and `load_state_dict`: counters, metrics, a gradient scaler.
 
         Returns:
@@ -210,7 +210,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             self._trained = True
             self._check_attached()
             if self._attached is not None:
-                self._attached.on_forward()
+                self._attached.on_forward((args, kwargs))
         return super().forward(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
