@@ -35,7 +35,7 @@ def _wire_classes(base: type) -> dict[str, type]:
     return {
         name: cls
         for name, cls in vars(wire).items()
-        if inspect.isclass(cls) and issubclass(cls, base) and cls.__module__ == wire.__name__
+        if inspect.isclass(cls) and issubclass(cls, base) and cls is not base and cls.__module__ == wire.__name__
     }
 
 
@@ -107,7 +107,7 @@ def decode(encoded: Encoded, classes: dict[str, type]) -> Any:
     form = _form(cls)
     try:
         fields = msgspec.structs.asdict(msgspec.convert(values, form.struct))
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, AttributeError, TypeError, RecursionError) as error:  # a tensor may pass for a dict
         raise ValueError(f"not a {kind}: {error}") from error
     for name, tensors_of in form.tensors:
         for tensor, wanted in tensors_of(fields[name]):
