@@ -40,6 +40,7 @@ RANKS = {
     "pieces": 3,
     "recovery": 3,
     "route": 3,
+    "wellformed": 3,
     "server": 4,
     "client": 4,
     "coordinator": 4,
@@ -70,6 +71,7 @@ PURE = {
     "torch_ecrec.recovery",
     "torch_ecrec.server.step",
     "torch_ecrec.transport.wire",
+    "torch_ecrec.wellformed",
 }
 IMPURE = ("asyncio", "concurrent", "multiprocessing", "socket", "subprocess", "threading", "time", "torch.distributed")
 

@@ -269,7 +269,7 @@ def test_a_script_that_loads_before_it_attaches_may_be_restarted(loses):
             model.load_state_dict(dict(saved))
             assert not torch.equal(model.state_dict()[NAMES[0]], saved[NAMES[0]]), "it is where training goes on"
             model.attach()
-            assert model.steps_done == 11 and model.session.step == 12, "the last step has not ended: no other has begun"
+            assert model.steps_done == 11 and model.session.step == 12, "no step after the 12th had begun"
             train(model, 20)
         ends[disturbed] = model.state_dict()
         until_whole(cluster)

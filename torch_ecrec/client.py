@@ -41,6 +41,7 @@ from torch_ecrec.route import Parts, Route, arrange, route
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import Exchange, Node, Port
 from torch_ecrec.transport.wire import Answer, Placement
+from torch_ecrec.wellformed import Judge
 
 LOAD_BYTES = 4 << 20  # of records in one step that loads
 ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
@@ -80,6 +81,7 @@ class Client(Node):
         self.slots = job.code.slots
         self.code = LinearCode(job.code.k, job.code.parities)
         self.layouts = [Layout(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
+        self.judge = Judge(job, self.layouts)
         self.snapshot_slots = range(min(job.code.parities + 1, self.slots))
         self.step = 1
         self.complete = 0  # everything of this trainer up to here is acknowledged and stored
@@ -94,6 +96,11 @@ class Client(Node):
         self._lookups: list[Exchange] = []  # of this step
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
         self.on_error: Callable[[BaseException], None] = _raise  # called, inside run, with what cannot be answered
+
+    def fault_of_answer(self, request: wire.Request, answer: Answer) -> str | None:
+        placement = self.placement
+        assert placement is not None, "it has asked somebody"
+        return self.judge.fault_of_answer(request, answer, lambda slot: placement.slots[slot].incarnation)
 
     def route(self, slab: int, rows_U: Tensor) -> Route:
         return route(self.layouts[slab], rows_U)

@@ -267,8 +267,11 @@ class Protection:
         if lost not in rule.folded:
             reply(wire.CutLog([], [], [], floor=0, caught_up=False))
             return
-        self.undo_after(lost, request.cut)
         log = self.fold_logs[lost]
+        if request.cut < log.floor:
+            reply(Refused(f"a cut at step {request.cut}, before the log, which begins after step {log.floor}"))
+            return
+        self.undo_after(lost, request.cut)
         steps = list(range(log.floor + 1, log.last + 1))
         entries = [log.get(step) for step in steps]
         reply(

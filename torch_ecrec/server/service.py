@@ -14,8 +14,9 @@ from torch_ecrec.config import JobSpec, Settings
 from torch_ecrec.layout import Layout
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.transport import wire
-from torch_ecrec.transport.node import Node, Port
+from torch_ecrec.transport.node import COMPLAINTS, Node, Port
 from torch_ecrec.transport.wire import Answer, Placement, Refused
+from torch_ecrec.wellformed import Judge
 
 TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Export)
 
@@ -33,6 +34,7 @@ class Host(Node):
         self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.code = LinearCode(1, 0)
         self.layouts: tuple[Layout, ...] = ()
+        self.judge: Judge | None = None
 
     # from the coordinator -----------------------------------------------------------------------
 
@@ -92,6 +94,7 @@ class Host(Node):
         self.job = job
         self.code = LinearCode(job.code.k, job.code.parities)
         self.layouts = tuple(Layout(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs)
+        self.judge = Judge(job, self.layouts)
 
     def _take_placement(self, placement: Placement) -> None:
         if self.job is None or not self.place(placement):
@@ -129,8 +132,32 @@ class Host(Node):
             reply(Refused("one of the two has gone back, the other has not yet"))
         elif self.frozen and isinstance(request, TRAINERS_ONLY):
             reply(Refused("the trainers were lost"))
+        elif (fault := self._fault_of(slot, request)) is not None:
+            COMPLAINTS.add("a request is refused", f"{type(request).__name__}: {fault}")
+            reply(Refused(f"not a request of this job: {fault}"))
         else:
             slot.handle(request, reply)
+
+    def _fault_of(self, slot: Slot, request: wire.Request) -> str | None:
+        if self.judge is None:
+            return None
+        applied = slot.rule.applied if slot.ready else None
+        return self.judge.fault_of_request(request, applied, self._life_of)
+
+    def _life_of(self, slot: int) -> int:
+        return self.placement.slots[slot].incarnation if self.placement is not None else 0
+
+    def fault_of_answer(self, request: wire.Request, answer: Answer) -> str | None:
+        if self.judge is None:
+            return None
+        fault = self.judge.fault_of_answer(request, answer, self._life_of)
+        if fault is None and isinstance(answer, (wire.Folded, wire.Attached)):
+            assert isinstance(request, (wire.Fold, wire.Attach))
+            source = self.slots.get(request.source)
+            folded = answer.step if isinstance(answer, wire.Folded) else answer.folded
+            if source is not None and folded > source.rule.applied:
+                fault = f"step {folded} of slot {request.source} is folded, which has applied {source.rule.applied}"
+        return fault
 
     # for slots ----------------------------------------------------------------------------------
 

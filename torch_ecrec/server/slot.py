@@ -322,6 +322,8 @@ class Slot:
                 whole = self.rebuild.whole and all(step >= request.step for step in self.rule.folded.values())
                 parity = self.shards[request.slab].gather(positions, parity=True) if whole else None
                 return None if parity is None else wire.Records(torch.from_numpy(parity))
+            if request.step < self.log.floor and request.step < self.rule.applied:  # a copy that comes late
+                return Refused(f"records of step {request.step} were asked for after it was forgotten")
             if self.rule.applied < request.step or self.rebuild.is_missing(asked):
                 return None
             if request.step < self.log.floor and request.step < self.rule.applied:

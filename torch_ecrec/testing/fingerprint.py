@@ -21,8 +21,17 @@ from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.config import JobSpec, Settings
 from torch_ecrec.layout import Layout
 from torch_ecrec.transport.node import Exchange
+from torch_ecrec.wellformed import Judge
 
-CONSTANT = (JobSpec, Settings, Layout, LinearCode, types.ModuleType, type)  # the same in every process of a cluster
+CONSTANT = (
+    JobSpec,
+    Settings,
+    Layout,
+    LinearCode,
+    Judge,
+    types.ModuleType,
+    type,
+)  # the same in every process of a cluster
 IGNORED: Mapping[str, frozenset[str]] = {
     # locks and effects: nothing is held or left between events; the port is walked by itself
     "Node": frozenset({"_lock", "_answers", "_outbox", "port"}),

@@ -5,8 +5,8 @@
 Tensors stay tensors, contiguous ones on the CPU; how they travel is the transport's business.
 
 Only classes of `wire` are ever built from what arrives, and only of values that are what their declarations say: the
-types (msgspec looks at them), dtype and rank of tensors (`TensorOf`), and no integer beyond `MOST`. What the values
-mean, say that a position is one of a slot's, is for those who know the job: `torch_ecrec/wellformed.py`.
+types (msgspec looks at them), dtype and rank of tensors (`TensorOf`), and no step or number beyond `MOST`. What the
+values mean, say that a position is one of a slot's, is for those who know the job: `torch_ecrec/wellformed.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _wire_classes(base: type) -> dict[str, type]:
     return {
         name: cls
         for name, cls in vars(wire).items()
-        if inspect.isclass(cls) and issubclass(cls, base) and cls.__module__ == wire.__name__
+        if inspect.isclass(cls) and issubclass(cls, base) and cls is not base and cls.__module__ == wire.__name__
     }
 
 
@@ -54,8 +54,10 @@ def _bare(hint: Any) -> Any:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _bare(parts[0])
-    if origin in (list, dict, tuple):
-        return origin[tuple(map(_bare, parts))]
+    if origin is list:
+        return list[int if parts[0] is int else _bare(parts[0])]  # type: ignore[misc]
+    if origin is dict:
+        return dict[_bare(parts[0]), _bare(parts[1])]  # type: ignore[misc]
     return functools.reduce(operator.or_, map(_bare, parts)) if origin is not None else hint
 
 
@@ -65,10 +67,12 @@ def _tensors(hint: Any) -> _Tensors | None:
     if origin is Annotated:
         wanted = [part for part in parts[1:] if isinstance(part, TensorOf)]
         return (lambda tensor: [(tensor, wanted[0])]) if wanted else None
-    inner = _tensors(parts[0]) if origin is list else None
-    if inner is None:
+    inner = _tensors(parts[0]) if origin is not None else None
+    if inner is None or origin is dict:
         return None
-    return lambda values: [pair for value in values for pair in inner(value)]
+    if origin is list:
+        return lambda values: [pair for value in values for pair in inner(value)]
+    return lambda value: [] if value is None else inner(value)  # it may be left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +107,7 @@ def decode(encoded: Encoded, classes: dict[str, type]) -> Any:
     form = _form(cls)
     try:
         fields = msgspec.structs.asdict(msgspec.convert(values, form.struct))
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, AttributeError, TypeError, RecursionError) as error:  # a tensor may pass for a dict
         raise ValueError(f"not a {kind}: {error}") from error
     for name, tensors_of in form.tensors:
         for tensor, wanted in tensors_of(fields[name]):

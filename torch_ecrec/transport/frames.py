@@ -35,6 +35,7 @@ HEADER = struct.Struct("<4sIIxxxxQ")  # magic, bytes of the notes, bytes of the 
 MESSAGE_MOST_BYTES = 64 << 20  # without tensors, and as much for notes
 RANK_MOST = 32
 BUFFER_BYTES = 1 << 14
+KEPT_BYTES = 1 << 20  # a buffer that a large message has made larger is let go of
 BUFFERS_MOST = 512  # in one system call; Linux takes 1024
 DTYPES = (
     torch.float32,
@@ -209,13 +210,9 @@ class FrameReader:
 
     def _have(self, size: int) -> bool:
         """Waits until so many bytes are in the buffer. False if the connection ended before the first of them."""
-        if self._begin + size > len(self._buffer):
-            rest = bytes(self._buffer[self._begin : self._end])
-            if size > len(self._buffer):
-                self._buffer = memoryview(bytearray(size))
-            self._buffer[: len(rest)] = rest
-            self._begin, self._end = 0, len(rest)
         while self._end - self._begin < size:
+            if self._begin + size > len(self._buffer) and (self._begin or self._end == len(self._buffer)):
+                self._make_room(size)
             got = self._receive([self._buffer[self._end :]])
             if got == 0:
                 if self._begin == self._end:
@@ -224,11 +221,21 @@ class FrameReader:
             self._end += got
         return True
 
+    def _make_room(self, size: int) -> None:
+        """Moves what has come to the beginning; where it fills the buffer, that grows: as bytes come, not on a word."""
+        rest = bytes(self._buffer[self._begin : self._end])
+        if len(rest) == len(self._buffer):
+            self._buffer = memoryview(bytearray(min(size, 2 * len(rest))))
+        self._buffer[: len(rest)] = rest
+        self._begin, self._end = 0, len(rest)
+
     def _take(self, size: int) -> memoryview:
         taken = self._buffer[self._begin : self._begin + size]
         self._begin += size
         if self._begin == self._end:
             self._begin = self._end = 0
+            if len(self._buffer) > KEPT_BYTES:
+                self._buffer = memoryview(bytearray(BUFFER_BYTES))
         return taken
 
     def _fill(self, memories: list[memoryview]) -> None:

@@ -10,11 +10,16 @@ a `Port`.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch_ecrec.transport.wire import Answer, Ok, Outcome, Placement, Refused, Request
+from torch_ecrec.transport.complaints import Complaints
+from torch_ecrec.transport.wire import Answer, Ok, Outcome, Placement, Refused, Request, Unknown
+
+log = logging.getLogger(__name__)
+COMPLAINTS = Complaints(log, "messages")  # of this process: no node's state
 
 RETRY_S = 0.02  # pause before a call that failed is made again
 RETRY_MOST_S = 0.5
@@ -149,7 +154,22 @@ class Node:
         if peer == self.name:
             self.emit(lambda: self.handle(request, lambda answer: self.run(done, Ok(answer))))
         else:
-            self.emit(lambda: self.port.call(peer, request, self.call_timeout_s, lambda o: self.run(done, o)))
+
+            def judged(outcome: Outcome) -> None:
+                self.run(lambda: done(self._believed(peer, request, outcome)))
+
+            self.emit(lambda: self.port.call(peer, request, self.call_timeout_s, judged))
+
+    def _believed(self, peer: str, request: Request, outcome: Outcome) -> Outcome:
+        fault = self.fault_of_answer(request, outcome.answer) if isinstance(outcome, Ok) else None
+        if fault is None:
+            return outcome
+        COMPLAINTS.add(f"an answer of {peer} is not believed", fault)
+        return Unknown(f"{peer} answered what is no answer: {fault}")
+
+    def fault_of_answer(self, request: Request, answer: Answer) -> str | None:
+        """Why an answer cannot be one to this request; None if it can."""
+        return None
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self.emit(lambda: self.port.later(delay_s, lambda: self.run(action)))
@@ -208,4 +228,5 @@ class Node:
 
     def handle(self, request: Request, reply: Callable[[Answer], None]) -> None:
         """A request from another process. `reply` is called once, at any later time."""
-        raise NotImplementedError(f"{type(self).__name__} serves no requests")
+        COMPLAINTS.add("a request to who serves none", type(request).__name__)
+        reply(Refused(f"{self.name} serves no requests"))

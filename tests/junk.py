@@ -1,0 +1,112 @@
+"""Messages that are wrong somewhere: mutations of valid ones, in every field."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import torch
+
+from torch_ecrec.transport.encoding import ANSWERS, REQUESTS, Encoded, decode, encode
+from torch_ecrec.transport.wire import Answer, Request
+
+NUMBERS = (-(1 << 63), -(1 << 31), -7, -2, -1, 0, 1, 2, 3, 5, 17, 99, 255, 1 << 20, 1 << 31, (1 << 48) - 1, 1 << 48)
+NUMBERS = (*NUMBERS, (1 << 48) + 1, (1 << 63) - 1, (1 << 64) - 1)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.bool)
+
+
+def junk(rng: random.Random) -> Any:
+    """A value of any kind."""
+    kind = rng.randrange(10)
+    if kind < 4:
+        return rng.choice(NUMBERS)
+    if kind < 6:
+        shape = [rng.choice((0, 1, 2, 5)) for _ in range(rng.randrange(4))]
+        return torch.zeros(shape, dtype=rng.choice(DTYPES))
+    others: list[Any] = [None, "", "x" * 50, 0.5, float("nan"), True, [], {}, [1, 2], [[]], {0: 0}, {"a": 1}, [None]]
+    return rng.choice(others)
+
+
+def change_tensor(tensor: torch.Tensor, rng: random.Random) -> Any:
+    """Another dtype, rank, length, order, or an element of any size."""
+    kind = rng.randrange(7)
+    if kind == 0:
+        return tensor.to(rng.choice(DTYPES))
+    if kind == 1:
+        return tensor[None]
+    if kind == 2:
+        return tensor.flatten() if tensor.dim() > 1 else tensor.reshape(-1, 1)
+    if kind == 3 and tensor.dim():
+        return tensor[: rng.randrange(len(tensor) + 1)]
+    if kind == 4 and tensor.dim():
+        return torch.cat([tensor, tensor[:1]])
+    if kind == 5 and tensor.dim():
+        return tensor.flip(0)
+    changed = tensor.clone()
+    if changed.numel() and not changed.dtype.is_floating_point:
+        number = rng.choice(NUMBERS[:-1])
+        changed.view(-1)[rng.randrange(changed.numel())] = number if changed.dtype == torch.int64 else number % 256
+    return changed
+
+
+def change(value: Any, rng: random.Random) -> Any:
+    """`value` with a change somewhere."""
+    if rng.random() < 0.15:
+        return junk(rng)
+    if isinstance(value, bool) or value is None:
+        return junk(rng)
+    if isinstance(value, int):
+        return rng.choice(NUMBERS) if rng.random() < 0.6 else value + rng.choice((-3, -2, -1, 1, 2, 3, 1000, 5000))
+    if isinstance(value, torch.Tensor):
+        return change_tensor(value, rng)
+    if isinstance(value, list):
+        kind = rng.randrange(4)
+        if kind == 0 or not value:
+            return value + [value[-1] if value else junk(rng)]
+        if kind == 1:
+            return value[:-1]
+        which = rng.randrange(len(value))
+        return [change(item, rng) if i == which else item for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        which = rng.choice([*value, 0])
+        return {**value, rng.choice((which, junk(rng) if rng.random() < 0.2 else 99)): change(value.get(which, 0), rng)}
+    return junk(rng)
+
+
+def mutated(message: Request | Answer, rng: random.Random) -> Encoded:
+    """The message as plain values, with one or two fields changed, now and then one too many or too few."""
+    kind, values = encode(message)[0]
+    fields = list(values)
+    for _ in range(rng.choice((1, 1, 1, 2))):
+        if fields:
+            which = rng.randrange(len(fields))
+            try:
+                fields[which] = change(fields[which], rng)
+            except TypeError:  # a key that cannot be one
+                fields[which] = junk(rng)
+    if rng.random() < 0.03:
+        fields = fields[:-1] if rng.random() < 0.5 else [*fields, junk(rng)]
+    if rng.random() < 0.02:
+        kind = rng.choice(["", "Nonsense", "Placement", "Refused", *REQUESTS])
+    return kind, tuple(fields)
+
+
+def read(encoded: Encoded) -> Any:
+    """The message, or None if it is none."""
+    try:
+        return decode(encoded, {**REQUESTS, **ANSWERS})
+    except ValueError:
+        return None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two messages say the same."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
+    if dataclasses.is_dataclass(a):
+        fields = dataclasses.fields(a)
+        return type(a) is type(b) and all(same(getattr(a, field.name), getattr(b, field.name)) for field in fields)
+    return bool(a == b)
