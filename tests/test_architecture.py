@@ -25,11 +25,11 @@ PACKAGE = ROOT / "torch_ecrec"
 # folder, a user's code.
 RANKS = {
     "errors": 0,
+    "lifetime": 0,
     "config": 1,
     "allocator": 1,
     "kernels": 1,
     "optimizer_steps": 1,
-    "orphan": 1,
     "shared": 1,
     "values": 1,
     "codec": 2,
@@ -46,6 +46,7 @@ RANKS = {
     "coordinator": 4,
     "dense": 4,
     "member": 4,
+    "supervisor": 4,
     "launch": 5,
     "nn": 6,
     "testing": 6,
@@ -59,7 +60,7 @@ RANKS = {
 # Only this module reads the environment.
 ENVIRONMENT_READER = "config"
 # These start processes: they may hand the environment on, changed or not, without looking into it.
-ENVIRONMENT_PASSERS = {"launch", "testing", "demo", "bench"}
+ENVIRONMENT_PASSERS = {"supervisor", "testing", "demo", "bench"}
 # Modules with a reason to do more, each with that reason: module -> kinds of access allowed ("read", "copy", "write").
 ENVIRONMENT_EXCEPTIONS: dict[str, set[str]] = {}
 

@@ -32,7 +32,7 @@ from torch_ecrec.errors import ClusterUnavailable, JoinRefused
 from torch_ecrec.transport.control import ControlClient, request
 
 LIMIT_S = 90.0  # for a start on a loaded machine
-END_LIMIT_S = 5.0
+END_LIMIT_S = 60.0  # for an end on such a machine
 WELL_FORMED = {"type": "join", "version": torch_ecrec.__version__, "role": "server", "pid": 1}
 TRAINER = {**WELL_FORMED, "role": "trainer", "rank": 0, "job": job(trainers=2).to_json()}
 

@@ -27,7 +27,7 @@ from conftest import ROOT
 import torch_ecrec
 from torch_ecrec.config import TRANSPORTS, CodeSpec
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.launch import Supervisor
+from torch_ecrec.supervisor import Supervisor
 from torch_ecrec.transport.control import ControlClient
 
 LIMIT_S = 90.0  # for anything that is waited for: processes start slowly on a loaded machine
@@ -210,7 +210,8 @@ def test_a_killed_server_is_replaced_and_comes_back_as_a_spare(
 
         status = running.wait_for("the restarted process is a spare, in a new generation", back)
         trainer.tell("fast")
-        assert first < status["step"] <= second, "training went on, and is not over"
+        running.wait_for("training goes on", lambda status: first < status["step"])
+        assert status["step"] <= second, "and it was not over when that process joined"
         (spare,) = spares(status)
         assert spare not in known, "a process that was not there before"
 

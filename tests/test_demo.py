@@ -27,7 +27,7 @@ from torch_ecrec.demo.report import Record, format_kill, format_status, format_s
 from torch_ecrec.demo.run import KillSpec, Run, Terminal, assemble, differences, parse_kills
 
 RUN_LIMIT_S = 240.0
-END_LIMIT_S = 5.0
+END_LIMIT_S = 60.0
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

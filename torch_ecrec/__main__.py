@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import json
 import logging
-import signal
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import torch_ecrec
 from torch_ecrec.config import CHAOS_EVENTS, OPTIMIZERS, PROTECTIONS, WITHOUT_SPARE, CodeSpec, Settings, require_int
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.orphan import end_with_parent
+from torch_ecrec.lifetime import INTERRUPTED, end_at_once, end_with_parent, on_signals
 
 BENCHMARKS = {
     "train": "throughput beside plain TorchRec, by shape and code",
@@ -165,16 +164,17 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
 
 
 def run_up(arguments: argparse.Namespace) -> int:
-    from torch_ecrec.launch import Supervisor, warm
+    from torch_ecrec.launch import warm
+    from torch_ecrec.supervisor import Supervisor, prepare_logs
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    told: list[int] = []  # to end: the signals
 
     code = code_of(arguments)
     require_int("spares", arguments.spares, 0)
-    for number in (signal.SIGTERM, signal.SIGINT):  # while it starts as well: that takes seconds
-        signal.signal(number, interrupt)
+    if arguments.logs is not None:
+        prepare_logs(arguments.logs)
     warm()
+    on_signals(lambda number, _: told.append(number))  # who waits looks there; an exception might get lost
     with Supervisor(
         code,
         arguments.spares,
@@ -183,6 +183,7 @@ def run_up(arguments: argparse.Namespace) -> int:
         arguments.without_spare,
         restart=not arguments.no_restart,
         logs=arguments.logs,
+        told=lambda: bool(told),
     ) as cluster:
         print(
             json.dumps({"address": list(cluster.address)})
@@ -190,9 +191,9 @@ def run_up(arguments: argparse.Namespace) -> int:
             else f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}); Ctrl-C ends it",
             flush=True,
         )
-        with contextlib.suppress(KeyboardInterrupt):
-            while cluster.ended is None:
-                time.sleep(0.5)
+        while cluster.ended is None and not told:
+            time.sleep(0.1)
+        if not told:
             print(f"torch-ecrec: the coordinator ended with {cluster.ended}", file=sys.stderr)
             return 4
     return 0
@@ -265,16 +266,22 @@ def main(argv: list[str] | None = None) -> int:
     benchmark = words[1] if len(words) > 1 and words[0] == "bench" and words[1] in BENCHMARKS else None
     arguments = parser(benchmark).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    if argv is None and arguments.command in ("up", "serve", "coordinator"):
+        on_signals(end_at_once)  # until they have something to leave in order: loading torch alone takes seconds
     try:
         return run(arguments)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except ClusterError as error:
-        print(f"torch-ecrec: {error}", file=sys.stderr)
-        return error.exit_code
+        return _fail(error, error.exit_code)
     except (ValueError, TypeError, OSError) as error:
-        print(f"torch-ecrec: {error}", file=sys.stderr)
-        return 2
+        return _fail(error, 2)
+
+
+def _fail(error: Exception, code: int) -> int:
+    with contextlib.suppress(OSError):  # no room for it: the code says enough
+        print(f"torch-ecrec: {error}", file=sys.stderr, flush=True)
+    return code
 
 
 if __name__ == "__main__":

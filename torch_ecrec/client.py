@@ -36,6 +36,7 @@ from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.config import JobSpec, Settings
 from torch_ecrec.errors import ClusterUnavailable, TrainersLost
 from torch_ecrec.layout import Layout
+from torch_ecrec.lifetime import belongs_here
 from torch_ecrec.pieces import Gathering
 from torch_ecrec.route import Parts, Route, arrange, route
 from torch_ecrec.transport import wire
@@ -424,6 +425,8 @@ class Session:
         self._routes: deque[Route] = deque(maxlen=ROUTES_KEPT)
         self._ahead: list[_Ahead] = []
         client.on_change, client.on_error = self._notify, self.fail
+        self.told = False  # what went wrong in the background has been raised to the user
+        belongs_here(self)
 
     # the background -----------------------------------------------------------------------------
 
@@ -466,7 +469,13 @@ class Session:
             finally:
                 self._awaited = None
         if self._error is not None:
+            self.told = True
             raise self._error
+
+    def on_forked(self) -> None:
+        """In a forked child: this session is its parent's."""
+        self._changed, self.client._lock = threading.Condition(), threading.Lock()
+        self._error = RuntimeError("a session cannot be used in a forked child of its process")
 
     def _run_and_wait(self, action: Callable[..., None], *args: Any, what: str) -> Any:
         """Runs a client method whose last argument is a callback; returns what the callback gets."""

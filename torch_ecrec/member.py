@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ KINDS = {
 }
 
 
+REJOIN_LEAST_S, REJOIN_MOST_S = 0.05, 1.0  # between two attempts to join, where connections end at once
 ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost, "fenced": Fenced}
 
 
@@ -93,36 +95,51 @@ class Member:
         self.restarted = False  # a trainer: the cluster has trained before
         self.transport: Transport | None = None
         self._timers = Timers(self.on_error)
-        self._welcome = threading.Event()
+        self._answered = threading.Event()  # or the connection has ended
         self._joining = threading.Event()
-        self._refusal: tuple[str, str] | None = None  # kind and reason
-        self._gone: str | None = None  # the coordinator, before it had answered
+        self._failure: Exception | None = None  # why it cannot join
+        self._gone = ""  # why the connection ended, before the coordinator had answered
         self._ended = False
         self._lock = threading.Lock()  # guards _wanted and _ended
         self._wanted: dict[str, Any] | None = None
+        self._control: ControlClient | None = None
         try:
-            host, port = parse_address(settings.join)
-            self._control = ControlClient(host, port, self._on_message, self._on_closed, settings.give_up_s)
-            self._address = host, port
-        except OSError as error:
-            raise ClusterUnavailable(f"no coordinator at {settings.join}: {error}") from error
-        self.tell(join_message(**hello))
-        if not self._welcome.wait(settings.give_up_s) or self._gone is not None:
+            self._address = parse_address(settings.join)
+            self._join(hello)
+        except BaseException:
             self.close()
-            if self._gone is not None:
-                raise ClusterUnavailable(f"the coordinator at {settings.join} ended: {self._gone}")
-            raise ClusterUnavailable(f"the coordinator at {settings.join} did not answer in {settings.give_up_s:g} s")
-        self._raise_if_refused()
+            raise
         threading.Thread(target=self._follow_generations, name="generations", daemon=True).start()
         self._timers.later(settings.heartbeat_s, self._beat)
 
-    def _raise_if_refused(self) -> None:
-        if self._refusal is not None:
-            self.close()
-            kind, reason = self._refusal
-            raise (DataLoss if kind == "data_loss" else JoinRefused)(
-                f"refused by the cluster at {self.settings.join}: {reason}"
-            )
+    def _join(self, hello: dict[str, Any]) -> None:
+        """Asks until a coordinator answers: one that ends meanwhile is replaced, as for a member that has joined."""
+        limit_s = self.settings.give_up_s
+        deadline_s = time.monotonic() + limit_s
+        where = f"the coordinator at {self.settings.join}"
+        left_s, pause_s, gone = limit_s, REJOIN_LEAST_S, ""
+        while True:
+            try:
+                self._control = ControlClient(*self._address, self._on_message, self._on_closed, left_s)
+            except ClusterUnavailable as error:
+                if not gone:
+                    raise
+                raise ClusterUnavailable(f"{where} ended ({gone}), and none came within {limit_s:g} s") from error
+            self.tell(join_message(**hello))
+            if not self._answered.wait(max(deadline_s - time.monotonic(), 0.0)):
+                raise ClusterUnavailable(f"{where} did not answer in {limit_s:g} s")
+            if self._failure is not None:
+                raise self._failure
+            if self.transport is not None:
+                return
+            gone = self._gone
+            if time.monotonic() + pause_s > deadline_s:
+                raise ClusterUnavailable(f"{where} ended before it answered: {gone}")
+            log.warning("%s is gone before it answered (%s); joins again", where, gone)
+            self._answered.clear()  # nothing of the connection before comes any more
+            time.sleep(pause_s)  # nothing else to do: whoever listens there now may end each connection at once
+            pause_s = min(2 * pause_s, REJOIN_MOST_S)
+            left_s = max(deadline_s - time.monotonic(), 0.0)
 
     # Port ---------------------------------------------------------------------------------------
 
@@ -134,6 +151,7 @@ class Member:
         self._timers.later(delay_s, action)
 
     def tell(self, message: dict[str, Any]) -> None:
+        assert self._control is not None
         self._control.send(message)
 
     # the coordinator ----------------------------------------------------------------------------
@@ -141,17 +159,15 @@ class Member:
     def _on_message(self, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "welcome":
-            self.name = message["name"]
-            self.restarted = message["restarted"]
-            self._code, self._life = message["code"], message["life"]
-            self.node = self._make_node(self.name, self, CodeSpec(**self._code))
-            kind = TRANSPORTS[message["transport"]]
-            shared.enable(self.settings.shared_memory_bytes if kind is SocketTransport else 0)
-            self.transport = kind(self.name, self.node.handle, self.on_error)
-            self._welcome.set()
+            try:
+                self._begin(message)
+            except Exception as error:  # the seam: it is raised where the process joins
+                self._failure = error
+            self._answered.set()
         elif kind == "refused":
-            self._refusal = message["kind"], message["reason"]
-            self._welcome.set()
+            refusal = DataLoss if message["kind"] == "data_loss" else JoinRefused
+            self._failure = refusal(f"refused by the cluster at {self.settings.join}: {message['reason']}")
+            self._answered.set()
         elif kind == "generation":
             with self._lock:
                 self._wanted = message
@@ -169,10 +185,19 @@ class Member:
             except Exception as error:  # the seam: a message that cannot be handled ends this process's membership
                 self.on_error(error)
 
+    def _begin(self, welcome: dict[str, Any]) -> None:
+        """It has joined: makes its node and the transport."""
+        self.name, self.restarted = welcome["name"], welcome["restarted"]
+        self._code, self._life = welcome["code"], welcome["life"]
+        self.node = self._make_node(self.name, self, CodeSpec(**self._code))
+        kind = TRANSPORTS[welcome["transport"]]
+        shared.enable(self.settings.shared_memory_bytes if kind is SocketTransport else 0)
+        self.transport = kind(self.name, self.node.handle, self.on_error)
+
     def _on_closed(self, reason: str) -> None:
         if self.transport is None:
             self._gone = reason
-            self._welcome.set()
+            self._answered.set()
             return
         threading.Thread(target=self._rejoin, args=(reason,), name="rejoin", daemon=True).start()
 
@@ -260,7 +285,8 @@ class Member:
         if self.transport is not None:
             self.tell({"type": "leave", "report": {"bytes_sent": self.bytes_sent()}})
             self.transport.close()
-        self._control.close()
+        if self._control is not None:
+            self._control.close()
 
 
 def join_message(**hello: Any) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from torch_ecrec.lifetime import belongs_here
+
 LEAST_BYTES = 1 << 14  # less is copied faster than it is lent
 SEGMENTS_MOST = 256  # of a process; each is an open file, of which it may have 1024
 SPARE_MOST = 2  # a segment serves for what needs at least its half
@@ -141,9 +143,16 @@ class Pool:
         self._gone: deque[Segment] = deque()  # segments whose last array here is gone
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards all below
+        belongs_here(self)
         self._bytes = self._count = 0
         self._free: list[Segment] = []  # that given back longest ago first
         self._held: list[tuple[int, Segment]] = []  # by address, ascending
+
+    def on_forked(self) -> None:
+        """In a forked child: its parent goes on to hand out the very same memory."""
+        self._lock = threading.Lock()
+        if _pool is self:
+            enable(0)
 
     @property
     def bytes(self) -> int:

@@ -46,8 +46,9 @@ from torch_ecrec.config import CodeSpec, OptimizerSpec, require, require_int
 from torch_ecrec.demo.report import Kill, Record, since
 from torch_ecrec.demo.run import free_port
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.launch import Supervisor, warm
+from torch_ecrec.launch import warm
 from torch_ecrec.layout import Layout
+from torch_ecrec.supervisor import Supervisor
 from torch_ecrec.transport.control import ControlClient
 
 MB = 1e6

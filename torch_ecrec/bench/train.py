@@ -41,7 +41,7 @@ from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.worker import Assignment
 from torch_ecrec.config import CodeSpec, Settings, require, require_int
 from torch_ecrec.demo.run import descendants, free_port
-from torch_ecrec.launch import Supervisor, await_end
+from torch_ecrec.supervisor import Supervisor, await_end
 
 VARIANTS = {
     ":bf16": {"TORCH_ECREC_WIRE": "bfloat16"},

@@ -39,7 +39,8 @@ import torch_ecrec
 from torch_ecrec.config import CodeSpec, OptimizerSpec, require, require_int
 from torch_ecrec.demo import criteo, report
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss
-from torch_ecrec.launch import Supervisor, warm
+from torch_ecrec.launch import warm
+from torch_ecrec.supervisor import Supervisor
 from torch_ecrec.transport.control import ControlClient
 
 HEARTBEAT_S = 0.25  # of the processes of a run, for fresh figures

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.lifetime import belongs_here
 
 Message = dict[str, Any]
 
@@ -306,6 +307,7 @@ class ControlClient:
         self._on_message = on_message
         self._on_closed = on_closed
         self._sock = _connect(host, port, timeout_s)
+        belongs_here(self)
         self._sock.settimeout(None)
         seconds, rest = divmod(SEND_TIMEOUT_S, 1)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
@@ -332,6 +334,11 @@ class ControlClient:
         self._shut()
         if threading.current_thread() is not self._reader:
             self._reader.join()
+
+    def on_forked(self) -> None:
+        """In a forked child: it must not keep open what ends with its parent."""
+        self._closed, self._sending = True, threading.Lock()
+        self._sock.close()
 
     def _shut(self) -> None:
         with contextlib.suppress(OSError):  # it has ended already

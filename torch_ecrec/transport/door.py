@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torch_ecrec.lifetime import belongs_here
 from torch_ecrec.transport.complaints import Complaints
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.frames import MAGIC
@@ -72,6 +73,14 @@ class Door:
         for listener in self._listeners:
             listener.setblocking(False)
         self._listen()
+        belongs_here(self)
+
+    def on_forked(self) -> None:
+        """In a forked child: it must not keep the port, or a stranger's connection."""
+        self._ends = True
+        for sock in (*self._listeners, *(stranger.sock for stranger in self._strangers), self._wake, self._woken):
+            sock.close()
+        self._selector.close()
 
     def close(self) -> None:
         """Ends `run`, and with it listeners and strangers. May be called again."""

@@ -87,6 +87,11 @@ class Transport(ABC):
         self._next_call = 0
         self._bytes_sent: dict[str, int] = {}
 
+    def on_forked(self) -> None:
+        """In a forked child, which is in no world: closed."""
+        self._joining, self._gate = threading.Lock(), threading.Condition()
+        self._world, self._serving, self._inside, self._closed, self._calls = None, 0, 0, True, {}
+
     @property
     def newest(self) -> int:
         """The highest generation ever asked for: the next must be higher."""

@@ -32,6 +32,7 @@ from torch.distributed.rpc import (  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.lifetime import belongs_here
 from torch_ecrec.transport.encoding import Encoded, encode
 from torch_ecrec.transport.generations import POLL_LEAST_S, POLL_MOST_S, Handler, Transport, World, answered
 from torch_ecrec.transport.wire import Refused
@@ -113,6 +114,13 @@ class RpcTransport(Transport):
         self._threads = threads
         self._polling: Store | None = None  # of the agent, which may ask it as long as it lives
         self._workers: dict[str, WorkerInfo] = {}
+        belongs_here(self)
+
+    def on_forked(self) -> None:
+        global _active
+        super().on_forked()
+        atexit.unregister(_close_active)  # the agent's threads are the parent's
+        _active = None
 
     def _claim(self, store: tuple[str, int]) -> str:
         global _active

@@ -38,6 +38,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ecrec import shared
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.lifetime import belongs_here
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
 from torch_ecrec.transport.encoding import Encoded
@@ -71,6 +72,14 @@ class Sender:
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._ends = False
+        belongs_here(self)
+
+    def on_forked(self) -> None:
+        """In a forked child. What is watched is the parent's affair, with which this selector is shared."""
+        self._ends = True
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
 
     def watch(self, connection: Connection) -> None:
         self._selector.register(connection.sock, selectors.EVENT_WRITE, connection)
@@ -117,6 +126,12 @@ class Connection:
         self._waiting: deque[Frame] = deque()
         self._started = self._watched = self._ended = False
         self._quiet = False  # nothing was sent since the last `remind`
+        belongs_here(self)
+
+    def on_forked(self) -> None:
+        """In a forked child: who reads at the other end must see the end of its parent."""
+        self._lock, self._ended = threading.Lock(), True
+        self.sock.close()
 
     def start(self) -> None:
         """It is connected. Raises ConnectionError if it was ended before it was."""
@@ -343,6 +358,7 @@ class SocketTransport(Transport):
         self._channels: dict[str, Channel] = {}  # by callee; with the inbound ones guarded by _gate
         self._inbound: set[Connection] = set()
         atexit.register(self.close)
+        belongs_here(self)
         self._start(self.sender.run, "sender")  # last: it looks at all of this
 
     def _start(self, action: Callable[[], None], name: str) -> None:
@@ -459,6 +475,11 @@ class SocketTransport(Transport):
             channel.end()
         for connection in inbound:
             connection.end()
+
+    def on_forked(self) -> None:
+        super().on_forked()
+        atexit.unregister(self.close)
+        self._door, self._channels, self._inbound, self._threads = None, {}, set(), set()
 
     def _end(self) -> None:
         self.sender.close()

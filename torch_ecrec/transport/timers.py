@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from torch_ecrec.lifetime import belongs_here
+
 END_S = 5.0
 
 
@@ -27,6 +29,12 @@ class Timers:
         self._thread = threading.Thread(target=self._run, name="timers", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+        belongs_here(self)
+
+    def on_forked(self) -> None:
+        """In a forked child, which has no such thread."""
+        self._changed, self._closed = threading.Condition(), True
+        atexit.unregister(self.close)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         with self._changed:

@@ -1,0 +1,173 @@
+"""Joining: a member asks until a coordinator answers, whatever ends meanwhile."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from torch_ecrec.config import CodeSpec, Settings
+from torch_ecrec.errors import ClusterUnavailable, DataLoss, JoinRefused
+from torch_ecrec.member import Member
+from torch_ecrec.transport.control import Connection, ControlServer
+from torch_ecrec.transport.node import Node
+
+LIMIT_S = 60.0
+WELCOME = {
+    "type": "welcome",
+    "name": "server-7",
+    "code": {"slots": 3, "k": 2, "r": 1, "protection": "parity"},
+    "restarted": False,
+    "life": 0,
+    "transport": "sockets",
+}
+
+
+class Coordinator:
+    """Does with each join what `on_join` says; may be killed and started again at its address."""
+
+    def __init__(self, on_join: Callable[[Connection, int], None]) -> None:
+        self.joins = 0
+        self.told: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._on_join = on_join
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        self.server = ControlServer("127.0.0.1", self.port, self._on_message, lambda connection: None)
+        self.port = self.server.address[1]
+        self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self.server.close()
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive()
+
+    def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
+        self.told.put(message)
+        if message["type"] == "join":
+            self.joins += 1
+            self._on_join(connection, self.joins)
+
+    def wait_for_join(self) -> None:
+        assert self.told.get(timeout=LIMIT_S)["type"] == "join"
+
+
+def join(coordinator: Coordinator, give_up_s: float = LIMIT_S, make: Callable[..., Node] | None = None) -> Member:
+    settings = Settings(join=f"127.0.0.1:{coordinator.port}", give_up_s=give_up_s, shared_memory_bytes=0)
+
+    def node(name: str, member: Member, code: CodeSpec) -> Node:
+        return Node(name, member, 1.0)
+
+    hello = {"role": "server", "code": {}}
+    return Member(settings, hello, make or node, on_control=lambda message: None, on_end=lambda error: None)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """What failed to join leaves no thread."""
+    before = set(threading.enumerate())
+    yield
+    end_s = time.monotonic() + LIMIT_S
+    while left := set(threading.enumerate()) - before:
+        assert time.monotonic() < end_s, left
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("ends", [1, 3])
+def test_a_coordinator_that_ends_while_somebody_joins(ends: int) -> None:
+    """A supervisor starts another one; who was joining asks that."""
+
+    def on_join(connection: Connection, number: int) -> None:
+        if number <= ends:
+            connection.close()
+        else:
+            connection.send(WELCOME)
+
+    coordinator = Coordinator(on_join)
+    member = join(coordinator)
+    assert (member.name, coordinator.joins) == ("server-7", ends + 1)
+    member.close()
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_another_coordinator_comes_a_while_later() -> None:
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME) if number == 2 else None)
+    joined: queue.Queue[Member] = queue.Queue()
+    thread = threading.Thread(target=lambda: joined.put(join(coordinator)), daemon=True)
+    thread.start()
+    coordinator.wait_for_join()  # it is kept waiting, as by one that regathers its members
+    coordinator.end()
+    coordinator.start()
+    member = joined.get(timeout=LIMIT_S)
+    assert (member.name, coordinator.joins) == ("server-7", 2)
+    member.close()
+    thread.join(LIMIT_S)
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_nobody_comes_in_its_place() -> None:
+    def on_join(connection: Connection, number: int) -> None:
+        coordinator.server.close()
+
+    coordinator = Coordinator(on_join)
+    with pytest.raises(ClusterUnavailable, match=r"ended \(.*\), and none came within 1 s"):
+        join(coordinator, give_up_s=1.0)
+
+
+@pytest.mark.usefixtures("threads")
+def test_one_that_ends_every_connection() -> None:
+    coordinator = Coordinator(lambda connection, number: connection.close())
+    begin_s = time.monotonic()
+    with pytest.raises(ClusterUnavailable, match="before it answered"):
+        join(coordinator, give_up_s=2.0)
+    assert 2 <= coordinator.joins <= 12, "with pauses between"
+    assert time.monotonic() - begin_s >= 1.0
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_one_that_does_not_answer() -> None:
+    coordinator = Coordinator(lambda connection, number: None)
+    with pytest.raises(ClusterUnavailable, match=r"did not answer in 0\.5 s"):
+        join(coordinator, give_up_s=0.5)
+    assert coordinator.joins == 1
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("kind", "error"), [("refused", JoinRefused), ("stopped", JoinRefused), ("data_loss", DataLoss)]
+)
+def test_a_refusal_is_final(kind: str, error: type[Exception]) -> None:
+    """Also if the connection ends right after it."""
+
+    def on_join(connection: Connection, number: int) -> None:
+        connection.send({"type": "refused", "kind": kind, "reason": "as ordered"})
+        connection.close()
+
+    coordinator = Coordinator(on_join)
+    with pytest.raises(error, match="as ordered"):
+        join(coordinator)
+    assert coordinator.joins == 1
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_goes_wrong_in_a_welcome_is_raised() -> None:
+    """And nothing is tried again: it would go wrong again."""
+
+    def make(name: str, member: Member, code: CodeSpec) -> Node:
+        raise MemoryError("as ordered")
+
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME))
+    with pytest.raises(MemoryError, match="as ordered"):
+        join(coordinator, make=make)
+    assert coordinator.joins == 1
+    coordinator.end()

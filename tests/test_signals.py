@@ -1,0 +1,127 @@
+"""Told to end, once or twice, at any moment of a start: it ends soon, with the right code, and leaves nothing behind.
+
+The moments are what can be seen from outside: handlers installed, libraries loaded, children started, a connection
+made, members joined. What is slow on one machine and quick on another is waited for.
+"""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import wait_for_none, wait_until
+from test_cli import LIMIT_S, SMALL, Command, command, status_of
+
+END_S = 60.0  # for everything, on a busy machine; it takes less than a second otherwise
+SIGNALS = {"SIGTERM": [signal.SIGTERM], "SIGINT": [signal.SIGINT], "both": [signal.SIGINT, signal.SIGTERM]}
+
+
+def has_begun(pid: int) -> bool:
+    """Its own handlers are there: before that it is Python's start, where Ctrl-C is a traceback."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return False
+
+
+def has_loaded(library: str) -> Callable[[int], bool]:
+    return lambda pid: library in Path(f"/proc/{pid}/maps").read_text()
+
+
+def has_children(number: int) -> Callable[[int], bool]:
+    return lambda pid: len(psutil.Process(pid).children()) >= number
+
+
+STARTS = {"begun": has_begun, "loading": has_loaded("libtorch"), "compiling": has_loaded("libllvmlite")}
+MOMENTS = {**STARTS, "first child": has_children(1), "servers": has_children(2)}
+
+
+def cases(moments: Iterable[str]) -> Any:
+    """Each moment with one kind of signal, and with the others in the slow run."""
+    return pytest.mark.parametrize(
+        ("moment", "numbers"),
+        [
+            pytest.param(moment, numbers, marks=[] if (i + j) % len(SIGNALS) == 0 else [pytest.mark.slow])
+            for i, moment in enumerate(moments)
+            for j, numbers in enumerate(SIGNALS)
+        ],
+    )
+
+
+def check(started: Command, numbers: list[signal.Signals], codes: set[int]) -> None:
+    for number in numbers:
+        if started.process.poll() is None:
+            os.kill(started.process.pid, number)
+    left = wait_for_none(started.living, END_S)
+    assert not left, f"left running after {END_S:g} s: {left}"
+    assert started.wait() in codes, started.err
+    assert not [line for line in started.err if "Traceback" in line], started.err
+
+
+@cases(MOMENTS)
+def test_up_that_starts(moment: str, numbers: str) -> None:
+    with command("up", *SMALL) as up:
+        up.wait_until(moment, lambda: MOMENTS[moment](up.process.pid))
+        # Once servers are started it runs, in a moment: then 0 is right.
+        check(up, SIGNALS[numbers], {130, 0} if moment == "servers" else {130})
+
+
+@cases(["running"])
+def test_up_that_runs(moment: str, numbers: str) -> None:
+    """The second signal changes nothing: ending has a limit."""
+    with command("up", *SMALL) as up:
+        join = up.read_until(r"cluster at (\S+)")[1]
+        up.wait_until("two servers", lambda: len(status_of(join)["members"]) == 2)
+        check(up, SIGNALS[numbers] * 2, {0})
+
+
+@cases([*STARTS, "joining", "joined"])
+def test_serve(moment: str, numbers: str) -> None:
+    """The coordinator is a listener that does not answer, or a real one."""
+    if moment == "joined":
+        with command("up", "--servers", "2", "-k", "1", "--spares", "0") as up:
+            join = up.read_until(r"cluster at (\S+)")[1]
+            with command("serve", "--join", join) as serve:
+                serve.wait_until(moment, lambda: any(" joined 127." in line for line in serve.err))
+                # The second of two signals ends it at once, whatever is still to be left in order.
+                check(serve, SIGNALS[numbers], {0} if len(SIGNALS[numbers]) == 1 else {0, 130})
+                pid = serve.process.pid
+            wait_until(
+                lambda: all(m["left"] or not m["alive"] for m in status_of(join)["members"] if m["pid"] == pid),
+                LIMIT_S,
+                "it has left",
+            )
+            check(up, [signal.SIGTERM], {0})
+        return
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(LIMIT_S)
+        with command("serve", "--join", f"127.0.0.1:{listener.getsockname()[1]}") as serve:
+            if moment == "joining":
+                connection = listener.accept()[0]
+                assert connection.recv(1) == b"{"
+                connection.close()
+            else:
+                serve.wait_until(moment, lambda: STARTS[moment](serve.process.pid))
+            check(serve, SIGNALS[numbers], {130})
+
+
+@pytest.mark.parametrize("moment", ["compiling", "first child", "servers", "trained"])
+def test_trainer_with_a_cluster_of_its_own(moment: str) -> None:
+    """Its script catches nothing, so that Ctrl-C is Python's: nothing of ours adds to it."""
+    child = Path(__file__).with_name("embedded_child.py")
+    environment = {"PYTHONPATH": f"{child.parent}{os.pathsep}{child.parent.parent}"}
+    with command(program=[str(child), "wait"], environment=environment) as trainer:
+        if moment == "trained":
+            trainer.read_until("READY")
+        else:
+            trainer.wait_until(moment, lambda: MOMENTS[moment](trainer.process.pid))
+        os.kill(trainer.process.pid, signal.SIGINT)
+        left = wait_for_none(trainer.living, END_S)
+        assert not left, f"left running after {END_S:g} s: {left}"
+        assert trainer.wait() == -signal.SIGINT, trainer.err
+        text = "".join(trainer.err)
+        assert text.count("Traceback") <= 1 and "Exception ignored" not in text, text

@@ -1,0 +1,180 @@
+"""The ends of a process that others wait for, and what its forked children must not keep.
+
+    end_with_parent    ends this process when the supervisor that started it is gone, however that ended
+    end_at_once        handles SIGTERM and SIGINT while there is nothing to be left in order
+    belongs_here       what a forked child lets go of
+    end_if_it_hangs    ends it, in the end, if its thread waits for a process that will never answer
+
+A *forked child* (a worker of a `DataLoader`) has a copy of every open file. The end of a process is noticed by the end
+of its connections, and they end when the last copy is closed; so a child closes its copies at once, and it shuts
+nothing down, which would be done to the parent's connections as well.
+
+Without imports that take time: a process whose parent dies while it starts should not load torch first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Protocol
+
+INTERRUPTED = 130  # the exit code
+LOOK_S = 0.25
+IDLE = 0.05  # of a core: a thread that uses less does not compute
+
+# the parent, and being told to end --------------------------------------------------------------------
+
+
+def end_with_parent() -> None:
+    """Ends this process when its standard input closes: the supervisor that holds the other end is gone."""
+
+    def watch() -> None:
+        while os.read(0, 4096):  # not sys.stdin: its lock is taken when the interpreter ends
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Handles what tells a process to end: SIGTERM and SIGINT. On the main thread only."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """A handler for a process with nothing to leave in order: an exception may get lost in an import, this does not."""
+    os._exit(INTERRUPTED)
+
+
+# forked children --------------------------------------------------------------------------------------
+
+
+class Owned(Protocol):
+    """Something of this process, with files or threads."""
+
+    def on_forked(self) -> None:
+        """In the child, before anything else runs there: closes its copies of files, and waits for nothing.
+
+        Locks may be held by threads that the child does not have.
+        """
+
+
+_owned: weakref.WeakSet[Owned] = weakref.WeakSet()  # also in children of children
+_registering = threading.Lock()
+_registered = False
+
+
+def belongs_here(thing: Owned) -> None:
+    """From now on, `thing.on_forked` is called in every forked child, as long as `thing` lives."""
+    global _registered
+    with _registering:
+        if not _registered:
+            os.register_at_fork(after_in_child=_let_go)
+            _registered = True
+    _owned.add(thing)
+
+
+def _let_go() -> None:
+    global _registering
+    _registering = threading.Lock()
+    for thing in list(_owned):
+        thing.on_forked()
+
+
+# hanging ----------------------------------------------------------------------------------------------
+
+
+def end_if_it_hangs(thread: threading.Thread, knows: Callable[[], bool], limit_s: float, why: str, code: int) -> None:
+    """Ends this process, with all stacks on standard error, if it waits for others in vain, for `limit_s` at a stretch.
+
+    A thread *hangs* that is inside a call of torch.distributed, or a backward, the same one all that time, and does not
+    compute. The process is ended if `thread` hangs, unless it `knows`: then what it does is its own affair. It is also
+    ended if its main thread has come to its end, and all threads hang for whose end the interpreter waits.
+
+    Args:
+        thread: the one that trains.
+        knows: whether it has been told, by an exception, that there is nothing to wait for.
+        why: for standard error.
+        code: to exit with.
+    """
+
+    def watch() -> None:
+        looks: dict[int, _Look] = {}
+        while True:
+            frames = sys._current_frames()
+            looks = {
+                one.ident: _Look(one, frames[one.ident], looks.get(one.ident))
+                for one in threading.enumerate()
+                if one.ident is not None and one.ident in frames
+            }
+            awaited = [] if knows() else [thread]
+            if _is_over(frames.get(threading.main_thread().ident or 0)):
+                ours = (threading.main_thread(), threading.current_thread())
+                awaited = [one for one in threading.enumerate() if not one.daemon and one not in ours]
+            found = [looks.get(one.ident or 0) for one in awaited]
+            if found and all(look is not None and look.hangs_s >= limit_s for look in found):
+                _end(f"torch-ecrec: {why}; this process waited for others, for {limit_s:g} s in vain", code)
+            del frames, found
+            time.sleep(LOOK_S)
+
+    threading.Thread(target=watch, name="hanging", daemon=True).start()
+
+
+class _Look:
+    """One thread at one moment. `hangs_s`: for how long it has been seen to hang."""
+
+    def __init__(self, thread: threading.Thread, frame: FrameType, before: _Look | None) -> None:
+        self._at_s, self._ran_s = time.monotonic(), _ran_s(thread)
+        self._stack: list[tuple[int, int]] = []
+        waits = _waits_for_others(frame)
+        at: FrameType | None = frame
+        while at is not None:
+            self._stack.append((id(at), at.f_lasti))
+            at = at.f_back
+        self.hangs_s = 0.0
+        if before is not None and waits and before._stack == self._stack:
+            passed_s = min(self._at_s - before._at_s, 2 * LOOK_S)  # not while this process was stopped
+            if self._ran_s - before._ran_s <= IDLE * passed_s:
+                self.hangs_s = before.hangs_s + passed_s
+
+
+def _ran_s(thread: threading.Thread) -> float:
+    """How long a thread has had a core so far; 0 where the system does not say."""
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
+        return int(file.read().split()[0]) / 1e9
+    return 0.0
+
+
+def _waits_for_others(frame: FrameType | None) -> bool:
+    """Whether the innermost calls, as far as they are of libraries, are of those that may wait for other trainers."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not module.startswith(("torch.", "torchrec.", "torch_ecrec.", "threading", "concurrent.", "contextlib")):
+            return False
+        if module.startswith(("torch.distributed.", "torch.autograd", "torch.nn.parallel", "torchrec.distributed.")):
+            return not module.startswith("torch.distributed.checkpoint")
+        frame = frame.f_back
+    return False
+
+
+def _is_over(frame: FrameType | None) -> bool:
+    """Whether the main thread waits for others before the interpreter ends."""
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "threading" and frame.f_code.co_name == "_shutdown"
+
+
+def _end(text: str, code: int) -> None:
+    with contextlib.suppress(OSError):  # nobody to tell, or no room: it ends all the same
+        print(text, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.stderr)
+    os._exit(code)
