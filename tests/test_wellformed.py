@@ -96,7 +96,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Export", {"step": -1}, "`step` must not be negative"),
     ("Export", {"positions": ones(HUGE)}, "position"),
     ("Export", {"parity": True, "positions": ones(99)}, "position 99 of slab 0: slot 1 has 4 parities"),
-    ("Export", {"step": 0}, "asked for after it was forgotten"),
+    ("Export", {"step": 0}, "cannot show step 0"),
     ("Fold", {"source": SLOT}, "`source` must be another slot, got 1"),
     ("Fold", {"source": 3}, "`source` must be another slot"),
     ("Fold", {"source_incarnation": HUGE}, "`source_incarnation` must be"),

@@ -322,12 +322,10 @@ class Slot:
                 whole = self.rebuild.whole and all(step >= request.step for step in self.rule.folded.values())
                 parity = self.shards[request.slab].gather(positions, parity=True) if whole else None
                 return None if parity is None else wire.Records(torch.from_numpy(parity))
-            if request.step < self.log.floor and request.step < self.rule.applied:  # a copy that comes late
-                return Refused(f"records of step {request.step} were asked for after it was forgotten")
-            if self.rule.applied < request.step or self.rebuild.is_missing(asked):
-                return None
             if request.step < self.log.floor and request.step < self.rule.applied:
                 return self._forgotten(request.step)
+            if self.rule.applied < request.step or self.rebuild.is_missing(asked):
+                return None
             return wire.Records(torch.from_numpy(self.records_as_of(request.slab, positions, request.step)))
 
         self.park(attempt, reply)
