@@ -47,14 +47,15 @@ RANKS = {
     "dense": 4,
     "member": 4,
     "supervisor": 4,
-    "launch": 5,
-    "nn": 6,
-    "testing": 6,
-    "__init__": 7,
-    "demo": 8,
-    "bench": 9,
-    "examples": 9,
-    "__main__": 10,
+    "router": 5,
+    "launch": 6,
+    "nn": 7,
+    "testing": 7,
+    "__init__": 8,
+    "demo": 9,
+    "bench": 10,
+    "examples": 10,
+    "__main__": 11,
 }
 
 # Only this module reads the environment.

@@ -33,7 +33,7 @@ from torch_ecrec.transport.control import ControlClient, request
 
 LIMIT_S = 90.0  # for a start on a loaded machine
 END_LIMIT_S = 60.0  # for an end on such a machine
-WELL_FORMED = {"type": "join", "version": torch_ecrec.__version__, "role": "server", "pid": 1}
+WELL_FORMED = {"type": "join", "version": torch_ecrec.__version__, "role": "server", "pid": 1, "birth": "one"}
 TRAINER = {**WELL_FORMED, "role": "trainer", "rank": 0, "job": job(trainers=2).to_json()}
 
 
@@ -354,9 +354,9 @@ def test_another_version_is_refused(
         ({**WELL_FORMED, "version": "0.0.0"}, f"version 0.0.0 joins a cluster of version {torch_ecrec.__version__}"),
         ({"type": "join", "role": "server"}, "version None joins a cluster of version"),
         ({**WELL_FORMED, "code": {"k": 3}}, "code parameter k is 2 in this cluster, got 3"),
-        ({**TRAINER, "job": {"tables": []}}, "not a job: "),
+        ({**TRAINER, "job": {"tables": []}}, "at `$.job`"),
         ({**TRAINER, "rank": 2}, "trainer rank must be below 2, got 2"),
-        ({"type": "hello"}, "not a question: 'hello'"),
+        ({"type": "hello"}, "hello: Invalid value 'hello'"),
     ],
 )
 def test_messages_that_are_refused(join: str, message: dict[str, Any], says: str) -> None:

@@ -230,6 +230,8 @@ class VirtualSession(Session):
 
 def session_over(code: CodeSpec) -> VirtualSession:
     cluster = Cluster(Scenario(code=code, steps=0, trainers=1, noise=0.02, network_seed=3))
+    while "trainer-0" not in cluster.clients:
+        cluster.network.clock.advance()
     session = VirtualSession(cluster.clients["trainer-0"], lambda message: None, lambda: None)
     session.cluster = cluster
     session._wait(lambda: session.client.placement is not None and len(cluster.slots()) == code.slots, "start")

@@ -284,13 +284,13 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
             who: ControlClient(host, port, lambda m, who=who: said.put((who, m)), lambda _: None, LIMIT_S)
             for who in ("old", "new")
         }
-        hello = {"version": torch_ecrec.__version__, "pid": os.getpid(), "role": "server", "rank": -1}
+        hello = {"version": torch_ecrec.__version__, "pid": os.getpid(), "role": "server", "rank": -1, "birth": "one"}
         known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "origin": None}
         known |= {"whole": [], "incarnations": []}
         world = {"life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
         plain = {"slots": 3, "k": 2, "r": 1, "protection": "parity"}
         clients["old"].send({**hello, **known, **world, "type": "rejoin", "name": "server-0", "code": plain})
-        clients["new"].send({**hello, "type": "join"})
+        clients["new"].send({**hello, "type": "join", "birth": "another"})
         first, rejoined = said.get(timeout=LIMIT_S)
         second, welcome = said.get(timeout=LIMIT_S)
         assert (first, rejoined["type"], rejoined["life"]) == ("old", "rejoined", 1)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import control
 from torch_ecrec.transport.control import Connection, ControlClient, ControlServer, Lines, encode_line, request
+from torch_ecrec.transport.liveness import ALIVE, GONE, Door
 
 REPO = Path(__file__).resolve().parent.parent
 WAIT_S = 20.0
@@ -95,13 +97,16 @@ def test_messages_go_both_ways_in_order_on_one_thread(running: Running) -> None:
             assert [one.messages.get(timeout=WAIT_S) for _ in sent] == sent
         assert running.threads == {running.thread.ident}
         connection, _ = running.message()
-        assert connection.tag is None
         assert connection.peer.startswith("127.0.0.1:")
 
 
-def test_large_messages_cross(running: Running) -> None:
+def test_large_messages_of_members_cross(running: Running) -> None:
     large = {"echo": True, "text": "x" * 10_000_000}
     with member(running.server.address) as one:
+        one.client.send({"echo": True})
+        connection, _ = running.message()
+        running.server.call_soon(connection.admit)
+        assert one.messages.get(timeout=WAIT_S) == {"echo": True}
         one.client.send(large)
         assert one.messages.get(timeout=WAIT_S) == large
 
@@ -122,12 +127,14 @@ def test_only_objects_are_sent() -> None:
         encode_line({"x": float("nan")})
 
 
-@pytest.mark.parametrize("bad", [b"hello\n", b"[1]\n", b"\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"x" * 2000])
+@pytest.mark.parametrize(
+    "bad", [b"hello\n", b"[1]\n", b"\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n", b'{"a":NaN}\n', b"x" * 2000]
+)
 def test_a_bad_line_ends_its_connection_and_nothing_else(
     running: Running, bad: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if len(bad) == 2000:
-        monkeypatch.setattr(control, "LINE_MOST_BYTES", 1000)
+        monkeypatch.setattr(control, "STRANGER_LINE_BYTES", 1000)
     with member(running.server.address) as other, socket.create_connection(running.server.address) as sock:
         sock.settimeout(WAIT_S)
         sock.sendall(b'{"good": 1}\n' + bad)
@@ -304,6 +311,114 @@ def test_a_peer_that_does_not_read_is_cut_off(running: Running, monkeypatch: pyt
         assert running.closed.get(timeout=WAIT_S) is connection
         other.client.send({"echo": True})
         assert other.messages.get(timeout=WAIT_S) == {"echo": True}
+
+
+def test_strangers_have_little_to_spend(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of too many, who was silent longest goes; lines without an end have a limit, all together; no member does."""
+    monkeypatch.setattr(control, "STRANGERS_MOST", 20)
+    monkeypatch.setattr(control, "STRANGERS_BYTES", 5_000_000)
+    with contextlib.ExitStack() as stack, member(running.server.address) as admitted:
+        admitted.client.send({"echo": True})
+        connection, _ = running.message()
+        running.server.call_soon(connection.admit)
+        assert admitted.messages.get(timeout=WAIT_S) == {"echo": True}
+        strangers = [stack.enter_context(socket.create_connection(running.server.address)) for _ in range(50)]
+        for _ in range(30):
+            running.closed.get(timeout=WAIT_S)
+        for stranger in strangers[-3:]:
+            stranger.sendall(b"x" * 2_500_000)
+        running.closed.get(timeout=WAIT_S)
+        admitted.client.send({"echo": True})
+        assert admitted.messages.get(timeout=WAIT_S) == {"echo": True}
+        assert running.closed.empty() and len(running.server._connections) == 20
+
+
+def test_silent_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "STRANGER_IDLE_S", 0.2)
+    running = Running()
+    with socket.create_connection(running.server.address) as silent:
+        silent.sendall(b'{"half of')
+        running.closed.get(timeout=WAIT_S)
+    running.stop()
+
+
+def test_no_more_descriptors_are_survived() -> None:
+    """Accepting fails while strangers have them all; those who were there go on, and it succeeds when they are gone."""
+    program = (
+        "import resource, socket, sys, threading\n"
+        "from torch_ecrec.transport.control import ControlServer\n"
+        "server = ControlServer('127.0.0.1', 0, lambda c, m: c.send(m), lambda c: None)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        "print(server.address[1], flush=True)\n"
+        "server.serve_forever()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
+    try:
+        assert child.stdout is not None and child.stderr is not None
+        address = ("127.0.0.1", int(child.stdout.readline()))
+        with member(address) as early, contextlib.ExitStack() as stack:
+            early.client.send({"a": 1})
+            assert early.messages.get(timeout=WAIT_S) == {"a": 1}
+            for _ in range(60):
+                stack.enter_context(socket.create_connection(address))
+            assert any("out of system resource" in line for line in child.stderr)
+            early.client.send({"a": 2})
+            assert early.messages.get(timeout=WAIT_S) == {"a": 2}
+        assert request(*address, {"a": 3}, WAIT_S) == {"a": 3}
+    finally:
+        child.kill()
+        child.communicate(timeout=WAIT_S)
+
+
+def test_a_probe_tells_the_living_from_the_dead(running: Running) -> None:
+    found: queue.Queue[str] = queue.Queue()
+    door = Door("127.0.0.1")
+    for _ in range(100):  # accepted each time
+        running.server.call_soon(lambda: running.server.probe(door.address, found.put))
+        assert found.get(timeout=WAIT_S) == ALIVE
+    door.close()
+    door.close()
+    running.server.call_soon(lambda: running.server.probe(door.address, found.put))
+    assert found.get(timeout=WAIT_S) == GONE
+
+
+def test_a_forked_child_holds_no_sign_of_life(running: Running) -> None:
+    """Neither the listener nor the control connection: else a trainer that is killed would live on in its workers."""
+    program = (
+        "import os, sys, time\n"
+        "from torch_ecrec.transport.control import ControlClient\n"
+        "from torch_ecrec.transport.liveness import Door\n"
+        "client = ControlClient('127.0.0.1', int(sys.argv[1]), print, print, 20)\n"
+        "door = Door('127.0.0.1')\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        "    client.send({'type': 'hello', 'child': child, 'address': list(door.address)})\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(running.server.address[1])], env={**os.environ, "PYTHONPATH": str(REPO)}
+    )
+    connection, message = running.message()
+    try:
+        found: queue.Queue[str] = queue.Queue()
+        address = (message["address"][0], message["address"][1])
+        running.server.call_soon(lambda: running.server.probe(address, found.put))
+        assert found.get(timeout=WAIT_S) == ALIVE
+        parent.kill()
+        assert running.closed.get(timeout=WAIT_S) is connection
+        running.server.call_soon(lambda: running.server.probe(address, found.put))
+        assert found.get(timeout=WAIT_S) == GONE
+        os.kill(message["child"], 0)  # it lives
+    finally:
+        parent.kill()
+        parent.wait(WAIT_S)
+        os.kill(message["child"], signal.SIGKILL)
 
 
 def test_a_coordinator_that_does_not_read_holds_no_member_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch_ecrec
 from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.coordinator import FENCED, FORMING_LIMIT_S, REGATHER_S, Coordinator
+from torch_ecrec.transport import messages
+from torch_ecrec.transport.messages import BadMessage, Join, Rejoin
 from torch_ecrec.transport.wire import Placement
 
 TABLES = (TableSpec("a", 30, 4, -1.0, 1.0), TableSpec("b", 20, 8, -1.0, 1.0, OptimizerSpec("adagrad")))
@@ -27,16 +30,28 @@ class Harness:
             self.code, spares, ("here", 1), lambda n, m: self.sent.append((n, m)), self.events.append, **options
         )
         self.now_s = 0.0
+        self.births = 0
 
     def message(self, **fields: Any) -> dict[str, Any]:
-        return {"version": torch_ecrec.__version__, "pid": 1, **fields}
+        self.births += 1
+        return {"type": "join", "version": torch_ecrec.__version__, "pid": 1, "birth": f"birth {self.births}", **fields}
 
     def join(self, **fields: Any) -> str:
-        message = self.message(**fields)
-        assert self.core.refusal(message) is None
-        name = self.core.name_for(message)
-        self.core.on_join(name, message, self.now_s)
+        join = messages.from_member(self.message(**fields))
+        assert isinstance(join, Join)
+        assert self.core.refusal(join) is None
+        name = self.core.name_for(join)
+        self.core.on_join(name, join, self.now_s)
         return name
+
+    def why_not(self, **fields: Any) -> str | None:
+        """Why a process may not join: its message is none, or the coordinator does not want it."""
+        try:
+            join = messages.from_member(self.message(**fields))
+        except BadMessage as error:
+            return str(error)
+        assert isinstance(join, Join)
+        return self.core.refusal(join)
 
     def server(self) -> str:
         return self.join(role="server")
@@ -50,8 +65,11 @@ class Harness:
             if self.core.members[name].alive:
                 self.say(name, type="in_generation", generation=self.core.generation)
 
-    def say(self, name: str, **message: Any) -> None:
-        self.core.on_message(name, message, self.now_s)
+    def say(self, name: str, **message: Any) -> str | None:
+        """What a member says; returns why it cannot be, if so."""
+        word = messages.from_member(message)
+        assert isinstance(word, messages.OfMember)
+        return self.core.on_message(name, word, self.now_s)
 
     def start(self, servers: int = 4) -> Harness:
         for _ in range(servers):
@@ -147,7 +165,7 @@ def test_more_losses_than_r_stop_everything_and_say_what_is_gone() -> None:
         assert word in h.core.fatal
     fatal = [(n, m["kind"]) for n, m in h.sent if m["type"] == "fatal"]
     assert ("trainer-0", "data_loss") in fatal and ("server-0", "data_loss") in fatal
-    assert h.core.refusal(h.message(role="server")) is not None
+    assert "has stopped" in str(h.why_not(role="server"))
 
 
 def test_two_losses_are_within_r_two() -> None:
@@ -362,13 +380,21 @@ def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
         "resume_step": 0,
         "whole": [[i, p.incarnation] for i, p in enumerate(h.core.slots) if p.server == name and p.healthy],
         "incarnations": [p.incarnation for p in h.core.slots] if member.role == "server" else [],
+        "birth": member.birth,
     }
     return h.message(**{**message, "origin": 0, **fields})
 
 
+def word_of(message: dict[str, Any]) -> Rejoin:
+    word = messages.from_member(message)
+    assert isinstance(word, Rejoin)
+    return word
+
+
 def rejoin(h: Harness, message: dict[str, Any]) -> None:
-    assert h.core.rejoin_refusal(message) is None
-    h.core.on_rejoin(message, h.now_s)
+    word = word_of(message)
+    assert h.core.rejoin_refusal(word) is None
+    h.core.on_rejoin(word, h.now_s)
 
 
 MEMBERS = ("server-0", "server-1", "server-2", "server-3", "trainer-0", "trainer-1")
@@ -383,8 +409,7 @@ def test_members_tell_a_new_coordinator_what_they_know() -> None:
     assert after.core.generation == before.core.generation, "the RPC world goes on"
     assert after.core.era == 0 and after.core.fatal is None
     assert after.server() == "server-1000", "names that were given before may be known to nobody here"
-    assert after.core.rejoin_refusal(known(before, "server-1")) == ("fenced", FENCED)
-    assert "not a member: code, era" in str(after.core.rejoin_refusal({"type": "rejoin", "name": "server-9"}))
+    assert after.core.rejoin_refusal(word_of(known(before, "server-1", birth="another"))) == ("fenced", FENCED)
 
 
 def test_a_slot_that_was_rebuilt_meanwhile_is_whole() -> None:
@@ -510,18 +535,17 @@ def test_loaded_reaches_all_trainers_also_late_ones() -> None:
         ({"role": "server", "code": {"k": 3}}, ["k is 2", "got 3"]),
         ({"role": "server", "code": {"r": 2}}, ["r is 1", "got 2"]),
         ({"role": "server", "code": {"slots": 7}}, ["slots is 3", "got 7"]),
-        ({"role": "server", "job_digest": "another"}, ["other tables"]),
         ({"role": "trainer", "rank": 2}, ["below 2", "got 2"]),
-        ({"role": "trainer", "rank": 1, "job": {}}, ["not a job"]),
-        ({"role": "trainer", "job": None}, ["not a job"]),
-        ({"role": "observer"}, ["not a role"]),
-        ({}, ["not a role"]),
+        ({"role": "trainer", "rank": 1, "job": {}}, ["tables", "job"]),
+        ({"role": "trainer", "rank": 1, "job": None}, ["not a job"]),
+        ({"role": "observer"}, ["observer"]),
+        ({}, ["role"]),
     ],
 )
 def test_refusals_say_why(fields: dict[str, Any], words: list[str]) -> None:
     h = Harness().start()
-    message = h.message(**({"job": h.job.to_json()} if fields.get("role") == "trainer" else {}))
-    reason = h.core.refusal({**message, **fields})
+    job = {"job": h.job.to_json()} if fields.get("role") == "trainer" else {}
+    reason = h.why_not(**{**job, **fields})
     assert reason is not None
     for word in words:
         assert word in reason
@@ -531,14 +555,14 @@ def test_trainers_of_another_job_are_refused() -> None:
     h = Harness()
     h.trainer(0)
     other = JobSpec((TableSpec("a", 31, 4, -1.0, 1.0),), h.code, 2)
-    reason = h.core.refusal(h.message(role="trainer", rank=1, job=other.to_json()))
+    reason = h.why_not(role="trainer", rank=1, job=other.to_json())
     assert reason is not None and "other tables" in reason
 
 
 def test_status_shows_everything() -> None:
     h = Harness().start()
     h.say("server-0", type="beat", report={"slots": []})
-    h.say("trainer-0", type="progress", step=7)
+    h.say("trainer-0", type="progress", trainer=0, step=7)
     status = h.core.status(h.now_s)
     assert status["step"] == 7 and status["generation"] == 1 and status["epoch"] == 1
     assert [m["spare"] for m in status["members"] if m["role"] == "server"] == [False, False, False, True]
@@ -595,3 +619,192 @@ def test_a_slot_lost_while_a_world_forms_is_placed_when_it_has_formed() -> None:
     assert h.places[0] == "" and h.core.slots[0].incarnation == 1 and h.core.generation == 3
     h.enter()
     assert h.places[0] == "server-3" and h.core.slots[0].incarnation == 1 and not h.core.slots[0].healthy
+
+
+# what a member that is there no more, or was never, leaves behind -----------------------------------
+
+
+def go_back(h: Harness) -> None:
+    """All slots reach step 5, and make it durable."""
+    for slot in range(len(h.places)):
+        reach(h, slot, 5)
+    for slot in range(len(h.places)):
+        durable(h, slot)
+    assert h.core.going_back is None and h.core.resume_step == 5
+
+
+def test_a_server_that_leaves_while_trainers_are_awaited_is_lost() -> None:
+    """They were lost, all is durable: nobody is there, nobody goes back, and the job goes on all the same."""
+    h = Harness().start()
+    h.lose("trainer-0")
+    go_back(h)
+    h.say("server-1", type="leave")
+    assert h.places == ["server-0", "server-3", "server-2"] and h.core.slots[1].incarnation == 1
+    assert h.core.going_back is None and h.core.resume_step == 5, "that step survives r losses"
+
+
+def test_a_server_that_left_after_training_is_missing_when_training_goes_on() -> None:
+    h = Harness().start()
+    for name in ("trainer-0", "trainer-1", "server-1"):
+        h.say(name, type="leave")
+        h.lose(name)
+    assert h.places[1] == "server-1" and not [e for e in h.events if e["event"] == "lost"], "a clean end is quiet"
+    h.trainer(0)
+    assert h.places == ["server-0", "server-3", "server-2"] and h.core.going_back is not None
+
+
+def test_a_server_that_leaves_while_members_come_back_is_not_given_its_slots() -> None:
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS[:-1]:
+        rejoin(after, known(before, name))
+    after.say("server-1", type="leave")
+    rejoin(after, known(before, MEMBERS[-1]))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.places == ["server-0", "server-3", "server-2"] and after.core.fatal is None
+
+
+def test_slots_that_share_no_row_may_be_lost_together() -> None:
+    """One row on six slots: of most stripes there is nothing to lose, however many of their members are gone."""
+    h = Harness(CodeSpec(6, 2, 1), spares=0)
+    h.job = JobSpec((TableSpec("t", 1, 4, -1.0, 1.0),), h.code, 2)
+    h.start(6)
+    h.lose("server-4")
+    h.lose("server-5")
+    assert h.core.fatal is None and {place.server for place in h.core.slots[4:]} <= set(h.core.members) - {"server-4"}
+    h.lose("server-0")
+    assert h.core.fatal is None or "1 rows of 1 tables (t)" in h.core.fatal
+
+
+def test_only_tables_that_lose_rows_are_named() -> None:
+    h = Harness(CodeSpec(6, 2, 1), spares=0)
+    h.job = JobSpec((TableSpec("one", 1, 4, -1.0, 1.0), TableSpec("many", 200, 4, -1.0, 1.0)), h.code, 2)
+    h.start(6)
+    h.lose("server-3")
+    h.lose("server-4")
+    assert h.core.fatal is not None and "of 1 tables (many)" in h.core.fatal
+
+
+def test_versions_never_become_less() -> None:
+    """A generation was formed here before members of the one before came, and another regathering follows it."""
+    before, after = Harness(), Harness()
+    for _ in range(4):
+        before.server()
+    for rank in range(2):
+        before.trainer(rank)
+    first = known(before, "server-0", generation=7, newest=7, life=3, era=2, world=["server-0"], placement=None)
+    rejoin(after, first)
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert (after.core.generation, after.core.life, after.core.era) == (7, 4, 2) and after.core.loaded
+    late = {
+        "generation": 2,
+        "newest": 2,
+        "life": 0,
+        "era": 0,
+        "world": ["server-1"],
+        "placement": None,
+        "loaded": False,
+    }
+    rejoin(after, known(before, "server-1", **late))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert (after.core.generation, after.core.life, after.core.era) == (7, 4, 2) and after.core.loaded
+    assert after.server() == "server-4000" and after.trainer(0) == "trainer-0_4001"
+
+
+def test_a_world_that_was_formed_and_not_placed_is_formed_again() -> None:
+    """The coordinator died between the last entry and the word of it: nobody waits for an entry any more."""
+    before, after = Harness(), Harness()
+    for _ in range(4):
+        before.server()
+    for rank in range(2):
+        before.trainer(rank)
+    world = {"generation": 1, "newest": 1, "placement": None, "whole": [], "incarnations": [], "loaded": False}
+    for name in MEMBERS:
+        rejoin(after, known(before, name, **world))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.core.generation == 2
+    after.enter()
+    assert after.core.epoch == 1 and "" not in after.places
+
+
+def test_of_two_that_come_back_under_one_name_the_one_that_hosts_stays() -> None:
+    before = Harness().start()
+    nobody = {"birth": "another", "placement": None, "incarnations": [], "generation": 0, "newest": 0}
+    hosts, empty = known(before, "server-1"), known(before, "server-1", **nobody)
+    for first, second, stays in ((hosts, empty, False), (empty, hosts, True)):
+        after = Harness()
+        rejoin(after, known(before, "server-0"))
+        rejoin(after, first)
+        assert (after.core.rejoin_refusal(word_of(second)) is None) == stays
+
+
+SAYS: tuple[dict[str, Any], ...] = (
+    {"type": "beat", "report": {"slots": []}},
+    {"type": "in_generation", "generation": 0},
+    {"type": "in_generation", "generation": 1},
+    {"type": "in_generation", "generation": 2},
+    *({"type": kind, "slot": s, "incarnation": i} for kind in ("ready", "rebuilt") for s in (0, 9) for i in (0, 1)),
+    {"type": "unrecoverable", "slot": 9, "incarnation": 0},
+    {"type": "unrecoverable", "slot": 1, "incarnation": 5},
+    *({"type": "durable", "slot": s, "incarnation": 0, "era": e} for s in (0, 9) for e in (0, 7)),
+    {"type": "reach", "slot": 9, "incarnation": 0, "era": 0, "applied": 1, "floor": 0, "snapshots": []},
+    {"type": "reach", "slot": 0, "incarnation": 0, "era": 0, "applied": 1, "floor": 0, "snapshots": [[1, [99]]]},
+    {"type": "loaded"},
+    {"type": "progress", "trainer": 0, "step": 1},
+    {"type": "progress", "trainer": 9, "step": 1},
+    {"type": "leave", "report": {}},
+)
+
+
+def states() -> dict[str, Harness]:
+    """A coordinator in every state that it can be in."""
+    found = {"nobody": Harness(), "gathering": Harness(), "forming": Harness(), "training": Harness().start()}
+    found["gathering"].server()
+    for h in (found["forming"],):
+        for _ in range(4):
+            h.server()
+        for rank in range(2):
+            h.trainer(rank)
+        assert h.core.generation == 1 and not h.core.slots
+    found["a server is lost"] = Harness().start()
+    found["a server is lost"].lose("server-1")
+    found["asking"] = Harness().start()
+    found["asking"].lose("trainer-0")
+    found["undoing"] = Harness().start()
+    found["undoing"].lose("trainer-0")
+    for slot in range(3):
+        reach(found["undoing"], slot, 5)
+    found["resumable"] = Harness().start()
+    found["resumable"].lose("trainer-0")
+    go_back(found["resumable"])
+    found["regathering"] = Harness()
+    for name in MEMBERS[:3]:
+        rejoin(found["regathering"], known(found["training"], name))
+    found["over"] = Harness().start()
+    for name in ("trainer-0", "trainer-1"):
+        found["over"].say(name, type="leave")
+    found["stopped"] = Harness().start()
+    found["stopped"].core.stop("stopped", "stopped")
+    return found
+
+
+def test_anybody_may_say_anything_at_any_time() -> None:
+    """Whatever it is and whenever: a coordinator that goes on. What is refused, or said by nobody, changes nothing."""
+    tried = 0
+    for state, harness in states().items():
+        for message in SAYS:
+            for who in ("server-0", "server-1", "server-3", "trainer-0", "nobody"):
+                h = copy.deepcopy(harness)
+                before = repr((h.core.slots, h.core.epoch, h.core.era, h.core.generation, h.core.members.keys()))
+                refused = h.say(who, **message)
+                tried += 1
+                if refused is not None or who not in h.core.members:
+                    now = repr((h.core.slots, h.core.epoch, h.core.era, h.core.generation, h.core.members.keys()))
+                    assert now == before or message["type"] == "leave", (state, who, message)
+                h.now_s += 100.0
+                h.core.on_tick(h.now_s)
+                h.core.status(h.now_s)
+    assert tried == len(states()) * len(SAYS) * 5

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -181,8 +182,8 @@ class JobSpec:
         require(len(self.tables) > 0, "a job needs at least one table")
         require_int("trainers", self.trainers, 1)
         require_int("seed", self.seed, 0)
-        names = [table.name for table in self.tables]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        times = Counter(table.name for table in self.tables)
+        twice = sorted(name for name in times if times[name] > 1)
         require(not twice, f"table names must be unique, got twice: {', '.join(twice)}")
 
     @cached_property

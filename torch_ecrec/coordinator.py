@@ -18,22 +18,31 @@ steps they can go back to ("reach"); the last that all of them can, and of which
 training goes on; they go back, make it durable, and say so ("durable"); then the new trainers are told ("resume"). A
 server that is lost meanwhile begins one more era: its slots' new hosts may not reach as far.
 
+A member whose connection ended is not lost yet: `Router` finds out whether its process lives. If it comes back within
+its lease ("rejoin", with the `birth` it joined with) it is the member that it was: it is told again what it may have
+missed, and says again what may not have arrived.
+
 A coordinator that is started again knows nothing. Members notice the end of the one before, go on without, and tell the
 new one what they know ("rejoin"); when everybody of the newest placement has, or `REGATHER_S` later, it goes on from
-there: who is missing then is lost.
+there: who is missing then is lost. Generation, epoch, era and life only grow, however often it regathers.
+
+Messages come as structs of `messages.py`: types and ranges are right. What else is needed of one (a slot that is
+placed, a generation that was formed) is looked at before anything changes; `on_message` returns why it did not count.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch_ecrec
 from torch_ecrec import recovery
 from torch_ecrec.config import WITHOUT_SPARE, CodeSpec, JobSpec, require
 from torch_ecrec.layout import Layout
+from torch_ecrec.transport import messages
+from torch_ecrec.transport.messages import Join, OfMember, OfSlot, Rejoin
 from torch_ecrec.transport.wire import Placement, SlotPlace, training_step
 
 Message = dict[str, Any]
@@ -41,21 +50,26 @@ FORMING_LIMIT_S = 20.0
 REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for the others
 NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
 TICK_MOST_S = 2.0  # between two calls of `on_tick`, unless the coordinator itself was stopped
-REJOIN_KEYS = {"version", "pid", "name", "role", "rank", "code", "life", "generation", "newest", "world"} | {
-    "job", "placement", "era", "frozen", "resume_step", "origin", "whole", "incarnations"
-}  # fmt: skip
+GONE_MOST = 100  # servers that are gone and still shown
 NOBODY = "nobody"  # the host of a slot whose host is not known any more
 FENCED = "this process was taken for lost, and what it did has been given to another"
 
 
 @dataclass
 class Member:
-    """A process that has joined. `generation`: the last RPC world it said it is in."""
+    """A process that has joined.
+
+    Attributes:
+        birth: a word that only this process says (`messages.Entering`).
+        generation: the last RPC world it said it is in.
+        alive: not lost. `left`: it said that it is done.
+    """
 
     name: str
     role: str
     rank: int
     pid: int
+    birth: str
     joined_s: float
     heard_s: float
     generation: int = 0
@@ -69,12 +83,12 @@ class GoingBack:
     """What the slots have said since an era began.
 
     Attributes:
-        reach: slot -> its message of that type.
+        reach: slot -> what it said.
         step: where training goes on, once it is known.
         durable: slots at which it is durable.
     """
 
-    reach: dict[int, Message] = field(default_factory=dict)
+    reach: dict[int, messages.Reach] = field(default_factory=dict)
     step: int | None = None
     durable: set[int] = field(default_factory=set)
 
@@ -127,141 +141,165 @@ class Coordinator:
         self._names = 0
         self._lives: dict[int, int] = {}  # trainer -> how often it has joined
         self._ticked_s = math.inf
-        self._regathered: dict[str, Message] | None = None  # what members that rejoin have said; None: not now
+        self._regathered: dict[str, Rejoin] | None = None  # what members that rejoin have said; None: not now
         self._regathering_until_s = 0.0
 
     # members ------------------------------------------------------------------------------------
 
-    def refusal(self, message: Message) -> str | None:
+    def refusal(self, join: Join) -> str | None:
         """Why a process may not join, or None."""
-        if message.get("version") != torch_ecrec.__version__:
-            return f"version {message.get('version')} joins a cluster of version {torch_ecrec.__version__}"
-        wanted = message.get("code") or {}
         for name, mine in (("k", self.code.k), ("r", self.code.r), ("slots", self.code.slots)):
-            if wanted.get(name) is not None and wanted[name] != mine:
-                return f"code parameter {name} is {mine} in this cluster, got {wanted[name]}"
+            wanted = getattr(join.code, name)
+            if wanted is not None and wanted != mine:
+                return f"code parameter {name} is {mine} in this cluster, got {wanted}"
         if self.fatal is not None:
             return f"the cluster has stopped: {self.fatal}"
-        digest = message.get("job_digest")
-        if digest is not None and self.job is not None and digest != self.job.digest:
-            return "this cluster trains other tables (the table list, optimizers or seed differ)"
-        if message.get("role") == "trainer":
-            return self._trainer_refusal(message)
-        return None if message.get("role") == "server" else f"not a role: {message.get('role')!r}"
+        return None if join.job is None else self._job_refusal(join.job)
 
-    def _trainer_refusal(self, message: Message) -> str | None:
-        try:
-            rank, job = int(message["rank"]), JobSpec.from_json({**message["job"], "code": self._code_json()})
-        except (KeyError, TypeError, ValueError) as error:
-            return f"not a job: {error}"
-        if self.job is not None and job.digest != self.job.digest:
+    def _job_refusal(self, job: JobSpec) -> str | None:
+        if self.job is not None and replace(job, code=self.code).digest != self.job.digest:
             return "this cluster trains other tables (the table list, optimizers, seed or number of trainers differ)"
-        if not 0 <= rank < job.trainers:
-            return f"trainer rank must be below {job.trainers}, got {rank}"
         return None
 
     def _code_json(self) -> Message:
         return {"slots": self.code.slots, "k": self.code.k, "r": self.code.r, "protection": self.code.protection}
 
-    def name_for(self, message: Message) -> str:
+    def name_for(self, join: Join) -> str:
         """A name for a process that was not refused."""
-        if message["role"] == "trainer":
-            rank = int(message["rank"])
-            life = self._lives[rank] = self._lives.get(rank, 0) + 1
-            return f"trainer-{rank}" + (f"_{life}" if life > 1 else "")
+        if join.role == "trainer":
+            life = max(self._lives.get(join.rank, 0), NAMES_OF_A_LIFE * self.life) + 1
+            self._lives[join.rank] = life
+            return f"trainer-{join.rank}" + (f"_{life}" if life > 1 else "")
         self._names += 1
         return f"server-{self._names - 1}"
 
-    def on_join(self, name: str, message: Message, now_s: float) -> None:
+    def born_as(self, birth: str) -> str | None:
+        """The name of the member that said this word when it joined, unless it is lost or has left."""
+        return next((m.name for m in self._present() if m.birth == birth), None)
+
+    def on_join(self, name: str, join: Join, now_s: float) -> None:
         """A process that was not refused joins under a name from `name_for`."""
-        role, rank = message["role"], message.get("rank", -1)
-        if role == "trainer" and self.job is None:
-            self.job = JobSpec.from_json({**message["job"], "code": self._code_json()})
+        role, rank = join.role, join.rank
+        if join.job is not None and self.job is None:
+            self.job = replace(join.job, code=self.code)
         same = [m for m in self.members.values() if m.role == role == "trainer" and m.rank == rank]
         if same:
             self._lose_trainers(f"trainer {rank} was started again", now_s)
-        member = Member(name, role, rank, message.get("pid", 0), now_s, now_s)
+        member = Member(name, role, rank, join.pid, join.birth, now_s, now_s)
         self.members[name] = member
-        restarted = self.origin is not None and role == "trainer"
-        welcome = {"type": "welcome", "name": name, "code": self._code_json(), "restarted": restarted}
-        self.send(name, {**welcome, "life": self.life, "transport": self.transport})
+        self._welcome(name)
         self.announce({"event": "joined", "member": name, "role": role, "rank": rank, "pid": member.pid})
         if self.slots:
             self._send_placement(name)
+            if same:
+                self._lose_absent()
         self._form(now_s)
 
-    # after a restart of the coordinator ---------------------------------------------------------
+    def on_join_again(self, name: str, now_s: float) -> None:
+        """A member whose connection ended before it had read its name joins once more: it is the one that it was."""
+        self.members[name].heard_s = now_s
+        self._welcome(name)
+        self._tell_again(name, now_s)
+
+    def _welcome(self, name: str) -> None:
+        restarted = self.origin is not None and self.members[name].role == "trainer"
+        welcome = {"type": "welcome", "name": name, "code": self._code_json(), "restarted": restarted}
+        self.send(name, {**welcome, "life": self.life, "transport": self.transport})
+
+    def _tell_again(self, name: str, now_s: float) -> None:
+        """All that a member may have missed while it had no connection."""
+        if self.slots:
+            self._send_placement(name)
+        elif self.origin is not None:
+            self.send(name, {"type": "loaded", "origin": self.origin})
+        if name in self.world and self.members[name].generation != self.generation:
+            self._send_generation(name)
+
+    def _lose_absent(self) -> None:
+        """Training goes on after its end: servers that left in between, quietly, are missing now."""
+        here = {member.name for member in self._present("server")}
+        slots = [i for i, place in enumerate(self.slots) if place.server and place.server not in here]
+        if slots and self.fatal is None:
+            self._lose(slots)
+
+    # members that come back, and a coordinator that was started again ---------------------------
 
     @property
     def regathering(self) -> bool:
         """Members of the one before are telling what they know. Whoever joins now would get a name of theirs."""
         return self._regathered is not None
 
-    def rejoin_refusal(self, message: Message) -> tuple[str, str] | None:
-        """Why a member of before may not rejoin, with a kind for `fatal`, or None."""
-        if not message.keys() >= REJOIN_KEYS:
-            return "stopped", f"not a member: {', '.join(sorted(REJOIN_KEYS - message.keys()))} missing"
-        if message["version"] != torch_ecrec.__version__:
-            return "stopped", f"version {message.get('version')} joins a cluster of version {torch_ecrec.__version__}"
+    def rejoin_refusal(self, rejoin: Rejoin) -> tuple[str, str] | None:
+        """Why a member may not rejoin, with a kind for `fatal`, or None."""
         if self.fatal is not None:
             return self.fatal_kind, f"the cluster has stopped: {self.fatal}"
-        if message["code"] != self._code_json():
-            return "stopped", f"code parameters are {self._code_json()} in this cluster, got {message['code']}"
-        if self._regathered is None and self.slots:
+        if rejoin.code != self.code:
+            return "stopped", f"code parameters are {self._code_json()} in this cluster, got {rejoin.code}"
+        if rejoin.job is not None and (reason := self._job_refusal(rejoin.job)) is not None:
+            return "stopped", reason
+        member = self.members.get(rejoin.name)
+        unknown = member is None or (member.alive and member.birth != rejoin.birth)
+        if self.regathering or (unknown and not self.slots):
+            said = self._regathered.get(rejoin.name) if self._regathered is not None else None
+            if said is not None and said.birth != rejoin.birth and _newest(rejoin) <= _newest(said):
+                return "fenced", FENCED  # somebody of that name is back already, and knows more
+            return None
+        if member is None or not member.alive or member.left or member.birth != rejoin.birth:
             return "fenced", FENCED
+        epoch = rejoin.placement.epoch if rejoin.placement is not None else 0
+        if rejoin.newest > self.generation or rejoin.era > self.era or epoch > self.epoch:
+            return "fenced", f"{rejoin.name} knows a generation, an era or a placement that there has not been"
         return None
 
-    def on_rejoin(self, message: Message, now_s: float) -> None:
-        """A member of the coordinator before tells what it knows."""
+    def on_rejoin(self, rejoin: Rejoin, now_s: float) -> None:
+        """A member that was not refused comes back: to this coordinator, or to the next one, which it tells all."""
+        name, role = rejoin.name, rejoin.role
+        member = self.members.get(name)
+        if not self.regathering and member is not None and member.birth == rejoin.birth:
+            member.heard_s = now_s
+            self.announce({"event": "back", "member": name, "pid": member.pid})
+            self.send(name, {"type": "rejoined", "life": self.life})
+            if rejoin.generation == self.generation != member.generation:
+                self.on_in_generation(name, rejoin.generation, now_s)
+            self._tell_again(name, now_s)
+            return
         if self._regathered is None:
             self._regathered, self._regathering_until_s = {}, now_s + REGATHER_S
+            self.forming_until_s = None  # nobody's entry counts until it is over; then a world is formed anew
             self.announce({"event": "regathering"})
-        name, role = message["name"], message["role"]
-        member = Member(name, role, message["rank"], message["pid"], now_s, now_s, message["generation"])
-        self.members[name] = member
-        self._regathered[name] = message
-        self.announce({"event": "joined", "member": name, "role": role, "rank": member.rank, "pid": member.pid})
+        self.members[name] = Member(name, role, rejoin.rank, rejoin.pid, rejoin.birth, now_s, now_s, rejoin.generation)
+        self._regathered[name] = rejoin
+        self.announce({"event": "joined", "member": name, "role": role, "rank": rejoin.rank, "pid": rejoin.pid})
         self._end_regathering(now_s)
 
     def _end_regathering(self, now_s: float) -> None:
         """Goes on as soon as everybody is back who is needed, or the time is up."""
         said = self._regathered
-        if not said:
+        if said is None or (not said and now_s < self._regathering_until_s):
             return
-        placements = [Placement.from_json(m["placement"]) for m in said.values() if m["placement"]]
-        placement = max(placements, key=lambda p: p.epoch, default=None)
-        job = next((JobSpec.from_json(m["job"]) for m in said.values() if m["job"]), None)
-        trainers = sum(m["role"] == "trainer" for m in said.values())
-        world: list[str] = max(said.values(), key=lambda m: int(m["generation"]))["world"]
-        if placement is not None and job is not None and trainers == job.trainers:
+        placement = max((p for m in said.values() if (p := _placement_of(m))), key=lambda p: p.epoch, default=None)
+        job = next((m.job for m in said.values() if m.job is not None), self.job)
+        trainers = sum(m.role == "trainer" for m in said.values())
+        furthest = max(said.values(), key=lambda m: m.generation, default=None)
+        if placement is not None and job is not None and trainers == job.trainers and furthest is not None:
             hosts = {place.server for place in placement.slots if place.server}
             if hosts <= said.keys():  # spares may be a little later
-                all_here = set(world) <= said.keys()
+                all_here = set(furthest.world) <= said.keys()
                 self._regathering_until_s = min(self._regathering_until_s, now_s + (0 if all_here else SPARES_S))
         if now_s < self._regathering_until_s:
             return
         self._regathered = None
-        self.life = 1 + max(m["life"] for m in said.values())
-        self._names = NAMES_OF_A_LIFE * self.life
-        self._lives = dict.fromkeys(range(job.trainers if job is not None else 0), NAMES_OF_A_LIFE * self.life)
-        self.job = job or self.job
-        self.origin = max((m["origin"] for m in said.values() if m["origin"] is not None), default=None)
-        self.generation, self.world = max(m["newest"] for m in said.values()), world
-        eras = {m["era"] for m in said.values()}
-        self.era = max(eras)
-        if placement is not None:
-            self.epoch, self.slots = placement.epoch, self._as_told(placement.slots, said)
-        self.resume_step = max(m["resume_step"] for m in said.values())
+        self._learn(said.values(), job)
         self.announce({"event": "regathered", "epoch": self.epoch, "members": sorted(said)})
         for name in said:
             self.send(name, {"type": "rejoined", "life": self.life})
         if placement is None:
-            self._form(now_s)
+            self._form(now_s, even_if_complete=self._somebody_elsewhere())
             return
-        assert job is not None
-        frozen = any(m["frozen"] for m in said.values())
+        self.epoch, self.slots = placement.epoch, self._as_told(placement.slots, said)
+        unsettled = any(m.frozen for m in said.values()) or len({m.era for m in said.values()}) > 1
         strangers = any(m.role == "trainer" and m.name not in said for m in self.members.values())
-        if frozen or len(eras) > 1 or trainers < job.trainers or strangers:
+        if unsettled or job is None or trainers < job.trainers or strangers:
             self._lose_trainers("trainers were lost while there was no coordinator", now_s)
         gone = [i for i, place in enumerate(self.slots) if place.server and place.server not in said]
         if gone:
@@ -271,12 +309,30 @@ class Coordinator:
             self._lose(gone)
         else:
             self._new_epoch("kept")
-        current = all(m.generation == self.generation for m in self._present())
-        self._form(now_s, even_if_complete=not current)
+        self._form(now_s, even_if_complete=self._somebody_elsewhere())
         self._place_waiting()  # what waited for the end of a generation: there may be none that ends
 
+    def _somebody_elsewhere(self) -> bool:
+        """A member is in another generation than the present one, or in none."""
+        return any(m.generation != self.generation for m in self._present())
+
+    def _learn(self, said: Iterable[Rejoin], job: JobSpec | None) -> None:
+        """Versions as the members know them. None ever becomes less: this coordinator may have given some, too."""
+        for one in said:
+            self.life = max(self.life, one.life + 1)
+            if one.generation > 0 and one.generation >= self.generation:
+                self.world = list(one.world)
+            self.generation = max(self.generation, one.newest)
+            self.era = max(self.era, one.era)
+            self.resume_step = max(self.resume_step, one.resume_step)
+            if one.origin is not None:
+                self.origin = one.origin
+        if job is not None and self.job is None:
+            self.job = replace(job, code=self.code)
+        self._names = max(self._names, NAMES_OF_A_LIFE * self.life)
+
     @staticmethod
-    def _as_told(slots: Sequence[SlotPlace], said: Mapping[str, Message]) -> list[SlotPlace]:
+    def _as_told(slots: Sequence[SlotPlace], said: Mapping[str, Rejoin]) -> list[SlotPlace]:
         """The newest placement that is known, with what its hosts know better.
 
         A slot may have been rebuilt since. And some may know a later life of it than the placement does, whose host did
@@ -284,58 +340,106 @@ class Coordinator:
         """
         found = list(slots)
         for message in said.values():
-            for i, incarnation in message["whole"]:
-                if found[i].incarnation == incarnation and found[i].server == message["name"]:
+            for i, incarnation in message.whole:
+                if found[i].incarnation == incarnation and found[i].server == message.name:
                     found[i] = SlotPlace(found[i].server, incarnation, True)
         for message in said.values():
-            for i, incarnation in enumerate(message["incarnations"]):
+            for i, incarnation in enumerate(message.incarnations):
                 if incarnation > found[i].incarnation:
                     found[i] = SlotPlace(NOBODY, incarnation, False)
         return found
 
-    def on_message(self, name: str, message: Message, now_s: float) -> None:
-        """Anything that a member says; nothing counts that one says who was taken for lost."""
-        if name not in self.members or not self.members[name].alive:
-            return
-        self.on_heard(name, now_s, message.get("report"))
-        kind = message["type"]
-        if self._regathered is not None and kind != "leave":
-            return  # it will be said again
-        if kind == "in_generation":
-            self.on_in_generation(name, message["generation"], now_s)
-        elif kind == "ready":
-            self.on_ready(message["slot"], message["incarnation"])
-        elif kind == "rebuilt":
-            self.on_rebuilt(message["slot"], message["incarnation"])
-        elif kind == "unrecoverable":
-            self.on_unrecoverable(message["slot"], message["incarnation"])
-        elif kind == "reach":
-            self.on_reach(message)
-        elif kind == "durable":
-            self.on_durable(message)
-        elif kind == "loaded":
-            self.on_loaded(message["origin"])
-        elif kind == "leave":
-            self.on_left(name, now_s)
-        elif kind == "progress":
-            self.on_progress(message)
+    # what members say ---------------------------------------------------------------------------
 
-    def on_heard(self, name: str, now_s: float, report: Message | None = None) -> None:
+    def on_message(self, name: str, word: OfMember, now_s: float) -> str | None:
+        """Anything that a member says; nothing counts that one says who was taken for lost.
+
+        Returns:
+            Why it cannot be, where it is not only late; nothing has changed then.
+        """
+        if name not in self.members or not self.members[name].alive:
+            return None
+        if self._regathered is not None and not isinstance(word, (messages.Beat, messages.Leave)):
+            self.on_heard(name, now_s)
+            return None  # it will be said again
+        objection = self._objection(self.members[name], word)
+        if objection is not None:
+            return objection
+        self.on_heard(name, now_s, word.report if isinstance(word, (messages.Beat, messages.Leave)) else None)
+        if isinstance(word, OfSlot):
+            self._on_slot(name, word)
+        elif isinstance(word, messages.InGeneration):
+            self.on_in_generation(name, word.generation, now_s)
+        elif isinstance(word, messages.Loaded):
+            self.on_loaded(word.origin)
+        elif isinstance(word, messages.Leave):
+            self.on_left(name, now_s)
+        elif isinstance(word, messages.Progress):
+            self.step = max(self.step, word.step)
+        return None
+
+    def _objection(self, member: Member, word: OfMember) -> str | None:
+        """Why a member cannot say this, whenever it was sent; None: it may."""
+        if isinstance(word, (messages.Loaded, messages.Progress)) and member.role != "trainer":
+            return f"{member.name} is no trainer"
+        if isinstance(word, messages.Progress) and word.trainer != member.rank:
+            return f"`trainer` must be {member.rank}, got {word.trainer}"
+        if isinstance(word, messages.InGeneration) and word.generation > self.generation:
+            return f"`generation` must be at most {self.generation}, got {word.generation}"
+        if isinstance(word, OfSlot):
+            if member.role != "server":
+                return f"{member.name} is no server"
+            if word.slot >= len(self.slots):
+                return f"`slot` must be below {len(self.slots)}, got {word.slot}"
+        if isinstance(word, messages.Reach) and self.job is not None:
+            trainers = {trainer for _, kept in word.snapshots for trainer in kept}
+            if trainers and max(trainers) >= self.job.trainers:
+                return f"`snapshots`: trainers must be below {self.job.trainers}, got {max(trainers)}"
+        return None
+
+    def on_heard(self, name: str, now_s: float, report: messages.Report | None = None) -> None:
         """A sign of life, with figures for `status`."""
         member = self.members[name]
         member.heard_s = now_s
         if report is not None:
-            member.report = {**member.report, **report}
+            member.report = {**member.report, **messages.json_of(report)}
+
+    def _on_slot(self, name: str, word: OfSlot) -> None:
+        """What the host of a slot says of its present incarnation; that of a host before is late."""
+        place = self.slots[word.slot]
+        if place.server != name or place.incarnation != word.incarnation:
+            return
+        if isinstance(word, messages.Ready):
+            self.on_ready(word.slot, word.incarnation)
+        elif isinstance(word, messages.Rebuilt):
+            self.on_rebuilt(word.slot, word.incarnation)
+        elif isinstance(word, messages.Unrecoverable):
+            self.on_unrecoverable(word.slot)
+        elif isinstance(word, messages.Reach):
+            self.on_reach(word)
+        elif isinstance(word, messages.Durable):
+            self.on_durable(word)
 
     def on_left(self, name: str, now_s: float) -> None:
-        """A trainer that is done, or a server that ends: what it hosted is lost as if it had been killed."""
-        in_training = bool(self._present("trainer")) or self.going_back is not None
-        if in_training and any(place.server == name for place in self.slots):
-            self.on_lost(name, now_s, "it left")
-            return
-        self.members[name].left = True
+        """A trainer that is done, or a server that ends.
+
+        What a server hosted is lost as if it had been killed, unless training is over: whether trainers are there, go
+        back, or are to be started again, the job may go on and needs it.
+        """
+        member = self.members[name]
+        if member.role == "server":
+            if self.regathering or (not self._over and any(place.server == name for place in self.slots)):
+                self.on_lost(name, now_s, "it left")
+                return
+        member.left = True
         self.announce({"event": "left", "member": name})
         self._give_up_forming(name, now_s)
+
+    @property
+    def _over(self) -> bool:
+        """All trainers have said that they are done."""
+        trainers = [m for m in self.members.values() if m.role == "trainer"]
+        return bool(trainers) and all(m.left for m in trainers) and self.going_back is None
 
     def on_lost(self, name: str, now_s: float, why: str) -> None:
         """A member's connection ended, or its lease ran out."""
@@ -366,6 +470,7 @@ class Coordinator:
         """Called about every `heartbeat_s`: leases, and generations that were not formed in time."""
         slept_s = now_s - self._ticked_s - TICK_MOST_S
         self._ticked_s = now_s
+        self._forget_gone()
         for member in list(self.members.values()):
             if slept_s > 0:  # this process hung itself: it was not the members who were silent
                 member.heard_s += slept_s + TICK_MOST_S
@@ -376,6 +481,12 @@ class Coordinator:
             self._give_up_forming(self.world[0], now_s)
         self._end_regathering(now_s)
         self._form(now_s)
+
+    def _forget_gone(self) -> None:
+        """Servers that were lost or have left are shown for a while, not for ever."""
+        gone = [m.name for m in self.members.values() if m.role == "server" and (m.left or not m.alive)]
+        for name in gone[: max(0, len(gone) - GONE_MOST)]:
+            del self.members[name]
 
     # the RPC world ------------------------------------------------------------------------------
 
@@ -401,22 +512,18 @@ class Coordinator:
         waited = now_s - max(m.joined_s for m in present)
         if not self.slots and len(servers) < self.code.slots + self.spares and waited < 5.0:
             return  # spares are on their way
-        if not even_if_complete and {m.name for m in present} <= set(self.world):
-            return
+        complete = {m.name for m in present} <= set(self.world)
+        if complete and self.slots and not even_if_complete:
+            return  # without slots, nobody knows that this world was formed: its end is what places them
         self.generation += 1
         self.world = [m.name for m in present]
         self.forming_until_s = now_s + FORMING_LIMIT_S
         for name in self.world:
-            self.send(
-                name,
-                {
-                    "type": "generation",
-                    "generation": self.generation,
-                    "members": self.world,
-                    "store": list(self.store),
-                    "timeout_s": FORMING_LIMIT_S,
-                },
-            )
+            self._send_generation(name)
+
+    def _send_generation(self, name: str) -> None:
+        message = {"type": "generation", "generation": self.generation, "members": list(self.world)}
+        self.send(name, {**message, "store": list(self.store), "timeout_s": FORMING_LIMIT_S})
 
     def _give_up_forming(self, name: str, now_s: float) -> None:
         """A world that waits for a member that does not come is formed anew without it."""
@@ -426,7 +533,9 @@ class Coordinator:
 
     def on_in_generation(self, name: str, generation: int, now_s: float) -> None:
         """A member has joined the RPC world of a generation."""
-        self.members[name].generation = generation
+        if name not in self.world and generation == self.generation:
+            return  # it was left out of this one
+        self.members[name].generation = max(generation, self.members[name].generation)
         members = [self.members[n] for n in self.world if n in self.members]
         if generation != self.generation or any(m.alive and m.generation != generation for m in members):
             return
@@ -480,13 +589,13 @@ class Coordinator:
 
     def _is_data_loss(self, gone: set[int]) -> bool:
         assert self.job is not None
-        rows = 0
-        tables: list[str] = []
+        lost: dict[str, int] = {}  # table -> rows; a stripe that nothing lies on is no loss
         for slab in self.job.slabs:
             layout = Layout(self.code.slots, self.code.k, self.code.parities, slab.rows)
-            if recovery.unrecoverable_bases(layout, gone):
-                rows += recovery.rows_lost(layout, gone)
-                tables += [table.name for table in slab.tables]
+            if recovery.rows_lost(layout, gone):
+                for table, first in zip(slab.tables, slab.first_rows, strict=True):
+                    lost[table.name] = recovery.rows_lost(layout, gone, first, first + table.rows)
+        tables, rows = [name for name in lost if lost[name]], sum(lost.values())
         if not tables:
             return False
         code = f"(k, r) = ({self.code.k}, {self.code.r})" if self.code.parities else "no protection"
@@ -564,24 +673,22 @@ class Coordinator:
         elif back is None:
             self.send(name, {"type": "resume", "era": self.era, "step": self.resume_step, "origin": self.origin})
 
-    def on_reach(self, message: Message) -> None:
+    def on_reach(self, message: messages.Reach) -> None:
         """A slot says which steps it can go back to. When all have, the last that is common is chosen."""
-        back, slot = self.going_back, message["slot"]
-        if back is None or back.step is not None or message["era"] != self.era:
+        back = self.going_back
+        if back is None or back.step is not None or message.era != self.era:
             return
-        if self.slots[slot].incarnation != message["incarnation"]:
-            return
-        back.reach[slot] = message
+        back.reach[message.slot] = message
         if len(back.reach) < len(self.slots):
             return
         assert self.job is not None
-        least = max(said["floor"] for said in back.reach.values())
-        most = min(said["applied"] for said in back.reach.values())
+        least = max(said.floor for said in back.reach.values())
+        most = min(said.applied for said in back.reach.values())
         # where the dense model is not needed: it is as it was made
         first = range(least, most + 1) if self.origin is None else [self.origin]
         parts: dict[int, set[int]] = {step: set(range(self.job.trainers)) for step in first}
         for said in back.reach.values():
-            for step, trainers in said["snapshots"]:
+            for step, trainers in said.snapshots:
                 parts.setdefault(step, set()).update(trainers)
         least_known = max(least, self.origin or 0)
         known = [s for s, trainers in parts.items() if least_known <= s <= most and len(trainers) == self.job.trainers]
@@ -599,14 +706,12 @@ class Coordinator:
         for member in self._present("server"):
             self._send_era(member.name)
 
-    def on_durable(self, message: Message) -> None:
+    def on_durable(self, message: messages.Durable) -> None:
         """At a slot, the step where training goes on survives r losses. Once it does at all, trainers may start."""
-        back, slot = self.going_back, message["slot"]
-        if back is None or back.step is None or message["era"] != self.era:
+        back = self.going_back
+        if back is None or back.step is None or message.era != self.era:
             return
-        if self.slots[slot].incarnation != message["incarnation"]:
-            return
-        back.durable.add(slot)
+        back.durable.add(message.slot)
         if len(back.durable) == len(self.slots):
             self.resume_step, self.going_back = back.step, None
             self.step = training_step(back.step, self.origin)
@@ -619,23 +724,20 @@ class Coordinator:
 
     def on_ready(self, slot: int, incarnation: int) -> None:
         """A slot's new host serves."""
-        if self.slots[slot].incarnation == incarnation:
-            self.announce({"event": "re-hosted" if incarnation else "ready", "slot": slot, "incarnation": incarnation})
+        self.announce({"event": "re-hosted" if incarnation else "ready", "slot": slot, "incarnation": incarnation})
 
     def on_rebuilt(self, slot: int, incarnation: int) -> None:
         """All records of a slot are there again."""
         place = self.slots[slot]
-        if place.incarnation != incarnation or place.healthy:
+        if place.healthy:
             return
         self.slots[slot] = SlotPlace(place.server, incarnation, True)
         self._new_epoch("rebuilt")
         self.announce({"event": "slot rebuilt", "slot": slot, "incarnation": incarnation})
         self._rebalance()
 
-    def on_unrecoverable(self, slot: int, incarnation: int) -> None:
+    def on_unrecoverable(self, slot: int) -> None:
         """A new host found that nobody has what it needs."""
-        if self.slots[slot].incarnation != incarnation:
-            return
         self._is_data_loss({slot} | {i for i, place in enumerate(self.slots) if not place.healthy})
         if self.fatal is None:
             self.stop(f"slot {slot} is lost: no holder of its parities has caught up with it", "data_loss")
@@ -647,9 +749,6 @@ class Coordinator:
         self.origin = origin
         for member in self._present():
             self.send(member.name, {"type": "loaded", "origin": origin})
-
-    def on_progress(self, message: Message) -> None:
-        self.step = max(self.step, int(message.get("step", 0)))
 
     def stop(self, reason: str, kind: str) -> None:
         """Ends the job for everybody: kinds are data_loss and stopped."""
@@ -668,6 +767,7 @@ class Coordinator:
             "generation": self.generation,
             "epoch": self.epoch,
             "era": self.era,
+            "going_back": self.going_back is not None,
             "resume_step": None if resume_step is None else training_step(resume_step, self.origin),
             "step": self.step,
             "fatal": self.fatal,
@@ -690,3 +790,13 @@ class Coordinator:
                 for m in self.members.values()
             ],
         }
+
+
+def _placement_of(rejoin: Rejoin) -> Placement | None:
+    said = rejoin.placement
+    return None if said is None else Placement(said.epoch, tuple(SlotPlace(*place) for place in said.slots))
+
+
+def _newest(rejoin: Rejoin) -> tuple[int, int]:
+    """How new what a member knows is: epoch, generation."""
+    return rejoin.placement.epoch if rejoin.placement is not None else -1, rejoin.generation

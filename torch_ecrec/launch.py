@@ -27,18 +27,17 @@ from typing import IO, Any
 from torch_ecrec import allocator, codec, layout, pooling, route, storage
 from torch_ecrec.client import Client, Session
 from torch_ecrec.config import CodeSpec, JobSpec, Settings, restarts
-from torch_ecrec.coordinator import FENCED, Coordinator
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, TrainersLost
 from torch_ecrec.lifetime import end_at_once, end_if_it_hangs, on_signals
 from torch_ecrec.member import Member, exit_code_of
+from torch_ecrec.router import Router
 from torch_ecrec.server.service import Host
 from torch_ecrec.supervisor import START_S, Supervisor
-from torch_ecrec.transport.control import Connection, ControlServer
+from torch_ecrec.transport.control import ControlServer, raise_descriptors
 from torch_ecrec.transport.node import Node
 
 log = logging.getLogger(__name__)
 
-JOINS_POLL_S = 0.05
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
 REASON_S = 1.0  # for the reason to arrive, once an all-reduce has failed
 ABORT_S = 5.0  # for which a trainer may wait for others in vain, once the cluster has ended
@@ -73,94 +72,50 @@ def run_coordinator(
     Raises:
         OSError: the port is in use.
     """
-    joins_from_s = time.monotonic() + JOINS_HELD_S
-    connections: dict[str, Connection] = {}
-    watchers: list[Connection] = []
+    raise_descriptors()
+    store = _store_on(host)
 
     def announce(event: dict[str, Any]) -> None:
-        line = {"type": "event", "time_s": time.time(), **event}
         log.info("%s", json.dumps(event))
-        for watcher in list(watchers):
-            watcher.send(line)
 
-    def send(name: str, message: dict[str, Any]) -> None:
-        if name in connections:
-            connections[name].send(message)
-
-    def on_message(connection: Connection, message: dict[str, Any]) -> None:
-        kind, now_s = message.get("type"), time.monotonic()
-        name = connection.tag
-        if kind == "join" and (now_s < joins_from_s or core.regathering):  # members of a coordinator before come first
-            server.call_later(JOINS_POLL_S, lambda: None if connection.ended else on_message(connection, message))
-        elif kind == "join":
-            refusal = core.refusal(message)
-            if refusal is not None:
-                kind = core.fatal_kind if core.fatal is not None else "refused"
-                connection.send({"type": "refused", "kind": kind, "reason": refusal})
-                return
-            name = connection.tag = core.name_for(message)
-            connections[name] = connection
-            core.on_join(name, message, now_s)
-        elif kind == "rejoin":
-            why = core.rejoin_refusal(message)
-            if why is not None:
-                connection.send({"type": "fatal", "kind": why[0], "reason": why[1]})
-                return
-            name = connection.tag = message["name"]
-            if name in connections:  # somebody who came since has got that name: it joins again under another
-                connections[name].send({"type": "fatal", "kind": "fenced", "reason": FENCED})
-                connections[name].tag = None
-            connections[name] = connection
-            core.on_rejoin(message, now_s)
-        elif kind == "status":
-            connection.send({"type": "status", "time_s": time.time(), **core.status(now_s)})
-        elif kind == "watch":
-            watchers.append(connection)
-            connection.send({"type": "status", "time_s": time.time(), **core.status(now_s)})
-        elif kind == "stop":
-            core.stop("stopped", "stopped")
-            server.call_later(0.2, server.close)
-        elif name is None:
-            connection.send({"type": "refused", "kind": "refused", "reason": f"not a question: {kind!r}"})
-        else:
-            core.on_message(name, message, now_s)
-            if kind == "progress":
-                for watcher in list(watchers):
-                    watcher.send({**message, "time_s": time.time()})
-
-    def on_closed(connection: Connection) -> None:
-        if connection in watchers:
-            watchers.remove(connection)
-        if connection.tag is not None and connections.get(connection.tag) is connection:
-            core.on_lost(connection.tag, time.monotonic(), "its connection ended")
+    def probe(name: str, number: int, address: tuple[str, int]) -> None:
+        server.probe(address, lambda found: router.on_probed(name, number, found, time.monotonic()))
 
     def tick() -> None:
-        core.on_tick(time.monotonic())
+        router.on_tick(time.monotonic())
         server.call_later(settings.heartbeat_s / 4, tick)
 
-    server = ControlServer(host, port, on_message, on_closed)
-    store = _store_on(host)
-    core = Coordinator(
+    def end() -> None:
+        if router.core.fatal is None:
+            router.core.stop("the coordinator was told to end", "stopped")  # nobody waits for another then
+        server.close()
+
+    server = ControlServer(
+        host,
+        port,
+        on_message=lambda connection, message: router.on_message(connection, message, time.monotonic()),
+        on_closed=lambda connection: router.on_closed(connection, time.monotonic()),
+        on_bad_line=lambda connection, reason: router.refuse(connection, reason, time.monotonic()),
+    )
+    router = Router(
         code,
         spares,
         (host, store.port),
-        send,
-        announce,
+        probe=probe,
+        announce=announce,
+        stop=lambda: server.call_later(0.2, server.close),
+        stamp=lambda message: {**message, "time_s": time.time()},
+        joins_from_s=time.monotonic() + JOINS_HELD_S,
         without_spare=without_spare,
         lease_s=settings.lease_s,
         transport=settings.transport,
     )
-
-    def end() -> None:
-        if core.fatal is None:
-            core.stop("the coordinator was told to end", "stopped")  # nobody waits for another then
-        server.close()
-
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.call_soon(end))
     print(json.dumps({"address": list(server.address)}), file=out, flush=True)
     _freeze()
     server.call_later(0.0, tick)
+    server.call_later(JOINS_HELD_S, lambda: router.on_tick(time.monotonic()))  # those who wait are let in
     server.serve_forever()
     return 0
 

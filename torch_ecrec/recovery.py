@@ -86,13 +86,18 @@ def unrecoverable_bases(layout: Layout, lost: Iterable[int]) -> list[int]:
     return [base for base in range(layout.slots) if sum(int(s) in gone for s in layout.member_slot[base]) > tolerated]
 
 
-def rows_lost(layout: Layout, lost: Iterable[int]) -> int:
-    """How many rows of a slab cannot be decoded: those on lost slots whose stripes lost more than r members."""
-    gone = set(lost)
+def rows_lost(layout: Layout, lost: Iterable[int], first: int = 0, end: int | None = None) -> int:
+    """How many rows of a slab cannot be decoded: those on lost slots whose stripes lost more than r members.
+
+    Of all rows, or of those from `first` to `end`, which is not one of them.
+    """
+    gone, end = set(lost), layout.rows if end is None else end
+    apart = layout.slots * layout.k  # rows of one member, from one stripe of a base to the next
     rows = 0
     for base in unrecoverable_bases(layout, gone):
         for member in range(layout.k):
             if int(layout.member_slot[base, member]) in gone:
-                stripes = -(-(layout.rows - member) // layout.k)  # those that have this member
-                rows += max(0, -(-(stripes - base) // layout.slots))
+                lowest = base * layout.k + member
+                below = [max(0, -((lowest - row) // apart)) for row in (first, end)]  # how many lie below that row
+                rows += below[1] - below[0]
     return rows

@@ -17,7 +17,7 @@ Shape legend: U records, M of them that changed, B record bytes; lists hold one 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -345,9 +345,7 @@ class Protection:
     def _on_logs(self, cut: int, logs: dict[int, wire.CutLog]) -> None:
         """Puts this slot's own log together: each holder has the deltas of the records it keeps parity of."""
         slot = self.slot
-        layout, k = slot.layouts[0], slot.code.k
-        known = {run.member for holder in logs for run in layout.runs(slot.index, holder)}
-        if len(known) < k:
+        if self._members(logs) < self._members(slot.rule.holders):
             slot.give_up()
             return
         floor = min(cut, max(log.floor for log in logs.values()))
@@ -366,6 +364,11 @@ class Protection:
         self.adopting = []
         logger.info("slot %d: serves, %d recent steps in its log", slot.index, cut - floor)
         slot.become_ready(cut, floor, own)
+
+    def _members(self, holders: Iterable[int]) -> set[int]:
+        """As which members of their stripes this slot has records whose parities are on these holders."""
+        runs = [run for layout in self.slot.layouts for h in holders for run in layout.runs(self.slot.index, h)]
+        return {run.member for run in runs if run.first < run.end}
 
     def _of_slab(self, source: int, holder: int, slab: int) -> slice:
         """Which parts of a fold are of one slab."""

@@ -111,9 +111,14 @@ class Host(Node):
                 mine.die()
             if place.server == self.name and index not in self.slots:
                 fresh = place.incarnation == 0
-                slot = self.slots[index] = Slot(self, self.job, index, place.incarnation, incarnations, fresh)
-                if fresh:
+                born = [0] * len(incarnations) if fresh else incarnations
+                slot = self.slots[index] = Slot(self, self.job, index, place.incarnation, born, fresh)
+                if fresh:  # the placement may come late: others were replaced meanwhile, trainers lost
+                    for other, incarnation in enumerate(incarnations):
+                        if other != index:
+                            slot.protection.meet(other, incarnation)
                     slot.tell("ready")
+                    slot.report_reach()
 
     # from other processes -----------------------------------------------------------------------
 

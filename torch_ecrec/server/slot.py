@@ -218,6 +218,8 @@ class Slot:
             self.tell("ready")
             self.rebuild.tell_again()
             self.report_reach()
+            if not self.host.frozen and self.going_back_to is None:
+                self.tell("durable", era=self.host.era)
         elif self.hopeless:
             self.give_up()
 

@@ -318,7 +318,7 @@ class Explorer:
         draft = Draft(Cluster((), (), (), (), self.budget, 0))
         self._start_coordinator(draft)
         for _ in range(scenario.code.slots + scenario.spares):
-            self._at(draft, COORDINATOR, "join", join_message(role="server"), 0)
+            self._at(draft, COORDINATOR, "join", join_message(role="server", birth="one"), 0)
         self._at(draft, COORDINATOR, "start", None, 0)
         return self._all_words_heard(draft.finish())
 
@@ -435,7 +435,7 @@ class Explorer:
                 continue
             self._end(draft, [name], takes_along=False)
             if COORDINATOR in draft.processes:  # as a new one
-                self._at(draft, COORDINATOR, "join", join_message(role="server"), 0)
+                self._at(draft, COORDINATOR, "join", join_message(role="server", birth="one"), 0)
 
     def _end(self, draft: Draft, names: list[str], takes_along: bool) -> None:
         """Some processes are gone, with what they have under way or without."""

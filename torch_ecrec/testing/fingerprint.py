@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -40,9 +41,9 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "_Repair": frozenset({"attempt", "failures"}),
     "Rebuild": frozenset({"unpaid_bytes"}),
     # where it sends, what it announces, when it was called last, when it heard of a member last: leases end
-    # when they are told to
+    # when they are told to; which process a member is, its name says
     "Coordinator": frozenset({"send", "announce", "_ticked_s"}),
-    "Member": frozenset({"heard_s"}),
+    "Member": frozenset({"heard_s", "birth"}),
     # what it said is taken away; the rest is the same in all states of a process, or follows from its phase
     "Process": frozenset({"out", "script", "scenario", "_scenario", "_oracle"}),
 }
@@ -117,6 +118,9 @@ class _Walk:
         self.walk(known)
 
     def _walk_object(self, value: Any) -> None:
+        if isinstance(value, msgspec.Struct):
+            self.walk(msgspec.structs.asdict(value))
+            return
         if not hasattr(value, "__dict__"):
             raise TypeError(f"cannot be walked: a {type(value)}")
         self.write(type(value).__name__)

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from dataclasses import replace as with_fields
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from torch_ecrec.client import Client
 from torch_ecrec.config import Settings
@@ -44,6 +46,7 @@ from torch_ecrec.testing.simulation import (
     steps_kept,
     touched,
 )
+from torch_ecrec.transport import messages
 from torch_ecrec.transport.node import Node
 from torch_ecrec.transport.wire import Answer, Ok, Outcome, Request, Unknown
 
@@ -71,8 +74,8 @@ class Oracle:
     @staticmethod
     def of(scenario: Scenario) -> Oracle:
         """Runs the simulated cluster for 0, 1, ... steps; its records after fewer steps are those on the way."""
-        runs = [simulate(replace(scenario, steps=0, loads=scenario.loads[:n])) for n in range(len(scenario.loads))]
-        runs += [simulate(replace(scenario, steps=steps)) for steps in range(scenario.steps + 1)]
+        runs = [simulate(with_fields(scenario, steps=0, loads=scenario.loads[:n])) for n in range(len(scenario.loads))]
+        runs += [simulate(with_fields(scenario, steps=steps)) for steps in range(scenario.steps + 1)]
         return Oracle([[slab.contiguous().view(torch.uint8).numpy() for slab in run.records] for run in runs], runs[-1])
 
 
@@ -156,9 +159,8 @@ class Process:
         self.tell(
             rejoin_message(
                 self.known(),
+                hello={"role": self.role, "rank": self.rank, "birth": self.name},
                 name=self.name,
-                role=self.role,
-                rank=self.rank,
                 code=self.code,
                 life=self.life,
                 generation=generation,
@@ -321,7 +323,7 @@ class Trainer(Process):
 
 
 class Center(Process):
-    """The coordinator's process."""
+    """The coordinator's process. Without a `Router`: no connection ends here but with its process."""
 
     def __init__(self, scenario: Scenario, life: int) -> None:
         super().__init__("coordinator", "coordinator")
@@ -337,23 +339,26 @@ class Center(Process):
         )
 
     def on_join(self, message: dict[str, Any]) -> None:
-        refusal = self.core.refusal(message)
+        join = messages.from_member(message)
+        assert isinstance(join, messages.Join)
+        refusal = self.core.refusal(join)
         assert refusal is None, refusal
-        name = self.core.name_for(message)
-        self.out.append(("born", message.get("rank", -1), name))
-        self.core.on_join(name, message, 0.0)
+        name = self.core.name_for(join)
+        self.out.append(("born", join.rank, name))
+        self.core.on_join(name, replace(join, birth=name), 0.0)
 
     def on_start(self, _: None) -> None:
         """All trainers join, in the order of their ranks."""
         for rank in range(self.scenario.trainers):
-            self.on_join(join_message(role="trainer", rank=rank, job=self.scenario.job.to_json()))
+            self.on_join(join_message(role="trainer", rank=rank, birth="one", job=self.scenario.job.to_json()))
 
     def on_heard(self, what: tuple[str, dict[str, Any]]) -> None:
-        name, message = what
-        if message["type"] != "rejoin":
-            self.core.on_message(name, message, 0.0)
-        elif self.core.rejoin_refusal(message) is None:
-            self.core.on_rejoin(message, 0.0)
+        name, word = what[0], messages.from_member(what[1])
+        if isinstance(word, messages.OfMember):
+            objection = self.core.on_message(name, word, 0.0)
+            assert objection is None, objection
+        elif isinstance(word, messages.Rejoin) and self.core.rejoin_refusal(word) is None:
+            self.core.on_rejoin(word, 0.0)
         else:
             self.out.append(("fence", name))
 

@@ -1,7 +1,8 @@
 """A whole cluster in one process on a virtual clock, fault plans, and checks of the contract.
 
-The protocol core here is the one that runs under RPC: `Host`, `Client` and `Coordinator`, over `LocalNetwork`. Trainers
-are small functions of what they looked up, so that a wrong read anywhere changes everything that follows.
+The protocol core here is the one that runs for real: `Host` and `Client` over `LocalNetwork`, `Router` and
+`Coordinator` over `ControlPlane`. Trainers are small functions of what they looked up, so that a wrong read anywhere
+changes everything that follows.
 
     run = simulate(Scenario(), faults=[Fault("crash_receiver", 17)])
     run.check_against(simulate(Scenario()))     # raises AssertionError that names what differs
@@ -21,7 +22,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -32,18 +32,17 @@ from torch_ecrec.client import Client
 from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec, Settings, TableSpec
 from torch_ecrec.coordinator import Coordinator
 from torch_ecrec.layout import Layout, StripeGroup
-from torch_ecrec.member import join_message, rejoin_message
 from torch_ecrec.route import Parts, Route
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
+from torch_ecrec.testing.membership import RESTART_S, Connection, ControlPlane, Process
 from torch_ecrec.transport import wire
-from torch_ecrec.transport.local import EOF_S, LATE, Fault, Line, LocalNetwork
-from torch_ecrec.transport.node import RETRY_S
+from torch_ecrec.transport.local import LATE, Fault, LocalNetwork
 from torch_ecrec.transport.wire import SlotPlace
 
 EVENT_LIMIT = 400_000
-REJOIN_S = 0.2  # from the start of a coordinator to the last member that tries to find it, at most
-ENDING_S, RESTART_S = 0.02, 0.1  # from a trainer's death to that of the others, at most, and to the start of new ones
+ENDING_S = 0.02  # from a trainer's death to that of the others, at most; new ones start `RESTART_S` later
+REBORN_S = 0.5  # from a server's death to the start of another in its place
 LIMIT_S = 120.0  # virtual
 WINDOW = Settings().window_steps
 BOUNDS = {  # in steps: what a slot or a trainer keeps at most
@@ -217,6 +216,8 @@ class Run:
     kills: int = 0  # of servers
     trainer_kills: int = 0
     coordinator_kills: int = 0
+    leaves: int = 0  # of servers, told to end
+    control_messages: int = 0
     fenced: int = 0
     resumed: list[int] = field(default_factory=list)  # steps of training after which new trainers went on
     loaded_again: int = 0  # how often new trainers took back what lost ones had loaded
@@ -267,7 +268,16 @@ class Cluster:
         )
         code, slabs = scenario.code, scenario.job.slabs
         self.layouts = [Layout(code.slots, code.k, code.parities, slab.rows) for slab in slabs]
-        self.lines: dict[tuple[str, str], Line] = {}
+        self.plane = ControlPlane(
+            code,
+            scenario.spares,
+            scenario.without_spare,
+            scenario.network_seed,
+            self.network.clock,
+            handlers=self,
+            announce=self.run.events.append,
+        )
+        self.process_of: dict[str, Process] = {}  # by name
         self.acknowledged: dict[tuple[int, int], int] = {}  # (era, slot) -> the most that any life of it acknowledged
         self.random = random.Random(scenario.network_seed * 7919 + 1)
         self.hosts: dict[str, Host] = {}
@@ -278,33 +288,20 @@ class Cluster:
         self.trainer_kills = list(scenario.trainer_kills)
         self.ending = False  # a trainer died: the others are being ended, and all started again
         self.random_coordinator_kills = scenario.random_coordinator_kills
-        self.life = 0  # of the coordinator
-        self.coordinator_lives = True
-        self.life_of: dict[str, int] = {}  # member -> which coordinator it is connected to
-        self.world_of: dict[str, tuple[int, list[str]]] = {}  # member -> generation joined, and who is in it
-        self.told_of: dict[str, int] = {}  # member -> the life that a coordinator said it had
         self.placed: list[SlotPlace] = []  # as the coordinator knew them last
-        self.coordinator = self._new_coordinator()
         for _ in range(scenario.code.slots + scenario.spares):
             self.start_server()
+        self.ranks: list[Process] = []  # the trainers, by rank
         self.trainers: list[Iterator[Callable[[], bool]] | None] = []
         self.ready_to: list[Callable[[], bool]] = []
         self.lives = 0  # of the trainers
         self._start_trainers()
-        self.network.clock.later(1.0, self._tick)
 
     # processes ----------------------------------------------------------------------------------
 
-    def _new_coordinator(self) -> Coordinator:
-        return Coordinator(
-            self.scenario.code,
-            self.scenario.spares,
-            ("virtual", 0),
-            send=self._from_coordinator,
-            announce=self.run.events.append,
-            without_spare=self.scenario.without_spare,
-            lease_s=1e9,
-        )
+    @property
+    def coordinator(self) -> Coordinator:
+        return self.plane.core
 
     @property
     def slots_known(self) -> list[SlotPlace]:
@@ -312,154 +309,77 @@ class Cluster:
         self.placed = self.coordinator.slots or self.placed
         return self.placed
 
-    @property
-    def can_join(self) -> bool:
-        """Not while there is no coordinator, or it waits for those who were there before."""
-        return self.coordinator_lives and (self.life == 0 or bool(self.coordinator.slots))
-
     def kill_coordinator(self) -> None:
         """It is gone, and another one comes soon, which knows nothing."""
-        if not self.coordinator_lives:
-            return
-        self.placed = list(self.slots_known)
-        self.coordinator_lives = False
-        self.life += 1
-        self.run.coordinator_kills += 1
-
-        def start() -> None:
-            self.coordinator, self.coordinator_lives = self._new_coordinator(), True
-            for name in [*self.hosts, *self.clients]:
-                if name not in self.network.dead:
-                    self.network.clock.later(self.random.uniform(0.0, REJOIN_S), partial(self._rejoin, name))
-
-        self.network.clock.later(RESTART_S, start)
-
-    def _rejoin(self, name: str) -> None:
-        life = self.life
-        if name in self.network.dead or not self.coordinator_lives:
-            return
-        self.life_of[name] = life
-        role, rank = ("server", -1) if name in self.hosts else ("trainer", self.clients[name].trainer)
-        generation, world = self.world_of.get(name, (0, []))
-        known = self.hosts[name].known() if role == "server" else self.clients[name].known()
-        message = rejoin_message(
-            known,
-            name=name,
-            role=role,
-            rank=rank,
-            code=self.coordinator._code_json(),
-            life=self.told_of[name],
-            generation=generation,
-            newest=generation,
-            world=world,
-        )
-
-        def arrive() -> None:
-            if life != self.life:
-                return
-            refusal = self.coordinator.rejoin_refusal(message)
-            if refusal is None:
-                self.coordinator.on_rejoin(message, self.network.clock.now_s)
-            else:
-                self._line("to", name).carry(lambda: self._fence(name))
-
-        self._line("from", name).carry(arrive)
-
-    def _fence(self, name: str) -> None:
-        """It came too late, and has been taken for lost: it ends, and joins as another."""
-        if name not in self.network.dead:
-            self.run.fenced += 1
-            self.network.dead.add(name)
-            if name in self.hosts:
-                self.start_server()
-            else:
-                self._on_trainer_crash()
+        if self.plane.lives:
+            self.placed = list(self.slots_known)
+            self.run.coordinator_kills += 1
+            self.plane.kill_coordinator()
 
     def start_server(self) -> None:
-        """A server process joins."""
-        if not self.can_join:
-            self.network.clock.later(RETRY_S, self.start_server)
-            return
-        message = join_message(role="server")
-        name = self.coordinator.name_for(message)
-        self.life_of[name] = self.life
-        self.coordinator.on_join(name, message, self.network.clock.now_s)
-
-    def _new_host(self, name: str) -> None:
-        port = self.network.port(name, lambda message: self._to_coordinator(name, message))
-        host = self.hosts[name] = Host(name, port, self.settings)
-        self.network.handlers[name] = host.handle
+        """A server process starts, and joins."""
+        self.plane.start("server")
 
     def _start_trainers(self) -> None:
         """All of them, as torchrun does."""
-        if not self.can_join:
-            self.network.clock.later(RETRY_S, self._start_trainers)
-            return
         self.ending = False
         self.contributions = {}
-        names = [self._join_trainer(i) for i in range(self.scenario.trainers)]
         self.lives += 1
-        self.trainers = [self._trainer(i, name) for i, name in enumerate(names)]
-        self.ready_to = [lambda: True] * len(names)
+        job = self.scenario.job
+        self.ranks = [self.plane.start("trainer", i, job) for i in range(self.scenario.trainers)]
+        self.trainers = [iter(()) for _ in self.ranks]
+        self.ready_to = [lambda: False] * len(self.ranks)  # until it has a name
 
-    def _join_trainer(self, i: int) -> str:
-        message = join_message(role="trainer", rank=i, job=self.scenario.job.to_json())
-        refusal = self.coordinator.refusal(message)
-        assert refusal is None, refusal
-        name = self.coordinator.name_for(message)
-        port = self.network.port(name, lambda message: self._to_coordinator(name, message))
-        self.life_of[name] = self.life
-        self.clients[name] = Client(name, port, self.scenario.job, i, self.settings, self.scenario.snapshot_every)
-        self.coordinator.on_join(name, message, self.network.clock.now_s)
-        return name
+    def known(self, process: Process) -> dict[str, Any]:
+        """What its node tells a coordinator that it rejoins."""
+        name = process.name
+        return self.hosts[name].known() if process.role == "server" else self.clients[name].known()
 
-    def _tick(self) -> None:
-        if self.coordinator_lives:
-            self.coordinator.on_tick(self.network.clock.now_s)
-        self.network.clock.later(0.5, self._tick)
-
-    def _from_coordinator(self, name: str, message: dict[str, Any]) -> None:
-        if self.life_of.get(name) != self.life:
+    def on_welcome(self, process: Process) -> None:
+        """A process has its name: its node is built."""
+        name, rank = process.name, process.rank
+        self.process_of[name] = process
+        port = self.network.port(name, lambda message: self.plane.tell(process, message))
+        if process.role == "server":
+            host = self.hosts[name] = Host(name, port, self.settings)
+            self.network.handlers[name] = host.handle
             return
-        self._line("to", name).carry(lambda: self._deliver(name, message))
+        self.clients[name] = Client(name, port, self.scenario.job, rank, self.settings, self.scenario.snapshot_every)
+        self.trainers[rank] = self._trainer(rank, name)
+        self.ready_to[rank] = lambda: True
 
-    def _line(self, direction: str, name: str) -> Line:
-        """A connection with the coordinator: in order, and one may be slower than another."""
-        key = direction, name
-        if key not in self.lines:
-            self.lines[key] = Line(self.network.clock, f"{direction} {name} {self.scenario.network_seed}")
-        return self.lines[key]
-
-    def _deliver(self, name: str, message: dict[str, Any]) -> None:
-        if name in self.network.dead:
-            return
-        kind = message["type"]
-        if kind in ("welcome", "rejoined"):
-            self.told_of[name] = message["life"]
-        if kind == "welcome" and name.startswith("server"):
-            self._new_host(name)
-        elif kind == "generation":
-            self.world_of[name] = message["generation"], message["members"]
-            self._to_coordinator(name, {"type": "in_generation", "generation": message["generation"]})
-        elif kind == "fatal" and message["kind"] == "trainers_lost":
-            self.network.kill(name)
-        elif kind == "fatal":
-            self.run.fatal = message["reason"]
-        elif name in self.hosts:
+    def on_control(self, process: Process, message: dict[str, Any]) -> None:
+        """A message of the coordinator for a node."""
+        name = process.name
+        if name in self.hosts:
             self.hosts[name].on_control(message)
         elif name in self.clients:
             self.clients[name].on_control(message)
 
-    def _to_coordinator(self, name: str, message: dict[str, Any]) -> None:
-        life = self.life
-        if self.life_of.get(name) != life:
-            return  # not connected
+    def on_fatal(self, process: Process, message: dict[str, Any]) -> None:
+        """It is told to end. Who came too late, and has been taken for lost, joins as another."""
+        if message["kind"] == "fenced":
+            self.run.fenced += 1
+            self.plane.end(process)
+            self.network.dead.add(process.name)
+            if process.role == "server":
+                self.start_server()
+            else:
+                self._on_trainer_crash()
+        elif message["kind"] == "trainers_lost":
+            self.kill(process)
+        else:
+            self.run.fatal = message["reason"]
 
-        def arrive() -> None:
-            if life == self.life:
-                self.coordinator.on_message(name, message, self.network.clock.now_s)
+    def on_sent(self, number: int, connection: Connection) -> None:
+        """Message `number` of the control channel is on its way: nothing happens, unless a test says so."""
 
-        self._line("from", name).carry(arrive)
+    def kill(self, process: Process) -> None:
+        """The process is gone, whether it has a name or not."""
+        if process.name:
+            self.network.kill(process.name)
+        elif not process.dead:
+            self._on_end(process)
 
     # faults -------------------------------------------------------------------------------------
 
@@ -483,20 +403,23 @@ class Cluster:
         return not any(recovery.unrecoverable_bases(layout, gone) for layout in self.layouts)
 
     def _on_crash(self, name: str) -> None:
-        if name in self.clients:
+        """The network does not know the process any more."""
+        self._on_end(self.process_of[name])
+
+    def _on_end(self, process: Process) -> None:
+        self.plane.end(process)
+        if process.role == "trainer":
             self._on_trainer_crash()
-        else:
-            self.run.kills += 1
+            return
+        self.run.kills += 1
+        if self.scenario.reborn:
+            self.network.clock.later(REBORN_S, self.start_server)
 
-        life = self.life_of.get(name)
-
-        def lost() -> None:
-            if life == self.life and self.coordinator_lives:
-                self.coordinator.on_lost(name, self.network.clock.now_s, "eof")
-
-        self.network.clock.later(EOF_S, lambda: self._line("from", name).carry(lost))
-        if self.scenario.reborn and name in self.hosts:
-            self.network.clock.later(0.5, self.start_server)
+    def leave(self, process: Process) -> None:
+        """A server is told to end, and says so; its supervisor starts no other."""
+        self.run.leaves += 1
+        self.plane.leave(process)
+        self.network.dead.add(process.name)
 
     def _on_trainer_crash(self) -> None:
         """Torchrun ends the others, a little later, and starts all of them again."""
@@ -506,8 +429,8 @@ class Cluster:
         self.run.trainer_kills += 1
 
         def end_all() -> None:
-            for name in self.clients:
-                self.network.kill(name)
+            for process in self.ranks:
+                self.kill(process)
             self.clients = {}
             self.network.clock.later(RESTART_S, self._start_trainers)
 
@@ -515,7 +438,7 @@ class Cluster:
 
     def whole(self) -> bool:
         """Every slot is there, rebuilt, and known to be."""
-        placed = self.coordinator.slots if self.coordinator_lives else []
+        placed = self.coordinator.slots if self.plane.lives else []
         return bool(placed) and all(p.healthy and p.server not in self.network.dead for p in placed)
 
     def settled(self) -> bool:
@@ -605,7 +528,7 @@ class Cluster:
     def _after_step(self, trainer: int, step: int) -> None:
         if (trainer, step) in self.trainer_kills:
             self.trainer_kills.remove((trainer, step))
-            self.network.kill(list(self.clients)[trainer])
+            self.kill(self.ranks[trainer])
         if trainer == 0:
             for kill in [kill for kill in self.kills if kill[1] == step]:
                 self._kill_when_allowed(kill)
@@ -622,8 +545,8 @@ class Cluster:
         moved = True
         while moved:
             moved = False
-            for i, (name, trainer) in enumerate(zip(list(self.clients), list(self.trainers), strict=False)):
-                if trainer is not None and name not in self.network.dead and self.ready_to[i]():
+            for i, (process, trainer) in enumerate(zip(list(self.ranks), list(self.trainers), strict=True)):
+                if trainer is not None and not process.dead and self.ready_to[i]():
                     moved = True
                     try:
                         self.ready_to[i] = next(trainer)
@@ -639,7 +562,7 @@ class Cluster:
             placed = self.slots_known
             if self.run.fatal is not None:
                 break
-            if self.random_coordinator_kills and placed and not done and self.coordinator_lives:
+            if self.random_coordinator_kills and placed and not done and self.plane.lives:
                 if self.random.random() < self.scenario.kill_probability:
                     self.random_coordinator_kills -= 1
                     self.kill_coordinator()
@@ -662,7 +585,7 @@ class Cluster:
         else:
             raise RuntimeError(f"too many events: {self.describe()}")
         self.run.messages, self.run.seconds = self.network.sent, self.network.clock.now_s
-        self.run.overdue = self.network.overdue
+        self.run.overdue, self.run.control_messages = self.network.overdue, self.plane.sent
         if self.run.fatal is None:
             self.verify()
             self._collect()

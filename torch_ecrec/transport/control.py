@@ -13,9 +13,12 @@ here: that takes a lease.
 Invariants.
 - Everything of a server runs on the thread in `serve_forever`: its callbacks need no lock. What a callback raises ends
   `serve_forever` with that error: a coordinator with half a change in its state must not go on.
-- A line that is not a JSON object, or is longer than `LINE_MOST_BYTES`, closes its connection, with a reason in the
-  log, and changes nothing else.
+- A line that is not a JSON object, or is too long, closes its connection, and changes nothing else.
 - Nothing blocks for long: a peer that does not read is cut off.
+- A *stranger*, a connection that was not `admit`ted, has little to spend: lines of `STRANGER_LINE_BYTES`, all of them
+  together `STRANGERS_BYTES` of lines that have not ended, `STRANGER_IDLE_S` of silence. Of more than `STRANGERS_MOST`
+  the one goes that was silent longest, so that there is always room for the next.
+- Without descriptors for another connection, the present ones go on; it waits, and is accepted when there are some.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import contextlib
 import errno
 import json
 import logging
+import math
+import resource
 import socket
 import struct
 import threading
@@ -32,8 +37,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.lifetime import belongs_here
+from torch_ecrec.transport.liveness import Address, probe
 
 Message = dict[str, Any]
 
@@ -41,6 +49,13 @@ log = logging.getLogger(__name__)
 
 LINE_MOST_BYTES = 64 << 20
 BACKLOG_MOST_BYTES = 64 << 20  # what may wait for a peer that does not read
+STRANGER_LINE_BYTES = 4 << 20  # a `join` carries the job: 10,000 tables are 1.5 MB, names of 100 letters 2.5 MB
+STRANGERS_BYTES = 64 << 20
+STRANGER_BACKLOG_BYTES = 8 << 20
+STRANGER_IDLE_S = 60.0
+STRANGERS_MOST = 512
+TOLD_S = 1.0  # bad lines are logged once in so long at most
+DESCRIPTORS = 1 << 16  # a coordinator has a connection with every member
 SEND_TIMEOUT_S = 5.0  # how long a member's `send` may block on a coordinator that does not read
 CHUNK_BYTES = 1 << 18
 RETRY_LEAST_S, RETRY_MOST_S = 0.02, 0.5
@@ -58,35 +73,44 @@ def encode_line(message: Message) -> bytes:
 
 
 class Lines:
-    """Cuts a stream of bytes into messages."""
+    """Cuts a stream of bytes into messages.
 
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []  # of the line that has not ended yet
-        self._size = 0
+    Attributes:
+        most_bytes: how long a line may be.
+        waiting_bytes: of the line that has not ended yet.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self.most_bytes = LINE_MOST_BYTES if most_bytes is None else most_bytes
+        self._rest = bytearray()
+
+    @property
+    def waiting_bytes(self) -> int:
+        return len(self._rest)
 
     def feed(self, data: bytes) -> Iterable[Message]:
         """The messages that `data` completes. Raises BadLine after those before the bad one."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             self._add(end)
-            line, self._parts, self._size = b"".join(self._parts), [], 0
+            line, self._rest = self._rest, bytearray()
             yield _parse(line)
         self._add(rest)
 
     def _add(self, part: bytes) -> None:
-        self._size += len(part)
-        if self._size > LINE_MOST_BYTES:
-            raise BadLine(f"a line of more than {LINE_MOST_BYTES} bytes")
-        self._parts.append(part)
+        if len(self._rest) + len(part) > self.most_bytes:
+            self._rest.clear()
+            raise BadLine(f"a line of more than {self.most_bytes} bytes")
+        self._rest += part
 
 
-def _parse(line: bytes) -> Message:
+def _parse(line: bytes | bytearray) -> Message:
     try:
-        message = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadLine(f"not JSON: {line[:80]!r}") from error
+        message = msgspec.json.decode(line)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadLine(f"not JSON: {bytes(line[:80])!r}") from error
     if not isinstance(message, dict):
-        raise BadLine(f"not a JSON object: {line[:80]!r}")
+        raise BadLine(f"not a JSON object: {bytes(line[:80])!r}")
     return message
 
 
@@ -102,13 +126,14 @@ def tune(sock: socket.socket) -> None:
 
 
 class Connection(asyncio.Protocol):
-    """One peer, as the server sees it. `tag` is free for the server's owner; None at first."""
+    """One peer, as the server sees it."""
 
     def __init__(self, server: ControlServer) -> None:
-        self.tag: Any = None
         self.peer = "?"  # host:port
+        self.heard_s = 0.0  # of the last whole line, on the loop's clock
+        self.stranger = True
         self._server = server
-        self._lines = Lines()
+        self._lines = Lines(STRANGER_LINE_BYTES)
         self._transport: asyncio.Transport | None = None  # None before the connection and after its end
 
     def send(self, message: Message) -> None:
@@ -117,13 +142,19 @@ class Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         self._transport.write(line)
-        if self._transport.get_write_buffer_size() > BACKLOG_MOST_BYTES:
+        if self._transport.get_write_buffer_size() > (STRANGER_BACKLOG_BYTES if self.stranger else BACKLOG_MOST_BYTES):
             log.warning("control channel: %s does not read; its connection is closed", self.peer)
             self._transport.abort()
 
     @property
     def ended(self) -> bool:
         return self._transport is None
+
+    def admit(self) -> None:
+        """It is no stranger any more. On the server's thread."""
+        self.stranger = False
+        self._lines.most_bytes = LINE_MOST_BYTES
+        self._server._strangers.pop(self, None)
 
     def close(self) -> None:
         """Ends the connection after what was sent; `on_closed` follows. On the server's thread."""
@@ -138,21 +169,32 @@ class Connection(asyncio.Protocol):
         self.peer = "{}:{}".format(*transport.get_extra_info("peername")[:2])
         tune(transport.get_extra_info("socket"))
         self._server._connections.add(self)
+        self._server._take_in(self)
 
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._lines.feed(data):
+                self._server._heard(self)
                 self._server._guard(self._server._on_message, self, message)
                 if self._transport is None or self._transport.is_closing():
                     return
         except BadLine as error:
-            log.warning("control channel: %s: %s; its connection is closed", self.peer, error)
-            if self._transport is not None:
-                self._transport.abort()
+            self._server._on_bad_line(self, str(error))
+            self.close()
+        if self.stranger and self._lines.waiting_bytes > CHUNK_BYTES:
+            self._server._weigh()
+
+    def abort(self, why: str) -> None:
+        """Ends the connection at once; `on_closed` follows."""
+        log.info("control channel: %s %s; its connection is closed", self.peer, why)
+        self._server._strangers.pop(self, None)
+        if self._transport is not None:
+            self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._server._connections.discard(self)
+        self._server._strangers.pop(self, None)
         self._server._guard(self._server._on_closed, self)
 
 
@@ -163,6 +205,7 @@ class ControlServer:
         host, port: where to listen; port 0 takes any that is free.
         on_message: `on_message(connection, message)`.
         on_closed: `on_closed(connection)`, once for every connection that ended before the server's own close.
+        on_bad_line: `on_bad_line(connection, reason)`, before the connection is closed; None: a word in the log.
 
     Raises:
         OSError: nobody can listen there; the message says where.
@@ -174,10 +217,15 @@ class ControlServer:
         port: int,
         on_message: Callable[[Connection, Message], None],
         on_closed: Callable[[Connection], None],
+        on_bad_line: Callable[[Connection, str], None] | None = None,
     ) -> None:
         self._on_message = on_message
         self._on_closed = on_closed
+        self._bad_line = on_bad_line
+        self._told_s = -math.inf  # of a bad line, to the log
         self._connections: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}  # who was silent longest comes first
+        self._probing: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None  # what a callback raised
         try:
             self._listener = socket.create_server((host, port), backlog=1024)
@@ -237,12 +285,59 @@ class ControlServer:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop.set)
 
+    def probe(self, address: Address, done: Callable[[str], None]) -> None:
+        """Asks whether a process listens there; `done` gets what `liveness.probe` finds. On the server's thread."""
+
+        async def ask() -> None:
+            found = await probe(address)
+            self._guard(done, found)
+
+        task = self._loop.create_task(ask())
+        self._probing.add(task)  # the loop keeps none itself
+        task.add_done_callback(self._probing.discard)
+
+    # strangers
+
+    def _take_in(self, connection: Connection) -> None:
+        self._heard(connection)
+        if len(self._strangers) > STRANGERS_MOST:
+            next(iter(self._strangers)).abort("was silent longest of too many")
+
+    def _heard(self, connection: Connection) -> None:
+        connection.heard_s = self._loop.time()
+        if connection.stranger:
+            self._strangers.pop(connection, None)
+            self._strangers[connection] = None
+
+    def _weigh(self) -> None:
+        """What strangers have sent of lines that have not ended is limited, for all of them together."""
+        waiting = {connection: connection._lines.waiting_bytes for connection in self._strangers}
+        if sum(waiting.values()) > STRANGERS_BYTES:
+            max(waiting, key=lambda connection: waiting[connection]).abort("sends a line without end")
+
+    def _drop_idle(self) -> None:
+        for connection in list(self._strangers):
+            if self._loop.time() - connection.heard_s < STRANGER_IDLE_S:
+                break
+            connection.abort(f"said nothing for {STRANGER_IDLE_S:g} s")
+        self._loop.call_later(STRANGER_IDLE_S / 4, self._drop_idle)
+
+    def _on_bad_line(self, connection: Connection, reason: str) -> None:
+        if self._bad_line is not None:
+            self._guard(self._bad_line, connection, reason)
+        elif self._loop.time() - self._told_s > TOLD_S:
+            self._told_s = self._loop.time()
+            log.warning("control channel: %s: %s; its connection is closed", connection.peer, reason)
+
     async def _serve(self) -> None:
         server = await self._loop.create_server(lambda: Connection(self), sock=self._listener)
+        self._drop_idle()
         try:
             await self._stop.wait()
         finally:
             server.close()
+            for task in list(self._probing):
+                task.cancel()
             with self._lock:
                 self._closed = True
             for connection in list(self._connections):
@@ -261,6 +356,14 @@ class ControlServer:
         except BaseException as error:
             self._error = error
             self._stop.set()
+
+
+def raise_descriptors() -> None:
+    """Lets this process have as many connections as its system allows, up to `DESCRIPTORS`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 # the members' side ----------------------------------------------------------------------------------
@@ -290,6 +393,7 @@ class ControlClient:
         host, port: the coordinator's.
         on_message: `on_message(message)`, on the client's own thread.
         on_closed: `on_closed(reason)`, on the same thread, once and last, unless `close` ended the connection.
+        on_bad_line: `on_bad_line(reason)`, on the same thread, before `on_closed`: what came is no line of JSON.
         timeout_s: how long to try to connect.
 
     Raises:
@@ -303,11 +407,14 @@ class ControlClient:
         on_message: Callable[[Message], None],
         on_closed: Callable[[str], None],
         timeout_s: float,
+        on_bad_line: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._on_message = on_message
         self._on_closed = on_closed
+        self._on_bad_line = on_bad_line
         self._sock = _connect(host, port, timeout_s)
         belongs_here(self)
+        self.local_host: str = self._sock.getsockname()[0]
         self._sock.settimeout(None)
         seconds, rest = divmod(SEND_TIMEOUT_S, 1)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
@@ -356,6 +463,8 @@ class ControlClient:
         except BadLine as error:
             reason = f"the coordinator sent {error}"
             log.warning("control channel: %s", reason)
+            if not self._closed:
+                self._on_bad_line(reason)
         except OSError as error:
             reason = f"the connection to the coordinator broke: {error.strerror or error}"
         except Exception as error:  # the seam: it would vanish with this thread

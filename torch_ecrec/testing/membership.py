@@ -1,0 +1,326 @@
+"""The control channel of the simulated cluster: the real `Router` and `Coordinator`, virtual connections and processes.
+
+    plane = ControlPlane(scenario, clock, handlers)
+    process = plane.start("server")         # connects, joins; `handlers.on_welcome` follows
+    plane.reset([process.connection])       # both sides notice, a moment later, each in its own time
+
+A `Process` does on its side what `member.Member` does in a real one: it joins, or joins again if it had not read its
+name when the connection ended; it rejoins, skips generations that it was asked for before, and ends when it is told to.
+A connection is a `Line` each way: in order, now and then slow. What is under way when it is reset never arrives; what a
+process said before it died may. A probe's answer says whether the process was alive when the probe arrived.
+
+Every message that is sent is counted, from 0; `Handlers.on_sent` is called after each, and may let things happen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch_ecrec.config import CodeSpec, JobSpec
+from torch_ecrec.coordinator import Coordinator
+from torch_ecrec.member import join_message, rejoin_message
+from torch_ecrec.router import Router
+from torch_ecrec.transport import messages
+from torch_ecrec.transport.liveness import ALIVE, GONE
+from torch_ecrec.transport.local import EOF_S, Line, VirtualClock
+from torch_ecrec.transport.messages import Address
+
+Message = dict[str, Any]
+RESTART_S = 0.1  # from the end of a coordinator to the start of the next
+REJOIN_S = 0.2  # from the start of a coordinator to the last member that finds it, at most
+HELD_S = 0.3  # from the start of a coordinator to the first join that counts
+BACK_S = (0.001, 0.05)  # from the end of a connection to the next one, where the coordinator lives
+NOTICED_S = (0.0005, 0.03)  # until a side notices that its connection was reset
+PROBE_S = (0.0002, 0.004)  # until a probe arrives, and until its answer does
+LATE_PROBE_S = (0.05, 0.9)
+TRY_AGAIN_S = 0.02
+TICK_S = 0.5
+
+
+@dataclass(eq=False)
+class Process:
+    """A server or trainer process, as far as its membership goes.
+
+    Attributes:
+        number: which process of the simulation it is.
+        name: "" until it was welcomed.
+        life: of the coordinator, as it said.
+        generation, world, asked: the one joined, who is in it, and the highest that it was asked for.
+        dead: it has ended.
+    """
+
+    role: str
+    rank: int
+    number: int
+    job: JobSpec | None
+    name: str = ""
+    life: int = 0
+    code: Message = field(default_factory=dict)
+    generation: int = 0
+    world: Sequence[str] = ()
+    asked: int = 0
+    dead: bool = False
+    connection: Connection | None = None
+
+    @property
+    def hello(self) -> Message:
+        hello: Message = {
+            "role": self.role,
+            "birth": f"process {self.number}",
+            "address": ["127.0.0.1", 1 + self.number],
+        }
+        return hello if self.job is None else {**hello, "rank": self.rank, "job": self.job.to_json()}
+
+
+class Handlers(Protocol):
+    """What the cluster does with what a process is told, and what it knows of one."""
+
+    def on_welcome(self, process: Process) -> None:
+        """It has a name: its node can be built."""
+
+    def on_control(self, process: Process, message: Message) -> None:
+        """For its node."""
+
+    def on_fatal(self, process: Process, message: Message) -> None:
+        """It is told to end, and why."""
+
+    def known(self, process: Process) -> Message:
+        """What its node tells a coordinator that it rejoins."""
+
+    def on_sent(self, number: int, connection: Connection) -> None:
+        """Message `number` of the control channel is on its way."""
+
+
+class Connection:
+    """A connection of a process with one coordinator. To the router, it is a `Peer`."""
+
+    def __init__(self, plane: ControlPlane, process: Process, number: int) -> None:
+        self.plane, self.process, self.router = plane, process, plane.router
+        self.open = True
+        seed = f"{process.number} {number} {plane.seed}"
+        self._to, self._from = Line(plane.clock, f"to {seed}"), Line(plane.clock, f"from {seed}")
+
+    @property
+    def peer(self) -> str:
+        return f"process {self.process.number}"
+
+    def send(self, message: Message) -> None:
+        """To the process."""
+        if self.open:
+            self._to.carry(lambda: self.plane.deliver(self, message))
+            self.plane.count(self)
+
+    def say(self, message: Message) -> None:
+        """To the coordinator."""
+        if self.open:
+            self._from.carry(lambda: self._heard(message))
+            self.plane.count(self)
+
+    def _heard(self, message: Message) -> None:
+        if self.open and self.router is self.plane.router:
+            self.router.on_message(self, message, self.plane.clock.now_s)
+
+    def admit(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """By the coordinator: the process reads what was sent, then the end."""
+        self._to.carry(self.noticed_by_process)
+        self.plane.clock.later(0.0, self.noticed_by_coordinator)
+
+    def end_of_process(self) -> None:
+        """What it said before may arrive, and then its end."""
+        self.plane.clock.later(EOF_S, lambda: self._from.carry(self.noticed_by_coordinator))
+
+    def noticed_by_coordinator(self) -> None:
+        if self.router is self.plane.router:
+            self.router.on_closed(self, self.plane.clock.now_s)
+
+    def noticed_by_process(self) -> None:
+        if self.process.connection is self and not self.process.dead:
+            self.process.connection = None
+            self.plane.clock.later(self.plane.random.uniform(*BACK_S), lambda: self.plane.connect(self.process))
+        self.open = False
+
+
+class ControlPlane:
+    """All processes' control connections, and the coordinator they lead to.
+
+    Args:
+        code, spares, without_spare: see `Coordinator`.
+        seed: of the delays.
+        clock: the cluster's.
+        handlers: the cluster.
+        announce: gets every event of the coordinator.
+    """
+
+    def __init__(
+        self,
+        code: CodeSpec,
+        spares: int,
+        without_spare: str,
+        seed: int,
+        clock: VirtualClock,
+        handlers: Handlers,
+        announce: Callable[[Message], None],
+    ) -> None:
+        self.code, self.spares, self.without_spare, self.seed = code, spares, without_spare, seed
+        self.clock, self.handlers, self._announce = clock, handlers, announce
+        self.random = random.Random(f"control {seed}")
+        self.processes: list[Process] = []
+        self.late_probes = False
+        self.sent = 0
+        self.connections = 0  # so far
+        self.life = 0  # which coordinator it is
+        self.lives = True
+        self.router = self._new_router()
+        clock.later(1.0, self._tick)
+
+    @property
+    def core(self) -> Coordinator:
+        return self.router.core
+
+    def _new_router(self) -> Router:
+        life = self.life
+
+        def probe(name: str, number: int, address: Address) -> None:
+            process = self.processes[address[1] - 1]
+            delays_s = [self.random.uniform(*(LATE_PROBE_S if self.late_probes else PROBE_S)) for _ in range(2)]
+
+            def answer(found: str) -> None:
+                if self.life == life and self.lives:
+                    self.router.on_probed(name, number, found, self.clock.now_s)
+
+            def arrive() -> None:
+                found = GONE if process.dead else ALIVE
+                self.clock.later(delays_s[1], lambda: answer(found))
+
+            self.clock.later(delays_s[0], arrive)
+
+        return Router(
+            self.code,
+            self.spares,
+            ("virtual", 0),
+            probe=probe,
+            announce=self._announce,
+            joins_from_s=self.clock.now_s + (HELD_S if life else 0.0),
+            without_spare=self.without_spare,
+            lease_s=1e9,
+        )
+
+    def _tick(self) -> None:
+        if self.lives:
+            self.router.on_tick(self.clock.now_s)
+        self.clock.later(TICK_S, self._tick)
+
+    def _let_in(self) -> None:
+        if self.lives:
+            self.router.on_tick(self.clock.now_s)
+
+    def count(self, connection: Connection) -> None:
+        self.sent += 1
+        self.handlers.on_sent(self.sent - 1, connection)
+
+    # processes ----------------------------------------------------------------------------------
+
+    def start(self, role: str, rank: int = -1, job: JobSpec | None = None) -> Process:
+        """A process starts, and joins."""
+        process = Process(role, rank, len(self.processes), job)
+        self.processes.append(process)
+        self.connect(process)
+        return process
+
+    def connect(self, process: Process) -> None:
+        """It has no connection: it tries until there is a coordinator, and says who it is."""
+        if process.dead or process.connection is not None:
+            return
+        if not self.lives:
+            self.clock.later(TRY_AGAIN_S, lambda: self.connect(process))
+            return
+        self.connections += 1
+        process.connection = Connection(self, process, self.connections)
+        if not process.name:
+            process.connection.say(join_message(**process.hello))
+            return
+        rejoin = rejoin_message(
+            self.handlers.known(process),
+            hello=process.hello,
+            name=process.name,
+            code=process.code,
+            life=process.life,
+            generation=process.generation,
+            newest=process.asked,
+            world=list(process.world),
+        )
+        process.connection.say(rejoin)
+
+    def tell(self, process: Process, message: Message) -> None:
+        """What a process wants to say is lost while it has no connection."""
+        if process.connection is not None and not process.dead:
+            process.connection.say(message)
+
+    def end(self, process: Process) -> None:
+        """It is gone, however that came."""
+        if not process.dead:
+            process.dead = True
+            if process.connection is not None:
+                process.connection.end_of_process()
+
+    def leave(self, process: Process) -> None:
+        """It is told to end, says so, and ends."""
+        self.tell(process, {"type": "leave", "report": {}})
+        self.end(process)
+
+    def deliver(self, connection: Connection, message: Message) -> None:
+        """A message of the coordinator has arrived at its process."""
+        process = connection.process
+        if not connection.open or process.dead or process.connection is not connection:
+            return
+        word = messages.from_coordinator(message)
+        if isinstance(word, messages.Welcome):
+            assert not process.name, f"{process.name} was welcomed twice"
+            process.name, process.life, process.code = word.name, word.life, message["code"]
+            self.handlers.on_welcome(process)
+        elif isinstance(word, messages.Generation):
+            if word.generation > process.asked:
+                process.generation = process.asked = word.generation
+                process.world = word.members
+                self.tell(process, {"type": "in_generation", "generation": word.generation})
+        elif isinstance(word, (messages.Fatal, messages.Refused)):
+            self.handlers.on_fatal(process, message)
+        else:
+            if isinstance(word, messages.Rejoined):
+                process.life = word.life
+            self.handlers.on_control(process, message)
+
+    # faults -------------------------------------------------------------------------------------
+
+    def reset(self, connections: Sequence[Connection | None]) -> None:
+        """Connections end at once; both sides notice, each in its own time. What was under way is lost."""
+        for connection in connections:
+            if connection is not None and connection.open:
+                connection.open = False
+                self.clock.later(self.random.uniform(*NOTICED_S), connection.noticed_by_coordinator)
+                self.clock.later(self.random.uniform(*NOTICED_S), connection.noticed_by_process)
+
+    def kill_coordinator(self) -> None:
+        """It is gone, and another one comes soon, which knows nothing."""
+        if not self.lives:
+            return
+        self.lives = False
+        self.life += 1
+        for process in self.processes:
+            if process.connection is not None and not process.dead:
+                process.connection.open, process.connection = False, None
+
+        def start() -> None:
+            self.lives, self.router = True, self._new_router()
+            self.clock.later(HELD_S, self._let_in)
+            for process in self.processes:
+                if not process.dead:
+                    self.clock.later(self.random.uniform(0.0, REJOIN_S), lambda p=process: self.connect(p))  # type: ignore[misc]
+
+        self.clock.later(RESTART_S, start)
