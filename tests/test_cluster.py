@@ -34,6 +34,7 @@ LIMIT_S = 90.0  # for anything that is waited for: processes start slowly on a l
 STEPS = 100
 TRAINERS = 2
 ENVIRONMENT = {"TORCH_ECREC_HEARTBEAT_S": "0.2", "TORCH_ECREC_GIVE_UP_S": "60", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= {"TORCH_ECREC_LEASE_S": "60"}  # nobody is taken for lost who is only slow
 Status = dict[str, Any]
 
 
@@ -211,7 +212,8 @@ def test_a_killed_server_is_replaced_and_comes_back_as_a_spare(
         status = running.wait_for("the restarted process is a spare, in a new generation", back)
         trainer.tell("fast")
         running.wait_for("training goes on", lambda status: first < status["step"])
-        assert status["step"] <= second, "and it was not over when that process joined"
+        # The other trainer is a step ahead at most.
+        assert status["step"] <= second + 1, "and it was not over when that process joined"
         (spare,) = spares(status)
         assert spare not in known, "a process that was not there before"
 

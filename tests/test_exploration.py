@@ -15,7 +15,7 @@ SMALL = {
     "the trainers": Exploration(2, Budget(trainers=1), FOLDS),
     "a zombie": Exploration(1, Budget(leases=1), FOLDS | {"fatal", "Push of trainer 1"}),
     "the coordinator": Exploration(2, Budget(coordinators=1), FOLDS),
-    "loading": Exploration(0, Budget(), frozenset({"Load", "Fold"}), loads=1),
+    "loading": Exploration(0, Budget(), FOLDS | {"Load"}, loads=2),
     "a server while loading": Exploration(0, Budget(servers=1), FOLDS, loads=1),
     "the coordinator while loading": Exploration(0, Budget(coordinators=1), frozenset({"loaded"}), loads=1),
     "a server and the coordinator": Exploration(1, Budget(servers=1, coordinators=1), frozenset()),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import test_cluster
-from conftest import is_stopped, wait_until
+from conftest import ROOT, is_stopped, wait_until
 from test_cluster import STEPS, Cluster, Status, check, cluster
 
 from torch_ecrec.config import CodeSpec
@@ -35,7 +35,7 @@ def test_a_server_that_hangs(tmp_path: Path, undisturbed: list[dict[str, Any]], 
     with is refused, and it joins again, as a spare."""
     environment = dict(LEASE)
     if in_fold:
-        environment |= {"PYTHONPATH": str(Path(__file__).with_name("stopping"))}
+        environment |= {"PYTHONPATH": f"{Path(__file__).with_name('stopping')}{os.pathsep}{ROOT}"}
         environment |= {"ECREC_TEST_STOP": f"1 0 {STOPPED_STEP + 1}"}
     orders: dict[str, Any] = {"steps": STEPS, "hold": (STOPPED_STEP,)}
     with cluster(tmp_path, CodeSpec(3, 2, 1), spares=1, environment=environment, **orders) as running:

@@ -119,9 +119,9 @@ def test_a_trainer_dies_at_every_message_of_loading_also_together_with_a_server(
 
 def test_two_servers_die_at_every_message_of_loading():
     """(3, 2): sender and receiver of a fold; the receiver of a load and that of the next."""
-    scenario = dataclasses.replace(LOADING, code=THREE_TWO, spares=3, loads=FEW[1:])
+    scenario = dataclasses.replace(LOADING, code=THREE_TWO, spares=3, loads=FEW[2:])
     fired, _ = sweep(scenario, ("crash_sender", "crash_receiver"))
-    assert fired["crash_sender", "crash_receiver"] >= 20
+    assert fired["crash_sender", "crash_receiver"] >= 15
     pairs = 0
     for number, message in messages_of_loading(scenario):
         if message[2] == "Load":

@@ -5,8 +5,8 @@ that the coordinator forms, and hands it everything else. It is the real `Port` 
 
 The end of its connection is the end of nothing: it connects again and rejoins. The same coordinator knows it by its
 `birth`, and that its process lives by its `SignOfLife`; the next one takes what it says. Either answers "rejoined",
-upon which it says again what may not have arrived. What the coordinator sends is converted by `messages.from_coordinator`:
-nonsense ends the membership with `ClusterUnavailable`, which says what came.
+upon which it says again what may not have arrived. What the coordinator sends is converted by
+`messages.from_coordinator`: nonsense ends the membership with `ClusterUnavailable`, which says what came.
 """
 
 from __future__ import annotations
