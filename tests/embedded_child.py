@@ -20,7 +20,7 @@ def main() -> None:
     session.loaded()
     rows = touched(session, 1)
     session.push(rows, [torch.ones_like(part) for part in session.lookup(rows)], [0.1] * len(rows))
-    session.snapshot(torch.zeros(8, dtype=torch.uint8), "nothing")
+    session.snapshot(torch.zeros(8, dtype=torch.uint8), [1])
     session.flush()
     print("READY", flush=True)
     if how == "wait":

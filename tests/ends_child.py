@@ -42,7 +42,7 @@ def save() -> None:
 def step(session: Session) -> None:
     rows = touched(session, session.step)
     session.push(rows, [part * 0.25 for part in session.lookup(rows)], [0.1] * len(rows))
-    session.snapshot(torch.zeros(8, dtype=torch.uint8), "nothing")
+    session.snapshot(torch.zeros(8, dtype=torch.uint8), [1])
 
 
 def train(session: Session) -> None:

@@ -19,7 +19,7 @@ import pytest
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import control
 from torch_ecrec.transport.control import Connection, ControlClient, ControlServer, Lines, encode_line, request
-from torch_ecrec.transport.liveness import ALIVE, GONE, Door
+from torch_ecrec.transport.liveness import ALIVE, GONE, SignOfLife
 
 REPO = Path(__file__).resolve().parent.parent
 WAIT_S = 20.0
@@ -378,7 +378,7 @@ def test_no_more_descriptors_are_survived() -> None:
 
 def test_a_probe_tells_the_living_from_the_dead(running: Running) -> None:
     found: queue.Queue[str] = queue.Queue()
-    door = Door("127.0.0.1")
+    door = SignOfLife("127.0.0.1")
     for _ in range(100):  # accepted each time
         running.server.call_soon(lambda: running.server.probe(door.address, found.put))
         assert found.get(timeout=WAIT_S) == ALIVE
@@ -393,9 +393,9 @@ def test_a_forked_child_holds_no_sign_of_life(running: Running) -> None:
     program = (
         "import os, sys, time\n"
         "from torch_ecrec.transport.control import ControlClient\n"
-        "from torch_ecrec.transport.liveness import Door\n"
+        "from torch_ecrec.transport.liveness import SignOfLife\n"
         "client = ControlClient('127.0.0.1', int(sys.argv[1]), print, print, 20)\n"
-        "door = Door('127.0.0.1')\n"
+        "door = SignOfLife('127.0.0.1')\n"
         "child = os.fork()\n"
         "if child:\n"
         "    client.send({'type': 'hello', 'child': child, 'address': list(door.address)})\n"

@@ -696,7 +696,7 @@ def test_versions_never_become_less() -> None:
     rejoin(after, first)
     after.now_s += REGATHER_S + 0.1
     after.core.on_tick(after.now_s)
-    assert (after.core.generation, after.core.life, after.core.era) == (7, 4, 2) and after.core.loaded
+    assert (after.core.generation, after.core.life, after.core.era) == (7, 4, 2) and after.core.origin is not None
     late = {
         "generation": 2,
         "newest": 2,
@@ -709,7 +709,7 @@ def test_versions_never_become_less() -> None:
     rejoin(after, known(before, "server-1", **late))
     after.now_s += REGATHER_S + 0.1
     after.core.on_tick(after.now_s)
-    assert (after.core.generation, after.core.life, after.core.era) == (7, 4, 2) and after.core.loaded
+    assert (after.core.generation, after.core.life, after.core.era) == (7, 4, 2) and after.core.origin is not None
     assert after.server() == "server-4000" and after.trainer(0) == "trainer-0_4001"
 
 

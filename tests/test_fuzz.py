@@ -234,6 +234,10 @@ class Live:
             host.on_control({"type": "placement", "placement": placement.to_json()})
         self.client.run(self.client.place, placement)
         self.session = Session(self.client, lambda message: None, lambda: None)
+        for node in [*self.hosts, self.session]:  # what a coordinator would say
+            node.on_control({"type": "era" if node is not self.session else "resume", "era": 0, "step": 0, "origin": 0})
+            node.on_control({"type": "loaded", "origin": 0})
+        self.session.loaded()
 
     def step(self) -> None:
         number = self.session.step
@@ -399,8 +403,8 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
         wire.Export(slot, 0, 0, step, positions[0]),
         wire.Fold(slot, 0, source, 0, step, step - 1, parts, deltas),
         wire.Attach(slot, 0, source, 0, 0, 0),
-        wire.Adopt(slot, 0, source, 0),
-        wire.Cut(slot, 0, source, 0, step),
+        wire.Adopt(slot, 0, source, 0, False),
+        wire.Cut(slot, 0, source, 0, False, step),
         wire.Versions(slot, 0),
         wire.Fetch(slot, 0, 0, False, one, {slot: step}),
         wire.FetchSnapshots(slot, 0, -1),
@@ -421,8 +425,7 @@ def fuzz_requests(live: Live, many: int, within_host: bool, rng: random.Random) 
         message = read(encoded)
         if isinstance(message, wire.Request):
             slot = host.slots.get(message.slot)
-            other_era = message.era != host.era and not isinstance(message, (wire.Adopt, wire.Cut))
-            stale = slot is None or slot.incarnation != message.incarnation or other_era
+            stale = slot is None or slot.incarnation != message.incarnation or message.era != host.era
             if not stale and (same(message, request) or host._fault_of(slot, message) is None):
                 became["lies"] += 1
                 continue

@@ -235,7 +235,7 @@ class Live:
             core.generation,
             core.world,
             core.era,
-            core.loaded,
+            core.origin,
             core.fatal,
             core.step,
         )

@@ -345,7 +345,7 @@ def test_a_refused_message_of_a_member_harms_nobody() -> None:
     assert len(wire.told("refused")) == 3 and not wire.closed
     assert running.router.status(0.0)["refused_messages"] == 4
     assert sum(event["event"] == "refused" for event in running.events) == 1, "the log is told once a second"
-    assert running.core.step == 0 and not running.core.loaded
+    assert running.core.step == 0 and running.core.origin is None
 
 
 def test_a_stranger_is_sent_away() -> None:

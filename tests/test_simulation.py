@@ -207,10 +207,15 @@ def dies_first(lost: int):
     def run(more_s, number):
         fault = Fault("crash_sender", number)
         cluster = Cluster(scenario, [fault])
-        for other in {0, 1, 2} - {lost}:
-            line = SlowLine(cluster.network.clock, f"slow {other}")
-            line.more_s = more_s
-            cluster.lines["to", f"server-{other}"] = line
+        slow, welcome = {f"server-{other}" for other in {0, 1, 2} - {lost}}, cluster.on_welcome
+
+        def on_welcome(process):
+            if process.name in slow:
+                line = process.connection._to = SlowLine(cluster.network.clock, f"slow {process.name}")
+                line.more_s = more_s
+            welcome(process)
+
+        cluster.on_welcome = on_welcome
         cluster.go().check_against(oracle(scenario))
         return fault.fired
 

@@ -26,7 +26,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -211,8 +210,9 @@ class Client(Node):
                 if len(answers) == len(waiting):
                     done(self._in_order(routes, answers))
 
-            make = partial(wire.Lookup, slot, step=step, trainer=self.trainer, positions=positions, half=self.half)
-            self._lookups.append(self.ask(slot, make, on_answer))
+            self._lookups.append(
+                self.ask(slot, lambda i: wire.Lookup(slot, i, step, self.trainer, positions, self.half), on_answer)
+            )
 
         waiting = {s: None for s in waiting if any(len(route.positions[s]) for route in routes)}
         if not waiting:
