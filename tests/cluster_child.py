@@ -134,7 +134,7 @@ def read_all(session: Session) -> list[torch.Tensor]:
 def train(session: Session, orders: Orders, channel: Channel) -> dict[str, Any]:
     """The steps, and what came of them: a digest of all lookups, and the last snapshot as every holder has it."""
     seen = hashlib.sha256()
-    sent, header = torch.empty(0, dtype=torch.uint8), ""
+    sent, header = torch.empty(0, dtype=torch.uint8), [0]
     for step in range(1, orders.steps + 1):
         rows = touched(session, step)
         weights = session.lookup(rows)
@@ -142,7 +142,7 @@ def train(session: Session, orders: Orders, channel: Channel) -> dict[str, Any]:
             seen.update(part.numpy().tobytes())
         gradients = [part * 0.25 + (step % 7 - 3) * 0.01 + session.trainer * 0.005 for part in weights]
         session.push(rows, gradients, [0.1] * len(rows))
-        sent, header = weights[0].contiguous().view(torch.uint8).flatten().clone(), f"after step {step}"
+        sent, header = weights[0].contiguous().view(torch.uint8).flatten().clone(), [step]
         session.snapshot(sent, header)
         session.report(step=step, loss=0.0)
         if step in orders.hold:
@@ -153,7 +153,7 @@ def train(session: Session, orders: Orders, channel: Channel) -> dict[str, Any]:
     kept = []
     for slot in session.client.snapshot_slots:
         last = [entry for entry in session.snapshots(slot) if entry[:2] == (orders.steps, session.trainer)]
-        kept.append([slot, [torch.equal(payload, sent) and text == header for _, _, text, payload in last]])
+        kept.append([slot, [torch.equal(payload, sent) and mine == header for _, _, mine, payload in last]])
     return {"lookups": seen.hexdigest(), "snapshots": kept, "snapshot_bytes": sent.numel()}
 
 

@@ -704,7 +704,7 @@ def test_versions_never_become_less() -> None:
         "era": 0,
         "world": ["server-1"],
         "placement": None,
-        "loaded": False,
+        "origin": None,
     }
     rejoin(after, known(before, "server-1", **late))
     after.now_s += REGATHER_S + 0.1
@@ -720,7 +720,7 @@ def test_a_world_that_was_formed_and_not_placed_is_formed_again() -> None:
         before.server()
     for rank in range(2):
         before.trainer(rank)
-    world = {"generation": 1, "newest": 1, "placement": None, "whole": [], "incarnations": [], "loaded": False}
+    world = {"generation": 1, "newest": 1, "placement": None, "whole": [], "incarnations": [], "origin": None}
     for name in MEMBERS:
         rejoin(after, known(before, name, **world))
     after.now_s += REGATHER_S + 0.1
@@ -752,7 +752,7 @@ SAYS: tuple[dict[str, Any], ...] = (
     *({"type": "durable", "slot": s, "incarnation": 0, "era": e} for s in (0, 9) for e in (0, 7)),
     {"type": "reach", "slot": 9, "incarnation": 0, "era": 0, "applied": 1, "floor": 0, "snapshots": []},
     {"type": "reach", "slot": 0, "incarnation": 0, "era": 0, "applied": 1, "floor": 0, "snapshots": [[1, [99]]]},
-    {"type": "loaded"},
+    {"type": "loaded", "origin": 0},
     {"type": "progress", "trainer": 0, "step": 1},
     {"type": "progress", "trainer": 9, "step": 1},
     {"type": "leave", "report": {}},

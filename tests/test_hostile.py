@@ -54,7 +54,7 @@ REJOIN = {
     "era": 0,
     "frozen": False,
     "resume_step": 0,
-    "loaded": False,
+    "origin": None,
     "whole": [[1, 0]],
     "incarnations": [0, 0, 0],
 }
@@ -81,7 +81,7 @@ TO_THE_COORDINATOR: list[dict[str, Any]] = [
         "snapshots": [[2, [0]], [3, [0]]],
     },
     {"type": "durable", "slot": 1, "incarnation": 0, "era": 0},
-    {"type": "loaded"},
+    {"type": "loaded", "origin": 0},
     {"type": "progress", "trainer": 0, "step": 3, "loss": 0.5},
 ]
 TO_A_MEMBER: list[dict[str, Any]] = [

@@ -108,7 +108,7 @@ class Running:
             "era": self.core.era,
             "frozen": False,
             "resume_step": 0,
-            "loaded": True,
+            "origin": 0,
             "whole": [],
             "incarnations": [0, 0, 0] if server and placed else [],
             **fields,
@@ -340,7 +340,7 @@ def test_a_refused_message_of_a_member_harms_nobody() -> None:
     wire = running.processes[1].wire
     for message in ({"type": "ready", "slot": 7, "incarnation": 0}, {"type": "in_generation", "generation": 9}):
         running.say(running.processes[1], **message)
-    running.say(running.processes[1], type="loaded")
+    running.say(running.processes[1], type="loaded", origin=0)
     running.say(running.processes[4], type="progress", trainer=1, step=1)
     assert len(wire.told("refused")) == 3 and not wire.closed
     assert running.router.status(0.0)["refused_messages"] == 4

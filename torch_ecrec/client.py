@@ -590,6 +590,8 @@ class Session:
 
     def snapshot(self, payload: Tensor, header: list[int]) -> None:
         """Replicates this trainer's part of the dense model after the previous step; does not wait."""
+        if not all(isinstance(number, int) for number in header):
+            raise TypeError(f"`header` must be a list of int, got {header!r}")
         self.client.run(self.client.snapshot, payload, header)
 
     def snapshots(self, slot: int = 0) -> list[tuple[int, int, list[int], Tensor]]:
