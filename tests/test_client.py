@@ -187,6 +187,37 @@ def test_a_trainer_runs_two_steps_ahead_and_no_further(client):
     assert client.complete == 2 and client.may_push()
 
 
+def test_a_step_without_a_snapshot_holds_none_up_that_come_after_it(client):
+    """Two backwards of one forward: the first step has no snapshot, and never will."""
+    client.origin = 0
+    routes = [client.route(s, torch.empty(0, dtype=torch.int64)) for s in range(2)]
+    client.run(client.push, routes, [torch.empty(0, slab.dim) for slab in JOB.slabs], [0.1, 0.1])
+    push(client)
+    for slot in range(3):
+        answer(client, wire.Push, slot)
+    assert client.complete == 1 and client.resumable == 0, "nobody may go back to a step without a snapshot"
+    for slot in range(2):
+        answer(client, wire.Snapshot, slot)
+    assert client.complete == client.resumable == 2 and client.may_push() and not client.open
+
+
+def test_lookups_that_nobody_waits_for_end_with_their_step(client):
+    """Later they could not be answered: they would be asked for ever, and `flush` would wait for them."""
+    routes = [client.route(s, torch.arange(3)) for s in range(2)]
+    client.run(client.lookup, routes, lambda parts: pytest.fail("nobody waits for it"))
+    asked = [done for _, request, done in client.port.calls if isinstance(request, wire.Lookup)]
+    assert asked and len(client.exchanges) == len(asked)
+    push(client)
+    for slot in range(3):
+        answer(client, wire.Push, slot)
+    for slot in range(2):
+        answer(client, wire.Snapshot, slot)
+    assert not client.exchanges, "a flush would wait for ever"
+    for done in asked:
+        done(Unknown("no answer"))
+    assert client.port.fire() == []
+
+
 def test_a_snapshot_is_sent_again_to_the_new_incarnation_of_its_holder(client):
     """Another holder says that there is one: it may have been copied from before it had stored this."""
     push(client)

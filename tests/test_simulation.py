@@ -150,6 +150,8 @@ def test_every_fault_at_every_message_of_a_run_with_a_loss(name):
     assert became["crash_receiver"]["fired"] >= 8 and became["crash_after"]["fired"] >= 8
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("trainers_return", [False, True])
 def test_every_fault_while_snapshots_come_in_pieces(trainers_return, monkeypatch):
     """A snapshot of 8 bytes in answers of 3: a fault at each of them, and around them."""
