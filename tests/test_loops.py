@@ -87,7 +87,7 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
 SWEEP = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 
 
-@settings(max_examples=60, derandomize=True, **SWEEP)
+@settings(max_examples=100, derandomize=True, **SWEEP)
 @given(loops())
 def test_any_loop_goes_on_bit_for_bit(loop: Loop) -> None:
     check(loop)
