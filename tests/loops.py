@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -473,7 +473,7 @@ def _turn(run: Run, batch: Batch) -> None:
         run.trace.append("passed over")
         return
     if loop.nan_at == number:
-        batch.labels = torch.full_like(batch.labels, float("nan"))
+        batch = replace(batch, labels=torch.full_like(batch.labels, float("nan")))  # a list has it in every pass
     first = (number - 1) % loop.accumulate == 0
     if loop.zero == "before" and first:
         optimizer.zero_grad()
