@@ -578,6 +578,24 @@ def with_own(payload: Tensor, header: list[int], own: bytes) -> Part:
     return made_anew, [*header[:-1], len(own)]
 
 
+def test_the_model_is_not_used_between_passes_that_are_over() -> None:
+    def run(trainer: Trainer) -> Trainer:
+        batches = trainer.model.attach(optimizer=trainer.optimizer, reader=Passes())
+        for _ in range(2):
+            for batch in batches:
+                trainer.optimizer.zero_grad()
+                trainer.model(batch)[0].backward()
+                trainer.optimizer.step()
+            with torch.no_grad():
+                trainer.model(batch_of(6, 99))
+        return trainer
+
+    first = run(made())
+    run(made(first.session, 3, seed=2))
+    with pytest.raises(RuntimeError, match=r"between passes that were over before the restart.*batches.epochs"):
+        run(made(first.session, 6, seed=2))
+
+
 def test_steps_are_not_nested() -> None:
     trainer = made()
     trainer.model.attach(optimizer=trainer.optimizer)

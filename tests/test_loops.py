@@ -69,7 +69,7 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
             schedule=some(["step", "pass"]),
             flushes=some(FLUSHES),
             draws=some(DRAWS),
-            evals=some(EVALS if plain else ("pass",)),
+            evals=some(EVALS if plain else ("pass",)) - ({"pass"} if style == "range" and reader else set()),  # refused
             counts=some(["before", "between", "after", "pass"]),
             losses=losses,
             accumulate=accumulate,

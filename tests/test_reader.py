@@ -258,6 +258,28 @@ def test_the_epoch_is_that_in_which_training_goes_on() -> None:
     assert again.reader.drawn == 2 and len(again.reader) == PASS
 
 
+def test_batches_of_a_pass_are_counted_from_none_again() -> None:
+    reader, counts = Reader([1, 2, 3]), []
+    for _ in reader.epochs(2):
+        counts += [reader.drawn, sum(1 for _ in reader)]
+    assert counts == [0, 3, 0, 3]
+
+
+def test_a_pipeline_may_draw_through_a_generator() -> None:
+    reader = Reader([1, 2, 3])
+    scope: dict[str, Any] = {"__name__": PIPELINES + ".train_pipelines"}
+    exec("def draw(stream):\n    return next(stream)", scope)
+    scope["draw"](batch for batch in reader)
+    assert reader.pipelined
+
+
+def test_a_pass_that_gave_all_its_batches_was_not_left() -> None:
+    reader = Reader([1, 2])
+    for _ in reader.epochs(2):
+        stream = iter(reader)
+        assert [next(stream) for _ in range(len(reader))] == [1, 2]
+
+
 def test_next_goes_from_pass_to_pass() -> None:
     reader = Reader([1, 2])
     assert list(reader.epochs(2)) == [0, 1]

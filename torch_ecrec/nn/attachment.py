@@ -105,6 +105,18 @@ class Attachment:
         before = self._before(at_forward=False)
         return lambda checksum: self._keep(before, checksum)
 
+    def check_forward(self) -> None:
+        """Any forward begins, of an evaluation as well.
+
+        Raises:
+            RuntimeError: in a pass that was over before the restart: the model is that of a later step.
+        """
+        if self._goes_through and not self.begun:
+            raise RuntimeError(
+                "the model is used between passes that were over before the restart, where it was another one then. Let"
+                " the loop begin with the pass that training goes on in: `for epoch in batches.epochs(N): ...`"
+            )
+
     def on_forward(self, batch: object) -> None:
         """A training forward begins.
 

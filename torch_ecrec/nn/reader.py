@@ -42,6 +42,7 @@ from torch_ecrec.values import decode, encode
 
 log = logging.getLogger(__name__)
 
+FRAMES_MOST = 12
 PIPELINES = "torchrec.distributed.train_pipeline"  # these draw ahead of what they train on
 
 
@@ -196,7 +197,7 @@ class Reader(Iterator[Any]):
         self._counts_batches = True
         if self._target is not None:
             return self._target.drawn
-        return self._current.drawn if self._current is not None else 0
+        return 0 if self._current is None or self._current.whole else self._current.drawn
 
     def on_steps_done(self) -> None:
         """The loop has asked how many steps are done. If it does so before it draws, its passes follow from that."""
@@ -267,7 +268,12 @@ class Reader(Iterator[Any]):
             )
         if current.batches is not None and current is not self._current:
             raise RuntimeError("this pass was left: another one over what `attach` returned has begun since")
-        self.pipelined |= str(caller.f_globals.get("__name__")).startswith(PIPELINES)
+        frame: FrameType | None = caller
+        for _ in range(0 if self.pipelined else FRAMES_MOST):  # a generator or a progress bar may lie between
+            if frame is None:
+                break
+            self.pipelined |= str(frame.f_globals.get("__name__")).startswith(PIPELINES)
+            frame = frame.f_back
 
     def _state(self) -> bytes | None:
         """Of a reader that has one, as of now: what it gives may change later."""
@@ -290,6 +296,13 @@ class Reader(Iterator[Any]):
             current.depends = bool(moved(began, random_states()))
         self._current, self._passes, self._counted = current, current.epoch + 1, self._counters()
 
+    def _length(self) -> int:
+        """Batches in a pass; -1 if the reader does not say."""
+        try:
+            return len(self)
+        except TypeError:
+            return -1
+
     def _check_left(self, left: Pass) -> None:
         """Another pass begins: would the loop begin with the right one, and leave it in time, after a restart?"""
         now = self._counters()
@@ -302,7 +315,7 @@ class Reader(Iterator[Any]):
                 " `for epoch in batches.epochs(N): for batch in batches: ...`; or let the loop begin with"
                 " `batches.epoch`, or with what follows from `model.steps_done`, or count passes in something attached"
             )
-        if not left.whole and not self._counts_batches:
+        if not left.whole and not self._counts_batches and left.drawn != self._length():
             raise RuntimeError(
                 f"pass {left.epoch} over what `attach` returned was left after {left.drawn} batches: after a restart in"
                 " the middle of a pass, a loop that counts batches by itself would leave it later. Let it use"
