@@ -142,7 +142,7 @@ class Reader(Iterator[Any]):
     ) -> None:
         self._reader, self._on_draw = reader, on_draw
         self._counters, self._knows_more = counters, knows_more
-        self._kind = kind_of(reader)
+        self._kind, self._has_indices = kind_of(reader), has_indices(reader)
         self._generators = Generators.of(reader)
         self._thread = threading.get_ident()
         self._pass: Pass | None = None  # of `next`
@@ -331,7 +331,7 @@ class Reader(Iterator[Any]):
             self._now, current.whole = None, True
             raise
         current.drawn += 1
-        if self._kind == "state" or has_indices(self._reader):
+        if self._kind == "state" or self._has_indices:
             return batch
         names = moved(begin, random_states())
         current.depends |= bool(names)
@@ -435,7 +435,7 @@ class Reader(Iterator[Any]):
             self._reader.load_state_dict(decode(target.state))
             current.batches = iter(self._reader)
             return
-        if target.drawn and not has_indices(self._reader):
+        if target.drawn and not self._has_indices:
             log.info("the reader has no state: draws %d batches again", target.drawn)
         for drawn, whole, began in self._history:
             if began is not None:
@@ -452,7 +452,7 @@ class Reader(Iterator[Any]):
     def _skip(self, batches: Iterator[Any], number: int) -> None:
         for drawn in range(number):
             try:
-                if has_indices(self._reader):
+                if self._has_indices:
                     batches._next_index()  # type: ignore[attr-defined]
                 else:
                     next(batches)
