@@ -206,8 +206,6 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in TorchRec."""
-        if self._attached is not None:
-            self._attached.check_forward()
         if torch.is_grad_enabled() and self.training:
             self._trained = True
             self._check_attached()
