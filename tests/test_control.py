@@ -160,7 +160,7 @@ def test_a_killed_process_is_noticed_at_once(running: Running) -> None:
     )
     try:
         connection, message = running.message()
-        assert message["type"] == "hello"
+        assert message == {"type": "hello", "torch": False}, "whoever only asks the coordinator does not load torch"
         child.kill()
         killed_s = time.monotonic()
         assert running.closed.get(timeout=WAIT_S) is connection

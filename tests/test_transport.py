@@ -387,18 +387,31 @@ def test_a_member_that_dies_while_joining_fails_the_generation_in_time(cluster: 
     assert a.call(b, PROMPT)["outcome"] == "Ok" == b.call(a, PROMPT)["outcome"]
 
 
-def test_a_member_killed_in_the_middle_of_joining(cluster: Cluster) -> None:
-    """Kills at some points of forming; whatever the survivors saw, the next generation forms."""
-    for delay_s in (0.002, 0.012, 0.025):  # forming takes about 0.03 s
-        a, b, victim = cluster.take(3)
-        cluster.form([a, b, victim])
-        numbers = cluster.start_join([a, b, victim], [a.name, b.name, victim.name], timeout_s=2)
-        threading.Timer(delay_s, victim.process.kill).start()
-        for child, number in zip([a, b], numbers, strict=False):
-            assert child.answer(number)["took_s"] < 2 + PROMPTLY_S
-        victim.process.wait(WAIT_S)
-        cluster.form([a, b])
-        assert a.call(b, PROMPT)["outcome"] == "Ok" == b.call(a, PROMPT)["outcome"]
+@pytest.mark.parametrize(
+    ("place", "before", "first"),
+    [("arrived", False, False), ("ready", True, False), ("ready", True, True), ("ready", False, False)],
+)
+def test_a_member_killed_in_the_middle_of_joining(cluster: Cluster, place: str, before: bool, first: bool) -> None:
+    """All have arrived, and its way is not open; or it is; or the others believe it ready. The next generation forms.
+
+    The first of the members is the one that the others wait for in every round.
+    """
+    a, b, victim = cluster.take(3)
+    cluster.form([a, b, victim])
+    victim.ask("die_in_join", place=place, before=before)
+    members = [victim, a, b] if first else [a, b, victim]
+    numbers = cluster.start_join(members, [member.name for member in members], timeout_s=2)
+    joins = dict(zip(members, numbers, strict=True))
+    assert victim.process.wait(WAIT_S) == -signal.SIGKILL
+    for child in (a, b):
+        result = child.answer(joins[child])
+        # Only of a member that has said that it is ready can the others take it that it lives.
+        assert result["error"] is not None or (place, before, first) == ("ready", False, False)
+        assert result["took_s"] < 2 + PROMPTLY_S
+    with victim.news:
+        assert victim.news.wait_for(lambda: victim.ended, WAIT_S) and joins[victim] not in victim.answers
+    cluster.form([a, b])
+    assert a.call(b, PROMPT)["outcome"] == "Ok" == b.call(a, PROMPT)["outcome"]
 
 
 def test_a_newer_generation_overtakes_one_that_waits(cluster: Cluster) -> None:

@@ -159,6 +159,19 @@ class Child:
             return {"error": str(error), "took_s": time.monotonic() - start_s}
         return {"error": None, "took_s": time.monotonic() - start_s}
 
+    def do_die_in_join(self, place: str, before: bool) -> Any:
+        """The next join kills this process in the round at `place`: before it says that it is there, or right after."""
+        meet = self.transport._meet
+
+        def meet_and_die(shared: Any, here: str, world: Any, says: str, deadline_s: float) -> None:
+            if here == place:
+                if not before:
+                    shared.set(f"{place}/{self.transport.name}", says)
+                os.kill(os.getpid(), signal.SIGKILL)
+            meet(shared, here, world, says, deadline_s)
+
+        self.transport._meet = meet_and_die  # type: ignore[method-assign]
+
     def do_overtake(self, generation: int) -> Any:
         self.transport.overtake(generation)
 
