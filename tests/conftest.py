@@ -5,15 +5,18 @@ To look further, `--hypothesis-profile explore` draws new examples and prints th
 (`--hypothesis-seed N` draws them again).
 
 A process that outlives the session fails it, and is killed. It is known by its ancestry or, when its parent died first,
-by a mark in the environment that it inherited.
+by a mark in the environment that it inherited. Where several workers run the tests (pytest-xdist), each looks for its
+own; for a worker that was ended in the middle of a test, because its time was up, the session that started it does.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
@@ -63,19 +66,34 @@ def _one_torch_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_left_behind() -> Iterator[None]:
-    mark = f"{os.getpid()}.{time.time_ns()}"
+    run, worker = (os.environ.get(f"PYTEST_XDIST_{what}") for what in ("TESTRUNUID", "WORKER"))
+    mark = mark_of(run, worker) if run and worker else mark_of(str(os.getpid()), str(time.time_ns()))
     os.environ[MARK] = mark
     yield
     left = wait_for_none(lambda: leftover(os.getpid(), mark), LEAVE_S)
     del os.environ[MARK]
-    for pid in left:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    kill_all(left)
     if left:
         lines = [f"  {pid}: {command}" for pid, command in sorted(left.items())]
         pytest.fail(f"left running {LEAVE_S:g} s after the last test (killed now):\n" + "\n".join(lines), pytrace=False)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Kills what a worker has started that was ended before it could look."""
+    if error:
+        kill_all(leftover(-1, mark_of(node.nodemanager.testrunuid, node.gateway.id)))
+
+
+def mark_of(run: str, worker: str) -> str:
+    """What processes that a worker of a run has started have in their environment."""
+    return f"{run}.{worker}"
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def wait_for_none(find: Callable[[], dict[int, str]], timeout_s: float) -> dict[int, str]:
@@ -100,7 +118,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def leftover(root: int, mark: str) -> dict[int, str]:
-    """Living processes under `root` or with the session's mark: pid -> command line. Linux only (/proc), else empty."""
+    """Living processes under `root` or with this mark, or one that begins with it and a dot: pid -> command line.
+
+    Linux only (/proc), else empty.
+    """
+    marking = f"{MARK}={mark}".encode()
     parents: dict[int, int] = {}
     commands: dict[int, str] = {}
     marked: set[int] = set()
@@ -117,7 +139,7 @@ def leftover(root: int, mark: str) -> dict[int, str]:
         if state in "ZX" or "multiprocessing.resource_tracker" in command:
             continue
         parents[pid], commands[pid] = int(parent), command
-        if f"{MARK}={mark}".encode() in environment:
+        if any(entry == marking or entry.startswith(marking + b".") for entry in environment):
             marked.add(pid)
     found = {pid for pid in parents if _descends(pid, root, parents)} | marked
     return {pid: commands[pid] for pid in found - {root}}
