@@ -19,7 +19,7 @@ from torch_ecrec.bench.recovery import FIGURES, RECORD_BYTES, TABLES, Case, Step
 from torch_ecrec.config import CodeSpec
 from torch_ecrec.demo.report import Kill
 
-END_LIMIT_S = 60.0
+END_LIMIT_S = 300.0
 
 
 def parse(*words: str) -> argparse.Namespace:

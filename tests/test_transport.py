@@ -36,7 +36,7 @@ from torch_ecrec.transport.encoding import ANSWERS, REQUESTS, decode, encode
 from torch_ecrec.transport.rpc import _compact
 
 REPO = Path(__file__).resolve().parent.parent
-WAIT_S = 60.0  # for anything at all; a child's start takes some seconds on a busy machine
+WAIT_S = 300.0  # for anything at all: only a hang reaches it
 PROMPTLY_S = 2.0
 
 
@@ -150,7 +150,12 @@ class Cluster:
         return max(result["took_s"] for result in results)
 
 
-@pytest.fixture(scope="module", params=[*TRANSPORTS, "sockets+shared"])
+SHARED = "sockets+shared"
+# What goes through shared memory are the tensors of messages: it makes no difference to how generations are formed.
+with_shared_memory = pytest.mark.parametrize("cluster", [*TRANSPORTS, SHARED], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[*TRANSPORTS, pytest.param(SHARED, marks=pytest.mark.slow)])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     cluster = Cluster(request.param)
     try:
@@ -230,6 +235,7 @@ def test_arguments_are_checked(kind: str) -> None:
     transport.close()
 
 
+@with_shared_memory
 def test_every_message_crosses(cluster: Cluster) -> None:
     a, b = cluster.take(2)
     cluster.form([a, b])
@@ -246,6 +252,7 @@ def test_every_message_crosses(cluster: Cluster) -> None:
 # outcomes -------------------------------------------------------------------------------------------
 
 
+@with_shared_memory
 def test_late_answers_block_no_thread(cluster: Cluster) -> None:
     a, b = cluster.take(2)
     cluster.form([a, b])
@@ -293,6 +300,7 @@ def test_strangers_are_failed_calls(cluster: Cluster) -> None:
     assert b.end() == 0
 
 
+@with_shared_memory
 def test_killed_peer_ends_calls_at_once(cluster: Cluster) -> None:
     a, b = cluster.take(2)
     cluster.form([a, b])
@@ -309,6 +317,7 @@ def test_killed_peer_ends_calls_at_once(cluster: Cluster) -> None:
 # generations ----------------------------------------------------------------------------------------
 
 
+@with_shared_memory
 def test_a_member_is_replaced_while_the_others_go_on(cluster: Cluster) -> None:
     *members, new = cluster.take(5)
     cluster.form(members)
