@@ -34,6 +34,12 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, 
 hypothesis.settings.load_profile("ci")
 
 
+def pytest_configure() -> None:
+    """Ctrl-C counts, for the tests' children too, also where a shell that started this in the background ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """States how examples are drawn and whether the real rows are there."""
     profile = config.getoption("--hypothesis-profile") or "ci"
