@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CRITEO = ROOT.parent / "shared" / "data" / "criteo_kaggle_10k.tsv.gz"
 
 MARK = "PYTEST_ECREC_SESSION"
-LEAVE_S = 60.0
+LEAVE_S = 300.0
 """How long a process may take to end after the last test."""
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)

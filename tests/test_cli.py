@@ -278,17 +278,19 @@ def join(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def status_of(join: str) -> dict[str, Any]:
     host, port = join.split(":")
-    return request(host, int(port), {"type": "status"}, timeout_s=10.0)
+    return request(host, int(port), {"type": "status"}, timeout_s=LIMIT_S)
 
 
 def ask(join: str, message: dict[str, Any]) -> dict[str, Any]:
     """The coordinator's first answer to a member."""
     host, port = join.split(":")
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
-    client = ControlClient(host, int(port), answers.put, lambda reason: answers.put({"closed": reason}), timeout_s=10.0)
+    client = ControlClient(
+        host, int(port), answers.put, lambda reason: answers.put({"closed": reason}), timeout_s=LIMIT_S
+    )
     try:
         client.send(message)
-        return answers.get(timeout=10.0)
+        return answers.get(timeout=LIMIT_S)
     finally:
         client.close()
 
@@ -370,10 +372,10 @@ def test_another_table_list_is_refused(join: str) -> None:
     """The first trainer brings the job; another that brings another one is refused, here before training."""
     host, port = join.split(":")
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
-    first = ControlClient(host, int(port), answers.put, lambda reason: None, timeout_s=10.0)
+    first = ControlClient(host, int(port), answers.put, lambda reason: None, timeout_s=LIMIT_S)
     try:
         first.send(TRAINER)
-        assert answers.get(timeout=10.0)["type"] == "welcome"
+        assert answers.get(timeout=LIMIT_S)["type"] == "welcome"
         settings = Settings(join=join)
         for other in (job(trainers=2, seed=6), job(trainers=3)):
             with pytest.raises(JoinRefused, match="this cluster trains other tables"):

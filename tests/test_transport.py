@@ -37,7 +37,7 @@ from torch_ecrec.transport.rpc import _compact
 
 REPO = Path(__file__).resolve().parent.parent
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
-PROMPTLY_S = 2.0
+PROMPTLY_S = 20.0  # by itself, on whatever machine
 
 
 class Child:
@@ -91,7 +91,7 @@ class Child:
     def ask(self, do: str, **arguments: Any) -> Any:
         return self.answer(self.start(do, **arguments))
 
-    def call(self, peer: "Child | str", slot: int, timeout_s: float = 20) -> Any:
+    def call(self, peer: "Child | str", slot: int, timeout_s: float = WAIT_S) -> Any:
         return self.ask("call", peer=getattr(peer, "name", peer), slot=slot, timeout_s=timeout_s)
 
     def stacks(self) -> str:
@@ -138,11 +138,13 @@ class Cluster:
         self.generation += 1
         return self.generation
 
-    def start_join(self, children: list[Child], members: list[str], timeout_s: float = 30, **more: Any) -> list[int]:
+    def start_join(
+        self, children: list[Child], members: list[str], timeout_s: float = WAIT_S, **more: Any
+    ) -> list[int]:
         arguments = {"generation": self.next_generation(), "members": members, "timeout_s": timeout_s, **more}
         return [child.start("join", **arguments) for child in children]
 
-    def form(self, children: list[Child], timeout_s: float = 30, **more: Any) -> float:
+    def form(self, children: list[Child], timeout_s: float = WAIT_S, **more: Any) -> float:
         """Forms the next generation of these; the time it took the slowest."""
         numbers = self.start_join(children, [child.name for child in children], timeout_s, **more)
         results = [child.answer(number) for child, number in zip(children, numbers, strict=True)]
@@ -256,7 +258,7 @@ def test_every_message_crosses(cluster: Cluster) -> None:
 def test_late_answers_block_no_thread(cluster: Cluster) -> None:
     a, b = cluster.take(2)
     cluster.form([a, b])
-    numbers = [a.start("call", peer=b.name, slot=LATE, timeout_s=30) for _ in range(30)]  # of 8 threads
+    numbers = [a.start("call", peer=b.name, slot=LATE, timeout_s=WAIT_S) for _ in range(30)]  # of 8 threads
     assert b.ask("wait_kept", count=30)
     assert a.call(b, PROMPT)["outcome"] == "Ok"
     assert b.ask("release") == 30
@@ -304,7 +306,7 @@ def test_strangers_are_failed_calls(cluster: Cluster) -> None:
 def test_killed_peer_ends_calls_at_once(cluster: Cluster) -> None:
     a, b = cluster.take(2)
     cluster.form([a, b])
-    number = a.start("call", peer=b.name, slot=NEVER, timeout_s=30)
+    number = a.start("call", peer=b.name, slot=NEVER, timeout_s=WAIT_S)
     assert b.ask("wait_kept", count=1)
     killed_s = time.monotonic()
     b.kill()
@@ -326,7 +328,7 @@ def test_a_member_is_replaced_while_the_others_go_on(cluster: Cluster) -> None:
     for child in members:
         assert all(child.ask("wait_hammered", peer=other.name, more=20) for other in members if other is not child)
     survivors, victim = members[:3], members[3]
-    kept = survivors[0].start("call", peer=survivors[1].name, slot=LATE, timeout_s=60)
+    kept = survivors[0].start("call", peer=survivors[1].name, slot=LATE, timeout_s=WAIT_S)
     assert survivors[1].ask("wait_kept", count=1)
 
     victim.kill()
@@ -425,14 +427,14 @@ def test_a_member_killed_in_the_middle_of_joining(cluster: Cluster, place: str, 
 
 def test_a_newer_generation_overtakes_one_that_waits(cluster: Cluster) -> None:
     a, b = cluster.take(2)
-    waiting = cluster.start_join([a, b], [a.name, b.name, "ghost"], timeout_s=60)
+    waiting = cluster.start_join([a, b], [a.name, b.name, "ghost"], timeout_s=WAIT_S)
     start_s = time.monotonic()
     while not cluster.store.check([f"generation-{cluster.generation}/arrived/{name.name}" for name in (a, b)]):
         assert time.monotonic() - start_s < WAIT_S
     cluster.form([a, b])
     for child, number in zip([a, b], waiting, strict=True):
         assert "overtaken" in child.answer(number)["error"]
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < PROMPTLY_S
     assert a.call(b, PROMPT)["outcome"] == "Ok"
 
 
@@ -442,13 +444,13 @@ def test_a_join_that_nobody_needs_any_more_ends(cluster: Cluster, last_sign: str
     a, b = cluster.take(2)
     members = [a.name, b.name, "ghost"]
     leave_signs(cluster, last_sign)
-    waiting = cluster.start_join([a, b], members, timeout_s=60)
+    waiting = cluster.start_join([a, b], members, timeout_s=WAIT_S)
     time.sleep(0.5)
     start_s = time.monotonic()
     for child, number in zip([a, b], waiting, strict=True):
         child.answer(child.start("overtake", generation=cluster.generation + 1))
         assert "overtaken" in child.answer(number)["error"]
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < PROMPTLY_S
     cluster.form([a, b])
     assert a.call(b, PROMPT)["outcome"] == "Ok"
 
@@ -463,7 +465,9 @@ def test_the_store_may_go_and_come_back(cluster: Cluster) -> None:
     members = [a.name, b.name]
     for child, number in zip([a, b], cluster.start_join([a, b], members, timeout_s=1, store_port=port), strict=True):
         result = child.answer(number)
-        assert result["error"] is not None and result["took_s"] < 10.0  # torch looks at its time limit now and then
+        assert (
+            result["error"] is not None and result["took_s"] < 1 + PROMPTLY_S
+        )  # torch looks at its time limit now and then
     for _ in range(2):  # a new coordinator at the old address; the members' connections to the one before are dead
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         cluster.form([a, b], store_port=port)
@@ -498,9 +502,9 @@ def test_processes_end_without_crash(cluster: Cluster) -> None:
     """No `close`, calls under way both ways, a member of a living generation; and a close from a handler."""
     a, b, c = cluster.take(3)
     cluster.form([a, b, c])
-    a.start("call", peer=b.name, slot=NEVER, timeout_s=60)
+    a.start("call", peer=b.name, slot=NEVER, timeout_s=WAIT_S)
     a.start("hammer", peers=[b.name])
-    b.start("call", peer=a.name, slot=NEVER, timeout_s=60)
+    b.start("call", peer=a.name, slot=NEVER, timeout_s=WAIT_S)
     assert a.ask("wait_kept", count=1) and b.ask("wait_kept", count=1)
     assert a.end() == 0, a.stacks()
     assert c.call(b, CLOSES)["outcome"] in ("Ok", "Unknown")
