@@ -99,15 +99,15 @@ class BehindProxy(Supervisor):
 
 
 @contextlib.contextmanager
-def cluster(logs: Path, hold: tuple[int, ...], spares: int = 1) -> Iterator[tuple[Cluster, BehindProxy]]:
+def cluster(logs: Path, hold: tuple[int, ...], trainers: int = 1) -> Iterator[tuple[Cluster, BehindProxy]]:
     """Trainer 0 holds; the others wait for it."""
     children: list[Child] = []
     try:
-        with BehindProxy(CodeSpec(3, 2, 1), spares, logs=logs, environment=ENVIRONMENT) as supervisor:
+        with BehindProxy(CodeSpec(3, 2, 1), spares=1, logs=logs, environment=ENVIRONMENT) as supervisor:
             try:
-                for trainer in range(TRAINERS):
+                for trainer in range(trainers):
                     holds = hold if trainer == 0 else ()
-                    orders = Orders(supervisor.join, trainer=trainer, trainers=TRAINERS, steps=STEPS, hold=holds)
+                    orders = Orders(supervisor.join, trainer=trainer, trainers=trainers, steps=STEPS, hold=holds)
                     children.append(Child(orders, logs))
                 yield Cluster(supervisor, children), supervisor
             finally:
@@ -121,7 +121,7 @@ def cluster(logs: Path, hold: tuple[int, ...], spares: int = 1) -> Iterator[tupl
 
 def test_all_control_connections_reset_at_once_cost_nothing(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
     """Nobody died: nobody is lost, no trainer ends, no slot moves; also while steps are made, and twice in a row."""
-    with cluster(tmp_path, RESETS) as (running, supervisor):
+    with cluster(tmp_path, RESETS, TRAINERS) as (running, supervisor):
         proxy = supervisor.proxy
         assert proxy is not None
         for step in RESETS:
