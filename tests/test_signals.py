@@ -16,7 +16,7 @@ import pytest
 from conftest import wait_for_none, wait_until
 from test_cli import LIMIT_S, SMALL, Command, command, status_of
 
-END_S = 60.0  # for everything, on a busy machine; it takes less than a second otherwise
+END_S = 300.0  # for everything: only a hang reaches it
 SIGNALS = {"SIGTERM": [signal.SIGTERM], "SIGINT": [signal.SIGINT], "both": [signal.SIGINT, signal.SIGTERM]}
 
 
@@ -109,7 +109,15 @@ def test_serve(moment: str, numbers: str) -> None:
             check(serve, SIGNALS[numbers], {130})
 
 
-@pytest.mark.parametrize("moment", ["compiling", "first child", "servers", "trained"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("compiling", marks=pytest.mark.slow),
+        "first child",
+        pytest.param("servers", marks=pytest.mark.slow),
+        "trained",
+    ],
+)
 def test_trainer_with_a_cluster_of_its_own(moment: str) -> None:
     """Its script catches nothing, so that Ctrl-C is Python's: nothing of ours adds to it."""
     child = Path(__file__).with_name("embedded_child.py")
