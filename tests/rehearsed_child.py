@@ -1,7 +1,7 @@
 """A small training script, to be rehearsed: python rehearsed_child.py WAY [STEPS]
 
-WAY: `good`; `counts` (a warm-up that goes by a count of its own); `unseeded`; `range` (a loop that counts batches by
-itself); `refuses` (attaches no optimizer); `hangs` (never ends a step once restarted); `own` (a cluster of its own).
+WAY: `good`; `counts` (a warm-up that goes by a count of its own); `unseeded`; `early` (stops by a count of its own);
+`late` (changes what is attached before its first step); `hangs` (once it is restarted).
 """
 
 import sys
@@ -44,12 +44,13 @@ def main() -> None:
         device=torch.device("cpu"),
     )
     optimizer = torch.optim.Adam(model.module.over.parameters(), lr=0.01)
-    batches = model.attach(
-        optimizer=() if way == "refuses" else optimizer,
-        reader=DataLoader(range(SIZE * BATCHES), SIZE, shuffle=True),
-    )
+    batches = model.attach(optimizer=optimizer, reader=DataLoader(range(SIZE * BATCHES), SIZE, shuffle=True))
     done = 0
-    for _ in range(steps // BATCHES) if way == "range" else batches.epochs(steps // BATCHES):
+    if way == "late":
+        optimizer.param_groups[0]["lr"] = 0.02
+    for _ in batches.epochs(10 * steps if way == "early" else steps // BATCHES):
+        if way == "early" and done >= steps:
+            break
         for ids in batches:
             done += 1
             if way == "counts":

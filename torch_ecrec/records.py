@@ -23,9 +23,8 @@ ATTACHED = "attached "  # before the name of something attached
 # Names of values, in the order in which one follows from those before.
 BATCH, IDS, RATES, GRADIENTS = "batch", "embedding ids", "tables' learning rates", "gradients of the embeddings"
 TRAINED = (BATCH, IDS, RATES, GRADIENTS)
-ACCUMULATED, DENSE, OPTIMIZERS = "accumulated gradients", "dense parameters", "state of the dense optimizers"
-BUFFERS = "buffers"
-KEPT = (ACCUMULATED, DENSE, OPTIMIZERS, BUFFERS)
+DENSE, OPTIMIZERS, BUFFERS = "dense parameters", "state of the dense optimizers", "buffers"
+KEPT = (DENSE, OPTIMIZERS, BUFFERS)
 ORDER = (*TRAINED, *KEPT)
 
 

@@ -6,6 +6,8 @@ What is seen here is what passes between a model and its session, so a `Recorded
     push                  ids, learning rates and gradients of the embeddings
     snapshot              dense parameters, optimizers, buffers, and what is attached, as they are when a step has ended
 
+Gradients that wait for their optimizer are left out: what comes of them is not, and left-over ones do not matter.
+
 A step's forwards are those since the push before, or since the snapshot, if that came later: what was trained on before
 a snapshot is not made again after a restart.
 
@@ -32,7 +34,7 @@ from torch_ecrec.dense import Header, dense_parameters, own_of
 from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.embedding import EmbeddingBackend
 from torch_ecrec.records import Ended, Held, Kept, Resumed, Trained, Writer
-from torch_ecrec.values import bytes_of, decode, encode
+from torch_ecrec.values import bytes_of, decode
 
 HOLD_LIMIT_S = 600.0
 PARTS_OF_STATE = {"groups": "hyperparameters of the tables' optimizers", "counters": "counts of the optimizers"}
@@ -91,7 +93,6 @@ class Recorder:
         epoch = None
         if fields.own_bytes:
             own: Any = decode(own_of(payload, header))
-            values[records.ACCUMULATED] = zlib.crc32(encode(own["gradients"], "gradients"))
             before: Any = decode(own["before"])
             values |= _attached(before["state"])
             epoch = before["reader"]["epoch"] if before["reader"] is not None else None

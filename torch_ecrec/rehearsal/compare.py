@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch_ecrec.records import (
-    ACCUMULATED,
     ATTACHED,
     BATCH,
     BUFFERS,
@@ -45,9 +44,8 @@ CAUSES = {
     RATES: f"a warm-up or schedule that goes by {COUNTS}, or a scheduler that is not attached",
     GRADIENTS: "something that the loss depends on and that is neither the batch nor the model: an annealed weight, a"
     " count of steps, a module's attribute or mode (`train`, `eval`), a random generator of the script's own",
-    ACCUMULATED: f"gradients put to zero by {COUNTS} (accumulation)",
-    DENSE: f"an optimizer that steps by {COUNTS} (accumulation, skipped steps), a rate that the loop sets itself, or"
-    " parameters that it changes itself",
+    DENSE: f"an optimizer that steps, or gradients that are put to zero, by {COUNTS} (accumulation, skipped steps); a"
+    " rate that the loop sets itself; parameters that it changes itself",
     OPTIMIZERS: f"a learning rate or another hyperparameter that follows {COUNTS}, or a scheduler that is not attached",
     BUFFERS: "forwards that happen in one run and not in the other, say evaluations by a count of the loop's own",
     ATTACHED: "its state follows from something that is not attached, or its `load_state_dict` does not bring all of"
@@ -235,10 +233,8 @@ def moments(steps: int, ends: Sequence[int], number: int) -> list[int]:
     """
     ends = [end for end in ends if end <= steps]
     first = min(ends[0] if ends else max(2, steps // (number + 1)), steps)
-    chosen = [first, first + 1]
     spread = [round(i * steps / (number + 1)) for i in range(number, 0, -1)]
-    chosen += [step for step in spread if step not in chosen]
-    chosen += [step for step in range(steps, 0, -1) if step not in chosen]
+    chosen = dict.fromkeys([first, first + 1, *spread, *range(steps, 0, -1)])
     return sorted([step for step in chosen if 1 <= step <= steps][:number])
 
 

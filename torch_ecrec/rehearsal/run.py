@@ -295,9 +295,8 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[int]]:
         at = sorted({int(text) for text in arguments.at.split(",")}) if arguments.at else []
     except ValueError:
         raise ValueError(f"`--at` must be steps, as in 3,7,12, got {arguments.at!r}") from None
-    require(
-        all(1 <= step <= (steps or step) for step in at), f"`--at` must be from 1 to {steps or 'the last'}, got {at}"
-    )
+    within = all(1 <= step <= (steps or step) for step in at)
+    require(within, f"`--at` must be from 1 to {steps or 'the last step'}, got {arguments.at}")
     code = CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
     require(code.parities > 0 or not arguments.server_too, "`--server-too` needs parity: without, data is lost at once")
     plan = Plan(
