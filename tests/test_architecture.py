@@ -30,6 +30,7 @@ RANKS = {
     "allocator": 1,
     "kernels": 1,
     "optimizer_steps": 1,
+    "records": 1,
     "shared": 1,
     "values": 1,
     "codec": 2,
@@ -54,6 +55,7 @@ RANKS = {
     "__init__": 8,
     "demo": 9,
     "bench": 10,
+    "rehearsal": 10,
     "examples": 10,
     "__main__": 11,
 }
@@ -61,7 +63,7 @@ RANKS = {
 # Only this module reads the environment.
 ENVIRONMENT_READER = "config"
 # These start processes: they may hand the environment on, changed or not, without looking into it.
-ENVIRONMENT_PASSERS = {"supervisor", "testing", "demo", "bench"}
+ENVIRONMENT_PASSERS = {"supervisor", "testing", "demo", "bench", "rehearsal"}
 # Modules with a reason to do more, each with that reason: module -> kinds of access allowed ("read", "copy", "write").
 ENVIRONMENT_EXCEPTIONS: dict[str, set[str]] = {}
 
