@@ -88,7 +88,7 @@ def mutated(message: Request | Answer, rng: random.Random) -> Encoded:
     if rng.random() < 0.03:
         fields = fields[:-1] if rng.random() < 0.5 else [*fields, junk(rng)]
     if rng.random() < 0.02:
-        kind = rng.choice(["", "Nonsense", "Placement", "Refused", *REQUESTS])
+        kind = rng.choice(["", "Nonsense", "Placement", "Refused", "Malformed", *REQUESTS])
     return kind, tuple(fields)
 
 

@@ -1,17 +1,21 @@
 """A trainer's side: calls made again until they are answered, snapshots sent again, routes, and loading of values."""
 
 import dataclasses
+import queue
+import threading
 
 import numpy as np
 import pytest
 import torch
+from conftest import wait_until
 
 from torch_ecrec.client import Client, Session
 from torch_ecrec.config import CodeSpec, JobSpec, Settings
+from torch_ecrec.errors import ClusterUnavailable, TrainersLost
 from torch_ecrec.testing import Cluster, Scenario, check_parity, small_tables
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import RETRY_S, Node
-from torch_ecrec.transport.wire import Ok, Placement, Refused, SlotPlace, Unknown
+from torch_ecrec.transport.wire import Malformed, Ok, Placement, Refused, SlotPlace, Unknown
 
 
 class FakePort:
@@ -243,6 +247,85 @@ def test_a_stored_of_the_old_incarnation_that_comes_late_does_not_count_for_the_
     assert client.complete == 1
 
 
+# what is malformed --------------------------------------------------------------------------------
+
+
+def ask_for(client, rows, errors):
+    """Looks rows of slab 0 up, as they are; returns the answer's way back."""
+    client.on_error = errors.append
+    route = client.route(0, torch.tensor([0]))
+    slot = next(slot for slot in range(3) if len(route.positions[slot]))
+    route.positions[slot] = torch.tensor(rows)
+    nothing = client.route(1, torch.empty(0, dtype=torch.int64))
+    client.run(client.lookup, [route, nothing], lambda parts: pytest.fail("there is no answer"))
+    return client.port.calls[-1][2]
+
+
+@pytest.mark.parametrize("rows", [[1 << 40], [0.5]], ids=["of no job", "of no message"])
+def test_a_request_that_is_malformed_is_an_error_at_once(client, rows):
+    errors = []
+    done = ask_for(client, rows, errors)
+    done(Ok(Malformed("the reason")))
+    (error,) = errors
+    assert isinstance(error, ValueError) and "refuses a Lookup: the reason" in str(error)
+    assert client.port.fire() == [] and not client.exchanges, "it is not made again"
+
+
+def test_a_request_that_was_spoilt_on_its_way_is_made_again(client):
+    errors = []
+    done = ask_for(client, [0], errors)
+    done(Ok(Malformed("position 1099511627776 of slab 0")))
+    assert client.port.fire() == [RETRY_S] and len(client.port.calls) == 2 and not errors
+
+
+# the wait for trainer 0 ---------------------------------------------------------------------------
+
+
+class Waiting:
+    """Trainer 1 of two, in `loaded`, on a thread of its own."""
+
+    def __init__(self, give_up_s):
+        job = dataclasses.replace(JOB, trainers=2)
+        self.session = Session(Client("trainer-1", FakePort(), job, 1, Settings(give_up_s=give_up_s)), print, print)
+        self.outcome = queue.Queue()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self):
+        try:
+            self.outcome.put(self.session.loaded())
+        except Exception as error:
+            self.outcome.put(error)
+
+    def until_it_has_waited(self, caplog, times):
+        self.session.on_control({"type": "resume", "era": 0, "step": 0, "origin": None})
+        self.thread.start()
+        told = "waiting for trainer 0 to load initial values: for"
+        wait_until(lambda: caplog.text.count(told) >= times, 60.0, "it says that it waits")
+        assert self.outcome.empty()
+
+
+def test_trainer_0_may_load_for_longer_than_give_up_s(caplog):
+    """Its script reads a checkpoint, say: nobody hears of it meanwhile."""
+    waiting = Waiting(give_up_s=0.05)
+    waiting.until_it_has_waited(caplog, times=2)
+    waiting.session.on_control({"type": "loaded", "origin": 3})
+    assert waiting.outcome.get(timeout=60.0) is None and waiting.session.client.origin == 3
+
+
+def test_the_wait_for_trainer_0_ends_with_the_cluster(caplog):
+    waiting = Waiting(give_up_s=0.05)
+    waiting.until_it_has_waited(caplog, times=1)
+    waiting.session.fail(TrainersLost("trainer-0 was lost"))
+    assert isinstance(waiting.outcome.get(timeout=60.0), TrainersLost)
+
+
+def test_a_cluster_that_does_not_come_is_not_waited_for_longer_than_give_up_s():
+    waiting = Waiting(give_up_s=0.05)
+    waiting.thread.start()
+    error = waiting.outcome.get(timeout=60.0)
+    assert isinstance(error, ClusterUnavailable) and "waiting for the cluster: no progress for 0.05 s" in str(error)
+
+
 # initial values over the simulated cluster --------------------------------------------------------
 
 
@@ -251,7 +334,7 @@ class VirtualSession(Session):
 
     cluster: Cluster
 
-    def _wait(self, condition, what):
+    def _wait(self, condition, what, patient=False):
         for _ in range(10_000):
             if condition():
                 return

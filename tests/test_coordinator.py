@@ -326,6 +326,20 @@ def test_trainers_that_left_are_done_and_new_ones_go_on_from_there() -> None:
     assert h.core.era == 1 and h.core.going_back is not None
 
 
+def test_others_hear_of_trainer_0_that_leaves_without_loading() -> None:
+    """They wait for what it loads, for as long as it is there."""
+    h = Harness().start()
+    h.say("trainer-0", type="leave")
+    assert [m["kind"] for m in told(h, "trainer-1", "fatal")] == ["trainers_lost"]
+    assert "left before it had loaded" in told(h, "trainer-1", "fatal")[0]["reason"]
+    h.lose("trainer-1")
+    assert h.core.era == 1, "the next ones go on where these were"
+    loaded = Harness().start()
+    loaded.say("trainer-0", type="loaded", origin=2)
+    loaded.say("trainer-0", type="leave")
+    assert not told(loaded, "trainer-1", "fatal")
+
+
 def test_nothing_is_moved_while_the_servers_go_back() -> None:
     h = Harness(spares=0).start(3)
     h.lose("server-0")

@@ -7,14 +7,24 @@ made, members joined. What is slow on one machine and quick on another is waited
 import os
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
 import pytest
 from conftest import wait_for_none, wait_until
 from test_cli import LIMIT_S, SMALL, Command, command, status_of
+from test_member import WELCOME, Coordinator
+
+from torch_ecrec import launch
+from torch_ecrec.config import Settings
+from torch_ecrec.errors import Fenced
+from torch_ecrec.lifetime import end_at_once
+from torch_ecrec.transport.control import Connection
 
 END_S = 300.0  # for everything: only a hang reaches it
 SIGNALS = {"SIGTERM": [signal.SIGTERM], "SIGINT": [signal.SIGINT], "both": [signal.SIGINT, signal.SIGTERM]}
@@ -107,6 +117,90 @@ def test_serve(moment: str, numbers: str) -> None:
             else:
                 serve.wait_until(moment, lambda: STARTS[moment](serve.process.pid))
             check(serve, SIGNALS[numbers], {130})
+
+
+@cases(["joining again"])
+def test_serve_that_joins_again(moment: str, numbers: str) -> None:
+    """It was fenced, and lets go of everything; the coordinator does not answer it a second time."""
+    again = threading.Event()
+
+    def on_join(connection: Connection, number: int) -> None:
+        if number == 1:
+            connection.send(WELCOME)
+            connection.send({"type": "fatal", "kind": "fenced", "reason": "a reason"})
+        else:
+            again.set()
+
+    coordinator = Coordinator(on_join)
+    try:
+        with command("serve", "--join", f"127.0.0.1:{coordinator.port}") as serve:
+            serve.wait_until(moment, again.is_set)
+            check(serve, SIGNALS[numbers], {130})
+            assert any("joins again" in line for line in serve.err)
+    finally:
+        coordinator.end()
+
+
+class Told:
+    """Tells this process to end when its main thread comes to some line, once a server's handler is there.
+
+    Args:
+        number: of the line, as they come.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number, self.lines = number, 0
+        self.functions: set[str] = set()
+        self.fired = False
+        self._others = (signal.getsignal(signal.SIGTERM), end_at_once)
+
+    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and not self.fired and signal.getsignal(signal.SIGTERM) not in self._others:
+            self.lines += 1
+            self.functions.add(frame.f_code.co_name)
+            if self.lines == self.number:
+                self.fired = True
+                signal.raise_signal(signal.SIGTERM)
+        return self.trace
+
+
+class JoinedMember:
+    """A membership that has begun, and ends at once if there is a reason."""
+
+    name = "server-7"
+    reason: BaseException | None = None
+
+    def __init__(self, *_: object, on_end: Callable[[BaseException], None], **__: object) -> None:
+        if self.reason is not None:
+            on_end(self.reason)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("reason", [None, Fenced("a reason")], ids=["serving", "just fenced"])
+def test_a_server_told_to_end_at_any_line(monkeypatch: pytest.MonkeyPatch, reason: BaseException | None) -> None:
+    """Its handler waits for nothing that the line may hold, and the word counts: it would join again else."""
+    monkeypatch.setattr(launch, "Member", JoinedMember)
+    monkeypatch.setattr(launch, "WAKE_S", 0.01)
+    monkeypatch.setattr(JoinedMember, "reason", reason)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    functions: set[str] = set()
+    for number in range(1, 60 if reason is None else 10_000):
+        told, tracing = Told(number), sys.gettrace()
+        sys.settrace(told.trace)
+        try:
+            ended = launch._serve_once(Settings(), None)
+        finally:
+            sys.settrace(tracing)
+            for one, handler in before.items():
+                signal.signal(one, handler)
+        functions |= told.functions
+        if not told.fired:
+            break
+        assert isinstance(ended, KeyboardInterrupt), f"line {number}"
+    assert number > 5 and {"_serve_once", "_first_of"} <= functions
+    assert told.fired == (reason is None), "who has no reason to end waits for one"
 
 
 @pytest.mark.parametrize(

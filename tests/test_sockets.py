@@ -831,7 +831,7 @@ def test_a_request_of_other_values_than_declared_is_refused(pair: Pair, message:
             frame = reader.read()
             assert frame is not None
             got, (kind, values) = frame
-            assert (got, kind) == (ticket, "Refused") and says in values[0], values
+            assert (got, kind) == (ticket, "Malformed") and says in values[0], values
     assert not handled and not errors
     assert pair.b.complaints.counts["a request is none"] == 2
 

@@ -20,6 +20,7 @@ per slab. Rows are slab rows: first row of the table in its slab, plus the id.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import sys
 import threading
 import time
@@ -39,9 +40,12 @@ from torch_ecrec.lifetime import belongs_here
 from torch_ecrec.pieces import Gathering
 from torch_ecrec.route import Parts, Route, arrange, route
 from torch_ecrec.transport import wire
+from torch_ecrec.transport.encoding import REQUESTS, decode, encode
 from torch_ecrec.transport.node import Exchange, Node, Port
 from torch_ecrec.transport.wire import Answer, Placement
 from torch_ecrec.wellformed import Judge
+
+log = logging.getLogger(__name__)
 
 LOAD_BYTES = 4 << 20  # of records in one step that loads
 ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
@@ -101,6 +105,19 @@ class Client(Node):
         placement = self.placement
         assert placement is not None, "it has asked somebody"
         return self.judge.fault_of_answer(request, answer, lambda slot: placement.slots[slot].incarnation)
+
+    def gives_up(self, request: wire.Request, refusal: wire.Malformed) -> bool:
+        """One that is malformed as it was sent would be refused for ever; what was spoilt on its way is sent again."""
+        placement = self.placement
+        assert placement is not None, "it has asked somebody"
+        try:
+            decode(encode(request)[0], REQUESTS)
+            fault = self.judge.fault_of_request(request, None, lambda slot: placement.slots[slot].incarnation)
+        except (TypeError, ValueError) as error:
+            fault = str(error)
+        if fault is not None:
+            self.on_error(ValueError(f"slot {request.slot} refuses a {type(request).__name__}: {refusal.reason}"))
+        return fault is not None
 
     def route(self, slab: int, rows_U: Tensor) -> Route:
         return route(self.layouts[slab], rows_U)
@@ -402,7 +419,8 @@ class Session:
         restarted: the cluster has trained before: `resume` says from where on. Loading does nothing then.
 
     Every wait ends within `settings.give_up_s` seconds of the last progress with `ClusterUnavailable` (stacks of all
-    threads go to stderr), or with the error that the background reported.
+    threads go to stderr), or with the error that the background reported. Only that ends the wait for another trainer's
+    script, which may load for hours: that the trainer is lost, or has left, or that the cluster has ended.
     """
 
     def __init__(
@@ -453,16 +471,21 @@ class Session:
         if self.restarted and self.client.resumed and self.client.origin is None:
             self.fail(TrainersLost("nobody is left who knows that initial values had been loaded; start again"))
 
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+    def _wait(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None:
+        """Returns once `condition` holds. `patient`: without progress it says so in the log, and waits on."""
         limit_s = self.client.settings.give_up_s
-        deadline = time.monotonic() + limit_s
+        begin_s = time.monotonic()
+        deadline = begin_s + limit_s
         with self._changed:
             seen, self._awaited = self._changes, condition
             try:
                 while self._error is None and not condition():
                     if self._changes != seen:
                         seen, deadline = self._changes, time.monotonic() + limit_s
-                    if time.monotonic() > deadline:
+                    if time.monotonic() > deadline and patient:
+                        deadline = time.monotonic() + limit_s
+                        log.warning("%s: for %g s so far", what, time.monotonic() - begin_s)
+                    elif time.monotonic() > deadline:
                         faulthandler.dump_traceback(file=sys.stderr)
                         raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s")
                     self._changed.wait(0.5)
@@ -643,7 +666,10 @@ class Session:
         return records_UB.view(torch.float32)
 
     def _await_origin(self) -> None:
-        self._wait(lambda: self.client.origin is not None, "waiting for trainer 0 to load initial values")
+        """Until trainer 0 has loaded all: for as long as its script takes, once the cluster is there."""
+        self._wait(lambda: self.client.resumed, "waiting for the cluster")
+        others = self.trainer != 0
+        self._wait(lambda: self.client.origin is not None, "waiting for trainer 0 to load initial values", others)
 
     def _begin_loading(self) -> None:
         """Trainer 0, before it reads or loads: what a lost trainer 0 may have loaded is taken back."""

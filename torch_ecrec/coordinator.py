@@ -424,7 +424,8 @@ class Coordinator:
         """A trainer that is done, or a server that ends.
 
         What a server hosted is lost as if it had been killed, unless training is over: whether trainers are there, go
-        back, or are to be started again, the job may go on and needs it.
+        back, or are to be started again, the job may go on and needs it. Trainer 0 is not done before it has loaded the
+        initial values: others wait for them, for as long as it is there.
         """
         member = self.members[name]
         if member.role == "server":
@@ -432,6 +433,10 @@ class Coordinator:
                 self.on_lost(name, now_s, "it left")
                 return
         member.left = True
+        if member.rank == 0 and self.slots and self.origin is None:
+            reason = f"{name} left before it had loaded the initial values"
+            for other in self._present("trainer"):
+                self.send(other.name, {"type": "fatal", "kind": "trainers_lost", "reason": reason})
         self.announce({"event": "left", "member": name})
         self._give_up_forming(name, now_s)
 

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
 REASON_S = 1.0  # for the reason to arrive, once an all-reduce has failed
+WAKE_S = 1.0  # a signal may come to another thread than the one that waits, and does not wake it
 ABORT_S = 5.0  # for which a trainer may wait for others in vain, once the cluster has ended
 
 
@@ -185,6 +186,8 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     log.info("%s joined %s (pid %d)", member.name, settings.join, os.getpid())
     reason = _first_of(ends)
     on_signals(end_at_once)
+    while not ends.empty():  # told to end just before, when the reason was another
+        reason = later if isinstance(later := ends.get(), KeyboardInterrupt) else reason
     member.close()
     if not isinstance(reason, KeyboardInterrupt):
         log.info("%s ends: %s", member.name, reason)
@@ -192,9 +195,9 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
 
 
 def _first_of(ends: queue.SimpleQueue[BaseException]) -> BaseException:
-    while True:  # a signal may come to another thread, and does not wake this one then
+    while True:
         with contextlib.suppress(queue.Empty):
-            return ends.get(timeout=1.0)
+            return ends.get(timeout=WAKE_S)
 
 
 # trainer ----------------------------------------------------------------------------------------------

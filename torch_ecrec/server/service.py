@@ -15,7 +15,7 @@ from torch_ecrec.layout import Layout
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import COMPLAINTS, Node, Port
-from torch_ecrec.transport.wire import Answer, Placement, Refused
+from torch_ecrec.transport.wire import Answer, Malformed, Placement, Refused
 from torch_ecrec.wellformed import Judge
 
 TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Export)
@@ -139,7 +139,7 @@ class Host(Node):
             reply(Refused("the trainers were lost"))
         elif (fault := self._fault_of(slot, request)) is not None:
             COMPLAINTS.add("a request is refused", f"{type(request).__name__}: {fault}")
-            reply(Refused(f"not a request of this job: {fault}"))
+            reply(Malformed(f"not a request of this job: {fault}"))
         else:
             slot.handle(request, reply)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch_ecrec.pieces import Gathering, Key, Part, cut
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import RETRY_S
-from torch_ecrec.transport.wire import Answer, Refused
+from torch_ecrec.transport.wire import Answer, Malformed, Refused
 
 if TYPE_CHECKING:
     from torch_ecrec.server.slot import Reply, Slot
@@ -70,7 +70,7 @@ class SnapshotStore:
             self.slot.protection.meet(request.holder, request.holder_incarnation)
         lacks_some = self.lacks_all if request.of < 0 else request.holder < 0 and not self.is_whole(request.of)
         if len(request.begin) not in (0, 3):
-            reply(Refused(f"`begin` must be 3 integers or none, got {request.begin}"))
+            reply(Malformed(f"`begin` must be 3 integers or none, got {request.begin}"))
             return
         if not self.slot.ready or lacks_some:
             reply(Refused(f"slot {self.slot.index} has not got them all itself"))

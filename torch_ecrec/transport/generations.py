@@ -35,7 +35,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport.complaints import Complaints
 from torch_ecrec.transport.encoding import ANSWERS, REQUESTS, Encoded, decode, encode
-from torch_ecrec.transport.wire import Answer, Failed, Ok, Outcome, Refused, Request, Unknown
+from torch_ecrec.transport.wire import Answer, Failed, Malformed, Ok, Outcome, Refused, Request, Unknown
 
 Handler = Callable[[Request, Callable[[Answer], None]], None]
 
@@ -237,7 +237,7 @@ class Transport(ABC):
             request = decode(encoded, REQUESTS)
         except ValueError as error:
             self.complaints.add("a request is none", error)
-            reply(Refused(f"not a request: {first_line(error)}"))
+            reply(Malformed(f"not a request: {first_line(error)}"))
             return
         outer = self._enter_callback()
         try:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch_ecrec.transport.complaints import Complaints
-from torch_ecrec.transport.wire import Answer, Ok, Outcome, Placement, Refused, Request, Unknown
+from torch_ecrec.transport.wire import Answer, Malformed, Ok, Outcome, Placement, Refused, Request, Unknown
 
 log = logging.getLogger(__name__)
 COMPLAINTS = Complaints(log, "messages")  # of this process: no node's state
@@ -72,7 +72,7 @@ class Exchange:
         attempt, incarnation = self.attempt, place.incarnation
         request = self.make(incarnation)
         request.era = self.node.era
-        self.node.call(place.server, request, lambda outcome: self._on_outcome(attempt, incarnation, outcome))
+        self.node.call(place.server, request, lambda outcome: self._on_outcome(attempt, incarnation, request, outcome))
 
     def cancel(self) -> None:
         self._end()
@@ -80,12 +80,15 @@ class Exchange:
     def _end(self) -> None:
         self.node.exchanges.pop(self, None)
 
-    def _on_outcome(self, attempt: int, incarnation: int, outcome: Outcome) -> None:
+    def _on_outcome(self, attempt: int, incarnation: int, request: Request, outcome: Outcome) -> None:
         if self not in self.node.exchanges or incarnation != self.incarnation:
             return  # an incarnation that has been replaced cannot speak for the present one (rule 2)
-        if isinstance(outcome, Ok) and not isinstance(outcome.answer, Refused):
+        answer = outcome.answer if isinstance(outcome, Ok) else None
+        if answer is not None and not isinstance(answer, Refused):
             self._end()
-            self.done(outcome.answer)
+            self.done(answer)
+        elif isinstance(answer, Malformed) and self.node.gives_up(request, answer):
+            self._end()
         elif attempt == self.attempt:
             self.failures += 1
             delay_s = min(RETRY_S * 2 ** min(self.failures - 1, 6), RETRY_MOST_S)
@@ -170,6 +173,10 @@ class Node:
     def fault_of_answer(self, request: Request, answer: Answer) -> str | None:
         """Why an answer cannot be one to this request; None if it can."""
         return None
+
+    def gives_up(self, request: Request, refusal: Malformed) -> bool:
+        """Whether a request that was refused as malformed is not made again."""
+        return False
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self.emit(lambda: self.port.later(delay_s, lambda: self.run(action)))

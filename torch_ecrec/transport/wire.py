@@ -102,6 +102,11 @@ class Refused(Answer):
 
 
 @dataclass
+class Malformed(Refused):
+    """Not handled, as nobody could: a value is not what it must be. Asked again only if it was spoilt on its way."""
+
+
+@dataclass
 class Forgotten(Answer):
     """Not to be had any more: the logs have let go of the step that was asked for. Asking again is of no use."""
 
