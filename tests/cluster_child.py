@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 
-from torch_ecrec import launch
-from torch_ecrec.client import Session
-from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec, Settings, TableSpec
+from torch_ecrec.client.client import Session
+from torch_ecrec.processes import launch
+from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
+from torch_ecrec.spec.settings import Settings
 
 LIMIT_S = 600.0
 ROWWISE = OptimizerSpec("rowwise_adagrad", lr=0.1)

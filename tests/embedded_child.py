@@ -10,8 +10,9 @@ import threading
 import torch
 from cluster_child import job, touched
 
-from torch_ecrec import launch
-from torch_ecrec.config import CodeSpec, Settings
+from torch_ecrec.processes import launch
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import Settings
 
 
 def main() -> None:

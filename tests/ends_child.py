@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from cluster_child import job, touched
 
-from torch_ecrec import launch
-from torch_ecrec.client import Session
-from torch_ecrec.config import CodeSpec, Settings
+from torch_ecrec.client.client import Session
 from torch_ecrec.errors import ClusterError
+from torch_ecrec.processes import launch
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import Settings
 
 LIMIT_S = 600.0
 ABORT_S = 2.0
@@ -104,9 +105,9 @@ class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return 8
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        from torch_ecrec import shared
-        from torch_ecrec.layout import Layout
-        from torch_ecrec.route import arrange
+        from torch_ecrec.layout.routing import arrange
+        from torch_ecrec.layout.stripes import Layout
+        from torch_ecrec.runtime import shared
 
         found, inverse = arrange(Layout(3, 2, 1, 100), torch.tensor([7, 3, 7, index]))
         assert shared.pool() is None and torch.equal(found.rows[inverse], torch.tensor([7, 3, 7, index]))

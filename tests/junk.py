@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torch_ecrec.transport.encoding import ANSWERS, REQUESTS, Encoded, decode, encode
-from torch_ecrec.transport.wire import Answer, Request
+from torch_ecrec.protocol.encoding import ANSWERS, REQUESTS, Encoded, decode, encode
+from torch_ecrec.protocol.wire import Answer, Request
 
 NUMBERS = (-(1 << 63), -(1 << 31), -7, -2, -1, 0, 1, 2, 3, 5, 17, 99, 255, 1 << 20, 1 << 31, (1 << 48) - 1, 1 << 48)
 NUMBERS = (*NUMBERS, (1 << 48) + 1, (1 << 63) - 1, (1 << 64) - 1)

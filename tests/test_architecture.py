@@ -25,57 +25,44 @@ PACKAGE = ROOT / "torch_ecrec"
 # folder, a user's code.
 RANKS = {
     "errors": 0,
-    "lifetime": 0,
-    "config": 1,
-    "allocator": 1,
-    "kernels": 1,
-    "optimizer_steps": 1,
-    "records": 1,
-    "shared": 1,
-    "values": 1,
+    "runtime": 1,
     "codec": 2,
-    "layout": 2,
-    "storage": 2,
-    "pooling": 2,
-    "transport": 2,
-    "pieces": 3,
-    "recovery": 3,
-    "route": 3,
-    "wellformed": 3,
-    "server": 4,
-    "client": 4,
-    "coordinator": 4,
-    "dense": 4,
-    "member": 4,
-    "supervisor": 4,
-    "router": 5,
-    "launch": 6,
-    "nn": 7,
-    "testing": 7,
-    "__init__": 8,
-    "demo": 9,
-    "bench": 10,
-    "rehearsal": 10,
-    "examples": 10,
-    "__main__": 11,
+    "observe": 2,
+    "records": 3,
+    "layout": 3,
+    "spec": 4,
+    "protocol": 5,
+    "transport": 6,
+    "server": 7,
+    "client": 7,
+    "coordinator": 7,
+    "processes": 8,
+    "nn": 9,
+    "testing": 10,
+    "__init__": 10,
+    "demo": 11,
+    "rehearsal": 12,
+    "bench": 12,
+    "examples": 12,
+    "__main__": 13,
 }
 
 # Only this module reads the environment.
-ENVIRONMENT_READER = "config"
+ENVIRONMENT_READER = "torch_ecrec.spec.settings"
 # These start processes: they may hand the environment on, changed or not, without looking into it.
-ENVIRONMENT_PASSERS = {"supervisor", "testing", "demo", "bench", "rehearsal"}
+ENVIRONMENT_PASSERS = {"processes", "testing", "demo", "bench", "rehearsal"}
 # Modules with a reason to do more, each with that reason: module -> kinds of access allowed ("read", "copy", "write").
 ENVIRONMENT_EXCEPTIONS: dict[str, set[str]] = {}
 
 RPC_SEAM = "torch_ecrec.transport.rpc"
 
 PURE = {
-    "torch_ecrec.layout",
-    "torch_ecrec.pieces",
-    "torch_ecrec.recovery",
-    "torch_ecrec.server.step",
-    "torch_ecrec.transport.wire",
-    "torch_ecrec.wellformed",
+    "torch_ecrec.layout.stripes",
+    "torch_ecrec.protocol.pieces",
+    "torch_ecrec.layout.repair",
+    "torch_ecrec.protocol.step_rule",
+    "torch_ecrec.protocol.wire",
+    "torch_ecrec.protocol.wellformed",
 }
 IMPURE = ("asyncio", "concurrent", "multiprocessing", "socket", "subprocess", "threading", "time", "torch.distributed")
 
@@ -299,7 +286,7 @@ def test_the_tables_name_what_exists() -> None:
 def test_server_client_and_coordinator_are_strangers() -> None:
     """Their equal rank is what keeps them apart; this fails if someone 'repairs' the table."""
     assert RANKS["server"] == RANKS["client"] == RANKS["coordinator"]
-    assert RANKS["codec"] == RANKS["layout"] == RANKS["storage"] == RANKS["transport"]
+    assert RANKS["records"] == RANKS["layout"]
 
 
 @each_module
@@ -332,7 +319,7 @@ def test_only_the_seam_knows_rpc(name: str) -> None:
 @each_module
 def test_only_config_reads_the_environment(name: str) -> None:
     unit = unit_of(name)
-    if unit == ENVIRONMENT_READER:
+    if name == ENVIRONMENT_READER:
         return
     allowed = {"copy", "write"} if unit in ENVIRONMENT_PASSERS else set()
     allowed |= ENVIRONMENT_EXCEPTIONS.get(name, set())
@@ -371,8 +358,8 @@ def test_no_vague_name(name: str) -> None:
         ("torch_ecrec.server.slot", "from torch_ecrec import DistributedModelParallel"),
         ("torch_ecrec.client", "def f():\n    from torch_ecrec.coordinator import decide"),
         ("torch_ecrec.codec.field", "if TYPE_CHECKING:\n    from torch_ecrec.layout import Layout"),
-        ("torch_ecrec.layout", "import importlib\nimportlib.import_module('torch_ecrec.storage.shard')"),
-        ("torch_ecrec.launch", "def f():\n    import torch_ecrec.nn.parallel as p"),
+        ("torch_ecrec.layout.stripes", "import importlib\nimportlib.import_module('torch_ecrec.records.shard')"),
+        ("torch_ecrec.processes.launch", "def f():\n    import torch_ecrec.nn.parallel as p"),
         ("torch_ecrec.errors", "import torch_ecrec\nf = torch_ecrec.DistributedModelParallel"),
         ("torch_ecrec.errors", "import torch_ecrec as t\ngetattr(t, 'nn')"),
     ],
@@ -382,7 +369,7 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
 
 
 def test_a_right_import_is_not() -> None:
-    source = "import numpy, torch\nfrom torch_ecrec.server.step import StepRule\nfrom torch_ecrec import layout, errors"
+    source = "import numpy, torch\nfrom torch_ecrec.protocol.step_rule import StepRule\nfrom torch_ecrec import layout, errors"
     assert rank_errors("torch_ecrec.server.slot", ast.parse(source)) == []
     source = "import torch_ecrec\nx = torch_ecrec.__version__\nfrom torch_ecrec import __version__"
     assert rank_errors("torch_ecrec.errors", ast.parse(source)) == []

@@ -33,11 +33,11 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from torch_ecrec.dense import Header, own_of
 from torch_ecrec.errors import NonFiniteGradient
+from torch_ecrec.nn.dense import Header, own_of
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.trainer_state import unwrapped
-from torch_ecrec.values import decode, encode
+from torch_ecrec.nn.values import decode, encode
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

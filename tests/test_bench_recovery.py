@@ -16,8 +16,8 @@ from conftest import MARK, leftover, wait_for_none
 
 from torch_ecrec.bench import recovery, recovery_worker, workload
 from torch_ecrec.bench.recovery import FIGURES, RECORD_BYTES, TABLES, Case, Steps, Stopped, Watch
-from torch_ecrec.config import CodeSpec
 from torch_ecrec.demo.report import Kill
+from torch_ecrec.spec.job import CodeSpec
 
 END_LIMIT_S = 300.0
 

@@ -14,8 +14,8 @@ import pytest
 
 from torch_ecrec.bench import scaling, train
 from torch_ecrec.bench.scaling import FULL, QUICK, SWEEPS, Point
-from torch_ecrec.config import CodeSpec
-from torch_ecrec.layout import Layout
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.spec.job import CodeSpec
 
 
 def parse(*words: str) -> argparse.Namespace:

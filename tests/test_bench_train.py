@@ -12,7 +12,8 @@ import torch
 from conftest import MARK, leftover, wait_for_none
 
 from torch_ecrec.bench import train
-from torch_ecrec.config import CodeSpec, Settings
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import Settings
 
 END_LIMIT_S = 300.0
 SYSTEMS = ("torchrec", "none", "k2r1")

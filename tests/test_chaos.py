@@ -15,12 +15,13 @@ import pytest
 from conftest import is_stopped, wait_until
 
 from torch_ecrec.__main__ import main, parser
-from torch_ecrec.config import CHAOS_EVENTS, CodeSpec
 from torch_ecrec.demo import chaos, run
 from torch_ecrec.demo.chaos import ChaosRun
 from torch_ecrec.demo.plot import draw_chaos, spread_bursts
 from torch_ecrec.demo.run import Terminal
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import CHAOS_EVENTS
 
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
 

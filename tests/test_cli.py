@@ -24,11 +24,11 @@ from cluster_child import job
 from conftest import MARK, ROOT, leftover, wait_for_none, wait_until
 
 import torch_ecrec
-from torch_ecrec import launch
 from torch_ecrec.__main__ import main
-from torch_ecrec.config import Settings
 from torch_ecrec.demo import criteo, run
 from torch_ecrec.errors import ClusterUnavailable, JoinRefused
+from torch_ecrec.processes import launch
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import ControlClient, request
 
 LIMIT_S = 300.0  # for a start: only a hang reaches it

@@ -9,13 +9,14 @@ import pytest
 import torch
 from conftest import wait_until
 
-from torch_ecrec.client import Client, Session
-from torch_ecrec.config import CodeSpec, JobSpec, Settings
+from torch_ecrec.client.client import Client, Session
 from torch_ecrec.errors import ClusterUnavailable, TrainersLost
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.wire import Malformed, Ok, Placement, Refused, SlotPlace, Unknown
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import Cluster, Scenario, check_parity, small_tables
-from torch_ecrec.transport import wire
 from torch_ecrec.transport.node import RETRY_S, Node
-from torch_ecrec.transport.wire import Malformed, Ok, Placement, Refused, SlotPlace, Unknown
 
 
 class FakePort:

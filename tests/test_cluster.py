@@ -26,9 +26,10 @@ from cluster_child import Orders
 from conftest import ROOT
 
 import torch_ecrec
-from torch_ecrec.config import TRANSPORTS, CodeSpec
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.supervisor import Supervisor
+from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import TRANSPORTS
 from torch_ecrec.transport.control import ControlClient
 
 LIMIT_S = 300.0  # for anything that is waited for: only a hang reaches it

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import torch_ecrec
-from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec, TableSpec
-from torch_ecrec.coordinator import FENCED, FORMING_LIMIT_S, REGATHER_S, Coordinator
-from torch_ecrec.transport import messages
-from torch_ecrec.transport.messages import BadMessage, Join, Rejoin
-from torch_ecrec.transport.wire import Placement
+from torch_ecrec.coordinator.coordinator import FENCED, FORMING_LIMIT_S, REGATHER_S, Coordinator
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import BadMessage, Join, Rejoin
+from torch_ecrec.protocol.wire import Placement
+from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 
 TABLES = (TableSpec("a", 30, 4, -1.0, 1.0), TableSpec("b", 20, 8, -1.0, 1.0, OptimizerSpec("adagrad")))
 

@@ -20,11 +20,11 @@ import pytest
 from conftest import MARK, ROOT, leftover, wait_for_none
 
 from torch_ecrec.__main__ import main, parser
-from torch_ecrec.config import CodeSpec
 from torch_ecrec.demo import criteo, report, run
 from torch_ecrec.demo.plot import draw, spread, throughput
 from torch_ecrec.demo.report import Record, format_kill, format_status, format_summary
 from torch_ecrec.demo.run import KillSpec, Run, Terminal, assemble, differences, parse_kills
+from torch_ecrec.spec.job import CodeSpec
 
 RUN_LIMIT_S = 800.0  # only a hang reaches it, and the next
 END_LIMIT_S = 300.0

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from torch_ecrec import dense, values
-from torch_ecrec.dense import DenseSnapshot, Header, load_, own_of, unpack
+from torch_ecrec.nn import dense, values
+from torch_ecrec.nn.dense import DenseSnapshot, Header, load_, own_of, unpack
 
 Piece = tuple[Tensor, list[int]]
 

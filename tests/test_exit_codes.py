@@ -9,7 +9,7 @@ from conftest import ROOT
 SCRIPT = """
 import threading
 from torch_ecrec.errors import DataLoss, TrainersLost
-from torch_ecrec.launch import _exit_with_reason
+from torch_ecrec.processes.launch import _exit_with_reason
 reasons = _exit_with_reason()
 {script}
 """

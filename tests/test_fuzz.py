@@ -30,19 +30,20 @@ import torch.distributed as dist
 from conftest import wait_until
 from junk import mutated, read, same
 
-from torch_ecrec import shared
-from torch_ecrec.client import Client, Session
-from torch_ecrec.config import CodeSpec, JobSpec, Settings
+from torch_ecrec.client.client import Client, Session
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.encoding import encode
+from torch_ecrec.protocol.wire import Placement, Refused, SlotPlace
+from torch_ecrec.runtime import shared
 from torch_ecrec.server.service import Host
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import Cluster, Scenario, simulate, small_tables
 from torch_ecrec.testing.simulation import Run
-from torch_ecrec.transport import wire
 from torch_ecrec.transport.door import HELLO
-from torch_ecrec.transport.encoding import encode
 from torch_ecrec.transport.frames import HEADER, MAGIC, Frame, FrameReader
 from torch_ecrec.transport.sockets import NO_NAME, SocketTransport
 from torch_ecrec.transport.timers import Timers
-from torch_ecrec.transport.wire import Placement, Refused, SlotPlace
 
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
 EVERY_DAY, AT_LENGTH = 1000, 10_000  # messages to each port

@@ -14,7 +14,7 @@ import test_cluster
 from conftest import ROOT, is_stopped, wait_until
 from test_cluster import STEPS, Cluster, Status, check, cluster
 
-from torch_ecrec.config import CodeSpec
+from torch_ecrec.spec.job import CodeSpec
 
 undisturbed = test_cluster.undisturbed
 LEASE_S = 3.0

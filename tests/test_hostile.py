@@ -23,13 +23,14 @@ import pytest
 from conftest import wait_until
 
 import torch_ecrec
-from torch_ecrec.config import CodeSpec, JobSpec, Settings, TableSpec
+from torch_ecrec.coordinator.router import Router
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
-from torch_ecrec.member import Member
-from torch_ecrec.router import Router
-from torch_ecrec.transport import messages
+from torch_ecrec.processes.member import Member
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import BadMessage
+from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import ControlClient, ControlServer, encode_line, request
-from torch_ecrec.transport.messages import BadMessage
 from torch_ecrec.transport.node import Node
 
 SEED = 71

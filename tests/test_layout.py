@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_ecrec.layout import Layout
+from torch_ecrec.layout.stripes import Layout
 
 SHAPES = [(slots, k, r) for slots in range(1, 10) for k in range(1, slots + 1) for r in range(slots - k + 1)]
 

@@ -18,8 +18,8 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from torch_ecrec import shared
-from torch_ecrec.shared import Pool
+from torch_ecrec.runtime import shared
+from torch_ecrec.runtime.shared import Pool
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Places
 
 GRAIN = shared._GRAIN

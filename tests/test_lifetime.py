@@ -17,9 +17,9 @@ import pytest
 from conftest import ROOT, is_stopped, wait_until
 from test_cluster import ENVIRONMENT
 
-from torch_ecrec.config import CodeSpec
 from torch_ecrec.errors import ClusterError, TrainersLost
-from torch_ecrec.supervisor import Supervisor
+from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.spec.job import CodeSpec
 
 LIMIT_S = 300.0  # for anything that is waited for: only a hang reaches it
 STEPS = 3

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from torch_ecrec.config import CodeSpec, TableSpec
+from torch_ecrec.spec.job import CodeSpec, TableSpec
 from torch_ecrec.testing import Cluster, Run, Scenario
 from torch_ecrec.testing.membership import Connection, Process
 

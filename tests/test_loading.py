@@ -18,12 +18,13 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torch_ecrec import client as client_module
-from torch_ecrec.config import CodeSpec, JobSpec
+from torch_ecrec.client import client as client_module
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import table_specs
+from torch_ecrec.protocol import step_rule
 from torch_ecrec.server import slot as slot_module
-from torch_ecrec.server import snapshots, step
+from torch_ecrec.server import snapshots
+from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.testing import Cluster, Fault, Scenario, simulate
 from torch_ecrec.testing.simulation import LOADS, Load, check_parity
 from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, LOSSES
@@ -356,9 +357,11 @@ def not_waited_for(patch):
 
 def no_word_for_all(patch):
     """A load speaks for trainer 0 only: logs grow until the others begin."""
-    on_complete = step.StepRule.on_complete
+    on_complete = step_rule.StepRule.on_complete
     patch.setattr(
-        step.StepRule, "on_complete", lambda self, trainer, at: on_complete(self, trainer, at) if trainer == 0 else None
+        step_rule.StepRule,
+        "on_complete",
+        lambda self, trainer, at: on_complete(self, trainer, at) if trainer == 0 else None,
     )
 
 

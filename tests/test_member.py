@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from torch_ecrec.config import CodeSpec, Settings
 from torch_ecrec.errors import ClusterUnavailable, DataLoss, JoinRefused
-from torch_ecrec.member import Member
+from torch_ecrec.processes.member import Member
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import Connection, ControlServer
 from torch_ecrec.transport.node import Node
 

@@ -22,8 +22,8 @@ from cluster_child import Orders
 from test_cluster import ENVIRONMENT, LEASE_S, LIMIT_S, STEPS, Child, Cluster
 
 import torch_ecrec
-from torch_ecrec.config import CodeSpec
-from torch_ecrec.launch import Supervisor
+from torch_ecrec.processes.launch import Supervisor
+from torch_ecrec.spec.job import CodeSpec
 
 undisturbed = test_cluster.undisturbed
 RESETS = (10, 20, 30)  # steps

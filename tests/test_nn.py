@@ -38,11 +38,11 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec
-from torch_ecrec.dense import load_, unpack
 from torch_ecrec.errors import NonFiniteGradient
+from torch_ecrec.nn.dense import load_, unpack
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import job_names, optimizer_spec, table_specs
+from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec
 
 pytestmark = pytest.mark.usefixtures("process_group")
 warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -609,7 +609,7 @@ def run_example(trainer: int, folder: str) -> None:
         sessions.append(FakeSession(job, trainer))
         return sessions[-1]
 
-    sys.modules["torch_ecrec.launch"] = types.SimpleNamespace(connect=connect)
+    sys.modules["torch_ecrec.processes.launch"] = types.SimpleNamespace(connect=connect)
     reports = {}
     leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     enter, dist.init_process_group = dist.init_process_group, lambda backend: None

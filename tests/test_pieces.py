@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from torch_ecrec import pieces
-from torch_ecrec.pieces import Gathering, Key, Part, cut
-from torch_ecrec.transport.wire import Snapshots
+from torch_ecrec.protocol import pieces
+from torch_ecrec.protocol.pieces import Gathering, Key, Part, cut
+from torch_ecrec.protocol.wire import Snapshots
 
 
 def part(rng: random.Random, size: int, step: int) -> Part:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_ecrec import pooling
+from torch_ecrec.client import pooling
 
 
 def plain(weights_UD, inverse_N, lengths_FB, per_id_N, mean_F):

@@ -20,7 +20,7 @@ from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.loop import PIPELINES, Judge
 from torch_ecrec.nn.random_states import Generators, moved, random_states
 from torch_ecrec.nn.reader import Reader, has_indices, kind_of
-from torch_ecrec.values import decode, encode
+from torch_ecrec.nn.values import decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 PASS = 4

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from torch_ecrec.config import CodeSpec
-from torch_ecrec.launch import Supervisor
+from torch_ecrec.processes.launch import Supervisor
+from torch_ecrec.spec.job import CodeSpec
 
 CHILD = Path(__file__).with_name("loop_child.py")
 LIMIT_S = 240.0

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from torch_ecrec.layout import Layout
-from torch_ecrec.recovery import plan_repair, portions, rows_lost, unrecoverable_bases, version_vector
+from torch_ecrec.layout.repair import plan_repair, portions, rows_lost, unrecoverable_bases, version_vector
+from torch_ecrec.layout.stripes import Layout
 
 LAYOUT = Layout(5, 3, 2, 200)
 

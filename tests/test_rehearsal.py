@@ -16,7 +16,8 @@ from loops import batch as batch_of
 
 from torch_ecrec import records
 from torch_ecrec.__main__ import main, parser
-from torch_ecrec.records import Begun, Ended, Held, Kept, Record, Resumed, Tail, Trained, Writer, held_at, hold_at
+from torch_ecrec.observe.trace import Ended, Held, Kept, Record, Resumed, Tail, Trained, Writer, hold_at
+from torch_ecrec.records import Begun, held_at
 from torch_ecrec.rehearsal import run
 from torch_ecrec.rehearsal.compare import (
     CAUSES,

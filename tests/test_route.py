@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_ecrec.layout import Layout
-from torch_ecrec.route import arrange, route
+from torch_ecrec.layout.routing import arrange, route
+from torch_ecrec.layout.stripes import Layout
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,7 +61,7 @@ def test_both_ways_to_sort_agree(code, rows, monkeypatch):
     layout = Layout(*code, rows)
     some = torch.from_numpy(np.random.default_rng(0).integers(0, rows, 5000))
     by_digits, inverse = arrange(layout, some)
-    monkeypatch.setattr("torch_ecrec.route._WORD_BITS", 0)  # too few for key and index together
+    monkeypatch.setattr("torch_ecrec.layout.routing._WORD_BITS", 0)  # too few for key and index together
     compared, same = arrange(layout, some)
     assert torch.equal(by_digits.rows, compared.rows) and torch.equal(inverse, same)
     assert by_digits.starts == compared.starts and all(map(torch.equal, by_digits.positions, compared.positions))

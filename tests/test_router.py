@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import torch_ecrec
-from torch_ecrec.config import CodeSpec, JobSpec, TableSpec
-from torch_ecrec.coordinator import REGATHER_S
-from torch_ecrec.router import PROBE_AGAIN_S, Router
+from torch_ecrec.coordinator.coordinator import REGATHER_S
+from torch_ecrec.coordinator.router import PROBE_AGAIN_S, Router
+from torch_ecrec.protocol.messages import Address
+from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
-from torch_ecrec.transport.messages import Address
 
 CODE = CodeSpec(3, 2, 1)
 JOB = JobSpec((TableSpec("a", 30, 4, -1.0, 1.0),), CODE, 2)

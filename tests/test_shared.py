@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from torch_ecrec import shared
-from torch_ecrec.shared import Mapping, Pool, Segment
+from torch_ecrec.runtime import shared
+from torch_ecrec.runtime.shared import Mapping, Pool, Segment
 
 SIZE = 100_000
 

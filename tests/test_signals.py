@@ -20,10 +20,10 @@ from conftest import wait_for_none, wait_until
 from test_cli import LIMIT_S, SMALL, Command, command, status_of
 from test_member import WELCOME, Coordinator
 
-from torch_ecrec import launch
-from torch_ecrec.config import Settings
 from torch_ecrec.errors import Fenced
-from torch_ecrec.lifetime import end_at_once
+from torch_ecrec.processes import launch
+from torch_ecrec.runtime.lifetime import end_at_once
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import Connection
 
 END_S = 300.0  # for everything: only a hang reaches it

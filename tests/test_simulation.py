@@ -17,14 +17,14 @@ from collections import Counter
 import pytest
 import torch
 
-from torch_ecrec import client as client_module
-from torch_ecrec import pieces, recovery
-from torch_ecrec.config import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.server import protection, rebuild, service, slot, snapshots, step
-from torch_ecrec.storage import Shard, optim
+from torch_ecrec.client import client as client_module
+from torch_ecrec.layout import repair
+from torch_ecrec.protocol import pieces, step_rule, wire
+from torch_ecrec.records.shard import Shard
+from torch_ecrec.server import protection, rebuild, service, slot, snapshots
+from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 from torch_ecrec.storage.pages import HUGE_PAGE_BYTES, LEAST_BYTES
 from torch_ecrec.testing import Cluster, Fault, Run, Scenario, simulate
-from torch_ecrec.transport import wire
 from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, FAULTS, LOSSES, Line
 from torch_ecrec.transport.node import Node
 
@@ -544,11 +544,11 @@ def no_undo(patch):
 
 
 def early_ack(patch):
-    patch.setattr(step.StepRule, "settled", property(lambda self: self.applied))
+    patch.setattr(step_rule.StepRule, "settled", property(lambda self: self.applied))
 
 
 def no_fence(patch):
-    patch.setattr(step.StepRule, "is_current", lambda self, index, incarnation: True)
+    patch.setattr(step_rule.StepRule, "is_current", lambda self, index, incarnation: True)
 
 
 class Newest(dict):
@@ -556,7 +556,7 @@ class Newest(dict):
 
 
 def newest(patch, parity: bool):
-    version_vector, on_fetch = recovery.version_vector, protection.Protection.on_fetch
+    version_vector, on_fetch = repair.version_vector, protection.Protection.on_fetch
 
     def vector(plan, folded_by):
         steps = version_vector(plan, folded_by)
@@ -599,7 +599,7 @@ def stale_confirmation(patch):
         return node_ask(self, index, make, done)
 
     node_ask = Node.ask
-    patch.setattr(step.StepRule, "on_confirmed", on_confirmed)
+    patch.setattr(step_rule.StepRule, "on_confirmed", on_confirmed)
     patch.setattr(protection.FoldStream, "stop", stop)
     patch.setattr(Node, "ask", ask)
 
@@ -626,7 +626,7 @@ def fold_twice(patch):
     def fold(self, request, reply):
         rule = self.slot.rule
         verdict = rule.judge_fold(request.source, request.source_incarnation, request.step)
-        if verdict is step.FoldVerdict.DUPLICATE:
+        if verdict is step_rule.FoldVerdict.DUPLICATE:
             self._fold_in(request.source, [p.numpy() for p in request.positions], [d.numpy() for d in request.deltas])
         on_fold(self, request, reply)
 
@@ -635,23 +635,23 @@ def fold_twice(patch):
 
 def fold_unordered(patch):
     """A fold that comes before its turn is folded at once, and the one it overtook is taken for a duplicate."""
-    judge = step.StepRule.judge_fold
+    judge = step_rule.StepRule.judge_fold
 
     def eager(self, source, incarnation, at):
         verdict = judge(self, source, incarnation, at)
-        if verdict is step.FoldVerdict.EARLY:
+        if verdict is step_rule.FoldVerdict.EARLY:
             self.folded[source] = at - 1
-            return step.FoldVerdict.NEXT
+            return step_rule.FoldVerdict.NEXT
         return verdict
 
-    patch.setattr(step.StepRule, "judge_fold", eager)
+    patch.setattr(step_rule.StepRule, "judge_fold", eager)
     patch.setattr(protection.DeltaLog, "append", lambda self, at, positions, deltas: None)
 
 
 def merge_as_they_come(patch):
     def merge(self, got):
         return [
-            optim.merge([(push.positions[s].numpy(), wire.as_array(push.gradients[s])) for push in got.values()])
+            merge.merge([(push.positions[s].numpy(), as_array(push.gradients[s])) for push in got.values()])
             for s in range(len(self.shards))
         ]
 
@@ -664,11 +664,11 @@ def no_window(patch):
 
 def forget_everything(patch):
     """The log ends at what is applied: nobody can be shown, or take back, an earlier step."""
-    patch.setattr(step.StepRule, "may_forget", lambda self: self.applied)
+    patch.setattr(step_rule.StepRule, "may_forget", lambda self: self.applied)
 
 
 def forget_nothing(patch):
-    patch.setattr(step.StepRule, "may_forget", lambda self: 0)
+    patch.setattr(step_rule.StepRule, "may_forget", lambda self: 0)
 
 
 def cut_again(patch):
@@ -693,7 +693,7 @@ def not_caught_up_counts(patch):
 
 def rebuilt_too_early(patch):
     """A new holder calls itself rebuilt before it has caught up."""
-    patch.setattr(step.StepRule, "is_caught_up", lambda self, source: True)
+    patch.setattr(step_rule.StepRule, "is_caught_up", lambda self, source: True)
 
 
 def acknowledged_again(patch):
@@ -702,7 +702,7 @@ def acknowledged_again(patch):
     def is_acknowledged(self, at):
         return getattr(self, "cut", 0) < at <= self.acknowledged
 
-    patch.setattr(step.StepRule, "is_acknowledged", is_acknowledged)
+    patch.setattr(step_rule.StepRule, "is_acknowledged", is_acknowledged)
     become_ready = slot.Slot.become_ready
 
     def ready(self, cut, floor, log):
@@ -768,7 +768,7 @@ def not_made_durable(patch):
 
 def short_log(patch):
     """The log reaches back to what is settled, although the trainers may have to start before that."""
-    patch.setattr(step.StepRule, "may_forget", lambda self: self.settled)
+    patch.setattr(step_rule.StepRule, "may_forget", lambda self: self.settled)
 
 
 def start_at_settled(patch):

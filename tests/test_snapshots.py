@@ -15,10 +15,10 @@ import torch.distributed as dist
 from conftest import wait_until
 from torch import nn
 
-from torch_ecrec import pieces, shared
-from torch_ecrec.dense import DenseSnapshot, load_
+from torch_ecrec.nn.dense import DenseSnapshot, load_
+from torch_ecrec.protocol import pieces, wire
+from torch_ecrec.runtime import shared
 from torch_ecrec.server.snapshots import SnapshotStore
-from torch_ecrec.transport import wire
 from torch_ecrec.transport.sockets import SocketTransport
 
 WAIT_S = 300.0  # for anything at all: only a hang reaches it

@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, wait_until
 
-from torch_ecrec import shared
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.transport import door, encoding, frames, generations, sockets, wire
+from torch_ecrec.protocol import encoding, wire
+from torch_ecrec.runtime import shared
+from torch_ecrec.transport import door, frames, generations, sockets
 from torch_ecrec.transport.door import HELLO, STRANGERS_MOST
 from torch_ecrec.transport.frames import BUFFER_BYTES, BUFFERS_MOST, DTYPES, HEADER, MAGIC, Frame, FrameReader
 from torch_ecrec.transport.lending import FILES_MOST, Lending

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ecrec.server.step import FoldVerdict, StepRule, choose_cut
+from torch_ecrec.protocol.step_rule import FoldVerdict, StepRule, choose_cut
 
 
 def rule(**overrides: object) -> StepRule:

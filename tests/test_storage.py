@@ -12,9 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_ecrec import storage
-from torch_ecrec.layout import Layout
-from torch_ecrec.storage import DeltaLog, Shard, initialise_, merge, optim, pages
+from torch_ecrec import records
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.records import merge, pages
+from torch_ecrec.records.delta_log import DeltaLog
+from torch_ecrec.records.initial import initialise_
+from torch_ecrec.records.merge import merge
+from torch_ecrec.records.shard import Shard
 from torch_ecrec.storage.pages import HUGE_PAGE_BYTES, Memory
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad")
@@ -39,7 +43,7 @@ def make_gradients(count, dim, seed=1):
 def update_(kind, records, positions, gradients, lr, eps, out=None):
     """Positions in any order, and one trainer."""
     index = np.arange(len(positions))[None, :]
-    return optim.update_(kind, records, optim.Merged(positions, [gradients], index), lr, eps, out)
+    return merge.update_(kind, records, merge.Merged(positions, [gradients], index), lr, eps, out)
 
 
 def as_bytes(array):
@@ -629,9 +633,9 @@ def test_the_log_refuses_what_does_not_fit():
 
 
 def test_warm_leaves_nothing_to_compile():
-    from torch_ecrec.storage import delta_log, optim, shard
+    from torch_ecrec.records import delta_log, merge, shard
 
-    storage.warm()
+    records.warm()
     modules = (shard, optim, delta_log)
     kernels = [f for m in modules for f in vars(m).values() if hasattr(f, "signatures") and f.__module__ == m.__name__]
     before = [len(kernel.signatures) for kernel in kernels]
@@ -643,7 +647,7 @@ def test_warm_leaves_nothing_to_compile():
         part = (np.arange(4), make_gradients(4, 8))
         merged = merge([part, part, part])
         positions = merged.positions
-        delta = optim.update_(kind, store.records, merged, 0.1, 1e-8)
+        delta = merge.update_(kind, store.records, merged, 0.1, 1e-8)
         store.scatter_(positions, store.gather(positions))
         store.gather_weights(positions)
         log = DeltaLog(1)

@@ -13,10 +13,10 @@ import pytest
 from conftest import wait_until
 from test_cli import command
 
-from torch_ecrec import supervisor as under_test
-from torch_ecrec.config import CodeSpec
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
-from torch_ecrec.supervisor import Supervisor
+from torch_ecrec.processes import supervisor as under_test
+from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.spec.job import CodeSpec
 
 LIMIT_S = 300.0  # only a hang reaches it
 CODE = CodeSpec(3, 2, 1)

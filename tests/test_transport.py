@@ -30,9 +30,9 @@ from transport_child import (
     sample,
 )
 
-from torch_ecrec.member import TRANSPORTS
-from torch_ecrec.transport import wire
-from torch_ecrec.transport.encoding import ANSWERS, REQUESTS, decode, encode
+from torch_ecrec.processes.member import TRANSPORTS
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.encoding import ANSWERS, REQUESTS, decode, encode
 from torch_ecrec.transport.rpc import _compact
 
 REPO = Path(__file__).resolve().parent.parent

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from torch_ecrec.client import Client
-from torch_ecrec.config import CodeSpec, Settings
+from torch_ecrec.client.client import Client
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.encoding import ANSWERS, REQUESTS, decode
+from torch_ecrec.protocol.wire import Ok, Placement, Refused, SlotPlace, Unknown
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import Cluster, Scenario
-from torch_ecrec.transport import wire
-from torch_ecrec.transport.encoding import ANSWERS, REQUESTS, decode
 from torch_ecrec.transport.node import Node
-from torch_ecrec.transport.wire import Ok, Placement, Refused, SlotPlace, Unknown
 
 SLOT, SOURCE = 1, 0
 

@@ -29,11 +29,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_ecrec import shared
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.member import TRANSPORTS
-from torch_ecrec.transport import wire
-from torch_ecrec.transport.encoding import ANSWERS, REQUESTS
+from torch_ecrec.processes.member import TRANSPORTS
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.encoding import ANSWERS, REQUESTS
+from torch_ecrec.runtime import shared
+from torch_ecrec.runtime.tensors import as_array
 
 WAIT_S = 240.0  # less than the test waits for an answer
 PROMPT, LATE, NEVER, RAISES, BAD_ANSWER, TWICE, CLOSES = range(100, 107)
@@ -80,7 +81,7 @@ def _tensor(wanted: wire.TensorOf, seed: int) -> torch.Tensor:
 def same(a: Any, b: Any) -> bool:
     """Equal in type, and bit for bit where there are tensors."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        bits = [wire.as_array(tensor.detach()).tobytes() for tensor in (a, b)]
+        bits = [as_array(tensor.detach()).tobytes() for tensor in (a, b)]
         return a.dtype == b.dtype and a.shape == b.shape and bits[0] == bits[1]
     if type(a) is not type(b):
         return False

@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch_ecrec
-from torch_ecrec.config import CHAOS_EVENTS, OPTIMIZERS, PROTECTIONS, WITHOUT_SPARE, CodeSpec, Settings, require_int
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.lifetime import INTERRUPTED, end_at_once, end_with_parent, on_signals
+from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
+from torch_ecrec.runtime.checks import require_int
+from torch_ecrec.runtime.lifetime import INTERRUPTED, end_at_once, end_with_parent, on_signals
+from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
+from torch_ecrec.spec.settings import CHAOS_EVENTS, WITHOUT_SPARE, Settings
 
 BENCHMARKS = {
     "train": "throughput beside plain TorchRec, by shape and code",
@@ -195,8 +198,8 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
 
 
 def run_up(arguments: argparse.Namespace) -> int:
-    from torch_ecrec.launch import warm
-    from torch_ecrec.supervisor import Supervisor, prepare_logs
+    from torch_ecrec.processes.launch import warm
+    from torch_ecrec.processes.supervisor import Supervisor, prepare_logs
 
     told: list[int] = []  # to end: the signals
 
@@ -232,7 +235,7 @@ def run_up(arguments: argparse.Namespace) -> int:
 
 def run_status(arguments: argparse.Namespace) -> int:
     from torch_ecrec.demo.report import format_status
-    from torch_ecrec.member import parse_address
+    from torch_ecrec.processes.member import parse_address
     from torch_ecrec.transport.control import request
 
     settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))
@@ -262,7 +265,7 @@ def run(arguments: argparse.Namespace) -> int:
         return int(_module_of(arguments.bench).run(arguments))
     if getattr(arguments, "end_with_parent", False):
         end_with_parent()
-    from torch_ecrec import launch
+    from torch_ecrec.processes import launch
 
     if arguments.command == "warm":
         launch.warm()

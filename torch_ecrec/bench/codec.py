@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 
 from torch_ecrec.bench import record
 from torch_ecrec.codec import LinearCode
-from torch_ecrec.config import require, require_int
-from torch_ecrec.kernels import prefetch_row
-from torch_ecrec.storage.shard import scatter
+from torch_ecrec.records.shard import scatter
+from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.kernels import prefetch_row
 
 Bytes = NDArray[np.uint8]
 Call = Callable[[], object]

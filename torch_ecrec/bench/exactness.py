@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_ecrec.config import OPTIMIZERS
+from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 
 STEP_MS = 60  # random moments lie within so many milliseconds after a step's end
 CASE_LIMIT_S = 600

@@ -42,18 +42,20 @@ from typing import Any
 import numpy as np
 
 from torch_ecrec.bench import record as bench_record
-from torch_ecrec.config import CodeSpec, OptimizerSpec, require, require_int
 from torch_ecrec.demo.report import Kill, Record, since
 from torch_ecrec.demo.run import free_port
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.launch import warm
-from torch_ecrec.layout import Layout
-from torch_ecrec.supervisor import Supervisor
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.processes.launch import warm
+from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.records.optimizers import optimizer
+from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.control import ControlClient
 
 MB = 1e6
 TABLES, DIM = 26, 64
-RECORD_BYTES = 4 * (DIM + OptimizerSpec("rowwise_adagrad").state_floats(DIM))
+RECORD_BYTES = optimizer("rowwise_adagrad").schema(DIM).nbytes
 WARM_S = 3.0  # of training, not measured
 MOMENT_S = 1.0  # a kill comes at a random moment of so many seconds
 GRACE_S = 1.0  # after a spare is there again: every process has just formed a new RPC generation

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_ecrec.bench import codec, record
-from torch_ecrec.config import require
+from torch_ecrec.runtime.checks import require
 
 MADE_BY = "Made by `torch-ecrec bench report`; do not edit."
 BEGIN, END = "<!-- begin generated -->", "<!-- end generated -->"

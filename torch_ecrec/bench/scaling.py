@@ -45,9 +45,11 @@ import psutil
 from numpy.typing import NDArray
 
 from torch_ecrec.bench import record, train, workload
-from torch_ecrec.config import CodeSpec, OptimizerSpec, require, require_int
-from torch_ecrec.launch import warm
-from torch_ecrec.layout import Layout
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.processes.launch import warm
+from torch_ecrec.records.optimizers import optimizer
+from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.spec.job import CodeSpec
 
 TABLES = 26
 PROCESS_BYTES = 600 << 20  # of a server or trainer beside its records: Python, torch, what it keeps of freed memory
@@ -239,7 +241,7 @@ def messages(point: Point) -> int:
 def needed_bytes(point: Point) -> int:
     """Memory that a point takes, about: records and parities, the trainers' drawing of ids, and the processes."""
     rows = TABLES * point.rows
-    record_bytes = 4 * (point.dim + OptimizerSpec("rowwise_adagrad").state_floats(point.dim))
+    record_bytes = optimizer("rowwise_adagrad").schema(point.dim).nbytes
     records = rows * record_bytes * (1 + point.code.parities / point.k)
     drawing = point.trainers * 8 * (rows + 2 * point.rows)
     return int(records) + drawing + PROCESS_BYTES * (point.servers + point.trainers)

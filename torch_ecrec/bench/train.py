@@ -36,12 +36,14 @@ from typing import Any
 import psutil
 import torch
 
-from torch_ecrec import allocator
 from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.worker import Assignment
-from torch_ecrec.config import CodeSpec, Settings, require, require_int
 from torch_ecrec.demo.run import descendants, free_port
-from torch_ecrec.supervisor import Supervisor, await_end
+from torch_ecrec.processes.supervisor import Supervisor, await_end
+from torch_ecrec.runtime import allocator
+from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import Settings
 
 VARIANTS = {
     ":bf16": {"TORCH_ECREC_WIRE": "bfloat16"},

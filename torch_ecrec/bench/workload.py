@@ -31,8 +31,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torch_ecrec
-from torch_ecrec.config import require_int
 from torch_ecrec.demo import criteo
+from torch_ecrec.runtime.checks import require_int
 
 CPU = torch.device("cpu")
 INTEGERS = 13

@@ -30,7 +30,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from torch_ecrec.kernels import first_outside, prefetch_row
+from torch_ecrec.runtime.kernels import first_outside, prefetch_row
+
+FIELD_SIZE = 256  # elements of GF(2^8), so members of a stripe at most
 
 Bytes = NDArray[np.uint8]
 Rows = NDArray[np.int64]

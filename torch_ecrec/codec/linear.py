@@ -26,8 +26,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_ecrec.codec.field import PRODUCT, Bytes, Rows, combine, combine_rows_, fold_rows_
-from torch_ecrec.config import FIELD_SIZE, require, require_int
+from torch_ecrec.codec.field import FIELD_SIZE, PRODUCT, Bytes, Rows, combine, combine_rows_, fold_rows_
+from torch_ecrec.runtime.checks import require, require_int
 
 
 def _inverse_table() -> Bytes:

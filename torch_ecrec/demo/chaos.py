@@ -30,11 +30,13 @@ from typing import Any
 
 import psutil
 
-from torch_ecrec.config import CHAOS_EVENTS, CodeSpec, Settings, require
-from torch_ecrec.coordinator import REGATHER_S
+from torch_ecrec.coordinator.coordinator import REGATHER_S
 from torch_ecrec.demo import run as demo
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
-from torch_ecrec.launch import warm
+from torch_ecrec.processes.launch import warm
+from torch_ecrec.runtime.checks import require
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import CHAOS_EVENTS, Settings
 
 STOPS_S = (1.0, 5.0, 20.0)
 PAUSE_S = (0.3, 4.0)  # between two instants, at least and at most, once the cluster is whole

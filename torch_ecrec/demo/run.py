@@ -36,11 +36,12 @@ from pathlib import Path
 from typing import Any
 
 import torch_ecrec
-from torch_ecrec.config import CodeSpec, OptimizerSpec, require, require_int
 from torch_ecrec.demo import criteo, report
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss
-from torch_ecrec.launch import warm
-from torch_ecrec.supervisor import Supervisor
+from torch_ecrec.processes.launch import warm
+from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.spec.job import CodeSpec, OptimizerSpec
 from torch_ecrec.transport.control import ControlClient
 
 HEARTBEAT_S = 0.25  # of the processes of a run, for fresh figures

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torch_ecrec import optimizer_steps
-from torch_ecrec.dense import DenseSnapshot, dense_parameters, load_, own_of
+from torch_ecrec.nn import optimizer_steps
 from torch_ecrec.nn.checksum import checksum_of
+from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters, load_, own_of
 from torch_ecrec.nn.embedding import EmbeddingBackend
 from torch_ecrec.nn.gradients import WaitingGradients, put_back_
 from torch_ecrec.nn.loop import Judge
@@ -39,7 +39,7 @@ from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.nn.random_states import random_states, set_random_states
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.trainer_state import TrainerState
-from torch_ecrec.values import decode, encode
+from torch_ecrec.nn.values import decode, encode
 
 if TYPE_CHECKING:
     from torch_ecrec.nn.parallel import DistributedModelParallel

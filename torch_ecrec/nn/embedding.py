@@ -54,12 +54,14 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torch_ecrec import pooling, shared
-from torch_ecrec.config import JobSpec
+from torch_ecrec.client import pooling
 from torch_ecrec.errors import NonFiniteGradient
+from torch_ecrec.layout.routing import Parts
 from torch_ecrec.nn.staging import Crossing, HostIds, Staging
-from torch_ecrec.route import Parts
-from torch_ecrec.transport.wire import as_array
+from torch_ecrec.records.schema import Field, Schema
+from torch_ecrec.runtime import shared
+from torch_ecrec.runtime.tensors import as_array
+from torch_ecrec.spec.job import JobSpec
 
 NAN_GRADIENTS = ("raise", "pass")
 _CHUNK_BYTES = 4 << 20
@@ -341,7 +343,7 @@ class _Table:
     first_row: int
     rows: int
     dim: int
-    width: int
+    schema: Schema
     features: tuple[str, ...]
     pooling: PoolingType
     optimizer: str
@@ -490,7 +492,7 @@ class ErasureCodedEmbeddingBagCollection(
                 first_row=first_row,
                 rows=config.num_embeddings,
                 dim=config.embedding_dim,
-                width=job.slabs[slab].width,
+                schema=job.slabs[slab].schema,
                 features=tuple(config.feature_names),
                 pooling=config.pooling,
                 optimizer=job.slabs[slab].optimizer.kind,
@@ -636,7 +638,7 @@ class ErasureCodedEmbeddingBagCollection(
         """Trainer 0: gives a table its first weights (rows, D), with fresh optimizer state."""
         table, session = self._tables[name], self._step.session
         for begin, end in _chunks(table):
-            records = torch.zeros(end - begin, table.width)
+            records = torch.zeros(end - begin, table.schema.width)
             records[:, : table.dim] = weights[begin:end]
             session.load(table.slab, torch.arange(begin, end) + table.first_row, records)
 
@@ -690,7 +692,9 @@ class ServerOptimizer(FusedOptimizer):
         }
         keyed = list(zip(module.tables.values(), params.values(), strict=True))
         state = {
-            param: {f"{table.name}.momentum1": _TableState(module, table.name)} if table.width > table.dim else {}
+            param: {
+                f"{table.name}.{field.name}": _TableState(module, table.name, field) for field in table.schema.state
+            }
             for table, param in keyed
         }
         self.slabs = sorted({table.slab for table in module.tables.values()})
@@ -698,7 +702,7 @@ class ServerOptimizer(FusedOptimizer):
         for slab in self.slabs:
             spec = slabs[slab].optimizer
             mine = [param for table, param in keyed if table.slab == slab]
-            groups.append({"params": mine, "lr": spec.lr, "eps": spec.eps})
+            groups.append({"params": mine, "lr": spec.lr, **dict(spec.fixed)})
         super().__init__(params, state, groups)
 
     def step(self, closure: Any = None) -> None:
@@ -709,33 +713,33 @@ class ServerOptimizer(FusedOptimizer):
 
 
 class _TableState:
-    """Optimizer state of one table. `KeyedOptimizer` calls the two methods when it saves and loads."""
+    """A field of optimizer state of one table. `KeyedOptimizer` calls the two methods when it saves and loads."""
 
-    def __init__(self, module: ErasureCodedEmbeddingBagCollection, name: str) -> None:
-        self._module, self._name = weakref.ref(module), name
+    def __init__(self, module: ErasureCodedEmbeddingBagCollection, name: str, field: Field) -> None:
+        self._module, self._name, self._field = weakref.ref(module), name, field
 
-    def _columns(self) -> tuple[ErasureCodedEmbeddingBagCollection, _Table]:
+    def _columns(self) -> tuple[ErasureCodedEmbeddingBagCollection, int, int]:
         module = self._module()
         if module is None:
             raise RuntimeError(f"the module of table {self._name} is gone")
-        return module, module.tables[self._name]
+        return module, *module.tables[self._name].schema.columns(self._field.name)
 
     def state_dict(self) -> Tensor:
-        """(rows,) for row-wise Adagrad, (rows, D) for Adagrad."""
-        module, table = self._columns()
-        state = module.read_columns(self._name, table.dim, table.width)
-        return state.squeeze(1) if table.optimizer == "rowwise_adagrad" else state
+        """(rows,) if there is one value per row, else (rows, D)."""
+        module, first, last = self._columns()
+        state = module.read_columns(self._name, first, last)
+        return state.squeeze(1) if self._field.per_row else state
 
     def load_state_dict(self, state: Tensor) -> None:
-        module, table = self._columns()
+        module, first, last = self._columns()
         state = _whole(state, module._step.session.trainer)
         columns = state.unsqueeze(1) if state.dim() == 1 else state
-        module.load_columns(self._name, table.dim, table.width, columns)
+        module.load_columns(self._name, first, last, columns)
 
 
 def _chunks(table: _Table) -> Iterator[tuple[int, int]]:
     """Row ranges of a table, each of at most `_CHUNK_BYTES` of records."""
-    rows = max(1, _CHUNK_BYTES // (4 * table.width))
+    rows = max(1, _CHUNK_BYTES // table.schema.nbytes)
     for begin in range(0, table.rows, rows):
         yield begin, min(begin + rows, table.rows)
 

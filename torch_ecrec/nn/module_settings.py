@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from torch_ecrec.nn.random_states import GENERATORS, set_state_of, state_of
-from torch_ecrec.values import decode, encode
+from torch_ecrec.nn.values import decode, encode
 
 _PLAIN = frozenset({bool, int, float, str})
 _USUAL = frozenset({dict, OrderedDict, set, list, tuple, type(None)})  # what hooks and the like are in

@@ -34,14 +34,16 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from torch_ecrec.config import CodeSpec, JobSpec, Settings, require_int
-from torch_ecrec.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.attachment import Attachment
+from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.embedding import EmbeddingBackend, SparseStep
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.sharder import ErasureCodedSharder, job_names, table_specs
+from torch_ecrec.runtime.checks import require_int
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.settings import Settings
 
 DIGEST_CHUNK_ROWS = 65_536
 
@@ -334,7 +336,7 @@ def _connect(
     job: JobSpec, settings: Settings | None, code: CodeSpec | None, trainer: int, snapshot_every: int
 ) -> EmbeddingBackend:
     """Joins the cluster. Imported late: with a session given, nothing of the cluster is needed."""
-    from torch_ecrec import launch
+    from torch_ecrec.processes import launch
 
     settings = settings or Settings.from_environment()
     return launch.connect(job, settings, trainer=trainer, code=code, snapshot_every=snapshot_every)

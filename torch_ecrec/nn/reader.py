@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.loop import Judge
 from torch_ecrec.nn.random_states import Generators, moved, random_states, set_random_states
-from torch_ecrec.values import decode, encode
+from torch_ecrec.nn.values import decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -28,13 +28,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from torch_ecrec import records
-from torch_ecrec.config import record_folder, restarts
-from torch_ecrec.dense import Header, dense_parameters, own_of
 from torch_ecrec.nn.checksum import checksum_of
+from torch_ecrec.nn.dense import Header, dense_parameters, own_of
 from torch_ecrec.nn.embedding import EmbeddingBackend
-from torch_ecrec.records import Ended, Held, Kept, Resumed, Trained, Writer
-from torch_ecrec.values import bytes_of, decode
+from torch_ecrec.nn.values import bytes_of, decode
+from torch_ecrec.observe import trace
+from torch_ecrec.observe.trace import Ended, Held, Kept, Resumed, Trained, Writer
+from torch_ecrec.spec.settings import record_folder, restarts
 
 HOLD_LIMIT_S = 600.0
 PARTS_OF_STATE = {"groups": "hyperparameters of the tables' optimizers", "counters": "counts of the optimizers"}
@@ -55,14 +55,14 @@ class Recorder:
     """Writes the records of one trainer.
 
     Args:
-        folder: see `records.py`.
+        folder: see `observe/trace.py`.
         session: the backend itself.
         model: held weakly.
     """
 
     def __init__(self, folder: Path, session: EmbeddingBackend, model: nn.Module) -> None:
         self._writer = Writer(folder, session.trainer, restarts())
-        self._hold = records.held_at(folder)
+        self._hold = trace.held_at(folder)
         self._session, self._model = session, weakref.ref(model)
         self._batch = 0  # checksum of the forwards of this step
 
@@ -73,10 +73,10 @@ class Recorder:
     def on_pushed(self, step: int, rows: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
         """The gradients of a step were sent."""
         values = {
-            records.BATCH: self._batch,
-            records.IDS: _crc(rows),
-            records.RATES: zlib.crc32(struct.pack(f"{len(rates)}d", *rates)),
-            records.GRADIENTS: _crc(gradients),
+            trace.BATCH: self._batch,
+            trace.IDS: _crc(rows),
+            trace.RATES: zlib.crc32(struct.pack(f"{len(rates)}d", *rates)),
+            trace.GRADIENTS: _crc(gradients),
         }
         self._batch = 0
         self._writer.write(Trained(step, values))
@@ -89,7 +89,7 @@ class Recorder:
         fields = Header.of(header, payload)
         begin, end = fields.span
         stream, whole = payload[: end - begin], payload[end - begin : end - begin + fields.whole_bytes]
-        values = {**self._dense(), records.OPTIMIZERS: _crc([stream]), records.BUFFERS: _crc([whole])}
+        values = {**self._dense(), trace.OPTIMIZERS: _crc([stream]), trace.BUFFERS: _crc([whole])}
         epoch = None
         if fields.own_bytes:
             own: Any = decode(own_of(payload, header))
@@ -109,7 +109,7 @@ class Recorder:
     def _dense(self) -> dict[str, int]:
         model = self._model()
         parameters = [] if model is None else [parameter for _, parameter in dense_parameters(model)]
-        return {records.DENSE: _crc(parameters)}
+        return {trace.DENSE: _crc(parameters)}
 
     def _wait_to_be_killed(self, step: int) -> None:
         self._session.flush()
@@ -169,6 +169,6 @@ def _attached(state: Mapping[str, bytes]) -> dict[str, int]:
     """Of what `TrainerState.encoded` gave: name -> checksum."""
     found = {}
     for key, value in state.items():
-        name = PARTS_OF_STATE.get(key) or f"{records.ATTACHED}`{key.removeprefix('stateful/')}`"
+        name = PARTS_OF_STATE.get(key) or f"{trace.ATTACHED}`{key.removeprefix('stateful/')}`"
         found[name] = zlib.crc32(value)
     return found

@@ -22,23 +22,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torchrec.optim as torchrec_optim
 from torch import Tensor, nn
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from torch_ecrec.config import OptimizerSpec, TableSpec
 from torch_ecrec.nn.embedding import ErasureCodedEmbeddingBagCollection, SparseStep
+from torch_ecrec.records.optimizers import NAMES, by_class, optimizer
+from torch_ecrec.spec.job import OptimizerSpec, TableSpec
 
-KIND_OF_OPTIMIZER: dict[type, str] = {
-    torch.optim.SGD: "sgd",
-    torchrec_optim.SGD: "sgd",
-    torch.optim.Adagrad: "adagrad",
-    torchrec_optim.Adagrad: "adagrad",
-    torchrec_optim.RowWiseAdagrad: "rowwise_adagrad",
-}
-_SUPPORTED = "SGD, Adagrad and RowWiseAdagrad with `lr` and `eps`"
 _WITHOUT_EFFECT = ("foreach", "fused", "differentiable", "capturable")
 
 
@@ -57,19 +49,20 @@ def optimizer_spec(table: str, parameter: nn.Parameter) -> OptimizerSpec:
     names = " and ".join(cls.__name__ for cls in classes)
     if len(classes) > 1:
         raise ValueError(f"table {table} has several optimizers, {names}; one is supported")
-    kind = KIND_OF_OPTIMIZER.get(classes[0])
-    if kind is None:
-        raise ValueError(f"table {table}: optimizer {names} is not supported; supported are {_SUPPORTED}")
+    found = by_class(classes[0])
+    if found is None:
+        supported = ", ".join(path.rpartition(".")[2] for name in NAMES for path in optimizer(name).classes[-1:])
+        raise ValueError(f"table {table}: optimizer {names} is not supported; supported are {supported}")
     arguments = dict(parameter._optimizer_kwargs[0])  # type: ignore[attr-defined]
-    lr = arguments.pop("lr", arguments.pop("learning_rate", OptimizerSpec.lr))
-    eps = arguments.pop("eps", OptimizerSpec.eps)
+    given = {"lr": arguments.pop("lr", arguments.pop("learning_rate", None))}
+    given |= {name: arguments.pop(name, None) for name in found.fixed}
     unsupported = [f"{k}={v}" for k, v in arguments.items() if k not in _WITHOUT_EFFECT and v]
     if unsupported:
         raise ValueError(
             f"table {table}: optimizer {names} with {', '.join(unsupported)} is not supported;"
-            f" supported are {_SUPPORTED}"
+            f" supported are {', '.join(f'`{name}`' for name in given)}"
         )
-    return OptimizerSpec(kind=kind, lr=float(lr), eps=float(eps) if kind != "sgd" else OptimizerSpec.eps)
+    return OptimizerSpec(found.name, **{name: float(value) for name, value in given.items() if value is not None})
 
 
 def table_specs(module: EmbeddingBagCollection, job_names: Mapping[str, str]) -> list[TableSpec]:

@@ -17,7 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from torch_ecrec.nn.random_states import GENERATORS, set_state_of, state_of
 from torch_ecrec.nn.reader import Stateful
-from torch_ecrec.values import decode, encode
+from torch_ecrec.nn.values import decode, encode
 
 
 def unwrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch_ecrec.records import (
+from torch_ecrec.observe.trace import (
     ATTACHED,
     BATCH,
     BUFFERS,

@@ -27,14 +27,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch_ecrec.config import CodeSpec, require, require_int
 from torch_ecrec.demo.run import FRESH_STORE, Terminal, descendants, end_tree, sigterm_interrupts
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.launch import warm
-from torch_ecrec.records import Tail, hold_at
+from torch_ecrec.observe.trace import Tail, hold_at
+from torch_ecrec.processes.launch import warm
+from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.rehearsal import compare
 from torch_ecrec.rehearsal.compare import Trace, Verdict
-from torch_ecrec.supervisor import Supervisor
+from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.spec.job import CodeSpec
 
 TICK_S = 0.05
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # torch's, before each line of an exception

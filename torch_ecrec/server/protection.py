@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from torch_ecrec.layout import StripeGroup
-from torch_ecrec.server.step import FoldVerdict, choose_cut
-from torch_ecrec.storage.delta_log import DeltaLog
-from torch_ecrec.transport import wire
+from torch_ecrec.layout.stripes import StripeGroup
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.step_rule import FoldVerdict, choose_cut
+from torch_ecrec.protocol.wire import Answer, Refused
+from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.transport.node import Exchange
-from torch_ecrec.transport.wire import Answer, Refused
 
 if TYPE_CHECKING:
     from torch_ecrec.server.slot import Slot
@@ -237,7 +237,7 @@ class Protection:
                     parities = np.where(present, parities, -1)
                 coefficient = code.coefficients[run.parity, run.member]
                 coefficients = np.full(len(parities), coefficient, dtype=np.uint8)
-                code.fold_(self.slot.shards[slab].parity, parities, deltas_UB, coefficients)
+                self.slot.shards[slab].fold_(code, parities, deltas_UB, coefficients)
 
     def _drop_early(self, source: int) -> None:
         for _, reply in self.early.pop(source, {}).values():

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torch_ecrec import recovery
-from torch_ecrec.layout import StripeGroup
-from torch_ecrec.transport import wire
+from torch_ecrec.layout import repair
+from torch_ecrec.layout.stripes import StripeGroup
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.wire import Answer
 from torch_ecrec.transport.node import RETRY_S
-from torch_ecrec.transport.wire import Answer
 
 if TYPE_CHECKING:
     from torch_ecrec.server.protection import Change
@@ -55,7 +55,7 @@ class Rebuild:
         self.total = self.remaining = 0
         if not whole:
             for slab, shard in enumerate(slot.shards):
-                for parity, count in ((False, len(shard.records)), (True, len(shard.parity))):
+                for parity, count in ((False, shard.data_rows), (True, shard.parity_rows)):
                     self.missing[slab, parity] = np.ones(count, dtype=bool)
                     self.state[slab, parity] = np.full(count, NOBODY, dtype=np.uint8)
                     self.total += count
@@ -109,10 +109,10 @@ class Rebuild:
         """Everything, in runs of positions that share a rank, so a base."""
         chunk = self.slot.settings.rebuild_chunk_bytes
         for slab, parity in self.missing:
-            layout, width = self.slot.layouts[slab], 4 * self.slot.job.slabs[slab].width
+            layout, width = self.slot.layouts[slab], self.slot.job.slabs[slab].schema.nbytes
             firsts = (layout.parity_first if parity else layout.data_first)[self.slot.index].tolist()
             for begin, behind in itertools.pairwise(firsts):
-                for first, end in recovery.portions(behind - begin, width, chunk):
+                for first, end in repair.portions(behind - begin, width, chunk):
                     yield slab, parity, begin + first, begin + end
 
     def _next_portions(self) -> None:
@@ -191,7 +191,7 @@ class _Repair:
         self.rebuild, self.slot, self.slab, self.parity = rebuild, rebuild.slot, slab, parity
         self.positions, self.group, self.then = positions, group, then
         self.layout = self.slot.layouts[slab]
-        self.width = 4 * self.slot.job.slabs[slab].width
+        self.width = self.slot.job.slabs[slab].schema.nbytes
         self.failures = 0
         self.attempt = 0
         self.begin()
@@ -201,7 +201,7 @@ class _Repair:
             return
         self.attempt += 1
         host = self.slot.host
-        self.plan = recovery.plan_repair(self.layout, self.group.base, self.group.member, host.unhealthy_slots())
+        self.plan = repair.plan_repair(self.layout, self.group.base, self.group.member, host.unhealthy_slots())
         self.rebuild.unpaid_bytes += self.plan.read_bytes(len(self.positions), self.width)
         self.folded: dict[int, wire.VersionsAre] = {}
         self.records: dict[int, wire.Records] = {}
@@ -244,7 +244,7 @@ class _Repair:
         known = [answer.folded for answer in self.folded.values()]
         if self.parity:
             known.append(dict(self.slot.rule.folded))
-        vector = recovery.version_vector(self.plan, known)
+        vector = repair.version_vector(self.plan, known)
         if vector is None:
             self._again()
             return
@@ -273,13 +273,12 @@ class _Repair:
         self.attempt += 1  # nothing that still arrives counts
         slot, positions, missing = self.slot, self.positions, self.rebuild.missing[self.slab, self.parity]
         shard = slot.shards[self.slab]
-        target_PB = shard.parity if self.parity else shard.bytes
         # of those that are not missing any more, what is there already stands for the newest step
         moved = [np.where(missing[positions[rows_M]], positions[rows_M], -1) for rows_M, _, _ in changes]
         reads, values = self.plan.reads, [self._values(member) for member in self.plan.reads]
-        count = slot.code.decode_rows_(target_PB, positions, missing, reads, values, self.group.member)
+        count = shard.install_(slot.code, positions, missing, reads, values, self.group.member, self.parity)
         for rows_M, (_, deltas_MB, coefficients_M) in zip(moved, changes, strict=True):
-            slot.code.fold_(target_PB, rows_M, deltas_MB, coefficients_M)
+            shard.fold_(slot.code, rows_M, deltas_MB, coefficients_M, self.parity)
         self.rebuild.on_installed(self.slab, self.parity, positions, count)
         if self.then is not None:
             self.then()

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_ecrec.codec.linear import LinearCode
-from torch_ecrec.config import JobSpec, Settings
-from torch_ecrec.layout import Layout
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.wellformed import Judge
+from torch_ecrec.protocol.wire import Answer, Malformed, Placement, Refused
 from torch_ecrec.server.slot import Slot
-from torch_ecrec.transport import wire
+from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import COMPLAINTS, Node, Port
-from torch_ecrec.transport.wire import Answer, Malformed, Placement, Refused
-from torch_ecrec.wellformed import Judge
 
 TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Export)
 

@@ -25,19 +25,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from torch_ecrec.codec.field import xor_rows_
 from torch_ecrec.codec.linear import LinearCode
-from torch_ecrec.config import JobSpec, Settings, SlabSpec
-from torch_ecrec.layout import Layout
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.step_rule import StepRule
+from torch_ecrec.protocol.wire import Answer, Refused
+from torch_ecrec.records import merge
+from torch_ecrec.records.delta_log import DeltaLog
+from torch_ecrec.records.shard import Shard
+from torch_ecrec.runtime.tensors import as_array, as_tensor
 from torch_ecrec.server.protection import Protection
 from torch_ecrec.server.rebuild import Rebuild
 from torch_ecrec.server.snapshots import SnapshotStore
-from torch_ecrec.server.step import StepRule
-from torch_ecrec.storage import optim
-from torch_ecrec.storage.delta_log import DeltaLog
-from torch_ecrec.storage.shard import Shard
-from torch_ecrec.transport import wire
-from torch_ecrec.transport.wire import Answer, Refused
+from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.settings import Settings
 
 if TYPE_CHECKING:
     from torch_ecrec.server.service import Host
@@ -82,14 +83,14 @@ class Slot:
             catch_up=dict.fromkeys(sources, 0) if fresh else {},
         )
         self.shards = [
-            Shard(layout.data_rows(index), layout.parity_rows(index), slab.dim, slab.width, scattered=not fresh)
+            Shard(slab.schema, layout.data_rows(index), layout.parity_rows(index), scattered=not fresh)
             for slab, layout in zip(job.slabs, self.layouts, strict=True)
         ]
         self.log = DeltaLog(len(job.slabs))
         self.pushes: dict[int, dict[int, wire.Push]] = {}
         self.loads: dict[int, wire.Load] = {}
         self.push_replies: dict[int, list[Reply]] = {}
-        self.merged: tuple[int, list[optim.Merged]] | None = None
+        self.merged: tuple[int, list[merge.Merged]] | None = None
         self.waiting: list[tuple[Callable[[], Answer | None], Reply]] = []
         self.ready = fresh
         self.dead = False
@@ -107,34 +108,21 @@ class Slot:
         """Gives every record its initial value and every parity the code of its stripe's initial values."""
         for slab, layout, shard in zip(self.job.slabs, self.layouts, self.shards, strict=True):
             positions = np.arange(layout.data_rows(self.index), dtype=np.int64)
-            self._fill_(slab, shard.records, layout.row_at(self.index, positions))
+            initial = slab.initial(self.job.seed)
+            shard.initialise_(layout.row_at(self.index, positions), initial)
             parities = np.arange(layout.parity_rows(self.index), dtype=np.int64)
             for group in layout.group(self.index, True, parities):
                 j = group.member - layout.k
                 for member in range(layout.k):
                     exists = layout.exists(group.base, member, group.rotations)
                     stripes = group.rotations[exists] * layout.slots + group.base
-                    values = np.zeros((len(stripes), slab.width), dtype=np.float32)
-                    self._fill_(slab, values, stripes * layout.k + member)
                     coefficient = self.code.coefficients[j, member]
-                    self.code.fold_(
-                        shard.parity,
+                    shard.fold_(
+                        self.code,
                         np.ascontiguousarray(parities[group.where][exists]),
-                        values.view(np.uint8),
+                        initial.of(stripes * layout.k + member),
                         np.full(len(stripes), coefficient, dtype=np.uint8),
                     )
-
-    def _fill_(self, slab: SlabSpec, records: np.ndarray, rows: np.ndarray) -> None:
-        optim.initialise_(
-            records,
-            rows,
-            self.job.seed,
-            np.array(slab.first_rows, dtype=np.int64),
-            np.array([t.low for t in slab.tables], dtype=np.float32),
-            np.array([t.high for t in slab.tables], dtype=np.float32),
-            np.array(slab.table_indices, dtype=np.int64),
-            slab.dim,
-        )
 
     # requests -----------------------------------------------------------------------------------
 
@@ -251,7 +239,7 @@ class Slot:
                 if self.rebuild.remaining:  # what is missing is decoded as of a step that is left
                     there = ~self.rebuild.missing[slab, False][positions_U]
                     positions_U = np.where(there, positions_U, -1)
-                xor_rows_(self.shards[slab].bytes, positions_U, deltas_UB)
+                self.shards[slab].undo_(positions_U, deltas_UB)
         self.protection.undo_all_after(step)
         self.rule.go_back(step)
         self.snapshots.go_back(step)
@@ -280,7 +268,7 @@ class Slot:
             weights = []
             for s, (shard, rows) in enumerate(zip(self.shards, positions, strict=True)):
                 if self.rule.applied == before:
-                    weights.append(wire.as_tensor(shard.gather_weights(rows, request.half)))
+                    weights.append(as_tensor(shard.gather_weights(rows, request.half)))
                 else:
                     records_UW = self.records_as_of(s, rows, before).view(np.float32)
                     weight_UD = torch.from_numpy(records_UW[:, : self.job.slabs[s].dim].copy())
@@ -371,7 +359,7 @@ class Slot:
         if self.rebuild.is_missing(positions):
             return None
         for slab, shard, rate, part in zip(self.job.slabs, self.shards, got[0].rates, merged, strict=True):
-            deltas.append(optim.update_(slab.optimizer.kind, shard.records, part, rate, slab.optimizer.eps))
+            deltas.append(shard.apply_(slab.optimizer.optimizer, part, rate, dict(slab.optimizer.fixed)))
         self.merged = None
         del self.pushes[step]
         return positions, deltas
@@ -385,7 +373,7 @@ class Slot:
             return None
         deltas = []
         for slab, (positions_U, shard) in enumerate(zip(positions, self.shards, strict=True)):
-            values_UB = np.empty((0, shard.bytes.shape[1]), dtype=np.uint8)
+            values_UB = np.empty((0, shard.schema.nbytes), dtype=np.uint8)
             if slab == load.slab:
                 values_UB = self._initial(slab, positions_U) if load.records is None else load.records.numpy()
             deltas.append(shard.overwrite_(positions_U, values_UB))
@@ -394,15 +382,13 @@ class Slot:
 
     def _initial(self, slab: int, positions: np.ndarray) -> np.ndarray:
         """(U, B) what records were before anything was loaded."""
-        spec = self.job.slabs[slab]
-        records = np.zeros((len(positions), spec.width), dtype=np.float32)
-        self._fill_(spec, records, self.layouts[slab].row_at(self.index, positions))
-        return records.view(np.uint8)
+        initial = self.job.slabs[slab].initial(self.job.seed)
+        return initial.of(self.layouts[slab].row_at(self.index, positions))
 
-    def _merge(self, got: dict[int, wire.Push]) -> list[optim.Merged]:
+    def _merge(self, got: dict[int, wire.Push]) -> list[merge.Merged]:
         """Gradients of the same record are summed in trainer order: the bits do not depend on who came first."""
         return [
-            optim.merge([(got[i].positions[s].numpy(), wire.as_array(got[i].gradients[s])) for i in sorted(got)])
+            merge.merge([(got[i].positions[s].numpy(), as_array(got[i].gradients[s])) for i in sorted(got)])
             for s in range(len(self.shards))
         ]
 
@@ -435,8 +421,8 @@ class Slot:
             "acknowledged": wire.training_step(rule.acknowledged, origin),
             "watermark": wire.training_step(rule.watermark, origin),
             "rebuilt": self.rebuild.done_fraction,
-            "record_bytes": sum(shard.bytes.nbytes for shard in self.shards),
-            "parity_bytes": sum(shard.parity.nbytes for shard in self.shards),
+            "record_bytes": sum(shard.data_bytes for shard in self.shards),
+            "parity_bytes": sum(shard.parity_bytes for shard in self.shards),
             "log_bytes": self.log.bytes + self.protection.log_bytes,
             "snapshot_bytes": self.snapshots.bytes,
         }

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch_ecrec.pieces import Gathering, Key, Part, cut
-from torch_ecrec.transport import wire
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.pieces import Gathering, Key, Part, cut
+from torch_ecrec.protocol.wire import Answer, Malformed, Refused
 from torch_ecrec.transport.node import RETRY_S
-from torch_ecrec.transport.wire import Answer, Malformed, Refused
 
 if TYPE_CHECKING:
     from torch_ecrec.server.slot import Reply, Slot

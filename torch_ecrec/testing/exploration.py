@@ -41,12 +41,14 @@ from typing import Any
 
 import numpy as np
 
-from torch_ecrec.config import CodeSpec, OptimizerSpec, Settings, TableSpec, require
-from torch_ecrec.member import join_message
+from torch_ecrec.processes.member import join_message
+from torch_ecrec.protocol.wire import training_step
+from torch_ecrec.runtime.checks import require
+from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing.fingerprint import fingerprint
 from torch_ecrec.testing.processes import Call, Center, Oracle, Process, Server, Trainer
 from torch_ecrec.testing.simulation import Load, Scenario
-from torch_ecrec.transport.wire import training_step
 
 COORDINATOR = "coordinator"
 LIVE_PROCESSES = 4000  # kept as they are, so that not every one is made again

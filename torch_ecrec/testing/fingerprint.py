@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from torch_ecrec.codec.linear import LinearCode
-from torch_ecrec.config import JobSpec, Settings
-from torch_ecrec.layout import Layout
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.protocol.wellformed import Judge
+from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import Exchange
-from torch_ecrec.wellformed import Judge
 
 CONSTANT = (
     JobSpec,

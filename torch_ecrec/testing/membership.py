@@ -19,14 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch_ecrec.config import CodeSpec, JobSpec
-from torch_ecrec.coordinator import Coordinator
-from torch_ecrec.member import join_message, rejoin_message
-from torch_ecrec.router import Router
-from torch_ecrec.transport import messages
+from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.coordinator.router import Router
+from torch_ecrec.processes.member import join_message, rejoin_message
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import Address
+from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE
 from torch_ecrec.transport.local import EOF_S, Line, VirtualClock
-from torch_ecrec.transport.messages import Address
 
 Message = dict[str, Any]
 RESTART_S = 0.1  # from the end of a coordinator to the start of the next

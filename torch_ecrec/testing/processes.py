@@ -24,13 +24,15 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from torch_ecrec.client import Client
-from torch_ecrec.config import Settings
-from torch_ecrec.coordinator import Coordinator
-from torch_ecrec.layout import Layout
-from torch_ecrec.member import join_message, rejoin_message
+from torch_ecrec.client.client import Client
+from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.processes.member import join_message, rejoin_message
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.wire import Answer, Ok, Outcome, Request, Unknown
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing.fingerprint import fingerprint
 from torch_ecrec.testing.simulation import (
     BOUNDS,
@@ -46,9 +48,7 @@ from torch_ecrec.testing.simulation import (
     steps_kept,
     touched,
 )
-from torch_ecrec.transport import messages
 from torch_ecrec.transport.node import Node
-from torch_ecrec.transport.wire import Answer, Ok, Outcome, Request, Unknown
 
 LATER_S = 1000.0  # any limit of the coordinator is over by then
 NO_LEASE_S = 1e9
@@ -218,8 +218,8 @@ class Server(Process):
             assert np.array_equal(here, right), f"slot {slot.index}: records as of step {step} are wrong"
 
     def _check_parities(self, slot: Slot, slab: int, layout: Layout) -> None:
-        code, parity = slot.code, slot.shards[slab].parity
-        every = np.arange(len(parity), dtype=np.int64)
+        code, shard = slot.code, slot.shards[slab]
+        every = np.arange(shard.parity_rows, dtype=np.int64)
         for group in layout.group(slot.index, True, every):
             present = slot.rebuild.parity_present(slab, every[group.where])
             sources = [int(layout.member_slot[group.base, member]) for member in range(code.k)]
@@ -230,7 +230,7 @@ class Server(Process):
                 rotations = group.rotations[layout.exists(group.base, member, group.rotations)]
                 rows = (rotations * layout.slots + group.base) * code.k + member
                 records.append(self._oracle.records[slot.rule.folded[source]][slab][rows])
-            right = (parity_of(slot, slab, group, records) == parity[group.where]).all(axis=1)
+            right = (parity_of(slot, slab, group, records) == shard.gather(every[group.where], parity=True)).all(axis=1)
             if present is not None:
                 right |= ~present
             assert right.all(), f"slot {slot.index}: a parity is not the code of its stripe as of {slot.rule.folded}"

@@ -27,18 +27,19 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from torch_ecrec import recovery
-from torch_ecrec.client import Client
-from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec, Settings, TableSpec
-from torch_ecrec.coordinator import Coordinator
-from torch_ecrec.layout import Layout, StripeGroup
-from torch_ecrec.route import Parts, Route
+from torch_ecrec.client.client import Client
+from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.layout import repair
+from torch_ecrec.layout.routing import Parts, Route
+from torch_ecrec.layout.stripes import Layout, StripeGroup
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.wire import SlotPlace
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
+from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing.membership import RESTART_S, Connection, ControlPlane, Process
-from torch_ecrec.transport import wire
 from torch_ecrec.transport.local import LATE, Fault, LocalNetwork
-from torch_ecrec.transport.wire import SlotPlace
 
 EVENT_LIMIT = 400_000
 ENDING_S = 0.02  # from a trainer's death to that of the others, at most; new ones start `RESTART_S` later
@@ -178,7 +179,7 @@ def load_all(
         client.run(client.load, slab, client.route(slab, rows), None)
     for number, load in enumerate(loads):
         route = client.route(load.slab, torch.arange(load.first, load.end))
-        records_UW = torch.zeros(load.end - load.first, client.job.slabs[load.slab].width)
+        records_UW = torch.zeros(load.end - load.first, client.job.slabs[load.slab].schema.width)
         if load.change:
             read: list[torch.Tensor] = []
             client.run(client.read, load.slab, route, read.append)
@@ -400,7 +401,7 @@ class Cluster:
             return False
         placed = enumerate(self.slots_known)
         gone = {i for i, p in placed if not p.healthy or p.server in self.network.dead or p.server == name}
-        return not any(recovery.unrecoverable_bases(layout, gone) for layout in self.layouts)
+        return not any(repair.unrecoverable_bases(layout, gone) for layout in self.layouts)
 
     def _on_crash(self, name: str) -> None:
         """The network does not know the process any more."""
@@ -653,11 +654,11 @@ class Cluster:
     def _collect(self) -> None:
         job, slots = self.scenario.job, self.slots()
         for s, slab in enumerate(job.slabs):
-            records = np.zeros((slab.rows, slab.width), dtype=np.float32)
+            records = np.zeros((slab.rows, slab.schema.width), dtype=np.float32)
             for slot in slots:
                 layout = slot.layouts[s]
                 positions = np.arange(layout.data_rows(slot.index), dtype=np.int64)
-                records[layout.row_at(slot.index, positions)] = slot.shards[s].records
+                records[layout.row_at(slot.index, positions)] = slot.shards[s].gather(positions).view(np.float32)
             self.run.records.append(torch.from_numpy(records))
         for index in range(min(self.scenario.code.parities + 1, len(slots))):
             for (step, trainer), (_, payload) in slots[index].snapshots.parts.items():
@@ -689,7 +690,7 @@ def steps_kept(slot: Slot) -> dict[str, int]:
 def parity_of(holder: Slot, slab: int, group: StripeGroup, records: Sequence[np.ndarray]) -> np.ndarray:
     """(G, B) what the parities of a group should be; `records`: per data member, those of the stripes that have it."""
     layout, code = holder.layouts[slab], holder.code
-    expected = np.zeros((len(group.where), holder.shards[slab].parity.shape[1]), dtype=np.uint8)
+    expected = np.zeros((len(group.where), holder.shards[slab].schema.nbytes), dtype=np.uint8)
     for member, records_MB in enumerate(records):
         rows_M = np.flatnonzero(layout.exists(group.base, member, group.rotations)).astype(np.int64)
         coefficient = code.coefficients[group.member - code.k, member]
@@ -704,7 +705,7 @@ def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
     """
     for slab, shard in enumerate(holder.shards):
         layout, code = holder.layouts[slab], holder.code
-        for group in layout.group(holder.index, True, np.arange(len(shard.parity), dtype=np.int64)):
+        for group in layout.group(holder.index, True, np.arange(shard.parity_rows, dtype=np.int64)):
             here = holder.rebuild.parity_present(slab, group.where)
             there = np.ones(len(group.where), dtype=bool) if here is None else here
             records = []
@@ -724,7 +725,7 @@ def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
                     there[exists] &= ~source.rebuild.missing[slab, False][positions]
                 records.append(source.records_as_of(slab, positions, step))
             else:
-                right = (parity_of(holder, slab, group, records) == shard.parity[group.where]).all(axis=1)
+                right = (parity_of(holder, slab, group, records) == shard.gather(group.where, parity=True)).all(axis=1)
                 assert (right | ~there).all(), (
                     f"a parity of base {group.base} in slab {slab} on slot {holder.index} is not the code of its stripe"
                     f" as of {holder.rule.folded}"
@@ -735,7 +736,7 @@ def check_parity(slots: Sequence[Slot]) -> None:
     """I1: every parity is the code of its stripe's records; raises AssertionError that names the first that is not."""
     for s, shard in enumerate(slots[0].shards):
         layout, code = slots[0].layouts[s], slots[0].code
-        width = shard.bytes.shape[1]
+        width = shard.schema.nbytes
         stripes = np.arange(layout.stripes, dtype=np.int64)
         base, rotation = stripes % layout.slots, stripes // layout.slots
         data = np.zeros((code.k, layout.stripes, width), dtype=np.uint8)
@@ -743,13 +744,14 @@ def check_parity(slots: Sequence[Slot]) -> None:
             for stripe in np.flatnonzero(stripes * code.k + member < layout.rows):
                 holder = slots[int(layout.member_slot[base[stripe], member])]
                 position = layout.first_position(int(base[stripe]), member) + rotation[stripe]
-                data[member, stripe] = holder.shards[s].bytes[position]
+                data[member, stripe] = holder.shards[s].gather(np.array([position]))[0]
         parity = code.encode(data)
         for j in range(code.n - code.k):
             for stripe in stripes:
                 holder = slots[int(layout.member_slot[base[stripe], code.k + j])]
                 position = layout.first_position(int(base[stripe]), code.k + j) + rotation[stripe]
-                assert np.array_equal(holder.shards[s].parity[position], parity[j, stripe]), (
+                here = holder.shards[s].gather(np.array([position]), parity=True)[0]
+                assert np.array_equal(here, parity[j, stripe]), (
                     f"parity {j} of stripe {stripe} in slab {s}, on slot {holder.index}, is not the code of its stripe"
                 )
 

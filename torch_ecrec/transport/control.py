@@ -40,7 +40,7 @@ from typing import Any
 import msgspec
 
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.lifetime import belongs_here
+from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.liveness import Address, probe
 
 Message = dict[str, Any]

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch_ecrec.lifetime import belongs_here
+from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.complaints import Complaints
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.frames import MAGIC

@@ -24,11 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_ecrec.shared import Segment
-from torch_ecrec.transport.encoding import Encoded
+from torch_ecrec.protocol.encoding import Encoded
+from torch_ecrec.runtime.shared import Segment
+from torch_ecrec.runtime.tensors import as_array, as_tensor
 from torch_ecrec.transport.generations import first_line
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Places, byte_view
-from torch_ecrec.transport.wire import as_array, as_tensor
 
 MAGIC = b"ECR3"
 HEADER = struct.Struct("<4sIIxxxxQ")  # magic, bytes of the notes, bytes of the message, ticket

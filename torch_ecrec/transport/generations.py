@@ -33,9 +33,9 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.protocol.encoding import ANSWERS, REQUESTS, Encoded, decode, encode
+from torch_ecrec.protocol.wire import Answer, Failed, Malformed, Ok, Outcome, Refused, Request, Unknown
 from torch_ecrec.transport.complaints import Complaints
-from torch_ecrec.transport.encoding import ANSWERS, REQUESTS, Encoded, decode, encode
-from torch_ecrec.transport.wire import Answer, Failed, Malformed, Ok, Outcome, Refused, Request, Unknown
 
 Handler = Callable[[Request, Callable[[Answer], None]], None]
 

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_ecrec import shared
-from torch_ecrec.shared import Mapping, Pool, Segment
-from torch_ecrec.transport.wire import as_array
+from torch_ecrec.runtime import shared
+from torch_ecrec.runtime.shared import Mapping, Pool, Segment
+from torch_ecrec.runtime.tensors import as_array
 
 FILES_MOST = 200  # with one message; Linux takes 253
 SEEN_MOST = 4 * shared.SEGMENTS_MOST  # of one connection: more than a pool has, with those it is about to forget

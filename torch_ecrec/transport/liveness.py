@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 
-from torch_ecrec.lifetime import belongs_here
+from torch_ecrec.runtime.lifetime import belongs_here
 
 Address = tuple[str, int]
 GONE, UNREACHABLE, ALIVE = "gone", "unreachable", "alive"

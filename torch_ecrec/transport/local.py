@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_ecrec.transport.wire import Answer, Ok, Outcome, Request, Unknown
+from torch_ecrec.protocol.wire import Answer, Ok, Outcome, Request, Unknown
 
 CRASHES = ("crash_sender", "crash_receiver", "crash_after")
 CRASH_COORDINATOR = "crash_coordinator"

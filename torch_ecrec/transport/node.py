@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch_ecrec.protocol.wire import Answer, Malformed, Ok, Outcome, Placement, Refused, Request, Unknown
 from torch_ecrec.transport.complaints import Complaints
-from torch_ecrec.transport.wire import Answer, Malformed, Ok, Outcome, Placement, Refused, Request, Unknown
 
 log = logging.getLogger(__name__)
 COMPLAINTS = Complaints(log, "messages")  # of this process: no node's state

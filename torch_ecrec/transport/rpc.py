@@ -32,10 +32,10 @@ from torch.distributed.rpc import (  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.lifetime import belongs_here
-from torch_ecrec.transport.encoding import Encoded, encode
+from torch_ecrec.protocol.encoding import Encoded, encode
+from torch_ecrec.protocol.wire import Refused
+from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.generations import POLL_LEAST_S, POLL_MOST_S, Handler, Transport, World, answered
-from torch_ecrec.transport.wire import Refused
 
 # What is sent goes through the socket. On one host torch prefers that the receiver reads the sender's memory ("cma"):
 # a sender that leaves a generation frees it, and the receiver then reads something else, and says nothing (measured).

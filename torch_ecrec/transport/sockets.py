@@ -36,16 +36,16 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from torch_ecrec import shared
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.lifetime import belongs_here
+from torch_ecrec.protocol.encoding import Encoded
+from torch_ecrec.protocol.wire import Failed, Unknown
+from torch_ecrec.runtime import shared
+from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
-from torch_ecrec.transport.encoding import Encoded
 from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader
 from torch_ecrec.transport.generations import Handler, Transport, World, answered, first_line
 from torch_ecrec.transport.lending import Lending
-from torch_ecrec.transport.wire import Failed, Unknown
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from torch_ecrec.lifetime import belongs_here
+from torch_ecrec.runtime.lifetime import belongs_here
 
 END_S = 5.0
 

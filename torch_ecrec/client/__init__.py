@@ -1,0 +1,1 @@
+"""The trainers' side of the servers: lookups, pushes, loads."""

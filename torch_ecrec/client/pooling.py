@@ -1,0 +1,205 @@
+"""Pooling of looked-up rows into features and back, as kernels over a whole batch.
+
+A *bag* is the ids of one feature in one sample. Bags come feature by feature, as in a `KeyedJaggedTensor`; pooled
+values go out sample by sample, which is the form that the model wants, so that nothing is transposed afterwards.
+
+    pooled[b, f] = (sum over n in bag (f, b) of weight[n] * row[inverse[n]]) / divisor[f, b]
+
+Invariants. One order of summation: the ids of a bag in their order; the gradients of a row in the order of the ids that
+named it, over all bags. The first value is copied, not added to zero, so that -0.0 stays.
+
+Rows that were looked up are float32, or uint16 that is bfloat16; all else is float32.
+
+Shapes: U rows, D dim, N ids, F features, B samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import carray, njit  # type: ignore[attr-defined]
+from numpy.typing import NDArray
+
+from torch_ecrec.runtime.kernels import AHEAD, addresses, as_float, pointer, prefetch, prefetch_row
+
+_NOT_FINITE = 0x7F800000  # the exponent bits of a float32 are all ones
+
+
+@njit(nogil=True, cache=True)
+def to_slab_rows(ids_N: Any, lengths_FB: Any, first_F: Any, rows_F: Any, out_N: Any) -> Any:
+    """out = id + first row of its feature's table; returns the index of the first id that is no row, or -1."""
+    n = 0
+    for f in range(lengths_FB.shape[0]):
+        count = 0
+        for b in range(lengths_FB.shape[1]):
+            count += lengths_FB[f, b]
+        first, rows = first_F[f], rows_F[f]
+        for i in range(n, n + count):
+            if ids_N[i] < 0 or ids_N[i] >= rows:
+                return i
+            out_N[i] = ids_N[i] + first
+        n += count
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def _row_addresses(address_P: Any, rows_P: Any, row_bytes: Any, out_U: Any) -> None:
+    u = 0
+    for p in range(address_P.shape[0]):
+        for i in range(rows_P[p]):
+            out_U[u] = address_P[p] + i * row_bytes
+            u += 1
+
+
+def pool(
+    parts: Sequence[NDArray[Any]],
+    inverse_N: NDArray[Any],
+    lengths_FB: NDArray[Any],
+    per_id_N: NDArray[Any],
+    weighted: bool,
+    mean_F: NDArray[Any],
+    out_BFD: NDArray[Any],
+) -> None:
+    """Pools rows into bags.
+
+    Args:
+        parts: (u, D) each, contiguous, at least one: the rows are these, one part behind the other.
+        weighted: whether `per_id_N` counts.
+        mean_F: which features divide by their length.
+        out_BFD: overwritten.
+    """
+    address_U = np.empty(sum(map(len, parts)), np.int64)
+    rows_P = np.array([len(part) for part in parts], np.int64)
+    _row_addresses(addresses(parts), rows_P, parts[0].shape[1] * parts[0].itemsize, address_U)
+    _pool(address_U, parts[0][:0, 0], inverse_N, lengths_FB, per_id_N, weighted, mean_F, out_BFD)
+
+
+@njit(nogil=True, cache=True)
+def _pool(
+    address_U: Any,
+    kind: Any,
+    inverse_N: Any,
+    lengths_FB: Any,
+    per_id_N: Any,
+    weighted: Any,
+    mean_F: Any,
+    out_BFD: Any,
+) -> None:
+    """As `pool`, with the address of each row, and an empty array of their dtype."""
+    dim = out_BFD.shape[2]
+    count, row_bytes = inverse_N.shape[0], dim * kind.itemsize
+    n = 0
+    for f in range(lengths_FB.shape[0]):
+        for b in range(lengths_FB.shape[1]):
+            length = lengths_FB[f, b]
+            if length == 0:
+                for j in range(dim):
+                    out_BFD[b, f, j] = np.float32(0)
+            for i in range(n, n + length):
+                if i + AHEAD < count:
+                    prefetch(address_U[inverse_N[i + AHEAD]], row_bytes)
+                weight_D = carray(pointer(address_U[inverse_N[i]]), dim, kind.dtype)
+                if weighted:
+                    w = per_id_N[i]
+                    if i == n:
+                        for j in range(dim):
+                            out_BFD[b, f, j] = w * as_float(weight_D[j])
+                    else:
+                        for j in range(dim):
+                            out_BFD[b, f, j] += w * as_float(weight_D[j])
+                elif i == n:
+                    for j in range(dim):
+                        out_BFD[b, f, j] = as_float(weight_D[j])
+                else:
+                    for j in range(dim):
+                        out_BFD[b, f, j] += as_float(weight_D[j])
+            if mean_F[f] and length > 1:
+                divisor = np.float32(length)
+                for j in range(dim):
+                    out_BFD[b, f, j] /= divisor
+            n += length
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def pool_backward(
+    grad_BFD: Any,
+    inverse_N: Any,
+    lengths_FB: Any,
+    per_id_N: Any,
+    weighted: Any,
+    mean_F: Any,
+    divisor: Any,
+    seen_U: Any,
+    row_grad_UD: Any,
+) -> Any:
+    """Gradients of rows: those of their bags over `divisor`, weighted or averaged as in `pool`.
+
+    Args:
+        seen_U: bool, all false; says afterwards which rows have a gradient. Every row of a batch gets one.
+        row_grad_UD: float32, overwritten.
+
+    Returns:
+        Whether all gradients are finite.
+    """
+    dim = row_grad_UD.shape[1]
+    bits_UD = row_grad_UD.view(np.uint32)
+    buffer_D = np.empty(dim, np.float32)
+    bad = np.uint32(0)
+    n = 0
+    for f in range(lengths_FB.shape[0]):
+        for b in range(lengths_FB.shape[1]):
+            length = lengths_FB[f, b]
+            if length > 0:
+                shared = divisor
+                for j in range(dim):
+                    buffer_D[j] = grad_BFD[b, f, j] / shared
+                if mean_F[f] and length > 1:
+                    count = np.float32(length)
+                    for j in range(dim):
+                        buffer_D[j] /= count
+            for i in range(n, n + length):
+                prefetch_row(row_grad_UD, inverse_N, i)
+                u = inverse_N[i]
+                w = per_id_N[i] if weighted else np.float32(1)
+                if seen_U[u]:
+                    for j in range(dim):
+                        row_grad_UD[u, j] += w * buffer_D[j]
+                else:
+                    seen_U[u] = True
+                    for j in range(dim):
+                        row_grad_UD[u, j] = w * buffer_D[j]
+            n += length
+    for u in range(row_grad_UD.shape[0]):
+        for j in range(dim):
+            bad |= np.uint32((bits_UD[u, j] & np.uint32(_NOT_FINITE)) == np.uint32(_NOT_FINITE))
+    return bad == 0
+
+
+@njit(nogil=True, cache=True)
+def per_id_backward(grad_BFD: Any, weight_UD: Any, inverse_N: Any, lengths_FB: Any, mean_F: Any, out_N: Any) -> None:
+    """Gradients of the ids' own weights: the inner product of each id's row with the gradient of its bag."""
+    n = 0
+    for f in range(lengths_FB.shape[0]):
+        for b in range(lengths_FB.shape[1]):
+            length = lengths_FB[f, b]
+            for i in range(n, n + length):
+                total = np.float32(0)
+                for j in range(weight_UD.shape[1]):
+                    total += grad_BFD[b, f, j] * as_float(weight_UD[inverse_N[i], j])
+                out_N[i] = total / np.float32(length) if mean_F[f] else total
+            n += length
+
+
+def warm() -> None:
+    """Compiles or loads every kernel of this module, for ids and lengths of 32 and 64 bits."""
+    floats = np.zeros((1, 1, 1), np.float32)
+    index, flags = np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    for lengths in (np.ones((1, 1), np.int32), np.ones((1, 1), np.int64)):
+        for ids in (np.zeros(1, np.int32), np.zeros(1, np.int64)):
+            to_slab_rows(ids, lengths, index, index + 1, index.copy())
+        for rows in (floats[0], np.zeros((1, 1), np.uint16)):
+            pool([rows], index, lengths, floats[0, 0], False, flags, floats)
+            per_id_backward(floats, rows, index, lengths, flags, floats[0, 0].copy())
+        pool_backward(floats, index, lengths, floats[0, 0], False, flags, np.float32(1), flags.copy(), floats[0].copy())

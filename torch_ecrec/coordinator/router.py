@@ -1,0 +1,259 @@
+"""Who is on which connection, and what may be said on it: between the control channel and the `Coordinator`.
+
+Pure, as the coordinator is: connections are objects with `send`, `admit` and `close`; the time is an argument; whatever
+takes time (`probe`) is asked for, and answered by a call. The real process (`launch.run_coordinator`) and the simulated
+cluster run this very code.
+
+Terms: *stranger*: a connection of nobody who has joined. *held*: a `join` that waits until members of a coordinator
+before have had the time to come back. *away*: a member whose connection has ended and whose end is not known.
+
+Invariants.
+- Nothing is looked at that `messages.from_member` has not converted. What is refused changes nothing: its sender is
+  told why, it is counted, and the connection of a stranger is closed.
+- A name has one connection at most, and a connection one name.
+- The end of a connection is not the end of a member: a switch, a proxy or a firewall ends connections of processes
+  that are well. The process is asked (`probe`): nobody listens where it did, so it is gone, and is lost at once; it
+  cannot be reached, lost likewise; somebody listens, then it has until the end of its lease to come back, and is asked
+  again every `PROBE_AGAIN_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch_ecrec.coordinator.coordinator import FENCED, Coordinator
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import Address, BadMessage, Join, Rejoin
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
+
+Message = dict[str, Any]
+PROBE_AGAIN_S = 0.5
+REFUSED_SHOWN_S = 1.0  # refusals are told to the log once in so long at most, with how many there were
+WHY_LOST = {
+    GONE: "its connection ended, and its process is gone",
+    UNREACHABLE: "its connection ended, and its process cannot be reached",
+}
+
+
+class Peer(Protocol):
+    """A connection, as its owner gives it."""
+
+    @property
+    def peer(self) -> str:
+        """Where it comes from, for messages."""
+
+    def send(self, message: Message) -> None:
+        """Sends; nothing if it has ended."""
+
+    def admit(self) -> None:
+        """It is a member's or a watcher's from now on: more may be sent on it, and it may be silent."""
+
+    def close(self) -> None:
+        """Ends it, after what was sent."""
+
+
+@dataclass
+class Away:
+    """A member without a connection. `number`: which probe was sent last; `asked_s`: when."""
+
+    address: Address
+    number: int
+    asked_s: float
+    answered: bool = False
+
+
+class Router:
+    """The coordinator with its connections.
+
+    Args:
+        code, spares, store, without_spare, lease_s, transport: see `Coordinator`.
+        probe: `probe(name, number, address)` asks whether a process listens there; its answer is a call of `on_probed`.
+        announce: gets every event, for the log.
+        stop: the coordinator is to end, soon.
+        stamp: adds the time of day to what people see.
+        joins_from_s: until then, joins are held.
+    """
+
+    def __init__(
+        self,
+        code: CodeSpec,
+        spares: int,
+        store: tuple[str, int],
+        *,
+        probe: Callable[[str, int, Address], None],
+        announce: Callable[[Message], None],
+        stop: Callable[[], None] = lambda: None,
+        stamp: Callable[[Message], Message] = lambda message: message,
+        joins_from_s: float = 0.0,
+        **options: Any,
+    ) -> None:
+        self.core = Coordinator(code, spares, store, self._send, self._tell_watchers, **options)
+        self.refused = 0  # messages, since the start
+        self._probe, self._announce, self._stop, self._stamp = probe, announce, stop, stamp
+        self._joins_from_s = joins_from_s
+        self._connections: dict[str, Peer] = {}
+        self._names: dict[Peer, str] = {}
+        self._addresses: dict[str, Address | None] = {}  # of members: where they listen
+        self._held: dict[Peer, Join] = {}
+        self._watchers: dict[Peer, None] = {}
+        self._away: dict[str, Away] = {}
+        self._probes = 0
+        self._refusals = 0  # that the log was not told of yet
+        self._told_s = -REFUSED_SHOWN_S
+
+    # out ----------------------------------------------------------------------------------------
+
+    def _send(self, name: str, message: Message) -> None:
+        if name in self._connections:
+            self._connections[name].send(message)
+
+    def _tell_watchers(self, event: Message) -> None:
+        self._announce(event)
+        for watcher in list(self._watchers):
+            watcher.send(self._stamp({"type": "event", **event}))
+
+    # in -----------------------------------------------------------------------------------------
+
+    def on_message(self, peer: Peer, message: Message, now_s: float) -> None:
+        """A JSON object has arrived."""
+        name = self._names.get(peer)
+        try:
+            word = messages.from_member(message)
+        except BadMessage as error:
+            self.refuse(peer, str(error), now_s)
+            return
+        if isinstance(word, (Join, Rejoin)):
+            if name is not None or peer in self._held:
+                self.refuse(peer, f"{message['type']}: said before on this connection", now_s)
+            elif isinstance(word, Join):
+                self._held[peer] = word
+                peer.admit()  # it may have to be silent for a while
+            else:
+                self._rejoin(peer, word, now_s)
+            self._let_in(now_s)
+        elif isinstance(word, (messages.Status, messages.Watch)):
+            if isinstance(word, messages.Watch):
+                self._watchers[peer] = None
+                peer.admit()
+            peer.send(self._stamp({"type": "status", **self.status(now_s)}))
+        elif isinstance(word, messages.Stop):
+            self.core.stop("stopped", "stopped")
+            self._stop()
+        elif name is None:
+            self.refuse(peer, f"not a question: {message['type']!r}", now_s)
+        else:
+            objection = self.core.on_message(name, word, now_s)
+            if objection is not None:
+                self.refuse(peer, f"{message['type']}: {objection}", now_s)
+            elif isinstance(word, messages.Progress):
+                for watcher in list(self._watchers):
+                    watcher.send(self._stamp(message))
+
+    def refuse(self, peer: Peer, reason: str, now_s: float) -> None:
+        """What arrived counts for nothing: its sender is told why, and the log from time to time."""
+        self.refused += 1
+        self._refusals += 1
+        peer.send({"type": "refused", "kind": "refused", "reason": reason})
+        if peer not in self._names and peer not in self._held and peer not in self._watchers:
+            peer.close()
+        if now_s >= self._told_s + REFUSED_SHOWN_S:
+            self._told_s, count, self._refusals = now_s, self._refusals, 0
+            who = self._names.get(peer, peer.peer)
+            self._tell_watchers({"event": "refused", "from": who, "why": reason, "messages": count})
+
+    def on_closed(self, peer: Peer, now_s: float) -> None:
+        """A connection has ended."""
+        self._held.pop(peer, None)
+        self._watchers.pop(peer, None)
+        name = self._names.pop(peer, None)
+        if name is None:
+            return
+        del self._connections[name]
+        member = self.core.members.get(name)
+        if member is None or not member.alive:
+            return
+        address = self._addresses.get(name)
+        if member.left or address is None:
+            self.core.on_lost(name, now_s, "its connection ended")
+        else:
+            self._ask(name, address, now_s)
+        self._let_in(now_s)
+
+    def _ask(self, name: str, address: Address, now_s: float) -> None:
+        self._probes += 1
+        self._away[name] = Away(address, self._probes, now_s)
+        self._probe(name, self._probes, address)
+
+    def on_probed(self, name: str, number: int, found: str, now_s: float) -> None:
+        """The answer to a probe: GONE, UNREACHABLE or ALIVE. Nothing if the member is back, or was asked again."""
+        away = self._away.get(name)
+        if away is None or away.number != number:
+            return
+        away.answered = True
+        if found != ALIVE:
+            del self._away[name]
+            self.core.on_lost(name, now_s, WHY_LOST[found])
+            self._let_in(now_s)
+
+    def on_tick(self, now_s: float) -> None:
+        """Called about every quarter of a heartbeat."""
+        self.core.on_tick(now_s)
+        for name, away in list(self._away.items()):
+            member = self.core.members.get(name)
+            if member is None or not member.alive:
+                del self._away[name]  # its lease has ended
+            elif away.answered and now_s >= away.asked_s + PROBE_AGAIN_S:
+                self._ask(name, away.address, now_s)
+        self._addresses = {name: where for name, where in self._addresses.items() if name in self.core.members}
+        self._let_in(now_s)
+
+    # joining ------------------------------------------------------------------------------------
+
+    def _let_in(self, now_s: float) -> None:
+        """Those who wait to join, unless members of a coordinator before come first."""
+        while self._held and now_s >= self._joins_from_s and not self.core.regathering:
+            peer = next(iter(self._held))
+            self._join(peer, self._held.pop(peer), now_s)
+
+    def _join(self, peer: Peer, join: Join, now_s: float) -> None:
+        refusal = self.core.refusal(join)
+        if refusal is not None:
+            kind = self.core.fatal_kind if self.core.fatal is not None else "refused"
+            peer.send({"type": "refused", "kind": kind, "reason": refusal})
+            return
+        name = self.core.born_as(join.birth)
+        if name is not None:
+            self._bind(name, peer, join.address)
+            self.core.on_join_again(name, now_s)
+        else:
+            name = self.core.name_for(join)
+            self._bind(name, peer, join.address)
+            self.core.on_join(name, join, now_s)
+
+    def _rejoin(self, peer: Peer, rejoin: Rejoin, now_s: float) -> None:
+        why = self.core.rejoin_refusal(rejoin)
+        if why is not None:
+            peer.send({"type": "fatal", "kind": why[0], "reason": why[1]})
+            return
+        name, member = rejoin.name, self.core.members.get(rejoin.name)
+        if member is not None and member.birth != rejoin.birth and name in self._connections:
+            self._send(name, {"type": "fatal", "kind": "fenced", "reason": FENCED})  # it joins again as another
+        self._bind(name, peer, rejoin.address)
+        self.core.on_rejoin(rejoin, now_s)
+
+    def _bind(self, name: str, peer: Peer, address: Address | None) -> None:
+        """From now on this is the member's connection; one that it had before is closed."""
+        before = self._connections.pop(name, None)
+        if before is not None:
+            del self._names[before]
+            before.close()
+        self._connections[name], self._names[peer], self._addresses[name] = peer, name, address
+        self._away.pop(name, None)
+        peer.admit()
+
+    def status(self, now_s: float) -> Message:
+        """Everything that `torch-ecrec status` shows."""
+        return {**self.core.status(now_s), "refused_messages": self.refused}

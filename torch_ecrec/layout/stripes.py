@@ -1,0 +1,315 @@
+"""Where every record lives: row <-> (slot, position, stripe, member). Pure integer maths, equal on every process.
+
+Terms. Stripe c holds the rows c*k .. c*k+k-1 of a slab: row x is member m = x % k of stripe x // k; members k .. n-1
+are its parities. The stripe's *base* is b = c % slots and its *rotation* q = c // slots. Slots are cut into contiguous
+*coding groups* of n to 2n slots, and member j of a stripe with base b lives on the slot j places after b, going round
+within b's group. So a slot has data records of k bases, which have *ranks* 0..k-1 in ascending order of the base, and
+parity records of r bases, with ranks likewise. Records are stored rank by rank, and by rotation within a rank: the
+*position* of a data record is data_first[slot, rank] + q; likewise parity_first[slot, rank] + q for parity.
+
+Example: slots = 3, k = 2, r = 1, rows = 8. Row 5 is member 1 of stripe 2: base 2, rotation 0; members 0, 1, 2 live on
+slots 2, 0, 1. Slot 0 has data of the bases 0 (member 0, stripes 0 and 3) and 2 (member 1, stripe 2), so row 5 is behind
+the two records of rank 0, at position 2 + 0 = 2 of slot 0.
+
+Invariants. Members of a stripe are on n different slots. Positions are dense: slot s holds exactly the positions 0 ..
+data_rows(s)-1 and 0 .. parity_rows(s)-1. In every full rotation each slot holds k data and r parity records, whatever
+gcd(n, slots) is. All stripes of one base share the same map from members to slots, so the records of one rank have
+their siblings and their parities at consecutive positions too: work on many records goes rank by rank, in runs. The
+last stripe may be partial: its missing members do not exist and count as zeros; its parities exist.
+
+Shapes: S slots, U records, G records of one base, k and r as in the code.
+
+Does not know which server hosts a slot, or what is in a record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from torch_ecrec.runtime.checks import require, require_int
+
+Integers = NDArray[np.int64]
+
+
+@njit(nogil=True, cache=True)
+def _locate(rows_U: Any, period: Any, slot_of: Any, first_of: Any, slot_U: Any, position_U: Any) -> None:
+    """`period` is the rows of a full rotation; `slot_of` and `first_of` are indexed by row % period."""
+    for i in range(rows_U.shape[0]):
+        row = np.uint64(rows_U[i])
+        rotation = row // np.uint64(period)
+        offset = row - rotation * np.uint64(period)
+        slot_U[i] = slot_of[offset]
+        position_U[i] = np.int64(rotation) + first_of[offset]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Data records of one rank of a source whose parities one holder has: both lie at consecutive positions.
+
+    The parity of the record at position p, first <= p < end, is at position p + shift of the holder.
+
+    Args:
+        first, end: positions on the source.
+        shift: from a record's position to that of its parity.
+        parity: which parity of the stripe it is, 0..r-1.
+        member: which member of its stripe the record is, 0..k-1.
+    """
+
+    first: int
+    end: int
+    shift: int
+    parity: int
+    member: int
+
+
+@dataclass(frozen=True)
+class StripeGroup:
+    """Records of one slot whose stripes have one base, hence one map from members to slots.
+
+    Args:
+        base: base of their stripes.
+        member: which member of its stripe each of them is.
+        rotations: (G,) int64, the stripes: stripe = rotation * slots + base.
+        where: (G,) int64, their indices in the positions asked about.
+    """
+
+    base: int
+    member: int
+    rotations: Integers
+    where: Integers
+
+
+def _derived() -> Any:
+    return field(init=False, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The records of one slab on all slots.
+
+    Args:
+        slots: logical shards, at least k + r.
+        k: data members of a stripe, at least 1.
+        r: parity members, 0 or more.
+        rows: rows of the slab, 0 or more.
+
+    Attributes:
+        n: k + r.
+        stripes: number of stripes, the partial one included.
+        member_slot: (S, n) slot of each member, by base.
+        member_rank: (S, n) rank of each member among the data (j < k) or parity (j >= k) records of its slot, by base.
+        data_base, data_member: (S, k) base and member of the data records of each rank, by slot.
+        parity_base, parity_member: (S, r) the same of the parity records; members are in k..n-1.
+        data_first: (S, k + 1) position of the first data record of each rank, by slot; their number at the end.
+        parity_first: (S, r + 1) the same of the parity records.
+
+    All arrays are int64 and read-only.
+    """
+
+    slots: int
+    k: int
+    r: int
+    rows: int
+    n: int = _derived()
+    stripes: int = _derived()
+    member_slot: Integers = _derived()
+    member_rank: Integers = _derived()
+    data_base: Integers = _derived()
+    data_member: Integers = _derived()
+    parity_base: Integers = _derived()
+    parity_member: Integers = _derived()
+    data_first: Integers = _derived()
+    parity_first: Integers = _derived()
+    _group_first: Integers = _derived()  # (S,) first slot of a slot's group
+    _group_size: Integers = _derived()  # (S,)
+    _slot_of: Integers = _derived()  # (S * k,) slot by row % (S * k)
+    _first_of: Integers = _derived()  # (S * k,) position of the first record of its slot and rank, likewise
+
+    def __post_init__(self) -> None:
+        require_int("slots", self.slots, 1)
+        require_int("k", self.k, 1)
+        require_int("r", self.r, 0)
+        require_int("rows", self.rows, 0)
+        slots, k, r = self.slots, self.k, self.r
+        n = k + r
+        require(
+            n <= slots,
+            f"a stripe of k + r = {n} members needs as many slots, got {slots}: two members on one slot would be lost"
+            " together",
+        )
+        self._set("n", n)
+        self._set("stripes", -(-self.rows // k))
+        groups = max(1, -(-slots // (2 * n)))
+        edges = np.array([slots * g // groups for g in range(groups + 1)], np.int64)
+        sizes = np.diff(edges)
+        group_first, group_size = np.repeat(edges[:-1], sizes), np.repeat(sizes, sizes)
+
+        bases = np.arange(slots, dtype=np.int64)[:, None]
+        members = np.arange(n, dtype=np.int64)[None, :]
+        first, size = group_first[:, None], group_size[:, None]
+        member_slot = first + (bases - first + members) % size
+        # The other way round: member j on slot s belongs to the base j places before s.
+        base_of = first + (bases - first - members) % size
+        data_member = np.argsort(base_of[:, :k], axis=1)
+        parity_member = np.argsort(base_of[:, k:], axis=1) + k
+        data_base = np.take_along_axis(base_of, data_member, axis=1)
+        parity_base = np.take_along_axis(base_of, parity_member, axis=1)
+        member_rank = np.zeros((slots, n), np.int64)
+        member_rank[data_base, data_member] = np.arange(k)
+        member_rank[parity_base, parity_member] = np.arange(r)
+
+        self._set("member_slot", member_slot)
+        self._set("member_rank", member_rank)
+        self._set("data_base", data_base)
+        self._set("data_member", data_member)
+        self._set("parity_base", parity_base)
+        self._set("parity_member", parity_member)
+        self._set("_group_first", group_first)
+        self._set("_group_size", group_size)
+        self._set("_slot_of", member_slot[:, :k].reshape(-1))
+        all_rotations, rest = divmod(self.stripes, slots)
+        stripes_of = all_rotations + (np.arange(slots) < rest)  # (S,) stripes of each base
+        counts = stripes_of[data_base]
+        missing = self.stripes * k - self.rows
+        counts -= (data_base == (self.stripes - 1) % slots) & (data_member >= k - missing)
+        self._set("data_first", np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0))))
+        self._set("parity_first", np.pad(np.cumsum(stripes_of[parity_base], axis=1), ((0, 0), (1, 0))))
+        self._set("_first_of", self.data_first[member_slot[:, :k], member_rank[:, :k]].reshape(-1))
+
+    def _set(self, name: str, value: Any) -> None:
+        if isinstance(value, np.ndarray):
+            value = np.ascontiguousarray(value, dtype=np.int64)
+            value.setflags(write=False)
+        object.__setattr__(self, name, value)
+
+    def data_rows(self, slot: int) -> int:
+        """Number of data records on a slot."""
+        self._check_slot(slot)
+        return int(self.data_first[slot, -1])
+
+    def parity_rows(self, slot: int) -> int:
+        """Number of parity records on a slot."""
+        self._check_slot(slot)
+        return int(self.parity_first[slot, -1])
+
+    def locate(self, rows_U: Integers) -> tuple[Integers, Integers]:
+        """Where rows live.
+
+        Args:
+            rows_U: (U,) int64, rows of the slab.
+
+        Returns:
+            slot_U, position_U: (U,) int64 each.
+
+        Not checked: that rows are in 0..rows-1. The caller does.
+        """
+        slot_U, position_U = np.empty(len(rows_U), np.int64), np.empty(len(rows_U), np.int64)
+        rows_U = np.ascontiguousarray(rows_U, dtype=np.int64)
+        _locate(rows_U, self.slots * self.k, self._slot_of, self._first_of, slot_U, position_U)
+        return slot_U, position_U
+
+    def row_at(self, slot: int, positions_U: Integers) -> Integers:
+        """The rows of data records of a slot: inverse of `locate`.
+
+        Not checked: that positions are in 0..data_rows(slot)-1. The caller does.
+        """
+        self._check_slot(slot)
+        ranks_U = np.searchsorted(self.data_first[slot], positions_U, side="right") - 1
+        rotations_U = positions_U - self.data_first[slot][ranks_U]
+        stripes_U = rotations_U * self.slots + self.data_base[slot][ranks_U]
+        return stripes_U * self.k + self.data_member[slot][ranks_U]
+
+    def group(self, slot: int, parity: bool, positions_U: Integers) -> list[StripeGroup]:
+        """Splits records of a slot by the base of their stripes.
+
+        Args:
+            slot: where they live.
+            parity: whether the positions are of parity records, else of data records.
+            positions_U: (U,) int64, in any order.
+
+        Returns:
+            The groups that have a record, in order of rank; within one, records keep their order.
+        """
+        self._check_slot(slot)
+        bases, members = (self.parity_base, self.parity_member) if parity else (self.data_base, self.data_member)
+        first = (self.parity_first if parity else self.data_first)[slot]
+        if len(positions_U) == 0:
+            return []
+        require(len(first) > 1, "`parity` must be False where r is 0, as there are no parity records")
+        ranks_U = np.searchsorted(first, positions_U, side="right") - 1
+        groups = []
+        for rank in range(len(first) - 1):
+            where = np.flatnonzero(ranks_U == rank).astype(np.int64, copy=False)
+            if len(where):
+                rotations = positions_U[where] - first[rank]
+                groups.append(StripeGroup(int(bases[slot, rank]), int(members[slot, rank]), rotations, where))
+        return groups
+
+    def position(self, base: int, member: int, rotations_G: Integers) -> Integers:
+        """Positions of a member of some stripes of one base on its slot, which is `member_slot[base, member]`.
+
+        They are positions of data records for member < k, else of parity records.
+        """
+        return np.asarray(rotations_G, dtype=np.int64) + self.first_position(base, member)
+
+    def first_position(self, base: int, member: int) -> int:
+        """Position of a member of the stripe with rotation 0 of a base, on its slot; that of rotation q is q behind."""
+        self._check_member(base, member)
+        first = self.data_first if member < self.k else self.parity_first
+        return int(first[self.member_slot[base, member], self.member_rank[base, member]])
+
+    def exists(self, base: int, member: int, rotations_G: Integers) -> NDArray[np.bool_]:
+        """Whether the member exists, (G,) bool: False for what the last stripe lacks and for stripes past the end."""
+        self._check_member(base, member)
+        stripes_G = np.asarray(rotations_G, dtype=np.int64) * self.slots + base
+        if member >= self.k:
+            return stripes_G < self.stripes
+        return stripes_G * self.k + member < self.rows
+
+    def holders(self, slot: int) -> tuple[int, ...]:
+        """Slots that hold parity of records of `slot`, ascending; whatever the number of rows."""
+        self._check_slot(slot)
+        return tuple(np.unique(self.member_slot[self.data_base[slot], self.k :]).tolist())
+
+    def sources(self, slot: int) -> tuple[int, ...]:
+        """Slots of whose records `slot` holds parity, ascending; whatever the number of rows."""
+        self._check_slot(slot)
+        return tuple(np.unique(self.member_slot[self.parity_base[slot], : self.k]).tolist())
+
+    def group_of(self, slot: int) -> tuple[int, ...]:
+        """All slots of the coding group of `slot`, ascending, itself included."""
+        self._check_slot(slot)
+        first = int(self._group_first[slot])
+        return tuple(range(first, first + int(self._group_size[slot])))
+
+    def runs(self, source: int, holder: int) -> tuple[Run, ...]:
+        """How changes on `source` reach the parity on `holder`, in order of position; ranks without records included.
+
+        Their number does not depend on the number of rows, so that it is the same in every slab of a job.
+        """
+        self._check_slot(source)
+        self._check_slot(holder)
+        found = []
+        for rank, base in enumerate(self.data_base[source].tolist()):
+            for parity in np.flatnonzero(self.member_slot[base, self.k :] == holder).tolist():  # at most one
+                first, end = self.data_first[source, rank : rank + 2].tolist()
+                shift = self.first_position(base, self.k + parity) - first
+                found.append(Run(first, end, shift, parity, int(self.data_member[source, rank])))
+        return tuple(found)
+
+    def _check_slot(self, slot: int) -> None:
+        require(0 <= slot < self.slots, f"`slot` must be in 0..{self.slots - 1}, got {slot}")
+
+    def _check_member(self, base: int, member: int) -> None:
+        require(0 <= base < self.slots, f"`base` must be in 0..{self.slots - 1}, got {base}")
+        require(0 <= member < self.n, f"`member` must be in 0..{self.n - 1}, got {member}")
+
+
+def warm() -> None:
+    """Compiles or loads the kernel."""
+    Layout(1, 1, 0, 1).locate(np.zeros(1, np.int64))

@@ -1,0 +1,480 @@
+"""The dense part of a model as bytes: parameters and the state of their optimizers, in equal parts for the trainers.
+
+Every trainer holds the same dense state (data parallel), so each hands over one part of it: with 1,000 bytes and 3
+trainers, trainer 0 packs bytes [0, 334), 1 [334, 668), 2 [668, 1000). What may differ from trainer to trainer (buffers,
+say the running means of a BatchNorm; parameters that are not the model's) each keeps whole, with its part. `unpack`
+joins the parts, `load_` puts them into a model.
+
+    stream   what all trainers have: the index, then the tensors one behind the other, without padding
+    index    `values.encode` of all that is not a tensor: names, dtypes, shapes, where each tensor lies; of every
+             optimizer its class, the hyperparameters of its groups, and what it has in `state`, whatever that is
+    payload  uint8, contiguous: a trainer's part of the stream, what it keeps whole, what else it was given as its own
+    header   a few integers (`Header`). Says nothing of the model: the index does, which is there once, not per trainer
+
+A part is of use with all the others of its step only. That they are of one index is checked by its digest.
+
+Kept exactly, or refused by name (TypeError): nothing of an optimizer's `state` and `param_groups` is left out. What an
+optimizer keeps elsewhere, in attributes of its own, is kept if its `state_dict` has it.
+
+Optimizers are found without the user's help: a hook that torch runs after every optimizer's step keeps those that own a
+parameter of this model. TorchRec's keyed wrappers are passed over in favour of the torch optimizers inside them.
+
+Does not contain embedding rows (the servers hold them), and does not know what a trainer keeps of its own
+(`nn/attachment.py`). Does not send anything.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torch_ecrec.nn import optimizer_steps, values
+from torch_ecrec.nn.values import TensorsIn, TensorsOut, bytes_of
+from torch_ecrec.runtime import shared
+
+NUMBERS_MOST = 1 << 48  # of a header; the transport takes no larger ones
+_USUAL = {"state", "param_groups"}  # of an optimizer's state_dict
+
+
+class Header(NamedTuple):
+    """What the payload with it is. As a list of integers it is sent and kept."""
+
+    step: int
+    part: int  # 0 <= part < parts
+    parts: int
+    stream_bytes: int  # of all parts
+    index_bytes: int  # the first ones of the stream
+    digest: int  # of the index
+    whole_bytes: int  # in the payload, behind the part of the stream: what this trainer keeps whole
+    own_bytes: int  # in the payload, last
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Which bytes of the stream are in this part."""
+        size = -(-self.stream_bytes // self.parts)
+        begin = min(self.part * size, self.stream_bytes)
+        return begin, min(begin + size, self.stream_bytes)
+
+    @staticmethod
+    def of(numbers: Sequence[int], payload: Tensor) -> Header:
+        """The header that came with a payload.
+
+        Raises:
+            ValueError: it is none, or of another payload.
+        """
+        fields = Header._fields
+        if len(numbers) != len(fields) or not all(type(n) is int and 0 <= n <= NUMBERS_MOST for n in numbers):
+            raise ValueError(f"a header must have {len(fields)} integers from 0 to {NUMBERS_MOST}, got {numbers!r}")
+        header = Header(*numbers)
+        if header.part >= header.parts or header.index_bytes > header.stream_bytes:
+            raise ValueError(f"no part of a snapshot has this header: {header}")
+        begin, end = header.span
+        size = end - begin + header.whole_bytes + header.own_bytes
+        if payload.dtype != torch.uint8 or payload.dim() != 1 or len(payload) != size:
+            raise ValueError(
+                f"step {header.step}, part {header.part}: the header is of {size} bytes,"
+                f" got {payload.dtype} of shape {tuple(payload.shape)}"
+            )
+        return header
+
+
+class DenseSnapshot:
+    """Packs one trainer's part of a model's dense state.
+
+    Args:
+        model: held weakly. Parameters that TorchRec has sharded are left out: they differ from trainer to trainer.
+        part, parts: which part this trainer packs, 0 <= part < parts.
+    """
+
+    def __init__(self, model: nn.Module, part: int, parts: int) -> None:
+        if not 0 <= part < parts:
+            raise ValueError(f"`part` must be at least 0 and less than `parts`, got {part} of {parts}")
+        self.part, self.parts = part, parts
+        self._model = weakref.ref(model)
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._looks = True
+        optimizer_steps.watch(self._notice)
+
+    def close(self) -> None:
+        """Stops looking for optimizers. Twice is once."""
+        self._looks = False
+
+    def _notice(self, optimizer: Optimizer) -> None:
+        model = self._model()
+        if not self._looks or model is None or optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        if isinstance(optimizer, KeyedOptimizer):
+            return
+        dense = {id(parameter) for _, parameter in dense_parameters(model)}
+        if any(id(parameter) in dense for group in optimizer.param_groups for parameter in group["params"]):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those found so far, in the order of their first step."""
+        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+
+    def use(self, optimizers: Sequence[Optimizer]) -> None:
+        """Takes these optimizers, in this order, rather than those that are found."""
+        self._looks = False
+        once = {id(optimizer): optimizer for optimizer in optimizers}
+        self._optimizers = [weakref.ref(optimizer) for optimizer in once.values()]
+
+    def check(self) -> None:
+        """Looks whether all that there is now can be kept. More may come with the first steps: `pack` looks again.
+
+        Raises:
+            TypeError: something cannot be kept; says what.
+            RuntimeError: the model is gone.
+        """
+        _collect(self._the_model(), self.optimizers)
+
+    def pack(self, step: int, own: bytes = b"") -> tuple[Tensor, list[int]]:
+        """This trainer's part of the state after `step`: a fresh buffer that nobody writes to later, and its header.
+
+        Args:
+            step: of the header.
+            own: what this trainer alone has; kept behind its part, see `own_of`.
+
+        Raises:
+            TypeError: something cannot be kept; says what.
+            RuntimeError: the model is gone.
+        """
+        index, out, whole = _collect(self._the_model(), self.optimizers)
+        stream_bytes = len(index) + out.bytes
+        header = Header(step, self.part, self.parts, stream_bytes, len(index), _digest(index), len(whole), len(own))
+        begin, end = header.span
+        payload = shared.empty((end - begin + len(whole) + len(own),), np.uint8)
+        behind = memoryview(payload)[end - begin :]  # type: ignore[arg-type]
+        behind[: len(whole)], behind[len(whole) :] = whole, own
+        if begin < len(index):
+            mine = index[begin:end]
+            payload[: len(mine)] = np.frombuffer(mine, np.uint8)
+        found = torch.from_numpy(payload)
+        first = bisect.bisect_right(out.offsets, begin - len(index)) - 1
+        for i in range(max(first, 0), bisect.bisect_left(out.offsets, end - len(index))):
+            tensor, offset = out.tensors[i], len(index) + out.offsets[i]
+            low, high = max(begin, offset), min(end, offset + tensor.nbytes)
+            if low < high:
+                found[low - begin : high - begin] = bytes_of(tensor)[low - offset : high - offset]
+        return found, list(header)
+
+    def _the_model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model of this snapshot is gone")
+        return model
+
+
+# reading ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    """A snapshot, joined. Optimizers: `class`, `groups`, `state`, `more`, encoded as `_collect` does."""
+
+    step: int
+    parameters: dict[str, Tensor]  # by name
+    optimizers: list[dict[str, Any]]
+    tensors: TensorsIn  # those of the optimizers
+    whole: list[bytes]  # what each trainer has kept whole
+
+    def buffers(self, part: int) -> dict[str, Tensor]:
+        """A trainer's, by name."""
+        found: dict[str, Tensor] = values.decode(self.whole[part], device="cpu")["buffers"]
+        return found
+
+
+def unpack(parts: Sequence[tuple[Tensor, Sequence[int]]]) -> State:
+    """Joins the parts of one step, in any order.
+
+    Raises:
+        ValueError: a part is missing, there twice, of another step or model, or not what its header says.
+    """
+    pairs = sorted(((Header.of(numbers, payload), payload) for payload, numbers in parts), key=lambda pair: pair[0])
+    steps = sorted({header.step for header, _ in pairs})
+    if len(steps) != 1:
+        raise ValueError(f"parts of exactly one step are needed, got steps {steps}")
+    step, first = steps[0], pairs[0][0]
+    there = [header.part for header, _ in pairs]
+    if there != list(range(first.parts)):
+        raise ValueError(f"step {step}: need parts 0 to {first.parts - 1}, got {there}")
+    for header, _ in pairs:
+        if header[2:6] != first[2:6]:
+            raise ValueError(
+                f"step {step}: part {header.part} does not fit the others; were the dense state's names, shapes,"
+                " hyperparameters or other plain values not the same on all trainers?"
+            )
+    spans = [(header, payload, header.span[1] - header.span[0]) for header, payload in pairs]
+    stream = torch.cat([payload[:size] for _, payload, size in spans])
+    index = stream[: first.index_bytes].numpy().tobytes()
+    if _digest(index) != first.digest:
+        raise ValueError(f"step {step}: the index is not the one that was packed")
+    tensors = TensorsIn(stream[first.index_bytes :])
+    content = values.decode(index, tensors, "cpu")
+    whole = [payload[size : size + header.whole_bytes].numpy().tobytes() for header, payload, size in spans]
+    if type(content) is not dict or content.keys() != {"parameters", "optimizers"}:
+        raise ValueError(f"step {step}: the index is not one of a dense state")
+    return State(step, content["parameters"], content["optimizers"], tensors, whole)
+
+
+def own_of(payload: Tensor, header: Sequence[int]) -> bytes:
+    """What a trainer had given to `pack` as its own. Raises ValueError if the header is not of this payload."""
+    size = Header.of(header, payload).own_bytes
+    return payload[payload.numel() - size :].numpy().tobytes()
+
+
+def load_(
+    model: nn.Module, optimizers: Sequence[Optimizer], parts: Sequence[tuple[Tensor, Sequence[int]]], part: int
+) -> int:
+    """Puts a snapshot into a model and its optimizers, in place.
+
+    Args:
+        model: of the same architecture. Mutated.
+        optimizers: torch optimizers over its dense parameters, in the order in which they first step. Mutated.
+        parts: payload and header of every part of one step.
+        part: which of them this trainer had packed: what may differ from trainer to trainer is of that one.
+
+    Returns:
+        The step of the snapshot.
+
+    Raises:
+        ValueError: names, shapes, dtypes or optimizers differ; nothing was changed then.
+    """
+    state = unpack(parts)
+    if not 0 <= part < len(state.whole):
+        raise ValueError(f"`part` must be at least 0 and less than {len(state.whole)}, got {part}")
+    try:
+        copies, saved = _fitting(model, optimizers, state, part)
+    except (LookupError, TypeError, AttributeError) as error:  # bytes of another program
+        raise ValueError(f"step {state.step}: not what a trainer keeps: {error!r}") from error
+    for one in saved:
+        one.load_more()
+    with torch.no_grad():
+        for target, value in copies:
+            target.copy_(value)
+    for one in saved:
+        one.load_()
+    return state.step
+
+
+_Copies = list[tuple[Tensor, Tensor]]  # to, from
+
+
+def _fitting(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: State, part: int
+) -> tuple[_Copies, list[_SavedOptimizer]]:
+    """What is to be put where. Changes nothing; raises ValueError as `load_` does."""
+    whole = values.decode(state.whole[part], device="cpu")
+    copies = _copies("parameters", dict(dense_parameters(model)), state.parameters)
+    copies += _copies("buffers", dict(_buffers(model)), whole["buffers"])
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    if kinds != [entry["class"] for entry in state.optimizers]:
+        raise ValueError(f"optimizers {kinds} given, {[e['class'] for e in state.optimizers]} in the snapshot")
+    names = {id(parameter): name for name, parameter in dense_parameters(model)}
+    saved = [
+        _SavedOptimizer(optimizer, entry, mine, state.tensors, names)
+        for optimizer, entry, mine in zip(optimizers, state.optimizers, whole["optimizers"], strict=True)
+    ]
+    for one in saved:
+        copies += one.strangers
+    return copies, saved
+
+
+def _copies(kind: str, targets: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> _Copies:
+    """Which tensor gets which value. Raises ValueError unless they are the same ones."""
+    if stored.keys() != targets.keys():
+        differ = ", ".join(sorted(stored.keys() ^ targets.keys()))
+        raise ValueError(f"the model and the snapshot differ in {kind} {differ}")
+    for name, target in targets.items():
+        if is_lazy(target):
+            raise ValueError(f"{kind} {name}: has no shape yet; run the model once before")
+        here, there = (tuple(target.shape), target.dtype), (tuple(stored[name].shape), stored[name].dtype)
+        if here != there:
+            raise ValueError(
+                f"{kind} {name}: shape {here[0]}, {here[1]} here; shape {there[0]}, {there[1]} in the snapshot"
+            )
+    return [(target, stored[name]) for name, target in targets.items()]
+
+
+class _SavedOptimizer:
+    """What a snapshot has of one optimizer, decoded and found to fit.
+
+    Args:
+        optimizer: where it belongs.
+        entry, whole: of the index, and of what the trainer has kept whole.
+        tensors: of the index.
+        names: of the model's parameters, by id.
+
+    Raises:
+        ValueError: the optimizer owns other parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        entry: Mapping[str, Any],
+        whole: Mapping[str, Any],
+        tensors: TensorsIn,
+        names: Mapping[int, str],
+    ) -> None:
+        self.optimizer, self._tensors = optimizer, tensors
+        groups = optimizer.param_groups
+        if _owned(optimizer, names) != entry["params"]:
+            raise ValueError(f"{entry['class']} owns other parameters here than in the snapshot")
+        owned: dict[Any, Tensor] = {}
+        for places, group in zip(entry["params"], groups, strict=True):
+            owned |= zip(places, group["params"], strict=True)
+        self.strangers = _copies(
+            f"parameters of {entry['class']}",
+            {str(place): owned[place] for place in whole["values"]},
+            {str(place): value for place, value in whole["values"].items()},
+        )
+        everywhere = list(owned.values())
+        self.groups = [
+            self._decoded(data, group["params"]) for data, group in zip(entry["groups"], groups, strict=True)
+        ]
+        self.more = self._decoded(entry["more"], everywhere)
+        self.state: list[tuple[Any, Any]] = []
+        for place, key, data in entry["state"]:
+            if place is None:
+                self.state.append((values.decode(key), self._decoded(data, everywhere)))
+            else:
+                data = whole["state"][place] if data is None else data
+                self.state.append((owned[place], self._decoded(data, [owned[place]])))
+
+    def _decoded(self, data: bytes, parameters: Sequence[Tensor]) -> Any:
+        """A value; what was on a CUDA device comes to that of the parameters."""
+        device = next((parameter.device for parameter in parameters if parameter.is_cuda), None)
+        return values.decode(data, self._tensors, device)
+
+    def load_more(self) -> None:
+        """What the optimizer keeps elsewhere, by its own `load_state_dict`, which may raise."""
+        if self.more:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), **self.more})
+
+    def load_(self) -> None:
+        for group, hyper in zip(self.optimizer.param_groups, self.groups, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update({"params": parameters, **hyper})
+        self.optimizer.state.clear()
+        for target, value in self.state:
+            self.optimizer.state[target] = value
+
+
+# writing ------------------------------------------------------------------------------------------
+
+
+def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The data-parallel parameters: under TorchRec's DMP without the sharded ones."""
+    sharded = _sharded_names(model)
+    return ((name, parameter) for name, parameter in model.named_parameters() if name not in sharded)
+
+
+def _sharded_names(model: nn.Module) -> set[str]:
+    if isinstance(model, DistributedModelParallel):
+        return set(DistributedModelParallel._sharded_parameter_names(model))
+    return set()
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that are not persistent, too."""
+    return iter(model.named_buffers())
+
+
+_Place = str | tuple[int, int]  # a parameter: its name in the model, or else its group and place in an optimizer
+
+
+def _owned(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[_Place]]:
+    """Of every group, what its parameters are called."""
+    return [
+        [names.get(id(parameter), (g, j)) for j, parameter in enumerate(group["params"])]
+        for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _digest(index: bytes) -> int:
+    """At most `NUMBERS_MOST`."""
+    return int.from_bytes(hashlib.blake2b(index, digest_size=6).digest(), "little")
+
+
+def _collect(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[bytes, TensorsOut, bytes]:
+    """The index, the tensors that lie behind it, and what this trainer keeps whole."""
+    out, sharded_names = TensorsOut(), _sharded_names(model)
+    parameters, names, sharded = {}, {}, set()
+    for name, parameter in model.named_parameters():
+        if name in sharded_names:
+            sharded.add(id(parameter))
+            continue
+        names[id(parameter)] = name
+        if not is_lazy(parameter):
+            parameters[name] = parameter.detach()
+    entries: list[dict[str, Any]] = []
+    wholes: list[dict[str, Any]] = []
+    for i, optimizer in enumerate(optimizers):
+        entry, whole = _collect_optimizer(optimizer, f"optimizer {i} ({type(optimizer).__name__})", names, sharded, out)
+        entries.append(entry)
+        wholes.append(whole)
+    index = values.encode({"parameters": parameters, "optimizers": entries}, "the dense state", out)
+    buffers = {name: buffer.detach() for name, buffer in _buffers(model)}
+    return index, out, values.encode({"buffers": buffers, "optimizers": wholes}, "the dense state")
+
+
+def _collect_optimizer(
+    optimizer: Optimizer, name: str, names: Mapping[int, str], sharded: set[int], out: TensorsOut
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What goes into the index, and what of parameters that are not the model's, which the trainer keeps whole."""
+    params = _owned(optimizer, names)
+    entry: dict[str, Any] = {"class": type(optimizer).__name__, "params": params, "groups": [], "state": []}
+    whole: dict[str, Any] = {"values": {}, "state": {}}
+    places: dict[int, _Place] = {}
+    for g, (owned, group) in enumerate(zip(params, optimizer.param_groups, strict=True)):
+        hyper = {key: value for key, value in group.items() if key != "params"}
+        entry["groups"].append(values.encode(hyper, f"{name}, group {g}", out))
+        for place, parameter in zip(owned, group["params"], strict=True):
+            places[id(parameter)] = place
+            if not isinstance(place, str) and id(parameter) not in sharded:
+                whole["values"][place] = parameter.detach()
+    state: Mapping[Any, Any] = optimizer.state  # an optimizer may keep there what is of no parameter
+    for key, value in state.items():
+        if not isinstance(key, Tensor):
+            kept = values.encode(key, f"{name}, key of its state")
+            entry["state"].append((None, kept, values.encode(value, f"{name}, state[{key!r}]", out)))
+            continue
+        found = places.get(id(key))
+        if found is None or (id(key) in sharded and value):
+            why = "that is in none of its groups" if found is None else "whose rows the servers hold"
+            raise TypeError(f"{name}: the state of a parameter of shape {tuple(key.shape)} {why} cannot be kept")
+        if found in whole["values"]:
+            whole["state"][found] = values.encode(value, f"{name}, state of parameter {found}")
+            entry["state"].append((found, None, None))
+        else:
+            entry["state"].append((found, None, values.encode(value, f"{name}, state of {found}", out)))
+    entry["more"] = values.encode(_beside_state(optimizer, name), f"{name}, state_dict", out)
+    return entry, whole
+
+
+def _beside_state(optimizer: Optimizer, name: str) -> dict[str, Any]:
+    """What only its `state_dict` knows of, if its class has one of its own."""
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if type(optimizer).state_dict is Optimizer.state_dict and not hooks:
+        return {}
+    try:
+        return {key: value for key, value in optimizer.state_dict().items() if key not in _USUAL}
+    except (NotImplementedError, RuntimeError) as error:
+        raise TypeError(f"{name} cannot be kept: its state_dict says {error}") from error

@@ -1,0 +1,1 @@
+"""What a run notes of itself, for others to read."""

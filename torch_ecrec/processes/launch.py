@@ -1,0 +1,337 @@
+"""The composition root: coordinator, server and trainer processes.
+
+run_coordinator   one process: membership behind a control server, and the store RPC generations meet at
+run_server        one process: a `Host` on the network
+connect           in a trainer: a `Session`, in the cluster named or in a local one of its own (`supervisor.py`)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import gc
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import IO, Any
+
+from torch_ecrec import codec, records
+from torch_ecrec.client import pooling
+from torch_ecrec.client.client import Client, Session
+from torch_ecrec.coordinator.router import Router
+from torch_ecrec.errors import ClusterError, DataLoss, Fenced, TrainersLost
+from torch_ecrec.layout import routing, stripes
+from torch_ecrec.processes.member import Member, exit_code_of
+from torch_ecrec.processes.supervisor import START_S, Supervisor
+from torch_ecrec.runtime import allocator
+from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, on_signals
+from torch_ecrec.server.service import Host
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.settings import Settings, restarts
+from torch_ecrec.transport.control import ControlServer, raise_descriptors
+from torch_ecrec.transport.node import Node
+
+log = logging.getLogger(__name__)
+
+JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
+REASON_S = 1.0  # for the reason to arrive, once an all-reduce has failed
+WAKE_S = 1.0  # a signal may come to another thread than the one that waits, and does not wake it
+ABORT_S = 5.0  # for which a trainer may wait for others in vain, once the cluster has ended
+
+
+def warm() -> None:
+    """Compiles the kernels, or loads them from the cache, so that the first step does not."""
+    codec.warm()
+    stripes.warm()
+    routing.warm()
+    pooling.warm()
+    records.warm()
+
+
+# coordinator ------------------------------------------------------------------------------------------
+
+
+def _freeze() -> None:
+    """Spares the interpreter's end the look at all objects of torch: 0.7 s of a core, and Ctrl-C ends many processes.
+
+    For processes of our own only: garbage that exists now is never collected.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def run_coordinator(
+    host: str, port: int, code: CodeSpec, spares: int, without_spare: str, settings: Settings, out: IO[str]
+) -> int:
+    """Runs the coordinator until it is told to stop; prints its address to `out` as a line of JSON once it listens.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    raise_descriptors()
+    store = _store_on(host)
+
+    def announce(event: dict[str, Any]) -> None:
+        log.info("%s", json.dumps(event))
+
+    def probe(name: str, number: int, address: tuple[str, int]) -> None:
+        server.probe(address, lambda found: router.on_probed(name, number, found, time.monotonic()))
+
+    def tick() -> None:
+        router.on_tick(time.monotonic())
+        server.call_later(settings.heartbeat_s / 4, tick)
+
+    def end() -> None:
+        if router.core.fatal is None:
+            router.core.stop("the coordinator was told to end", "stopped")  # nobody waits for another then
+        server.close()
+
+    server = ControlServer(
+        host,
+        port,
+        on_message=lambda connection, message: router.on_message(connection, message, time.monotonic()),
+        on_closed=lambda connection: router.on_closed(connection, time.monotonic()),
+        on_bad_line=lambda connection, reason: router.refuse(connection, reason, time.monotonic()),
+    )
+    router = Router(
+        code,
+        spares,
+        (host, store.port),
+        probe=probe,
+        announce=announce,
+        stop=lambda: server.call_later(0.2, server.close),
+        stamp=lambda message: {**message, "time_s": time.time()},
+        joins_from_s=time.monotonic() + JOINS_HELD_S,
+        without_spare=without_spare,
+        lease_s=settings.lease_s,
+        transport=settings.transport,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.call_soon(end))
+    print(json.dumps({"address": list(server.address)}), file=out, flush=True)
+    _freeze()
+    server.call_later(0.0, tick)
+    server.call_later(JOINS_HELD_S, lambda: router.on_tick(time.monotonic()))  # those who wait are let in
+    server.serve_forever()
+    return 0
+
+
+def _store_on(host: str) -> Any:
+    """A TCPStore that listens at `host`. Left to itself, torch's listens on every interface."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server((host, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=START_S),
+        master_listen_fd=listener.detach(),  # the store's from now on
+    )
+
+
+# server -----------------------------------------------------------------------------------------------
+
+
+def run_server(settings: Settings, code: dict[str, int | None] | None = None) -> int:
+    """Runs one server process until the cluster ends; returns its exit code.
+
+    When it was taken for lost, since it hung for longer than a lease, it lets go of everything and joins as a new one.
+
+    Args:
+        settings: `settings.join` names the coordinator.
+        code: code parameters this server insists on (k, r, slots), for a refusal where the cluster's differ.
+
+    Raises:
+        JoinRefused, ClusterUnavailable: see `Member`.
+    """
+    allocator.keep_freed(settings.keep_freed_bytes)
+    warm()
+    _freeze()
+    while isinstance(reason := _serve_once(settings, code), Fenced):
+        log.warning("%s; joins again", reason)
+        gc.collect()  # the slots of before
+    return 0 if isinstance(reason, KeyboardInterrupt) else exit_code_of(reason)
+
+
+def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseException:
+    """One membership, from joining to its end; returns why it ended.
+
+    Told to end (SIGTERM, SIGINT) before it has joined, and the second time, the process ends at once.
+    """
+    ends: queue.SimpleQueue[BaseException] = queue.SimpleQueue()  # its `put` may come in the middle of a `get`
+    hosts: list[Host] = []
+
+    def make(name: str, member: Member, _: CodeSpec) -> Node:
+        hosts.append(Host(name, member, settings))
+        return hosts[0]
+
+    member = Member(
+        settings,
+        {"role": "server", "code": code or {}},
+        make,
+        on_control=lambda message: hosts[0].on_control(message),
+        on_end=ends.put,
+        report=lambda: hosts[0].status() if hosts else {},
+        known=lambda: hosts[0].known(),
+    )
+    on_signals(lambda *_: ends.put(KeyboardInterrupt()))
+    log.info("%s joined %s (pid %d)", member.name, settings.join, os.getpid())
+    reason = _first_of(ends)
+    on_signals(end_at_once)
+    while not ends.empty():  # told to end just before, when the reason was another
+        reason = later if isinstance(later := ends.get(), KeyboardInterrupt) else reason
+    member.close()
+    if not isinstance(reason, KeyboardInterrupt):
+        log.info("%s ends: %s", member.name, reason)
+    return reason
+
+
+def _first_of(ends: queue.SimpleQueue[BaseException]) -> BaseException:
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return ends.get(timeout=WAKE_S)
+
+
+# trainer ----------------------------------------------------------------------------------------------
+
+
+def connect(
+    job: JobSpec,
+    settings: Settings | None = None,
+    trainer: int = 0,
+    code: CodeSpec | None = None,
+    snapshot_every: int = 1,
+) -> Session:
+    """Joins the cluster that `settings.join` names as one of its trainers; without a name, trainer 0 starts one.
+
+    That local one is shut down when trainer 0 closes its session, and goes with its process however that ends. All
+    trainers must be on one host for it, in one default process group.
+
+    Args:
+        job: tables, seed and number of trainers; its code parameters are replaced by the cluster's.
+        settings: None reads the environment.
+        trainer: this trainer's index.
+        code: of a local cluster; None takes the defaults. A cluster that is named has its own.
+        snapshot_every: `Session.snapshot` will be called after each step that is a multiple of it; 0: never.
+
+    Raises:
+        JoinRefused, ClusterUnavailable: see `Member`.
+    """
+    settings = settings or Settings.from_environment()
+    allocator.keep_freed(settings.keep_freed_bytes)
+    warm()
+    own: Supervisor | None = None
+    process = os.getpid()
+    if settings.join is None:
+        own, address = _start_local(job, trainer, code or CodeSpec(), settings)
+        settings = dataclasses.replace(settings, join=address)
+    clients: list[Client] = []
+    sessions: list[Session] = []
+    reasons = _exit_with_reason()
+
+    def make(name: str, member: Member, code: CodeSpec) -> Node:
+        agreed = JobSpec(job.tables, code, job.trainers, job.seed)
+        clients.append(Client(name, member, agreed, trainer, settings, snapshot_every))
+        sessions.append(Session(clients[0], member.tell, lambda: close(member), member.restarted))
+        return clients[0]
+
+    def close(member: Member) -> None:
+        if os.getpid() != process:
+            return  # a forked child: the session is its parent's
+        reasons.clear()
+        member.close()
+        if own is not None:
+            _wait_for_trainers(own)
+            own.close()
+
+    trains = threading.current_thread()
+
+    def on_end(error: BaseException) -> None:
+        if isinstance(error, ClusterError):
+            reasons.append(error)
+        if sessions:
+            sessions[0].fail(error)
+        if isinstance(error, (TrainersLost, DataLoss, Fenced)):
+            end_if_it_hangs(trains, lambda: bool(sessions) and sessions[0].told, ABORT_S, str(error), error.exit_code)
+
+    Member(
+        settings,
+        {"role": "trainer", "rank": trainer, "job": job.to_json()},
+        make,
+        on_control=lambda message: sessions[0].on_control(message),
+        on_end=on_end,
+        known=lambda: sessions[0].known(),
+    )
+    return sessions[0]
+
+
+def _exit_with_reason() -> list[ClusterError]:
+    """From now on, an exception that nobody catches ends this process with the exit code of what ended the cluster.
+
+    That may be another one: an all-reduce with a trainer that ended a moment before raises first.
+
+    Returns:
+        Where to put the reason when the cluster ends for this process.
+    """
+    reasons: list[ClusterError] = []
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        known = [error] if isinstance(error, ClusterError) else reasons
+        deadline_s = time.monotonic() + REASON_S
+        while not known and isinstance(error, RuntimeError) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        if known and isinstance(error, Exception):
+            reason = known[0]
+            if reason is not error:
+                with contextlib.suppress(OSError):  # no room for it, say
+                    print(f"torch-ecrec: {type(reason).__name__}: {reason}", file=sys.stderr)
+            raise SystemExit(reason.exit_code)
+
+    sys.excepthook = hook
+    return reasons
+
+
+def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings) -> tuple[Supervisor | None, str]:
+    """Trainer 0 starts a local cluster, of its own settings, and tells the others its address."""
+    import torch.distributed as dist
+
+    if job.trainers > 1 and not dist.is_initialized():
+        raise ValueError("no cluster named (TORCH_ECREC_JOIN) and no process group to share a local one in")
+    if trainer == 0 and restarts() > 0:
+        log.warning(
+            "trainers were started again, and the servers that they had started had ended with them: training begins at"
+            " step 1. Servers that outlive trainers: torch-ecrec up, and TORCH_ECREC_JOIN"
+        )
+    own = Supervisor(code, spares=1, restart=True, environment=settings.environment()) if trainer == 0 else None
+    if own is not None:
+        atexit.register(own.close)
+    address = [own.join if own is not None else ""]
+    if job.trainers > 1:
+        dist.broadcast_object_list(address, src=0)
+    return own, address[0]
+
+
+def _wait_for_trainers(cluster: Supervisor) -> None:
+    """Until no trainer is left, 10 s at most."""
+    for _ in range(100):
+        try:
+            members = cluster.status()["members"]
+        except OSError:
+            return
+        if not any(m["role"] == "trainer" and m["alive"] and not m["left"] for m in members):
+            return
+        time.sleep(0.1)

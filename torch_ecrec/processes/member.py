@@ -1,0 +1,428 @@
+"""A server or trainer process in the cluster: control connection, RPC generations, heartbeats, and the node they carry.
+
+`Member` joins the coordinator, builds its node (a `Host` or a `Client`) once it has a name, follows the generations
+that the coordinator forms, and hands it everything else. It is the real `Port` of its node.
+
+The end of its connection is the end of nothing: it connects again and rejoins. The same coordinator knows it by its
+`birth`, and that its process lives by its `SignOfLife`; the next one takes what it says. Either answers "rejoined",
+upon which it says again what may not have arrived. What the coordinator sends is converted by
+`messages.from_coordinator`: nonsense ends the membership with `ClusterUnavailable`, which says what came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch_ecrec
+from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import BadMessage
+from torch_ecrec.protocol.wire import Outcome, Request
+from torch_ecrec.runtime import shared
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import Settings
+from torch_ecrec.transport.control import ControlClient
+from torch_ecrec.transport.generations import Transport
+from torch_ecrec.transport.liveness import SignOfLife
+from torch_ecrec.transport.node import Node
+from torch_ecrec.transport.rpc import RpcTransport
+from torch_ecrec.transport.sockets import SocketTransport
+from torch_ecrec.transport.timers import Timers
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 1.0  # how long a member that is done waits for a connection to say so
+
+TRANSPORTS: dict[str, type[Transport]] = {"sockets": SocketTransport, "rpc": RpcTransport}  # `config.TRANSPORTS`
+
+# which of the wire's messages carry what, for the figures of bytes sent
+KINDS = {
+    "Lookup": "lookup",
+    "Rows": "lookup",
+    "Push": "push",
+    "Fold": "fold",
+    "Snapshot": "snapshot",
+    "Versions": "rebuild",
+    "VersionsAre": "rebuild",
+    "Fetch": "rebuild",
+    "Records": "rebuild",
+    "CutLog": "rebuild",
+    "Snapshots": "rebuild",
+}
+
+
+REJOIN_LEAST_S, REJOIN_MOST_S = 0.05, 1.0  # between two attempts to join, where connections end at once
+ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost, "fenced": Fenced}
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """ "host:port" -> (host, port)."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"an address must be HOST:PORT, got {text!r}")
+    return host, int(port)
+
+
+class Member:
+    """One process's membership. Implements `Port`.
+
+    Args:
+        settings: `settings.join` names the coordinator.
+        hello: what this process says of itself: role, and rank and job for a trainer.
+        make_node: builds the node, given its name, its port and the cluster's code parameters.
+        on_control: gets the coordinator's messages that are not about membership.
+        on_end: called once when the cluster ends for this process, with the reason.
+        report: figures for the coordinator, with every heartbeat.
+        known: what a coordinator that was started again must know of this member.
+
+    The end of the coordinator, or of the connection with it, is not the end of the cluster: the member goes on, and
+    rejoins for up to `give_up_s`.
+
+    Raises:
+        JoinRefused: the coordinator refused.
+        DataLoss: likewise, as the cluster has stopped because of it.
+        ClusterUnavailable: it cannot be reached, or did not answer.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        hello: dict[str, Any],
+        make_node: Callable[[str, Member, CodeSpec], Node],
+        on_control: Callable[[dict[str, Any]], None],
+        on_end: Callable[[BaseException], None],
+        report: Callable[[], dict[str, Any]] = dict,
+        known: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        if settings.join is None:
+            raise ValueError("no cluster named: `settings.join` (TORCH_ECREC_JOIN) must be HOST:PORT")
+        self.settings, self._on_control, self._on_end, self._report = settings, on_control, on_end, report
+        self._make_node, self._known = make_node, known
+        self.name = ""
+        self.restarted = False  # a trainer: the cluster has trained before
+        self.transport: Transport | None = None
+        self._timers = Timers(self.on_error)
+        self._answered = threading.Event()  # or the connection has ended
+        self._joining = threading.Event()
+        self._failure: Exception | None = None  # why it cannot join
+        self._gone = ""  # why the connection ended, before the coordinator had answered
+        self._ended = False
+        self._lock = threading.Lock()  # guards _wanted and _ended
+        self._wanted: dict[str, Any] | None = None
+        self._asked = 0  # the highest generation that it was asked to join
+        self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
+        self._connected, self._cut = threading.Event(), threading.Event()
+        self._why_cut = ""
+        self._control: ControlClient | None = None
+        self._sign: SignOfLife | None = None
+        self._hello = {**hello, "birth": uuid.uuid4().hex}
+        try:
+            self._address = parse_address(settings.join)
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._follow_generations, name="generations", daemon=True).start()
+        threading.Thread(target=self._stay_connected, name="rejoin", daemon=True).start()
+        self._timers.later(settings.heartbeat_s, self._beat)
+
+    def _join(self) -> None:
+        """Asks until a coordinator answers: one that ends meanwhile is replaced, as for a member that has joined."""
+        limit_s = self.settings.give_up_s
+        deadline_s = time.monotonic() + limit_s
+        where = f"the coordinator at {self.settings.join}"
+        left_s, pause_s, gone = limit_s, REJOIN_LEAST_S, ""
+        while True:
+            try:
+                control = self._connect(left_s)
+            except ClusterUnavailable as error:
+                if not gone:
+                    raise
+                raise ClusterUnavailable(f"{where} ended ({gone}), and none came within {limit_s:g} s") from error
+            self._control = control
+            self._connected.set()
+            if self._sign is None:
+                self._sign = _sign_of_life(control.local_host)
+                self._hello["address"] = list(self._sign.address) if self._sign is not None else None
+            self.tell(join_message(**self._hello))
+            if not self._answered.wait(max(deadline_s - time.monotonic(), 0.0)):
+                raise ClusterUnavailable(f"{where} did not answer in {limit_s:g} s")
+            if self._failure is not None:
+                raise self._failure
+            if self.transport is not None:
+                return
+            gone = self._gone
+            if time.monotonic() + pause_s > deadline_s:
+                raise ClusterUnavailable(f"{where} ended before it answered: {gone}")
+            log.warning("%s is gone before it answered (%s); joins again", where, gone)
+            # nothing of the connection before comes any more
+            self._answered.clear()
+            self._cut.clear()
+            self._gone = ""
+            time.sleep(pause_s)  # nothing else to do: whoever listens there now may end each connection at once
+            pause_s = min(2 * pause_s, REJOIN_MOST_S)
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+
+    # Port ---------------------------------------------------------------------------------------
+
+    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None:
+        assert self.transport is not None
+        self.transport.call(peer, request, timeout_s, done)
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._timers.later(delay_s, action)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        with self._telling:
+            assert self._control is not None
+            self._control.send(message)
+
+    # the coordinator ----------------------------------------------------------------------------
+
+    def _connect(self, limit_s: float) -> ControlClient:
+        return ControlClient(*self._address, self._on_message, self._on_closed, limit_s, on_bad_line=self._on_nonsense)
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        try:
+            self._take(messages.from_coordinator(message), message)
+        except BadMessage as error:
+            self._on_nonsense(f"the coordinator sent what cannot be: {error}")
+        except Exception as error:  # the seam: it is raised where the process joins, or ends its membership
+            if self._answered.is_set():
+                self.on_error(error)
+            else:
+                self._fail_to_join(error)
+
+    def _take(self, word: messages.FromCoordinator, message: dict[str, Any]) -> None:
+        if isinstance(word, messages.Welcome):
+            self._take_welcome(word)
+        elif isinstance(word, messages.Refused):
+            if self._answered.is_set():  # a message, not the membership
+                log.error("%s: the coordinator refused a message: %s", self.name, word.reason)
+                return
+            refusal = DataLoss if word.kind == "data_loss" else JoinRefused
+            self._fail_to_join(refusal(f"refused by the cluster at {self.settings.join}: {word.reason}"))
+        elif isinstance(word, messages.Fatal):
+            error = ENDS.get(word.kind, ClusterUnavailable)(word.reason)
+            self.end(error) if self._answered.is_set() else self._fail_to_join(error)
+        elif self.transport is None:
+            raise BadMessage(f"{message['type']}: before a welcome")
+        elif isinstance(word, messages.Generation):
+            self._take_generation(word, message)
+        else:
+            if isinstance(word, messages.Rejoined):
+                self._life = word.life
+            self._on_control(message)
+
+    def _take_welcome(self, word: messages.Welcome) -> None:
+        if self.transport is not None:
+            raise BadMessage("welcome: said before")
+        self.name, self.restarted = word.name, word.restarted
+        self._code, self._life = dataclasses.asdict(word.code), word.life
+        self.node = self._make_node(self.name, self, word.code)
+        kind = TRANSPORTS[word.transport]
+        shared.enable(self.settings.shared_memory_bytes if kind is SocketTransport else 0)
+        self.transport = kind(self.name, self.node.handle, self.on_error)
+        self._answered.set()
+
+    def _take_generation(self, word: messages.Generation, message: dict[str, Any]) -> None:
+        if self.name not in word.members or len(set(word.members)) != len(word.members):
+            raise BadMessage(f"generation: `members` must be different, {self.name} among them, got {word.members}")
+        assert self.transport is not None
+        if word.generation <= self._asked:
+            return  # it was asked for before: formed, which `rejoin` says, or on the way
+        with self._lock:
+            self._wanted, self._asked = message, word.generation
+        self.transport.overtake(word.generation)
+        self._joining.set()
+
+    def _on_nonsense(self, reason: str) -> None:
+        """What arrived is no message of this protocol: whoever sent it is not the coordinator of this cluster."""
+        if self._answered.is_set():
+            self.end(ClusterUnavailable(reason))
+        else:
+            self._fail_to_join(ClusterUnavailable(reason))
+
+    def _on_closed(self, reason: str) -> None:
+        self._why_cut = reason
+        self._connected.clear()
+        self._cut.set()
+        if self.transport is None:
+            self._gone = self._gone or reason
+            self._answered.set()
+
+    def _fail_to_join(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._answered.set()
+
+    def _stay_connected(self) -> None:
+        while True:
+            self._cut.wait()
+            self._cut.clear()
+            with self._lock:
+                if self._ended:
+                    return
+            self._rejoin(self._why_cut)
+
+    def _rejoin(self, reason: str) -> None:
+        """Finds the coordinator again, or the one that is started in its place, and tells it what is known here."""
+        log.warning("%s: no connection with the coordinator (%s); goes on, and looks for it", self.name, reason)
+        limit_s = self.settings.give_up_s
+        try:
+            control = self._connect(limit_s)
+        except ClusterUnavailable:
+            self.end(ClusterUnavailable(f"the coordinator is gone ({reason}), and none came within {limit_s:g} s"))
+            return
+        assert self.transport is not None
+        with self._telling:  # what is told from now on follows on the new connection, what was told before is known
+            world = list(self.transport.members)  # nobody between generations
+            message = rejoin_message(
+                self._known(),
+                hello=self._hello,
+                name=self.name,
+                code=self._code,
+                life=self._life,
+                generation=self.transport.generation if world else 0,
+                newest=self._asked,
+                world=world,
+            )
+            before, self._control = self._control, control
+            with self._lock:
+                ended = self._ended
+            if not ended:
+                control.send(message)
+        if before is not None:
+            before.close()
+        if ended:
+            control.close()
+        elif not self._cut.is_set():
+            self._connected.set()
+
+    def _follow_generations(self) -> None:
+        while True:
+            self._joining.wait()
+            self._joining.clear()
+            with self._lock:
+                wanted, self._wanted = self._wanted, None
+                if self._ended:
+                    return
+            if wanted is None:
+                continue
+            assert self.transport is not None
+            try:
+                self.transport.join(
+                    wanted["generation"], wanted["members"], tuple(wanted["store"]), wanted["timeout_s"]
+                )
+                self.tell({"type": "in_generation", "generation": wanted["generation"]})
+            except ClusterUnavailable as error:
+                log.warning("%s: %s", self.name, error)  # the coordinator forms the next one
+            except Exception as error:  # the seam: this thread has no caller
+                self.on_error(error)
+
+    def _beat(self) -> None:
+        self.tell({"type": "beat", "report": {**self._report(), "bytes_sent": self.bytes_sent()}})
+        self._timers.later(self.settings.heartbeat_s, self._beat)
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""
+        assert self.transport is not None
+        kinds = dict.fromkeys([*KINDS.values(), "other"], 0)
+        for name, size in self.transport.bytes_sent.items():
+            kinds[KINDS.get(name, "other")] += size
+        return kinds
+
+    # the end ------------------------------------------------------------------------------------
+
+    def on_error(self, error: BaseException) -> None:
+        """Something went wrong where nobody could be told: it ends this process's membership."""
+        log.error("%s: %r", self.name, error, exc_info=error)
+        self.end(error)
+
+    def end(self, error: BaseException) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        self._joining.set()
+        self._on_end(error)
+
+    def close(self) -> None:
+        """Leaves. Idempotent."""
+        with self._lock:
+            ended = self._ended
+        if self.transport is not None and not ended:
+            self._connected.wait(CLOSE_S)  # it may be just coming back
+        with self._lock:
+            self._ended = True
+        self._joining.set()
+        self._timers.close()
+        if self.transport is not None:
+            self.tell({"type": "leave", "report": {"bytes_sent": self.bytes_sent()}})
+            self.transport.close()
+        self._cut.set()
+        if self._control is not None:
+            self._control.close()
+        if self._sign is not None:
+            self._sign.close()
+
+
+def join_message(**hello: Any) -> dict[str, Any]:
+    """What a process says to join; `hello`: its role, and what else the coordinator wants to know of one."""
+    return {"type": "join", "version": torch_ecrec.__version__, "pid": os.getpid(), **hello}
+
+
+def rejoin_message(
+    known: Mapping[str, Any],
+    *,
+    hello: Mapping[str, Any],
+    name: str,
+    code: Mapping[str, Any],
+    life: int,
+    generation: int,
+    newest: int,
+    world: Sequence[str],
+) -> dict[str, Any]:
+    """What a member tells a coordinator that it has lost for a moment, or that was started again.
+
+    Args:
+        known: what its node knows (`Host.known`, `Client.known`).
+        hello: what it said when it joined: role, birth, address, and a trainer's rank.
+        name, code: as it was told.
+        life: of the coordinator before, as it said.
+        generation, world: the one it is in, and who else is.
+        newest: the highest generation it was ever asked to join.
+    """
+    return {
+        **join_message(**hello),
+        "type": "rejoin",
+        "name": name,
+        "code": code,
+        "life": life,
+        "generation": generation,
+        "newest": newest,
+        "world": world,
+        **known,
+    }
+
+
+def _sign_of_life(host: str) -> SignOfLife | None:
+    """Where the coordinator can ask whether this process lives, once its connection has ended."""
+    try:
+        return SignOfLife(host)
+    except OSError as error:
+        log.warning(
+            "cannot listen at %s (%s): the end of the control connection will count as this process's", host, error
+        )
+        return None
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What a process returns that ended with `error`."""
+    return error.exit_code if isinstance(error, ClusterError) else 1

@@ -1,0 +1,332 @@
+"""A local cluster as child processes: starts a coordinator and servers, starts again what dies, ends them all.
+
+A child holds the read end of a pipe to this process (its standard input): when this process is gone, however it ended,
+the pipe closes and the child ends. So nothing is left behind, whatever happens here.
+
+Which ends are final is told from the exit code, or the signal (then it is negative):
+
+    server       0 told to end, 2 refused, 3 data is lost; after any other, 4 (nobody answered) included, another may do
+    coordinator  0 told to end; another one finds the members where the one before left them
+
+Another is started at once, but after pauses of up to 30 s where one after the other ends soon after its start. When
+the coordinator does not come up again in `COORDINATOR_TRIES`, there will be no other: `Supervisor.ended`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from torch_ecrec.errors import ClusterError, ClusterUnavailable
+from torch_ecrec.runtime.checks import require_int
+from torch_ecrec.runtime.lifetime import belongs_here
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.transport.control import request
+
+log = logging.getLogger(__name__)
+
+STOP_S = 3.0  # between a polite and an impolite end of a child
+START_S = 60.0
+POLL_S = 0.2
+QUICK_S = 10.0  # a process that lived for less has ended soon after its start
+PAUSES_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next start, by how many have ended soon
+COORDINATOR_TRIES = 7
+FINAL = (0, 2, 3)  # exit codes of a server
+
+
+def await_end(children: Sequence[subprocess.Popen[Any]], limit_s: float) -> None:
+    """Waits for processes that were asked to end; those that still run after `limit_s` are killed."""
+    deadline = time.monotonic() + limit_s
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+@dataclass
+class _Life:
+    """A child. `quick`: how many before it, one after the other, have ended soon after their start."""
+
+    child: subprocess.Popen[Any]
+    since_s: float
+    quick: int = 0
+
+    def next_quick(self) -> int:
+        return self.quick + 1 if time.monotonic() - self.since_s < QUICK_S else 0
+
+
+class Supervisor:
+    """A local cluster: a coordinator and servers as child processes.
+
+    Args:
+        code: code parameters; one server per slot.
+        spares: servers beyond that.
+        host, port: where the coordinator listens; port 0 takes a free one.
+        without_spare: see `Coordinator`.
+        restart: start processes again that died, the coordinator at the same address; see above.
+        logs: folder for the children's standard error; None lets them write to ours.
+        environment: extra environment for the children.
+        told: whether this process was told to end; asked while the cluster starts, which ends with KeyboardInterrupt
+            then. (A handler that raises may do so in the middle of the start of a process.)
+
+    Use as a context manager: leaving ends all children, by their pids.
+
+    Raises:
+        OSError: the port is in use, or the logs cannot be written.
+        ClusterUnavailable: the coordinator did not start.
+    """
+
+    def __init__(
+        self,
+        code: CodeSpec,
+        spares: int = 0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        without_spare: str = "survivor",
+        restart: bool = True,
+        logs: Path | None = None,
+        environment: dict[str, str] | None = None,
+        told: Callable[[], bool] = lambda: False,
+    ) -> None:
+        require_int("spares", spares, 0)
+        self.code, self.spares, self.restart, self.logs = code, spares, restart, logs
+        # a peer that dies is routine here: RPC's own complaints would drown what matters
+        self._environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(environment or {})}
+        self._told = told
+        self._lock = threading.Lock()  # guards the lives
+        self._lives: list[_Life] = []
+        self._supervising: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._started = 0
+        self._due: list[tuple[float, int]] = []  # servers to be started: when, and `_Life.quick`
+        self.ended: int | None = None  # exit code of the coordinator, once there will be no other
+        if logs is not None:
+            prepare_logs(logs)
+        self._rules = ["--servers", str(code.slots), "--spares", str(spares), "-k", str(code.k), "-r", str(code.r)]
+        self._rules += ["--protection", code.protection, "--without-spare", without_spare]
+        belongs_here(self)
+        try:
+            self.coordinator = self._start_coordinator(host, port)
+            self.address = self._read_address()
+            for _ in range(code.slots + spares):
+                self._raise_if_told()
+                self.start_server()
+            self._supervising = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+            self._supervising.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def join(self) -> str:
+        """HOST:PORT of the coordinator."""
+        return f"{self.address[0]}:{self.address[1]}"
+
+    @property
+    def children(self) -> list[subprocess.Popen[Any]]:
+        """The processes that live, as far as is known: the coordinator, then servers."""
+        with self._lock:
+            return [life.child for life in self._lives]
+
+    # starting -----------------------------------------------------------------------------------
+
+    def _start(self, name: str, arguments: list[str], stdout: int | None = None, quick: int = 0) -> _Life:
+        error = open(self._log_of(name), "ab") if self.logs is not None else None  # noqa: SIM115
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "torch_ecrec", *arguments, "--end-with-parent"],
+                stdin=subprocess.PIPE,
+                stdout=stdout if stdout is not None else error,
+                stderr=error,
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C reaches us, and we end them
+            )
+        finally:
+            if error is not None:
+                error.close()
+        life = _Life(child, time.monotonic(), quick)
+        with self._lock:
+            self._lives.append(life)
+        return life
+
+    def _log_of(self, name: str) -> Path:
+        assert self.logs is not None
+        return self.logs / f"{name}.log"
+
+    def _start_coordinator(self, host: str, port: int, quick: int = 0) -> subprocess.Popen[Any]:
+        arguments = ["coordinator", "--host", host, "--port", str(port), *self._rules]
+        return self._start("coordinator", arguments, stdout=subprocess.PIPE, quick=quick).child
+
+    def _read_address(self) -> tuple[str, int]:
+        """The coordinator's address, or the reason why there is none."""
+        assert self.coordinator.stdout is not None
+        out: IO[bytes] = self.coordinator.stdout
+        said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+        def read() -> None:
+            with contextlib.suppress(ValueError, OSError):  # closed behind our back
+                said.put(out.readline())
+
+        threading.Thread(target=read, name="address", daemon=True).start()
+        deadline_s = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(queue.Empty):
+                line = said.get(timeout=POLL_S)
+                break
+            self._raise_if_told()
+            if self._stop.is_set() or time.monotonic() > deadline_s:
+                raise ClusterUnavailable(f"the coordinator did not start within {START_S:g} s")
+        try:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise OSError(answer["error"])
+            return str(answer["address"][0]), int(answer["address"][1])
+        except (ValueError, TypeError, LookupError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.coordinator.wait(STOP_S)
+            where = f"; see {self._log_of('coordinator')}" if self.logs is not None else ""
+            code = self.coordinator.returncode
+            raise ClusterUnavailable(f"the coordinator did not start (exit code {code}){where}") from error
+
+    def _raise_if_told(self) -> None:
+        if self._supervising is None and self._told():
+            raise KeyboardInterrupt
+
+    def start_server(self, quick: int = 0) -> subprocess.Popen[Any]:
+        """Starts one more. `quick`: see `_Life`."""
+        self._started += 1
+        return self._start(f"server-{self._started - 1}", ["serve", "--join", self.join], quick=quick).child
+
+    # starting again -----------------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        while self.ended is None and not self._stop.wait(POLL_S):
+            with self._lock:
+                dead = [life for life in self._lives if life.child.poll() is not None]
+                self._lives = [life for life in self._lives if life not in dead]
+            for life in dead:
+                if life.child is self.coordinator:
+                    self._on_coordinator_end(life)
+                else:
+                    self._on_server_end(life)
+            self._start_due()
+
+    def _on_server_end(self, life: _Life) -> None:
+        code = life.child.returncode
+        if not self.restart or code == 0:
+            return
+        if code in FINAL:
+            log.error("server process %d ended with %d, and is not started again", life.child.pid, code)
+            return
+        quick = life.next_quick()
+        pause_s = _pause_s(quick)
+        when = f" in {pause_s:g} s" if pause_s else ""
+        log.info("server process %d ended with %d; starting another%s", life.child.pid, code, when)
+        self._due.append((time.monotonic() + pause_s, quick))
+
+    def _start_due(self) -> None:
+        now_s = time.monotonic()
+        for entry in [entry for entry in self._due if entry[0] <= now_s]:
+            if self._stop.is_set():
+                return
+            self._due.remove(entry)
+            try:
+                self.start_server(entry[1])
+            except OSError as error:  # no memory, no files, no room for a log: perhaps later
+                quick = entry[1] + 1
+                log.error("a server cannot be started: %s; tries again in %g s", error, _pause_s(quick))
+                self._due.append((now_s + _pause_s(quick), quick))
+
+    def _on_coordinator_end(self, life: _Life) -> None:
+        """Tries to put another in its place; else `ended` says that there will be none."""
+        code = life.child.returncode
+        if not self.restart or code == 0:
+            self.ended = code
+            return
+        log.warning("the coordinator ended with %d; starting another", code)
+        quick = life.next_quick()
+        while quick <= COORDINATOR_TRIES and not self._stop.wait(_pause_s(quick)):
+            try:
+                self.coordinator = self._start_coordinator(*self.address, quick=quick)
+                self._read_address()
+                return
+            except (OSError, ClusterError) as error:
+                log.error("it did not start: %s", error)
+            self._forget(self.coordinator)
+            quick += 1
+        self.ended = code
+
+    def _forget(self, child: subprocess.Popen[Any]) -> None:
+        """It is not what it should be: ends it, and no longer counts it among the children."""
+        child.kill()
+        child.wait()
+        with self._lock:
+            self._lives = [life for life in self._lives if life.child is not child]
+
+    # the rest -----------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        return request(*self.address, {"type": "status"}, timeout_s=10.0)
+
+    def close(self) -> None:
+        """Ends all children: politely, then with SIGKILL. Idempotent."""
+        self._stop.set()
+        if self._supervising is not None and self._supervising.ident is not None:
+            self._supervising.join()  # else it might start another one behind our back
+        children = self.children
+        for child in children:
+            if child.poll() is None:
+                child.terminate()
+        await_end(children, STOP_S)
+        for child in children:
+            _close_pipes(child)
+
+    def on_forked(self) -> None:
+        """In a forked child: the processes are its parent's, and go with that, not with the child."""
+        lives, self._lives, self._lock = self._lives, [], threading.Lock()
+        self._supervising = None
+        for life in lives:
+            for pipe in (life.child.stdin, life.child.stdout):
+                raw = getattr(pipe, "raw", None)  # without the lock of what is around it
+                if raw is not None:
+                    raw.close()
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close_pipes(child: subprocess.Popen[Any]) -> None:
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _pause_s(quick: int) -> float:
+    return PAUSES_S[min(quick, len(PAUSES_S) - 1)]
+
+
+def prepare_logs(folder: Path) -> None:
+    """Makes a folder for logs. Raises OSError, with its name, if nobody can write there."""
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OSError(f"the logs cannot be written to {folder}: {error.strerror or error}") from error

@@ -1,0 +1,314 @@
+"""What is said on the control channel, declared: every message, every field, its type and its range.
+
+A line is a JSON object whose "type" names its struct (`encode_line` and `Lines` in control.py make and cut lines).
+Nothing of a message is looked at before it was converted here, as a whole and strictly: a field that is missing, too
+many, of another type or out of its range makes all of it a `BadMessage`, and nothing changes.
+
+    from_member({"type": "ready", "slot": 1, "incarnation": 2})     # Ready(slot=1, incarnation=2)
+    from_member({"type": "ready", "slot": "1", "incarnation": 2})   # BadMessage: Expected `int`, got `str` ...
+
+What needs the state of the coordinator (a slot that exists, a generation that was formed) is `Coordinator`'s to check.
+
+Invariants.
+- Every string, list and table has a most, so that a member's word takes a bounded place wherever it is kept.
+- A version (generation, epoch, era, incarnation, life) that a member says is at most 2**53: there is always a next one,
+  which any reader of JSON has without rounding.
+- A member of another version of this package is told so, whatever else its message looks like.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+import torch_ecrec
+from torch_ecrec.runtime.checks import require
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+
+COUNT_MOST = 1 << 53
+SLOTS_MOST = 10_000
+TABLES_MOST = 100_000
+MEMBERS_MOST = 100_000
+FIGURES_MOST = 40  # in a progress report
+TEXT_MOST = 200
+SHOWN_MOST = 200  # characters of a reason
+
+Count = Annotated[int, Meta(ge=0, le=COUNT_MOST)]
+Version = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # what a coordinator says: above what members have told it
+Rank = Annotated[int, Meta(ge=-1, lt=MEMBERS_MOST)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]
+Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]  # "": the slot waits for one
+Text = Annotated[str, Meta(max_length=TEXT_MOST)]
+Birth = Annotated[str, Meta(min_length=1, max_length=64)]
+Role = Literal["server", "trainer"]
+Scalar = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Text | None
+Names = Annotated[list[Name], Meta(max_length=MEMBERS_MOST)]
+Place = tuple[Host, Version, bool]  # server, incarnation, healthy
+Address = tuple[Annotated[str, Meta(max_length=64)], Annotated[int, Meta(ge=1, lt=1 << 16)]]
+
+
+class BadMessage(ValueError):
+    """What arrived is no message of this protocol; the text says which field, what was wanted and what came."""
+
+
+class Said(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base: a message."""
+
+
+class Placement(Struct, frozen=True, forbid_unknown_fields=True):
+    epoch: Version
+    slots: Annotated[list[Place], Meta(min_length=1, max_length=SLOTS_MOST)]
+
+
+class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
+    """Code parameters that a process insists on."""
+
+    k: Count | None = None
+    r: Count | None = None
+    slots: Count | None = None
+
+
+class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A member's figures for `status`."""
+
+    slots: Annotated[list[dict[Text, Scalar]], Meta(max_length=SLOTS_MOST)] | None = None
+    bytes_sent: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None
+
+
+# from processes that are no members yet, and from tools -----------------------------------------------
+
+
+class Entering(Said, frozen=True, kw_only=True):
+    """Base of `join` and `rejoin`: who is there.
+
+    Attributes:
+        birth: a random word, the same for as long as this membership lasts, on however many connections.
+        address: (host, port) where the process listens for as long as it lives, and closes what it accepts; None: it
+            does not, and the end of its connection counts as its own.
+    """
+
+    version: Text
+    role: Role
+    pid: Count
+    birth: Birth
+    address: Address | None = None
+    rank: Rank = -1
+    job: JobSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.address is not None:
+            ipaddress.ip_address(self.address[0])  # nothing is looked up by name: that could block
+        require((self.rank >= 0) == (self.role == "trainer"), f"a {self.role} of rank {self.rank}")
+        require(self.role == "server" or self.job is not None, "not a job: a trainer without one")
+        if self.job is not None:
+            require(len(self.job.tables) <= TABLES_MOST, f"a job of {len(self.job.tables)} tables")
+            require(self.job.trainers <= MEMBERS_MOST, f"a job of {self.job.trainers} trainers")
+            require(max(table.rows * table.dim for table in self.job.tables) <= COUNT_MOST, "a table that is too large")
+            require(self.rank < self.job.trainers, f"trainer rank must be below {self.job.trainers}, got {self.rank}")
+
+
+class Join(Entering, frozen=True, kw_only=True, tag="join"):
+    code: WantedCode = WantedCode()
+
+
+class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
+    """A member tells a coordinator that it has not spoken to, or lost for a moment, what it knows."""
+
+    name: Name
+    code: CodeSpec
+    life: Count
+    generation: Count
+    newest: Count
+    world: Names
+    placement: Placement | None
+    era: Count
+    frozen: bool
+    resume_step: Count
+    origin: Count | None  # the step that training begins after, once initial values are loaded
+    whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)]
+    incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        slots = self.code.slots
+        require(self.name.startswith(self.role), f"a {self.role} that is called {self.name}")
+        require(slots <= SLOTS_MOST, f"{slots} slots")
+        require(self.generation <= self.newest, f"generation {self.generation}, but the newest is {self.newest}")
+        require(not self.generation or self.name in self.world, f"{self.name} is not in the world that it is in")
+        require(all(slot < slots for slot, _ in self.whole), f"a slot that is not there; there are {slots}")
+        require(len(self.incarnations) in (0, slots), f"{len(self.incarnations)} incarnations of {slots} slots")
+        if self.placement is not None:
+            require(len(self.placement.slots) == slots, f"{len(self.placement.slots)} of {slots} slots are placed")
+            require(self.job is not None, "a placement without a job")
+            versions = [self.placement.epoch, *(incarnation for _, incarnation, _ in self.placement.slots)]
+            require(max(versions) <= COUNT_MOST, f"version {max(versions)} of a placement")
+
+
+class Status(Said, frozen=True, tag="status"):
+    pass
+
+
+class Watch(Said, frozen=True, tag="watch"):
+    pass
+
+
+class Stop(Said, frozen=True, tag="stop"):
+    pass
+
+
+# from members -----------------------------------------------------------------------------------------
+
+
+class Beat(Said, frozen=True, tag="beat"):
+    report: Report = Report()
+
+
+class Leave(Said, frozen=True, tag="leave"):
+    report: Report = Report()
+
+
+class InGeneration(Said, frozen=True, tag="in_generation"):
+    generation: Count
+
+
+class OfSlot(Said, frozen=True):
+    """Base: what the host of a slot says of one incarnation."""
+
+    slot: Annotated[int, Meta(ge=0, lt=SLOTS_MOST)]
+    incarnation: Count
+
+
+class Ready(OfSlot, frozen=True, tag="ready"):
+    pass
+
+
+class Rebuilt(OfSlot, frozen=True, tag="rebuilt"):
+    pass
+
+
+class Unrecoverable(OfSlot, frozen=True, tag="unrecoverable"):
+    pass
+
+
+class Reach(OfSlot, frozen=True, tag="reach"):
+    """Which steps a slot can go back to. `snapshots`: (step, trainers whose part of the dense model is kept)."""
+
+    era: Count
+    applied: Count
+    floor: Count
+    snapshots: Annotated[
+        list[tuple[Count, Annotated[list[Count], Meta(max_length=MEMBERS_MOST)]]], Meta(max_length=1_000_000)
+    ]
+
+
+class Durable(OfSlot, frozen=True, tag="durable"):
+    era: Count
+
+
+class Loaded(Said, frozen=True, tag="loaded"):
+    """Initial values are there: training begins after step `origin` of the protocol."""
+
+    origin: Count
+
+
+class Progress(Struct, frozen=True, tag_field="type", tag="progress"):
+    """How training goes, for who watches. Users may add figures of their own: scalars, `FIGURES_MOST` at most."""
+
+    trainer: Count
+    step: Count = 0
+
+
+# from the coordinator to members ----------------------------------------------------------------------
+
+
+class Welcome(Said, frozen=True, tag="welcome"):
+    name: Name
+    code: CodeSpec
+    restarted: bool
+    life: Version
+    transport: Literal["sockets", "rpc"]
+
+
+class Refused(Said, frozen=True, tag="refused"):
+    kind: Text
+    reason: str
+
+
+class Generation(Said, frozen=True, tag="generation"):
+    generation: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    members: Annotated[list[Name], Meta(min_length=1, max_length=MEMBERS_MOST)]
+    store: tuple[Annotated[str, Meta(min_length=1, max_length=255)], Annotated[int, Meta(ge=0, lt=1 << 16)]]
+    timeout_s: Annotated[float, Meta(gt=0, le=3600)]
+
+
+class Job(Said, frozen=True, tag="job"):
+    job: JobSpec
+
+
+class Placed(Said, frozen=True, tag="placement"):
+    placement: Placement
+
+
+class Era(Said, frozen=True, tag="era"):
+    era: Version
+    step: Count | None
+    origin: Count | None
+
+
+class Resume(Said, frozen=True, tag="resume"):
+    era: Version
+    step: Count
+    origin: Count | None
+
+
+class Rejoined(Said, frozen=True, tag="rejoined"):
+    life: Version
+
+
+class Fatal(Said, frozen=True, tag="fatal"):
+    kind: Text
+    reason: str
+
+
+OfMember = Beat | Leave | InGeneration | Ready | Rebuilt | Unrecoverable | Reach | Durable | Loaded | Progress
+FromMember = Join | Rejoin | Status | Watch | Stop | OfMember
+FromCoordinator = Welcome | Refused | Generation | Job | Placed | Era | Resume | Loaded | Rejoined | Fatal
+
+
+def from_member(message: Mapping[str, Any]) -> FromMember:
+    """What arrived at the coordinator. Raises BadMessage if it is not exactly one of the messages above."""
+    if message.get("type") in ("join", "rejoin"):
+        version = message.get("version")
+        if version != torch_ecrec.__version__:
+            raise BadMessage(f"version {str(version)[:40]} joins a cluster of version {torch_ecrec.__version__}")
+    word: FromMember = _convert(message, FromMember)
+    if isinstance(word, Progress):
+        figures = [value for key, value in message.items() if key != "type"]
+        scalars = all(value is None or isinstance(value, (bool, int, float, str)) for value in figures)
+        if not scalars or len(figures) > FIGURES_MOST or len(repr(figures)) > FIGURES_MOST * TEXT_MOST:
+            raise BadMessage(f"progress: figures must be at most {FIGURES_MOST} numbers or short texts")
+    return word
+
+
+def from_coordinator(message: Mapping[str, Any]) -> FromCoordinator:
+    """What arrived at a member. Raises BadMessage likewise."""
+    word: FromCoordinator = _convert(message, FromCoordinator)
+    return word
+
+
+def _convert(message: Mapping[str, Any], wanted: Any) -> Any:
+    try:
+        return msgspec.convert(message, wanted)
+    except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
+        kind = str(message.get("type"))[:40]
+        raise BadMessage(f"{kind}: {str(error)[:SHOWN_MOST]}") from None
+
+
+def json_of(message: Struct) -> dict[str, Any]:
+    """A struct as the object that it came from, for what is passed on."""
+    found: dict[str, Any] = msgspec.to_builtins(message)
+    return found

@@ -1,0 +1,294 @@
+"""Whether a message can be one of this job: looked at before it changes anything.
+
+`encoding.decode` has seen to the types. Here is what only those can judge who know the job: that a slab, a slot or a
+trainer exists, that positions are some of the slot's, that tensors have as many rows as they belong together, that a
+step is one that somebody could be at. Example: slot 2 has 40 records of slab 0; a lookup of its position 40 would make
+the slot's handler raise, and with that end the server. It is refused instead, with "position 40 of slab 0: slot 2 has
+40 records".
+
+Both sides look: a host at requests (`fault_of_request`), whoever asks at answers (`fault_of_answer`). Both are pure.
+Fields are judged by their names, so that a message which gets a `trainer` is judged by that at once.
+
+Does not know state but for how far a slot is: whether a message is too late, stale or repeated, the protocol says. Nor
+does it notice lies: another value that could be true is believed.
+
+Shape legend: U records, D embedding dim, B record bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_ecrec.layout.stripes import Layout, Run
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.encoding import ANSWERS
+from torch_ecrec.protocol.wire import Answer, Request
+from torch_ecrec.records.positions import require_ascending
+from torch_ecrec.runtime.kernels import first_outside
+from torch_ecrec.spec.job import JobSpec
+
+STEPS_AHEAD = 1024  # of a slot that is ready: trainers are ahead by a window, which is 2 unless somebody says otherwise
+LIVES_AHEAD = 64  # of the placement that is known: it may be some losses old
+
+STEPS = ("step", "floor", "base", "cut", "acknowledged", "complete", "folded", "fold_floor")
+# what is answered to whom; a reason instead of it may always be
+WANTED: dict[type[Request], type[Answer]] = {
+    wire.Lookup: wire.Rows,
+    wire.Push: wire.Acknowledged,
+    wire.Load: wire.Acknowledged,
+    wire.Snapshot: wire.Stored,
+    wire.Export: wire.Records,
+    wire.Fold: wire.Folded,
+    wire.Attach: wire.Attached,
+    wire.Adopt: wire.Adopted,
+    wire.Cut: wire.CutLog,
+    wire.Versions: wire.VersionsAre,
+    wire.Fetch: wire.Records,
+    wire.FetchSnapshots: wire.Snapshots,
+}
+REASONS = tuple(cls for cls in ANSWERS.values() if [field.name for field in dataclasses.fields(cls)] == ["reason"])
+
+
+Lives = Callable[[int], int]  # slot -> its incarnation
+
+
+class Fault(ValueError):
+    """Why a message is not one of this job."""
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise Fault(message)
+
+
+class Judge:
+    """Of the messages of a job.
+
+    Args:
+        job: what is trained.
+        layouts: of its slabs.
+    """
+
+    def __init__(self, job: JobSpec, layouts: Sequence[Layout]) -> None:
+        self.job, self.layouts = job, tuple(layouts)
+        self._parts: dict[
+            tuple[int, int], list[tuple[int, Run]]
+        ] = {}  # (source, holder) -> those of a fold; only grows
+
+    def fault_of_request(self, request: Request, applied: int | None, lives: Lives) -> str | None:
+        """Why a request cannot be answered by anybody, or None.
+
+        Args:
+            request: its slot is one of the job's.
+            applied: the last step that the slot has applied; None while it does not know.
+            lives: the incarnation of a slot, as it is known.
+        """
+        try:
+            self._check_fields(request, applied, lives)
+            particular = _REQUESTS.get(type(request))
+            if particular is not None:
+                particular(self, request)
+        except Fault as fault:
+            return str(fault)
+        return None
+
+    def fault_of_answer(self, request: Request, answer: Answer, lives: Lives) -> str | None:
+        """Why an answer cannot be one to this request, or None. `lives` as for requests."""
+        wanted = WANTED.get(type(request))
+        if isinstance(answer, REASONS) or wanted is None:
+            return None
+        try:
+            check(isinstance(answer, wanted), f"a {type(answer).__name__} to a {type(request).__name__}")
+            for name in STEPS:
+                step = getattr(answer, name, None)
+                check(not isinstance(step, int) or step >= 0, f"`{name}` must not be negative, got {step}")
+            particular = _ANSWERS.get(wanted)
+            if particular is not None:
+                particular(self, request, answer, lives)
+        except Fault as fault:
+            return str(fault)
+        return None
+
+    # fields that mean the same in every request -----------------------------------------------------
+
+    def _check_fields(self, request: Request, applied: int | None, lives: Lives) -> None:
+        fields = vars(request)
+        slots = self.job.code.slots
+        for name, limit in (("trainer", self.job.trainers), ("slab", len(self.job.slabs))):
+            value = fields.get(name, 0)
+            check(0 <= value < limit, f"`{name}` must be in 0..{limit - 1}, got {value}")
+        for name, life in (
+            ("source", "source_incarnation"),
+            ("lost", "lost_incarnation"),
+            ("holder", "holder_incarnation"),
+        ):
+            if name not in fields:
+                continue
+            other = fields[name]
+            if name == "holder" and other == -1:
+                continue  # a trainer asks
+            check(0 <= other < slots and other != request.slot, f"`{name}` must be another slot, got {other}")
+            most = lives(other) + LIVES_AHEAD
+            check(0 <= fields[life] <= most, f"`{life}` must be in 0..{most}, got {fields[life]}")
+        for name in STEPS:
+            step = fields.get(name, 0)
+            check(step >= 0, f"`{name}` must not be negative, got {step}")
+            if applied is not None:
+                most = applied + STEPS_AHEAD
+                check(step <= most, f"`{name}` must be at most {most}, got {step}: the slot is at step {applied}")
+        if "complete" in fields:
+            check(fields["complete"] < fields["step"], f"`complete` must be before step {fields['step']}")
+
+    # requests ---------------------------------------------------------------------------------------
+
+    def _check_lookup(self, request: wire.Lookup) -> None:
+        check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
+        self._check_count("positions", request.positions)
+        for slab, positions_U in enumerate(request.positions):
+            self._check_inside(slab, request.slot, positions_U)
+
+    def _check_push(self, request: wire.Push) -> None:
+        check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
+        self._check_count("positions", request.positions)
+        self._check_count("gradients", request.gradients)
+        self._check_count("rates", request.rates)
+        for slab, (positions_U, gradients_UD) in enumerate(zip(request.positions, request.gradients, strict=True)):
+            self._check_ascending(positions_U, 0, self.layouts[slab].data_rows(request.slot), f"slab {slab}")
+            _check_shape("gradients", slab, gradients_UD, (len(positions_U), self.job.slabs[slab].dim))
+
+    def _check_load(self, request: wire.Load) -> None:
+        check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
+        rows = self.layouts[request.slab].data_rows(request.slot)
+        self._check_ascending(request.positions, 0, rows, f"slab {request.slab}")
+        if request.records is not None:
+            _check_shape("records", request.slab, request.records, self._records(request.slab, request.positions))
+
+    def _check_export(self, request: wire.Export) -> None:
+        self._check_inside(request.slab, request.slot, request.positions, request.parity)
+
+    def _check_fold(self, request: wire.Fold) -> None:
+        check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
+        check(request.floor < request.step, f"`floor` must be before step {request.step}, got {request.floor}")
+        self._check_parts(request.source, request.slot, request.positions, request.deltas)
+
+    def _check_fetch(self, request: wire.Fetch) -> None:
+        slab, layout = request.slab, self.layouts[request.slab]
+        self._check_inside(slab, request.slot, request.positions, request.parity)
+        sources: Iterable[int] = [request.slot]
+        if request.parity:
+            groups = layout.group(request.slot, True, request.positions.numpy())
+            check(len(groups) == 1, f"`positions` must be parities of one base, got {len(groups)}")
+            sources = layout.member_slot[groups[0].base, : layout.k].tolist()
+        lacking = [source for source in sources if request.as_of.get(source, -1) < 0]
+        check(not lacking, f"`as_of` must have a step of slots {lacking}")
+
+    # answers ----------------------------------------------------------------------------------------
+
+    def _check_rows(self, request: wire.Lookup, answer: wire.Rows, lives: Lives) -> None:
+        self._check_count("weights", answer.weights)
+        dtype = torch.bfloat16 if request.half else torch.float32
+        for slab, (positions_U, weights_UD) in enumerate(zip(request.positions, answer.weights, strict=True)):
+            _check_shape("weights", slab, weights_UD, (len(positions_U), self.job.slabs[slab].dim))
+            check(weights_UD.dtype == dtype, f"`weights[{slab}]` must be {dtype}, got {weights_UD.dtype}")
+
+    def _check_records(self, request: wire.Export | wire.Fetch, answer: wire.Records, lives: Lives) -> None:
+        _check_shape("records", request.slab, answer.records, self._records(request.slab, request.positions))
+
+    def _check_acknowledged(self, request: wire.Push, answer: wire.Acknowledged, lives: Lives) -> None:
+        check(answer.step == request.step, f"`step` must be {request.step}, got {answer.step}")
+
+    def _check_stored(self, request: wire.Snapshot, answer: wire.Stored, lives: Lives) -> None:
+        check(answer.step == request.step, f"`step` must be {request.step}, got {answer.step}")
+        slots = self.job.code.slots
+        check(len(answer.incarnations) == slots, f"`incarnations` must be {slots}, got {len(answer.incarnations)}")
+        for slot, life in enumerate(answer.incarnations):
+            most = lives(slot) + LIVES_AHEAD
+            check(0 <= life <= most, f"`incarnations[{slot}]` must be in 0..{most}, got {life}")
+
+    def _check_cut_log(self, request: wire.Cut, answer: wire.CutLog, lives: Lives) -> None:
+        many, first = len(answer.steps), answer.floor + 1
+        check(len(answer.positions) == len(answer.deltas) == many, "`steps`, `positions` and `deltas` must be as many")
+        check(answer.steps == list(range(first, first + many)), f"`steps` must begin with {first}, without a gap")
+        if answer.caught_up and answer.floor < request.cut:
+            check(answer.floor + many >= request.cut, f"`steps` must reach step {request.cut}")
+        for positions, deltas in zip(answer.positions, answer.deltas, strict=True):
+            self._check_parts(request.lost, request.slot, positions, deltas)
+
+    def _check_versions(self, request: wire.Versions, answer: wire.VersionsAre, lives: Lives) -> None:
+        for source, step in answer.folded.items():
+            good = 0 <= source < self.job.code.slots and step >= 0
+            check(good, f"`folded` must have steps of slots, got {source}: {step}")
+
+    def _check_snapshots(self, request: wire.FetchSnapshots, answer: wire.Snapshots, lives: Lives) -> None:
+        many = {len(parts) for parts in (answer.steps, answer.trainers, answer.headers, answer.payloads)}
+        check(len(many) == 1, "`steps`, `trainers`, `headers` and `payloads` must be as many")
+        for step, trainer in zip(answer.steps, answer.trainers, strict=True):
+            good = step >= 0 and 0 <= trainer < self.job.trainers
+            check(good, f"there is no snapshot of step {step} of trainer {trainer}")
+
+    # parts of messages ------------------------------------------------------------------------------
+
+    def _records(self, slab: int, positions_U: Tensor) -> tuple[int, int]:
+        return len(positions_U), self.job.slabs[slab].schema.nbytes
+
+    def _check_count(self, name: str, values: Sequence[object]) -> None:
+        wanted = len(self.job.slabs)
+        check(len(values) == wanted, f"`{name}` must be one of each of {wanted} slabs, got {len(values)}")
+
+    def _check_inside(self, slab: int, slot: int, positions_U: Tensor, parity: bool = False) -> None:
+        layout = self.layouts[slab]
+        limit = layout.parity_rows(slot) if parity else layout.data_rows(slot)
+        outside = first_outside(positions_U.numpy(), 0, limit)
+        if outside >= 0:
+            kind = "parities" if parity else "records"
+            raise Fault(f"position {int(positions_U[outside])} of slab {slab}: slot {slot} has {limit} {kind}")
+
+    def _check_ascending(self, positions_U: Tensor, first: int, end: int, where: str) -> None:
+        if not len(positions_U):
+            return
+        try:
+            require_ascending("positions", positions_U.numpy())
+        except ValueError as error:
+            raise Fault(f"{error} ({where})") from error
+        low, high = int(positions_U[0]), int(positions_U[-1])
+        check(first <= low and high < end, f"positions must be in {first}..{end - 1}, got {low}..{high} ({where})")
+
+    def _check_parts(self, source: int, holder: int, positions: Sequence[Tensor], deltas: Sequence[Tensor]) -> None:
+        """What one step changed in a source, for a holder: one part for each slab and run of the pair."""
+        parts = self._parts.get((source, holder))
+        if parts is None:
+            parts = [(slab, run) for slab, layout in enumerate(self.layouts) for run in layout.runs(source, holder)]
+            self._parts[source, holder] = parts
+        good = len(positions) == len(deltas) == len(parts)
+        check(good, f"must have {len(parts)} parts, got {len(positions)} of positions and {len(deltas)} of deltas")
+        for (slab, run), positions_U, deltas_UB in zip(parts, positions, deltas, strict=True):
+            self._check_ascending(positions_U, run.first, run.end, f"slab {slab}")
+            _check_shape("deltas", slab, deltas_UB, self._records(slab, positions_U))
+
+
+def _check_shape(name: str, slab: int, tensor: Tensor, wanted: tuple[int, int]) -> None:
+    got = tuple(tensor.shape)
+    check(got == wanted, f"`{name}` of slab {slab} must have shape {wanted}, got {got}")
+
+
+_REQUESTS: dict[type[Request], Callable[..., None]] = {
+    wire.Lookup: Judge._check_lookup,
+    wire.Push: Judge._check_push,
+    wire.Load: Judge._check_load,
+    wire.Export: Judge._check_export,
+    wire.Fold: Judge._check_fold,
+    wire.Fetch: Judge._check_fetch,
+}
+_ANSWERS: dict[type[Answer], Callable[..., None]] = {
+    wire.Rows: Judge._check_rows,
+    wire.Records: Judge._check_records,
+    wire.Acknowledged: Judge._check_acknowledged,
+    wire.Stored: Judge._check_stored,
+    wire.CutLog: Judge._check_cut_log,
+    wire.VersionsAre: Judge._check_versions,
+    wire.Snapshots: Judge._check_snapshots,
+}

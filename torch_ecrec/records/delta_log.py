@@ -1,0 +1,226 @@
+"""The deltas of the last few steps of a slot: what it can undo, redo, and show a reader as of an earlier step.
+
+Terms. An *entry* is one step's change: for each slab, the positions that changed (ascending) and their deltas, old XOR
+new of the record bytes. The log holds the steps floor+1 .. last without a gap. To see a record as of step t, XOR it
+with the deltas of all steps after t. Example: a byte is 5 as of step 7; step 8 made it 4 (delta 1), step 9 made it 6
+(delta 2). `changes(after=7, through=9)` is 1 ^ 2 = 3, and 6 ^ 3 = 5.
+
+Invariants. `floor <= last`. `floor` only rises; `last` rises by one with `append` and falls by one with `pop`. Arrays
+are kept, not copied, and never written.
+
+Shapes: U positions of an entry, Q positions asked for, B bytes in a record.
+
+Does not know records, parities or peers, and does not lock: its owner does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from torch_ecrec.records.positions import Bytes, Positions, as_words, require_ascending
+from torch_ecrec.runtime.checks import require, require_int
+
+Entry = tuple[tuple[Positions, Bytes], ...]
+
+
+@njit(nogil=True, cache=True)
+def _match(positions_U: Any, wanted_Q: Any, index_Q: Any) -> Any:
+    """index[q] = where wanted[q] is in the ascending positions, or -1; returns the number of matches.
+
+    Searches forward from the last hit with doubling strides, so that ascending queries cost little; starts over when a
+    query is smaller than the one before.
+    """
+    size = positions_U.shape[0]
+    count, cursor = 0, 0
+    for q in range(wanted_Q.shape[0]):
+        wanted = wanted_Q[q]
+        if q > 0 and wanted < wanted_Q[q - 1]:
+            cursor = 0
+        low, stride = cursor, 1
+        while cursor + stride <= size and positions_U[cursor + stride - 1] < wanted:
+            low = cursor + stride
+            stride *= 2
+        high = min(cursor + stride - 1, size)
+        while low < high:
+            middle = (low + high) // 2
+            if positions_U[middle] < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        cursor = low
+        if low < size and positions_U[low] == wanted:
+            index_Q[q] = low
+            count += 1
+        else:
+            index_Q[q] = -1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _xor_matches(result_QW: Any, deltas_UW: Any, index_Q: Any) -> None:
+    for q in range(index_Q.shape[0]):
+        index = index_Q[q]
+        if index >= 0:
+            for j in range(result_QW.shape[1]):
+                result_QW[q, j] ^= deltas_UW[index, j]
+
+
+class DeltaLog:
+    """Deltas of the steps floor+1 .. last.
+
+    Args:
+        slabs: number of slabs of each entry.
+        floor: the step before the first that will be appended.
+    """
+
+    def __init__(self, slabs: int, floor: int = 0) -> None:
+        require_int("slabs", slabs, 0)
+        require_int("floor", floor, 0)
+        self._slabs = slabs
+        self._floor = floor  # only grows
+        self._entries: deque[Entry] = deque()  # of the steps floor+1, floor+2, ...
+        self._bytes = 0
+
+    @property
+    def floor(self) -> int:
+        """The earliest step that the log can go back to."""
+        return self._floor
+
+    @property
+    def last(self) -> int:
+        """The latest step held, or `floor` when there is none."""
+        return self._floor + len(self._entries)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all positions and deltas held."""
+        return self._bytes
+
+    def append(self, step: int, positions: Sequence[Positions], deltas: Sequence[Bytes]) -> None:
+        """Adds the next step.
+
+        Args:
+            step: `last + 1`.
+            positions: for each slab (U,) int64, ascending, no duplicates. Kept: must not be written afterwards.
+            deltas: for each slab (U, B) uint8. Kept likewise.
+
+        Raises:
+            ValueError: another step, or a shape, a dtype or the order of positions does not fit. Nothing was changed.
+        """
+        require(step == self.last + 1, f"`step` must be {self.last + 1}, the next after the last, got {step}")
+        for name, arrays in (("positions", positions), ("deltas", deltas)):
+            require(
+                len(arrays) == self._slabs, f"`{name}` must be one of each of {self._slabs} slabs, got {len(arrays)}"
+            )
+        for slab, (positions_U, deltas_UB) in enumerate(zip(positions, deltas, strict=True)):
+            require_ascending(f"positions[{slab}]", positions_U)
+            if deltas_UB.ndim != 2 or deltas_UB.dtype != np.uint8 or len(deltas_UB) != len(positions_U):
+                raise ValueError(
+                    f"`deltas[{slab}]` must be 2-D uint8 with {len(positions_U)} rows, got {deltas_UB.dtype} of"
+                    f" {deltas_UB.shape}"
+                )
+        entry = tuple(zip(positions, deltas, strict=True))
+        self._entries.append(entry)
+        self._bytes += _entry_bytes(entry)
+
+    def pop(self) -> Entry:
+        """Removes and returns the entry of the last step; `last` falls by one.
+
+        Raises:
+            LookupError: the log is empty.
+        """
+        if not self._entries:
+            raise LookupError(f"the log holds no step after {self._floor}")
+        entry = self._entries.pop()
+        self._bytes -= _entry_bytes(entry)
+        return entry
+
+    def get(self, step: int) -> Entry:
+        """The entry of a step: (positions_U, deltas_UB) of each slab.
+
+        Raises:
+            LookupError: the step is not held.
+        """
+        if not self._floor < step <= self.last:
+            raise LookupError(f"step {step} is not in the log, which holds {self._floor + 1}..{self.last}")
+        return self._entries[step - self._floor - 1]
+
+    def forget(self, through: int) -> None:
+        """Drops the steps up to `through`, of those held; never lowers the floor."""
+        while self._entries and self._floor < through:
+            self._bytes -= _entry_bytes(self._entries.popleft())
+            self._floor += 1
+
+    def parts(self, slab: int, positions_Q: Positions, after: int, through: int) -> list[tuple[Positions, Bytes]]:
+        """The same as `changes`, step by step and only what was touched.
+
+        Returns:
+            For each step that touched some: (M,) int64, ascending indices into `positions_Q`, and (M, B) uint8, the
+            deltas of these. Not to be written.
+
+        Raises:
+            As `changes`.
+        """
+        return [
+            (rows_M, deltas_UB[index_Q[rows_M]])
+            for index_Q, deltas_UB in self._matches(slab, positions_Q, after, through)
+            for rows_M in [np.flatnonzero(index_Q >= 0).astype(np.int64, copy=False)]
+        ]
+
+    def changes(self, slab: int, positions_Q: Positions, after: int, through: int) -> Bytes | None:
+        """What the steps after < t <= through changed of some records.
+
+        Args:
+            slab: index of the slab.
+            positions_Q: (Q,) int64, in any order (ascending is fastest), duplicates allowed.
+            after: at least `floor`.
+            through: at most `last`. Not above `after`: no change.
+
+        Returns:
+            (Q, B) uint8, the XOR of the deltas of each record, fresh; or None when none of them was touched.
+
+        Raises:
+            ValueError: `slab` or `positions_Q` does not fit.
+            LookupError: the log does not reach back to `after`, or forward to `through`.
+        """
+        result: Bytes | None = None
+        for index_Q, deltas_UB in self._matches(slab, positions_Q, after, through):
+            if result is None:
+                result = np.zeros((len(positions_Q), deltas_UB.shape[1]), np.uint8)
+            _xor_matches(result.view(np.uint32), as_words(deltas_UB), index_Q)
+        return result
+
+    def _matches(
+        self, slab: int, positions_Q: Positions, after: int, through: int
+    ) -> Iterator[tuple[Positions, Bytes]]:
+        """For each step that touched some: where they are in its entry, or -1 (one buffer for all); its deltas."""
+        require(0 <= slab < self._slabs, f"`slab` must be in 0..{self._slabs - 1}, got {slab}")
+        if positions_Q.ndim != 1 or positions_Q.dtype != np.int64:
+            raise ValueError(f"`positions_Q` must be a 1-D int64 array, got {positions_Q.ndim}-D {positions_Q.dtype}")
+        if after < self._floor or through > self.last:
+            raise LookupError(
+                f"steps {after + 1}..{through} are not all in the log, which holds {self._floor + 1}..{self.last}"
+            )
+        positions_Q = np.ascontiguousarray(positions_Q)
+        index_Q = np.empty(len(positions_Q), np.int64)
+        for step in range(after + 1, through + 1):
+            positions_U, deltas_UB = self.get(step)[slab]
+            if _match(np.ascontiguousarray(positions_U), positions_Q, index_Q):
+                yield index_Q, deltas_UB
+
+
+def _entry_bytes(entry: Entry) -> int:
+    return sum(positions_U.nbytes + deltas_UB.nbytes for positions_U, deltas_UB in entry)
+
+
+def warm() -> None:
+    """Compiles or loads every kernel of this module."""
+    log = DeltaLog(1)
+    positions_U = np.zeros(1, np.int64)
+    log.append(1, [positions_U], [np.ones((1, 4), np.uint8)])
+    log.changes(0, positions_U, 0, 1)

@@ -1,0 +1,31 @@
+"""The sparse optimizers, one file each: what `OPTIMIZER` in it declares. To add one, add its file and its tests."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+
+from torch_ecrec.records.optimizer import SparseOptimizer
+
+NAMES: tuple[str, ...] = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+@functools.cache
+def optimizer(name: str) -> SparseOptimizer:
+    """The optimizer of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in NAMES:
+        raise ValueError(f"unknown optimizer {name!r}; expected one of {', '.join(NAMES)}")
+    found = importlib.import_module(f"{__name__}.{name}").OPTIMIZER
+    assert isinstance(found, SparseOptimizer) and found.name == name, f"{name}: its file declares {found}"
+    return found
+
+
+def by_class(cls: type) -> SparseOptimizer | None:
+    """The optimizer that a class of torch or TorchRec means; None: none does."""
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    return next((found for found in map(optimizer, NAMES) if path in found.classes), None)

@@ -1,0 +1,105 @@
+"""What a record is: the one place that says so.
+
+A *record* is what a server keeps for one row of a table: its weights, then what the table's optimizer keeps for it, as
+fields one behind the other. Example: dim = 2 with row-wise Adagrad is the fields `weight` (2 values) and `momentum1` (1
+value): 12 bytes, the weights (1.0, -2.0) with state 0.5 being 00 00 80 3f 00 00 00 c0 00 00 00 3f.
+
+Names of optimizer state are TorchRec's, under which checkpoints have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from torch_ecrec.runtime.checks import require, require_int
+
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class Field:
+    """A part of every record of a schema.
+
+    Args:
+        name: unique in the schema.
+        values: how many numbers it has.
+        per_row: one number for the row, which TorchRec has as a vector over rows; else one for each weight.
+    """
+
+    name: str
+    values: int
+    per_row: bool = False
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        require_int(f"values of field {self.name}", self.values, 1)
+        require(self.dtype == "float32", f"field {self.name}: float32 is what records have, got {self.dtype}")
+
+    @property
+    def nbytes(self) -> int:
+        return self.values * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class StateField:
+    """What an optimizer keeps for a row, whatever its number of weights."""
+
+    name: str
+    per_row: bool = False
+
+    def of(self, dim: int) -> Field:
+        """In records of `dim` weights."""
+        return Field(self.name, 1 if self.per_row else dim, self.per_row)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The fields of a record, in their order in memory; the first is the weights."""
+
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in self.fields]
+        require(names[:1] == [WEIGHT], f"a record begins with `{WEIGHT}`, got {names}")
+        require(len(set(names)) == len(names), f"fields must have different names, got {names}")
+
+    @staticmethod
+    def of(dim: int, state: tuple[StateField, ...] = ()) -> Schema:
+        """Of a table with `dim` weights in a row and an optimizer with this state."""
+        return Schema((Field(WEIGHT, dim), *(field.of(dim) for field in state)))
+
+    @property
+    def dim(self) -> int:
+        """Weights in a record."""
+        return self.fields[0].values
+
+    @property
+    def state(self) -> tuple[Field, ...]:
+        """All fields but the weights."""
+        return self.fields[1:]
+
+    @cached_property
+    def width(self) -> int:
+        """Numbers in a record."""
+        return sum(field.values for field in self.fields)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of a record."""
+        return sum(field.nbytes for field in self.fields)
+
+    def columns(self, name: str) -> tuple[int, int]:
+        """Where a field begins and ends, counted in numbers.
+
+        Raises:
+            KeyError: there is no such field.
+        """
+        begin = 0
+        for field in self.fields:
+            if field.name == name:
+                return begin, begin + field.values
+            begin += field.values
+        raise KeyError(f"records have no field {name!r}, only {[field.name for field in self.fields]}")

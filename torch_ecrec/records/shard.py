@@ -1,0 +1,264 @@
+"""The records of one slab on one slot, and the parity records beside them.
+
+A parity record has the length of a data record but is bytes only: XORs of records are no numbers.
+
+Invariants. Only this object touches the memory of its records: others use the verbs. Positions are checked before
+anything is read or written. Bytes move unchanged, NaNs included.
+
+Shapes: P data records, Q parity records, W numbers and B bytes in a record, D weights, U positions asked for.
+
+Does not know rows, stripes or steps, and does not lock: the server owns the order of reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from torch_ecrec.codec.field import xor_rows_
+from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.records.initial import InitialRecords
+from torch_ecrec.records.merge import Merged
+from torch_ecrec.records.optimizer import SparseOptimizer
+from torch_ecrec.records.pages import Memory
+from torch_ecrec.records.positions import Bytes, Floats, Positions, as_words, check_positions
+from torch_ecrec.records.schema import Schema
+from torch_ecrec.runtime import shared
+from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.kernels import prefetch_row
+
+
+@njit(nogil=True, cache=True)
+def _gather(source_PW: Any, positions_U: Any, result_UV: Any) -> None:
+    """result[i] = the leading words of source[positions[i]]."""
+    for i in range(positions_U.shape[0]):
+        prefetch_row(source_PW, positions_U, i)
+        position = positions_U[i]
+        for j in range(result_UV.shape[1]):
+            result_UV[i, j] = source_PW[position, j]
+
+
+@njit(nogil=True, cache=True)
+def _gather_bfloat16(source_PW: Any, positions_U: Any, result_UV: Any) -> None:
+    """The same, rounded from float32 to bfloat16, to nearest and to even in a tie, as torch does; NaN stays NaN."""
+    for i in range(positions_U.shape[0]):
+        prefetch_row(source_PW, positions_U, i)
+        position = positions_U[i]
+        for j in range(result_UV.shape[1]):
+            bits = source_PW[position, j]
+            rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            result_UV[i, j] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+
+
+@njit(nogil=True, cache=True)
+def scatter(target_PW: Any, positions_U: Any, values_UW: Any) -> None:
+    """target[positions[i]] = values[i]. Not checked: that the positions are rows of the target."""
+    for i in range(positions_U.shape[0]):
+        prefetch_row(target_PW, positions_U, i)
+        position = positions_U[i]
+        for j in range(values_UW.shape[1]):
+            target_PW[position, j] = values_UW[i, j]
+
+
+class Shard:
+    """One slab's records on one slot, and the parity records beside them; zeros at first.
+
+    Args:
+        schema: of the records.
+        data_rows: number of data records.
+        parity_rows: number of parity records.
+        scattered: records are first written here and there; `merge_pages` is called before many in a row are.
+    """
+
+    def __init__(self, schema: Schema, data_rows: int, parity_rows: int, scattered: bool = False) -> None:
+        require_int("data_rows", data_rows, 0)
+        require_int("parity_rows", parity_rows, 0)
+        self.schema, self.data_rows, self.parity_rows = schema, data_rows, parity_rows
+        self._memories = [Memory(rows * schema.nbytes, scattered) for rows in (data_rows, parity_rows)]
+        self._data_PB, self._parity_QB = (memory.array.reshape(-1, schema.nbytes) for memory in self._memories)
+        self._records_PW: Floats = self._data_PB.view(np.float32)
+
+    @property
+    def data_bytes(self) -> int:
+        """Memory of data records."""
+        return self._data_PB.nbytes
+
+    @property
+    def parity_bytes(self) -> int:
+        """Memory of parity records."""
+        return self._parity_QB.nbytes
+
+    def _of(self, parity: bool) -> Bytes:
+        return self._parity_QB if parity else self._data_PB
+
+    # steps --------------------------------------------------------------------------------------
+
+    def initialise_(self, rows_P: Positions, initial: InitialRecords) -> None:
+        """Gives every data record its first value.
+
+        Args:
+            rows_P: (P,) int64, the slab row of each data record.
+            initial: of this slab.
+        """
+        initial.fill_(self._records_PW, rows_P)
+
+    def apply_(self, optimizer: SparseOptimizer, merged: Merged, lr: float, fixed: Mapping[str, float]) -> Bytes:
+        """One step of an optimizer; see `SparseOptimizer.update_`, whose result this is."""
+        return optimizer.update_(self._records_PW, merged, lr, fixed)
+
+    def undo_(self, positions_U: Positions, deltas_UB: Bytes) -> None:
+        """Takes back what `apply_` or `overwrite_` has changed.
+
+        Args:
+            positions_U: (U,) int64; -1 skips one.
+            deltas_UB: (U, B) uint8.
+
+        Raises:
+            ValueError: a shape or a dtype does not fit.
+            IndexError: a position is out of range. Nothing was changed then.
+        """
+        xor_rows_(self._data_PB, positions_U, deltas_UB)
+
+    def fold_(
+        self, code: LinearCode, positions_U: Positions, deltas_UB: Bytes, coefficients_U: Bytes, parity: bool = True
+    ) -> None:
+        """Folds changes of other records into parity records, or into data records that were decoded.
+
+        Args:
+            code: of the stripes.
+            positions_U: (U,) int64, the record of each delta; -1 skips one.
+            deltas_UB: (U, B) uint8.
+            coefficients_U: (U,) uint8, see `LinearCode.fold_`.
+            parity: whether the positions are of parity records.
+
+        Raises:
+            As `LinearCode.fold_`.
+        """
+        code.fold_(self._of(parity), positions_U, deltas_UB, coefficients_U)
+
+    def install_(
+        self,
+        code: LinearCode,
+        positions_U: Positions,
+        missing_P: NDArray[np.bool_],
+        have: Sequence[int],
+        values: Sequence[Bytes],
+        want: int,
+        parity: bool = False,
+    ) -> int:
+        """Decodes records into place, those that are still missing.
+
+        Args:
+            code: of the stripes.
+            positions_U: (U,) int64, where the record of each stripe goes.
+            missing_P: (P,) bool, of all records. Mutated: False for all `positions_U` afterwards.
+            have, values, want: as for `LinearCode.decode`.
+            parity: whether the positions are of parity records.
+
+        Returns:
+            How many were missing.
+
+        Raises:
+            As `LinearCode.decode_rows_`.
+        """
+        return code.decode_rows_(self._of(parity), positions_U, missing_P, have, values, want)
+
+    # memory -------------------------------------------------------------------------------------
+
+    def merge_pages(self, begin: int, end: int, parity: bool = False) -> None:
+        """Nearly all records from `begin` to `end` are to be written now. See `Memory.merge`."""
+        record_bytes = self.schema.nbytes
+        self._memories[parity].merge(begin * record_bytes, end * record_bytes)
+
+    # reading and writing ------------------------------------------------------------------------
+
+    def gather_weights(self, positions_U: Positions, bfloat16: bool = False) -> NDArray[Any]:
+        """Weights of some records.
+
+        Args:
+            positions_U: (U,) int64.
+            bfloat16: round to it.
+
+        Returns:
+            (U, D) float32, or uint16 that is bfloat16; fresh.
+
+        Raises:
+            IndexError: a position is out of range.
+        """
+        positions_U = check_positions(positions_U, self.data_rows)
+        shape = (len(positions_U), self.schema.dim)
+        if bfloat16:
+            rounded_UD = shared.empty(shape, np.uint16)
+            _gather_bfloat16(self._records_PW.view(np.uint32), positions_U, rounded_UD)
+            return rounded_UD
+        weights_UD = shared.empty(shape, np.float32)
+        _gather(self._records_PW.view(np.uint32), positions_U, weights_UD.view(np.uint32))
+        return weights_UD
+
+    def gather(self, positions_U: Positions, parity: bool = False) -> Bytes:
+        """Bytes of some data records, or of some parity records.
+
+        Returns:
+            (U, B) uint8, fresh.
+
+        Raises:
+            IndexError: a position is out of range.
+        """
+        source_PB = self._of(parity)
+        positions_U = check_positions(positions_U, len(source_PB))
+        values_UB = shared.empty((len(positions_U), source_PB.shape[1]), np.uint8)
+        _gather(source_PB.view(np.uint32), positions_U, values_UB.view(np.uint32))
+        return values_UB
+
+    def scatter_(self, positions_U: Positions, values_UB: Bytes, parity: bool = False) -> None:
+        """Overwrites some data records, or some parity records, in place.
+
+        Args:
+            positions_U: (U,) int64. Where one comes twice, the last value stays.
+            values_UB: (U, B) uint8.
+            parity: whether the positions are of parity records.
+
+        Raises:
+            ValueError: `values_UB` has another shape or dtype.
+            IndexError: a position is out of range. Nothing was changed then.
+        """
+        target_PB = self._of(parity)
+        positions_U = check_positions(positions_U, len(target_PB))
+        shape = (len(positions_U), target_PB.shape[1])
+        require(
+            values_UB.shape == shape and values_UB.dtype == np.uint8,
+            f"`values_UB` must be uint8 of shape {shape}, got {values_UB.dtype} of {values_UB.shape}",
+        )
+        scatter(target_PB.view(np.uint32), positions_U, as_words(values_UB))
+
+    def overwrite_(self, positions_U: Positions, values_UB: Bytes) -> Bytes:
+        """Overwrites some data records, in place; returns what that changed, as an optimizer's step does.
+
+        Args:
+            positions_U: (U,) int64, no duplicates.
+            values_UB: (U, B) uint8.
+
+        Returns:
+            (U, B) uint8, old XOR new; fresh.
+
+        Raises:
+            ValueError, IndexError: see `scatter_`. Nothing was changed then.
+        """
+        deltas_UB = self.gather(positions_U)
+        self.scatter_(positions_U, values_UB)
+        np.bitwise_xor(deltas_UB, values_UB, out=deltas_UB)
+        return deltas_UB
+
+
+def warm() -> None:
+    """Compiles or loads every kernel of this module."""
+    shard = Shard(Schema.of(1), 2, 2)
+    positions_U = np.zeros(1, np.int64)
+    shard.gather_weights(positions_U)
+    shard.gather_weights(positions_U, bfloat16=True)
+    shard.scatter_(positions_U, shard.gather(positions_U))

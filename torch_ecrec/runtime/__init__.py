@@ -1,0 +1,1 @@
+"""What every process stands on: memory, compiled kernels, the life of a process, checks of arguments."""

@@ -1,0 +1,292 @@
+"""Memory that other processes of this host can read in place: what is sent within a host is written once.
+
+    segment   an anonymous file in memory (memfd), mapped here to be written, and in its readers to be read; it is
+              sealed, so that nobody can take from a reader what it looks at
+    pool      the segments of this process; `empty` gives arrays in them, and hands a segment out again only when
+              no array of it is left here and every reader has given it back
+
+So what lies in an array of `empty` must not be changed once it has been sent: a reader may look at it for as long as it
+likes, also after this process has died. Nothing has a name in any file system, and nothing is left behind.
+
+A process has at most one pool, from `enable` on. Without one `empty` is numpy's. Does not know who the readers are, nor
+how they learn of a segment: `transport/lending.py` does.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import math
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from torch_ecrec.runtime.lifetime import belongs_here
+
+LEAST_BYTES = 1 << 14  # less is copied faster than it is lent
+SEGMENTS_MOST = 256  # of a process; each is an open file, of which it may have 1024
+SPARE_MOST = 2  # a segment serves for what needs at least its half
+_GRAIN = 1 << 16  # sizes are multiples of it
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prepare() -> bool:
+    if not hasattr(os, "memfd_create"):
+        return False
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_ssize_t,
+    )
+    _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return True
+
+
+AVAILABLE = _prepare()  # on Linux
+
+
+class Mapping:
+    """The bytes of a file as memory, for as long as this object lives. Raises OSError.
+
+    Python's own `mmap` would keep a file descriptor for each.
+    """
+
+    def __init__(self, fd: int, size: int, writable: bool) -> None:
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = _libc.mmap(None, size, access, mmap.MAP_SHARED, fd, 0)
+        if address == ctypes.c_void_p(-1).value:
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
+        self.address, self.size = int(address), size
+
+    def __del__(self, munmap: Any = _libc.munmap) -> None:
+        if hasattr(self, "address"):
+            munmap(self.address, self.size)
+
+
+def is_whole(fd: int, size: int) -> bool:
+    """Whether a file has so many bytes and can never have fewer: who reads a mapping beyond the end of a file dies."""
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:  # not a file of the kind that is sealed
+        return False
+    return bool(sealed) and os.fstat(fd).st_size >= size
+
+
+class _Held:
+    """What the memory of an array belongs to. Says when the last array of it is gone."""
+
+    def __init__(self, mapping: Mapping, size: int, token: Any, gone: deque[Any]) -> None:
+        self._mapping, self._token, self._gone = mapping, token, gone
+        self.__array_interface__ = {"data": (mapping.address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+    def __del__(self) -> None:
+        self._gone.append(self._token)  # on whatever thread, with whatever held: no more than this
+
+
+def held(mapping: Mapping, size: int, token: Any, gone: deque[Any]) -> NDArray[np.uint8]:
+    """The first bytes of a mapping; `token` is appended to `gone` when the last array or tensor of them is gone."""
+    return np.asarray(_Held(mapping, size, token, gone))
+
+
+class Reader(Protocol):
+    """Who has been shown a segment."""
+
+    def forget(self, segment: int) -> None:
+        """The segment is not handed out again. Called with the pool's lock held."""
+
+
+class Segment:
+    """One file, its number in this process, and who uses it. The file is open for as long as this object lives."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.size = number, size
+        self.fd = os.memfd_create("torch_ecrec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        self.mapping = Mapping(self.fd, size, writable=True)
+        # guarded by the pool's lock
+        self.held = False  # by an array of this process
+        self.lent = 0  # how often it was lent and not given back
+        self.lost = False  # lent to somebody who will not say when it is given back
+        self.dropped = False
+        self.readers: set[Reader] = set()
+
+    def __del__(self, close: Any = os.close) -> None:
+        if hasattr(self, "fd"):
+            close(self.fd)
+
+
+class Pool:
+    """The segments of this process.
+
+    Args:
+        most_bytes: of all segments together, free ones included.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._gone: deque[Segment] = deque()  # segments whose last array here is gone
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # guards all below
+        belongs_here(self)
+        self._bytes = self._count = 0
+        self._free: list[Segment] = []  # that given back longest ago first
+        self._held: list[tuple[int, Segment]] = []  # by address, ascending
+
+    def on_forked(self) -> None:
+        """In a forked child: its parent goes on to hand out the very same memory."""
+        self._lock = threading.Lock()
+        if _pool is self:
+            enable(0)
+
+    @property
+    def bytes(self) -> int:
+        """Of all segments, free ones included."""
+        with self._lock:
+            self._sort_gone()
+            return self._bytes
+
+    @property
+    def free_bytes(self) -> int:
+        with self._lock:
+            self._sort_gone()
+            return sum(segment.size for segment in self._free)
+
+    def take(self, size: int) -> NDArray[np.uint8] | None:
+        """`size` bytes, whatever they are; None where there is no more memory to share."""
+        with self._lock:
+            self._sort_gone()
+            segment = self._reuse(size) or self._make(size)
+            if segment is None:
+                return None
+            segment.held = True
+            bisect.insort(self._held, (segment.mapping.address, segment))
+            return held(segment.mapping, size, segment, self._gone)
+
+    def find(self, address: int) -> tuple[Segment, int] | None:
+        """The segment that an array of this process lies in, and where in it."""
+        with self._lock:
+            at = bisect.bisect_right(self._held, address, key=lambda entry: entry[0]) - 1
+            if at >= 0:
+                segment = self._held[at][1]
+                if address < segment.mapping.address + segment.size:
+                    return segment, address - segment.mapping.address
+        return None
+
+    def lend(self, segment: Segment, reader: Reader) -> None:
+        """Somebody is told of it. It must be held: by an array here, or lent before."""
+        with self._lock:
+            segment.lent += 1
+            segment.readers.add(reader)
+
+    def give_back(self, segment: Segment) -> None:
+        with self._lock:
+            segment.lent -= 1
+            if not segment.held and not segment.lost:
+                self._settle(segment)
+
+    def leave(self, segment: Segment, reader: Reader, times: int) -> None:
+        """A reader is gone, with so many loans that it will never give back: the segment is not handed out again."""
+        with self._lock:
+            segment.readers.discard(reader)
+            segment.lent -= times
+            segment.lost |= times > 0
+            if not segment.held:
+                self._settle(segment)
+
+    def _sort_gone(self) -> None:
+        while self._gone:
+            segment = self._gone.popleft()
+            segment.held = False
+            at = bisect.bisect_left(self._held, segment.mapping.address, key=lambda entry: entry[0])
+            del self._held[at]
+            self._settle(segment)
+
+    def _settle(self, segment: Segment) -> None:
+        """Nobody here holds it: free, if nobody else reads it."""
+        if segment.lost:
+            self._drop(segment)
+        elif not segment.lent and not segment.dropped and segment not in self._free:
+            self._free.append(segment)
+
+    def _reuse(self, size: int) -> Segment | None:
+        fitting = [segment for segment in self._free if size <= segment.size <= SPARE_MOST * max(size, _GRAIN)]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda segment: segment.size)
+        self._free.remove(best)
+        return best
+
+    def _make(self, size: int) -> Segment | None:
+        size = _rounded(size)
+        while self._free and not self._has_room(size):
+            self._drop(self._free.pop(0))
+        if not self._has_room(size):
+            return None
+        with contextlib.suppress(OSError):  # no more files, or no more memory
+            segment = Segment(next(self._numbers), size)
+            self._bytes += size
+            self._count += 1
+            return segment
+        return None
+
+    def _has_room(self, size: int) -> bool:
+        return self._bytes + size <= self.most_bytes and self._count < SEGMENTS_MOST
+
+    def _drop(self, segment: Segment) -> None:
+        """It is not handed out again. Whoever is about to show it to somebody may still do so."""
+        if not segment.dropped:
+            segment.dropped = True
+            self._bytes -= segment.size
+            self._count -= 1
+            for reader in segment.readers:
+                reader.forget(segment.number)
+            segment.readers.clear()
+
+
+def _rounded(size: int) -> int:
+    """An eighth more than needed at least, so that what varies a little from step to step fits next time."""
+    return -(-(size + size // 8) // _GRAIN) * _GRAIN
+
+
+_pool: Pool | None = None
+
+
+def enable(most_bytes: int) -> None:
+    """Gives this process a pool of at most so many bytes; 0 takes it away. One of the same size stays."""
+    global _pool
+    if most_bytes == 0 or not AVAILABLE:
+        _pool = None
+    elif _pool is None or _pool.most_bytes != most_bytes:
+        _pool = Pool(most_bytes)
+
+
+def pool() -> Pool | None:
+    """That of this process."""
+    return _pool
+
+
+def empty(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
+    """Like `numpy.empty`, in shared memory if there is a pool, and it has room, and it is worth it."""
+    kind = np.dtype(dtype)
+    size = math.prod(shape) * kind.itemsize
+    if _pool is not None and size >= LEAST_BYTES:
+        memory = _pool.take(size)
+        if memory is not None:
+            return memory.view(kind).reshape(shape)
+    return np.empty(shape, kind)

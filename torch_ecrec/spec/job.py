@@ -1,0 +1,219 @@
+"""What a job is: tables, optimizers, code parameters. Frozen, validated on construction, equal on every process.
+
+Terms. A *slab* is the set of all tables whose records look alike (same dimension, same optimizer): their rows are laid
+end to end in one row space, striped and stored together. Example: tables `a` (100 rows, dim 16) and `b` (50 rows,
+dim 16) with the same optimizer make one slab of 150 rows; row 3 of `b` is row 103 of the slab.
+
+Does not read files or talk to anyone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch_ecrec.codec.field import FIELD_SIZE
+from torch_ecrec.records.initial import InitialRecords
+from torch_ecrec.records.optimizer import SparseOptimizer
+from torch_ecrec.records.optimizers import optimizer
+from torch_ecrec.records.schema import Schema
+from torch_ecrec.runtime.checks import require, require_int
+
+PROTECTIONS = ("parity", "none")
+
+
+@dataclass(frozen=True, init=False)
+class OptimizerSpec:
+    """The sparse optimizer of some tables.
+
+    Args:
+        kind: one of `torch_ecrec.records.optimizers`: "sgd", "adagrad", "rowwise_adagrad".
+        lr: learning rate before any scheduler; the rate in force travels with every step.
+        **fixed: its other hyperparameters, say `eps`; FBGEMM's defaults otherwise.
+
+    Raises:
+        ValueError: no such optimizer, one that has no such hyperparameter, or a negative value.
+    """
+
+    kind: str
+    lr: float
+    fixed: tuple[tuple[str, float], ...]
+
+    def __init__(self, kind: str = "sgd", lr: float = 0.01, **fixed: float) -> None:
+        found = optimizer(kind)
+        found.hyperparameters(fixed)
+        for name, value in {"lr": lr, **fixed}.items():
+            require(value >= 0, f"`{name}` must not be negative, got {value}")
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "lr", lr)
+        object.__setattr__(self, "fixed", tuple({**found.fixed, **fixed}.items()))
+
+    @property
+    def optimizer(self) -> SparseOptimizer:
+        """What the servers run."""
+        return optimizer(self.kind)
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One embedding table.
+
+    Args:
+        name: unique in the job.
+        rows: number of rows, at least 1.
+        dim: floats in a row, at least 1.
+        low, high: rows that nobody loads start uniform in [low, high), seeded per row.
+        optimizer: how a gradient changes a row.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    low: float
+    high: float
+    optimizer: OptimizerSpec = OptimizerSpec()
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "`name` of a table must not be empty")
+        require_int(f"rows of table {self.name}", self.rows, 1)
+        require_int(f"dim of table {self.name}", self.dim, 1)
+        require(
+            self.low <= self.high, f"table {self.name}: `low` must not exceed `high`, got {self.low} and {self.high}"
+        )
+
+
+@dataclass(frozen=True)
+class CodeSpec:
+    """How records are protected: `slots` shards; stripes of k data and r parity records on k + r different slots.
+
+    With `protection="none"` there is no parity (r is 0 in effect): a baseline, where any loss is final.
+    """
+
+    slots: int = 3
+    k: int = 2
+    r: int = 1
+    protection: str = "parity"
+
+    def __post_init__(self) -> None:
+        require(
+            self.protection in PROTECTIONS,
+            f"unknown protection {self.protection!r}; expected one of {', '.join(PROTECTIONS)}",
+        )
+        require_int("k", self.k, 1)
+        require_int("r", self.r, 1)
+        require_int("slots", self.slots, 1)
+        require(self.k + self.r <= FIELD_SIZE, f"`k + r` must be at most {FIELD_SIZE}, got {self.k + self.r}")
+        if self.protection == "parity":
+            require(
+                self.k + self.r <= self.slots,
+                f"a stripe of k + r = {self.k + self.r} records needs as many slots, got {self.slots} servers:"
+                " two members on one server would be lost together; use more servers or a smaller k or r",
+            )
+
+    @property
+    def parities(self) -> int:
+        """r, or 0 without protection."""
+        return self.r if self.protection == "parity" else 0
+
+    @property
+    def members(self) -> int:
+        """n: records in a stripe."""
+        return self.k + self.parities
+
+
+@dataclass(frozen=True)
+class SlabSpec:
+    """Tables whose records look alike, laid end to end. `first_rows[i]` is where table i starts."""
+
+    dim: int
+    optimizer: OptimizerSpec
+    tables: tuple[TableSpec, ...]
+    table_indices: tuple[int, ...]
+    first_rows: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(table.rows for table in self.tables)
+
+    @cached_property
+    def schema(self) -> Schema:
+        """What a record is."""
+        return self.optimizer.optimizer.schema(self.dim)
+
+    def initial(self, seed: int) -> InitialRecords:
+        """What records are before anything was loaded or trained."""
+        return InitialRecords(
+            self.schema,
+            seed,
+            self.first_rows,
+            tuple(table.low for table in self.tables),
+            tuple(table.high for table in self.tables),
+            self.table_indices,
+        )
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Everything that servers and trainers must agree on."""
+
+    tables: tuple[TableSpec, ...]
+    code: CodeSpec
+    trainers: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(len(self.tables) > 0, "a job needs at least one table")
+        require_int("trainers", self.trainers, 1)
+        require_int("seed", self.seed, 0)
+        times = Counter(table.name for table in self.tables)
+        twice = sorted(name for name in times if times[name] > 1)
+        require(not twice, f"table names must be unique, got twice: {', '.join(twice)}")
+
+    @cached_property
+    def slabs(self) -> tuple[SlabSpec, ...]:
+        """Tables grouped by record layout and optimizer, in order of first appearance."""
+        groups: dict[tuple[int, OptimizerSpec], list[int]] = {}
+        for index, table in enumerate(self.tables):
+            groups.setdefault((table.dim, table.optimizer), []).append(index)
+        slabs = []
+        for (dim, spec), indices in groups.items():
+            tables = tuple(self.tables[i] for i in indices)
+            first_rows, total = [], 0
+            for table in tables:
+                first_rows.append(total)
+                total += table.rows
+            slabs.append(SlabSpec(dim, spec, tables, tuple(indices), tuple(first_rows)))
+        return tuple(slabs)
+
+    @cached_property
+    def place_of_table(self) -> dict[str, tuple[int, int]]:
+        """Table name -> (slab index, first row in the slab)."""
+        return {
+            table.name: (s, first)
+            for s, slab in enumerate(self.slabs)
+            for table, first in zip(slab.tables, slab.first_rows, strict=True)
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> JobSpec:
+        """Inverse of `to_json`; raises `ValueError`, `TypeError` or `KeyError` on anything else."""
+        tables = tuple(
+            TableSpec(**{**t, "optimizer": OptimizerSpec(o["kind"], o["lr"], **dict(o["fixed"]))})
+            for t in value["tables"]
+            for o in [t["optimizer"]]
+        )
+        return JobSpec(tables=tables, code=CodeSpec(**value["code"]), trainers=value["trainers"], seed=value["seed"])
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the canonical form: equal exactly when two jobs are."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,103 @@
+"""Time limits, sizes and choices of one process.
+
+The only module that reads environment variables (`Settings.from_environment`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_ecrec.runtime.checks import require, require_int
+
+_NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
+WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no spare
+TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and servers
+CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
+WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
+
+
+def restarts() -> int:
+    """How often torchrun has started the trainers again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def record_folder() -> Path | None:
+    """Where trainers note their steps: `torch-ecrec rehearse` says so to those that it starts."""
+    folder = os.environ.get("TORCH_ECREC_RECORD")
+    return Path(folder) if folder else None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Time limits and sizes of one process. Seconds, bytes and steps as the names say.
+
+    Args:
+        join: "host:port" of the coordinator, or None.
+        window_steps: how many steps a trainer may run ahead of what is acknowledged.
+        call_timeout_s: a remote call not answered by then counts as unknown and is made again.
+        give_up_s: a lookup or push without progress for so long ends with `ClusterUnavailable`.
+        transport: "sockets", connections of our own, or "rpc", torch.distributed.rpc. The coordinator's counts,
+            for all of its cluster.
+        wire: "bfloat16" halves what lookups and pushes send: rows are rounded on their way to a trainer, and its
+            gradients on their way back. Records stay float32, and recovery stays exact.
+        heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost. When it
+            wakes up, nothing that it did since counts; a server comes back as a spare.
+        shared_memory_bytes: most of the memory that this process shares with others of its host, which then read large
+            tensors there rather than from a socket; 0: none. Of the socket transport, on Linux.
+        keep_freed_bytes: memory that this process has freed and keeps for the next step, at most; 0 leaves the C
+            library's allocator as it is.
+        rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
+        rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each that was lost; 0 for
+            none. What a request waits for counts, but is never delayed.
+    """
+
+    join: str | None = None
+    window_steps: int = 2
+    call_timeout_s: float = 10.0
+    give_up_s: float = 120.0
+    transport: str = "sockets"
+    wire: str = "float32"
+    heartbeat_s: float = 1.0
+    lease_s: float = 10.0
+    shared_memory_bytes: int = 2 << 30
+    keep_freed_bytes: int = 1 << 30
+    rebuild_chunk_bytes: int = 4 << 20
+    rebuild_bytes_per_s: float = 100e6
+
+    def __post_init__(self) -> None:
+        require_int("window_steps", self.window_steps, 1)
+        require(
+            self.transport in TRANSPORTS, f"`transport` must be one of {', '.join(TRANSPORTS)}, got {self.transport!r}"
+        )
+        require(self.wire in WIRES, f"`wire` must be one of {', '.join(WIRES)}, got {self.wire!r}")
+        for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"):
+            require(getattr(self, name) > 0, f"`{name}` must be positive, got {getattr(self, name)}")
+        require_int("shared_memory_bytes", self.shared_memory_bytes, 0)
+        require_int("keep_freed_bytes", self.keep_freed_bytes, 0)
+        require_int("rebuild_chunk_bytes", self.rebuild_chunk_bytes, 1)
+        require(
+            self.rebuild_bytes_per_s >= 0, f"`rebuild_bytes_per_s` must not be negative, got {self.rebuild_bytes_per_s}"
+        )
+
+    @staticmethod
+    def from_environment(**overrides: Any) -> Settings:
+        """Reads TORCH_ECREC_<NAME> for every field (e.g. TORCH_ECREC_JOIN); an explicit argument wins."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(Settings):
+            text = os.environ.get(f"TORCH_ECREC_{field.name.upper()}")
+            if text is not None and field.name not in overrides:
+                try:
+                    values[field.name] = _NUMBERS.get(type(field.default), str)(text)
+                except ValueError:
+                    raise ValueError(f"TORCH_ECREC_{field.name.upper()} must be a number, got {text!r}") from None
+        return Settings(**{**values, **overrides})
+
+    def environment(self) -> dict[str, str]:
+        """What gives another process the same settings, but for `join`: inverse of `from_environment`."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "join"]
+        return {f"TORCH_ECREC_{name.upper()}": str(getattr(self, name)) for name in names}
