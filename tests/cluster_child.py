@@ -121,7 +121,7 @@ def load(session: Session, hold: Callable[[str], None] = lambda where: None) -> 
         ):
             if part == 2:
                 hold(f"loading {s}")
-            values = torch.rand((len(rows), slab.width), generator=generator(99, s, part))
+            values = torch.rand((len(rows), slab.schema.width), generator=generator(99, s, part))
             session.load(s, rows, values)
             whole[rows] = values
         expected.append(whole)

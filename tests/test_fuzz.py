@@ -394,7 +394,7 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
     runs = [(slab, run) for slab, layout in enumerate(layouts) for run in layout.runs(source, slot)]
     parts = [torch.arange(run.first, run.end) for _, run in runs]
     deltas = [
-        torch.zeros((len(p), job.slabs[slab].record_bytes), dtype=torch.uint8)
+        torch.zeros((len(p), job.slabs[slab].schema.nbytes), dtype=torch.uint8)
         for p, (slab, _) in zip(parts, runs, strict=True)
     ]
     one = positions[0][:1]

@@ -70,7 +70,7 @@ class FakeSession:
         self.reports: list[dict[str, float]] = []
         self.group = dist.new_group() if self.trainers > 1 else None
         for slab in job.slabs:
-            records = torch.zeros(slab.rows, slab.width)
+            records = torch.zeros(slab.rows, slab.schema.width)
             for table, first in zip(slab.tables, slab.first_rows, strict=True):
                 random = torch.Generator().manual_seed(job.seed + first + slab.dim)
                 records[first : first + table.rows, : slab.dim] = torch.empty(table.rows, slab.dim).uniform_(
@@ -120,7 +120,7 @@ class FakeSession:
                 if slab.optimizer.kind == "rowwise_adagrad":
                     squares = squares.mean(dim=1, keepdim=True)
                 touched[:, dim:] += squares
-                touched[:, :dim] -= rates[s] * gradient / (touched[:, dim:].sqrt() + slab.optimizer.eps)
+                touched[:, :dim] -= rates[s] * gradient / (touched[:, dim:].sqrt() + dict(slab.optimizer.fixed)["eps"])
             records[rows_U] = touched
         self.step += 1
 

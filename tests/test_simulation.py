@@ -14,16 +14,19 @@ import dataclasses
 import functools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from torch_ecrec.client import client as client_module
 from torch_ecrec.layout import repair
 from torch_ecrec.protocol import pieces, step_rule, wire
+from torch_ecrec.records import merge
+from torch_ecrec.records.pages import HUGE_PAGE_BYTES, LEAST_BYTES
 from torch_ecrec.records.shard import Shard
+from torch_ecrec.runtime.tensors import as_array
 from torch_ecrec.server import protection, rebuild, service, slot, snapshots
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.storage.pages import HUGE_PAGE_BYTES, LEAST_BYTES
 from torch_ecrec.testing import Cluster, Fault, Run, Scenario, simulate
 from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, FAULTS, LOSSES, Line
 from torch_ecrec.transport.node import Node
@@ -73,7 +76,9 @@ def test_the_oracle_depends_on_every_lookup():
     while not cluster.run.lookups:
         cluster._run_trainers()
         cluster.network.clock.advance()
-    cluster.slots()[0].shards[0].bytes[0, 0] ^= 1
+    cluster.slots()[0].shards[0].undo_(
+        np.zeros(1, np.int64), np.eye(1, cluster.scenario.job.slabs[0].schema.nbytes, dtype=np.uint8)
+    )
     cluster.verify = lambda: None  # it would notice first
     with pytest.raises(AssertionError, match=r"parity|differs"):
         cluster.go().check_against(undisturbed(TWO_ONE, 3))
@@ -352,7 +357,7 @@ def test_a_rebuild_reads_no_faster_than_its_limit_and_delays_nobody():
         run.check_against(undisturbed(TWO_ONE, 4))
         assert run.kills == 1 and not run.overdue
         seconds[rate] = run.seconds
-    lost = sum(shard.nbytes for shard in cluster.slots()[0].shards)
+    lost = sum(shard.data_bytes + shard.parity_bytes for shard in cluster.slots()[0].shards)
     unpaid = rebuild.PORTIONS_AT_ONCE * cluster.settings.rebuild_chunk_bytes
     assert seconds[0.0] < 0.5 < TWO_ONE.k * (lost - unpaid) / 400.0 < seconds[400.0] < 10.0, seconds
 
@@ -367,7 +372,7 @@ def test_the_memory_of_a_new_host_is_merged_as_the_background_fills_it(monkeypat
             made.append(scattered)
 
         def merge_pages(self, begin, end, parity):
-            assert 0 <= begin < end <= len(self.parity if parity else self.bytes)
+            assert 0 <= begin < end <= (self.parity_rows if parity else self.data_rows)
             merged[id(self), parity] += end - begin
 
     monkeypatch.setattr(slot, "Shard", Spied)
@@ -378,7 +383,7 @@ def test_the_memory_of_a_new_host_is_merged_as_the_background_fills_it(monkeypat
     assert run.kills == 1 and Counter(made) == {False: 3 * len(mine), True: len(mine)}
     assert {key for key, _ in merged} == {id(shard) for shard in mine}
     for shard in mine:
-        assert 0 < merged[id(shard), False] <= len(shard.bytes) and 0 < merged[id(shard), True] <= len(shard.parity)
+        assert 0 < merged[id(shard), False] <= shard.data_rows and 0 < merged[id(shard), True] <= shard.parity_rows
 
 
 def test_memory_that_has_pages_of_its_own_is_rebuilt_exactly():
@@ -389,7 +394,7 @@ def test_memory_that_has_pages_of_its_own_is_rebuilt_exactly():
     run = cluster.go()
     run.check_against(simulate(healthy))
     (shard,) = cluster.slots()[0].shards
-    assert run.kills == 1 and min(shard.bytes.nbytes, shard.parity.nbytes) >= LEAST_BYTES
+    assert run.kills == 1 and min(shard.data_bytes, shard.parity_bytes) >= LEAST_BYTES
     assert not any(memory._small.any() for memory in shard._memories)
     assert not HUGE_PAGE_BYTES or all(len(memory._small) for memory in shard._memories)
 
@@ -568,7 +573,7 @@ def newest(patch, parity: bool):
             request.as_of = {self.slot.index: self.slot.rule.applied}
         on_fetch(self, request, reply)
 
-    patch.setattr(rebuild.recovery, "version_vector", vector)
+    patch.setattr(rebuild.repair, "version_vector", vector)
     patch.setattr(protection.Protection, "on_fetch", fetch)
 
 
@@ -649,13 +654,13 @@ def fold_unordered(patch):
 
 
 def merge_as_they_come(patch):
-    def merge(self, got):
+    def merged(self, got):
         return [
             merge.merge([(push.positions[s].numpy(), as_array(push.gradients[s])) for push in got.values()])
             for s in range(len(self.shards))
         ]
 
-    patch.setattr(slot.Slot, "_merge", merge)
+    patch.setattr(slot.Slot, "_merge", merged)
 
 
 def no_window(patch):
@@ -741,10 +746,11 @@ def records_not_undone(patch):
     go_back = slot.Slot.go_back
 
     def keep(self, to):
-        held = [shard.bytes.copy() for shard in self.shards]
+        every = [np.arange(shard.data_rows) for shard in self.shards]
+        held = [shard.gather(rows) for shard, rows in zip(self.shards, every, strict=True)]
         go_back(self, to)
-        for shard, before in zip(self.shards, held, strict=True):
-            shard.bytes[:] = before
+        for shard, rows, before in zip(self.shards, every, held, strict=True):
+            shard.scatter_(rows, before)
 
     patch.setattr(slot.Slot, "go_back", keep)
 

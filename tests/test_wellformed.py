@@ -51,7 +51,7 @@ def valid(cluster: Cluster) -> dict[str, wire.Request]:
     gradients = [torch.zeros(len(p), slab.dim) for p, slab in zip(positions, job.slabs, strict=True)]
     runs = [(slab, run) for slab, layout in enumerate(host.layouts) for run in layout.runs(SOURCE, SLOT)]
     parts = [torch.arange(run.first, run.end) for _, run in runs]
-    widths = [job.slabs[slab].record_bytes for slab, _ in runs]
+    widths = [job.slabs[slab].schema.nbytes for slab, _ in runs]
     deltas = [torch.zeros((len(p), width), dtype=torch.uint8) for p, width in zip(parts, widths, strict=True)]
     sources = {source: step for source in range(3)}
     return {

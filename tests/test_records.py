@@ -1,8 +1,10 @@
 """Optimizers against plain references, bit for bit; the shard and its pages; the delta log against a plain search."""
 
 import functools
+import importlib
 import itertools
 import mmap
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,20 +15,68 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_ecrec import records
+from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.layout.stripes import Layout
-from torch_ecrec.records import merge, pages
+from torch_ecrec.records import delta_log, pages
+from torch_ecrec.records import initial as initial_records
+from torch_ecrec.records import merge as merging
+from torch_ecrec.records import positions as positions_of
+from torch_ecrec.records import shard as shards
 from torch_ecrec.records.delta_log import DeltaLog
-from torch_ecrec.records.initial import initialise_
-from torch_ecrec.records.merge import merge
+from torch_ecrec.records.initial import InitialRecords
+from torch_ecrec.records.merge import Merged, merge
+from torch_ecrec.records.optimizers import NAMES as KINDS
+from torch_ecrec.records.optimizers import by_class, optimizer
+from torch_ecrec.records.pages import HUGE_PAGE_BYTES, Memory
+from torch_ecrec.records.schema import Field, Schema, StateField
 from torch_ecrec.records.shard import Shard
-from torch_ecrec.storage.pages import HUGE_PAGE_BYTES, Memory
 
-KINDS = ("sgd", "adagrad", "rowwise_adagrad")
 F32 = np.float32
 
 
 def state_floats(kind, dim):
-    return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1}[kind]
+    return optimizer(kind).schema(dim).width - dim
+
+
+def wide(dim, width):
+    """A schema of so many numbers."""
+    return Schema((Field("weight", dim), *([Field("state", width - dim)] if width > dim else [])))
+
+
+# --------------------------------------------------------------------------------------------------------------- schema
+
+
+def test_a_record_is_its_fields_one_behind_the_other():
+    schema = Schema.of(3, (StateField("momentum1"), StateField("momentum2", per_row=True)))
+    assert [(f.name, f.values, f.nbytes, f.per_row) for f in schema.fields] == [
+        ("weight", 3, 12, False), ("momentum1", 3, 12, False), ("momentum2", 1, 4, True),
+    ]  # fmt: skip
+    assert (schema.dim, schema.width, schema.nbytes) == (3, 7, 28)
+    assert [schema.columns(f.name) for f in schema.fields] == [(0, 3), (3, 6), (6, 7)]
+    with pytest.raises(KeyError, match="no field 'momentum3', only"):
+        schema.columns("momentum3")
+    with pytest.raises(ValueError, match="begins with `weight`"):
+        Schema((Field("momentum1", 2),))
+    with pytest.raises(ValueError, match="different names"):
+        Schema.of(1, (StateField("weight"),))
+
+
+def test_every_optimizer_is_declared_in_a_file_of_its_name():
+    assert KINDS == ("adagrad", "rowwise_adagrad", "sgd")
+    assert {kind: optimizer(kind).schema(16).width for kind in KINDS} == {
+        "sgd": 16,
+        "adagrad": 32,
+        "rowwise_adagrad": 17,
+    }
+    assert by_class(torch.optim.SGD) is optimizer("sgd") and by_class(torch.optim.Adam) is None
+    classes = [path for kind in KINDS for path in optimizer(kind).classes]
+    assert len(set(classes)) == len(classes) == 5
+    for path in classes:
+        module, _, name = path.rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), name), type)
+    with pytest.raises(ValueError, match="optimizer sgd has no eps; it has none"):
+        optimizer("sgd").hyperparameters({"eps": 1.0})
+    assert optimizer("adagrad").hyperparameters({}).tolist() == [F32(1e-8)]
 
 
 def make_records(kind, rows, dim, seed=0):
@@ -43,7 +93,8 @@ def make_gradients(count, dim, seed=1):
 def update_(kind, records, positions, gradients, lr, eps, out=None):
     """Positions in any order, and one trainer."""
     index = np.arange(len(positions))[None, :]
-    return merge.update_(kind, records, merge.Merged(positions, [gradients], index), lr, eps, out)
+    fixed = {"eps": eps} if "eps" in optimizer(kind).fixed else {}
+    return optimizer(kind).update_(records, Merged(positions, [gradients], index), lr, fixed, out)
 
 
 def as_bytes(array):
@@ -262,7 +313,8 @@ TABLES = {
 
 def initial(rows, seed=1, dim=6, width=7, **changes):
     records = np.full((len(rows), width), 9, F32)
-    initialise_(records, np.asarray(rows, np.int64), seed, **{**TABLES, **changes}, dim=dim)
+    tables = {name: tuple(np.asarray(values).tolist()) for name, values in {**TABLES, **changes}.items()}
+    InitialRecords(wide(dim, width), seed, **tables).fill_(records, np.asarray(rows, np.int64))
     return records
 
 
@@ -331,8 +383,8 @@ def test_initial_weights_are_these_and_no_others():
 
 
 def test_initialise_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match="dim"):
-        initial([0], dim=8)
+    with pytest.raises(ValueError, match="must have 3 columns, got 4"):
+        InitialRecords(Schema.of(3), 0, (0,), (0.0,), (1.0,), (0,)).fill_(np.zeros((1, 4), F32), np.zeros(1, np.int64))
     with pytest.raises(ValueError, match="negative"):
         initial([-1])
     with pytest.raises(ValueError, match="low"):
@@ -340,7 +392,7 @@ def test_initialise_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="start with 0"):
         initial([0], first_rows=np.array([1, 2, 3]))
     with pytest.raises(ValueError, match="rows_P"):
-        initialise_(np.zeros((2, 3), F32), np.zeros(3, np.int64), 0, **TABLES, dim=3)
+        InitialRecords(Schema.of(3), 0, (0,), (0.0,), (1.0,), (0,)).fill_(np.zeros((2, 3), F32), np.zeros(3, np.int64))
 
 
 # ---------------------------------------------------------------------------------------------------------------- shard
@@ -348,45 +400,69 @@ def test_initialise_refuses_what_does_not_fit():
 
 @pytest.mark.parametrize("dim, width", ((4, 4), (5, 6), (16, 32), (64, 65)))
 def test_shard_moves_bytes_unchanged(dim, width):
-    shard = Shard(50, 20, dim, width)
-    assert shard.records.shape == (50, width) and shard.parity.shape == (20, 4 * width)
-    assert not shard.bytes.any() and not shard.parity.any()
-    assert shard.nbytes == 70 * 4 * width
+    shard = Shard(wide(dim, width), 50, 20)
+    assert (shard.data_bytes, shard.parity_bytes) == (50 * 4 * width, 20 * 4 * width)
     random = np.random.default_rng(0)
     for parity, count in ((False, 50), (True, 20)):
+        every = np.arange(count)
+        assert not shard.gather(every, parity=parity).any()
         values = random.integers(0, 256, (count, 4 * width), dtype=np.uint8)  # NaNs included
         order = random.permutation(count).astype(np.int64)
         shard.scatter_(order, values, parity=parity)
-        held = shard.parity if parity else shard.bytes
-        assert np.array_equal(held[order], values)
+        assert np.array_equal(shard.gather(order, parity=parity), values)
         asked = random.integers(0, count, 33)
-        assert np.array_equal(shard.gather(asked, parity=parity), held[asked])
+        assert np.array_equal(shard.gather(asked, parity=parity), shard.gather(every, parity=parity)[asked])
     asked = random.integers(0, 50, 33)
-    assert np.array_equal(as_bytes(shard.gather_weights(asked)), as_bytes(shard.records[asked, :dim]))
-    assert shard.gather_weights(asked).shape == (33, dim)
-    assert np.shares_memory(shard.bytes, shard.records)
+    weights = shard.gather_weights(asked)
+    assert weights.shape == (33, dim) and np.array_equal(as_bytes(weights), shard.gather(asked)[:, : 4 * dim])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_shard_applies_it_undoes(kind):
+    """And what it says of that folds into a parity, and is decoded from it."""
+    code, schema, fixed = LinearCode(2, 1), optimizer(kind).schema(8), dict(optimizer(kind).fixed)
+    one, other = Shard(schema, 9, 0), Shard(schema, 9, 0)
+    initial = InitialRecords(schema, 3, (0,), (-1.0,), (1.0,), (0,))
+    for i, shard in enumerate((one, other)):
+        shard.initialise_(np.arange(9) + 9 * i, initial)
+        assert np.array_equal(shard.gather(np.arange(9)), initial.of(np.arange(9) + 9 * i))
+    every, parity = np.arange(9), Shard(schema, 0, 9)
+    before = one.gather(every)
+    for shard in (one, other):
+        parity.fold_(code, every, shard.gather(every), np.ones(9, np.uint8))
+    positions = np.array([1, 4, 8])
+    deltas = one.apply_(optimizer(kind), merge([(positions, make_gradients(3, 8))]), 0.1, fixed)
+    after = one.gather(every)
+    assert np.array_equal(np.flatnonzero((before != after).any(axis=1)), positions)
+    parity.fold_(code, positions, deltas, np.ones(3, np.uint8))
+    lost, missing = Shard(schema, 9, 0), np.ones(9, bool)
+    have = [other.gather(every), parity.gather(every, parity=True)]
+    assert lost.install_(code, every, missing, [1, 2], have, 0) == 9 and not missing.any()
+    assert np.array_equal(lost.gather(every), after)
+    one.undo_(positions, deltas)
+    assert np.array_equal(one.gather(every), before)
 
 
 @pytest.mark.parametrize("rows", (1, 7, 40_000))  # the last is more than 4 MB
 def test_records_and_parities_start_with_a_cache_line(rows):
-    shard = Shard(rows, rows + 1, 32, 33)
-    for array in (shard.records, shard.bytes, shard.parity):
+    shard = Shard(wide(32, 33), rows, rows + 1)
+    for array in (shard._data_PB, shard._parity_QB):
         assert array.ctypes.data % 64 == 0 and array.flags.c_contiguous and array.flags.writeable
 
 
 def test_shard_results_are_copies_and_empty_requests_work():
-    shard = Shard(4, 0, 2, 3)
+    shard = Shard(wide(2, 3), 4, 0)
     shard.gather(np.array([1]))[:] = 7
     shard.gather_weights(np.array([1]))[:] = 7
-    assert not shard.records.any()
+    assert not shard.gather(np.arange(4)).any()
     nothing = np.zeros(0, np.int64)
     assert shard.gather(nothing, parity=True).shape == (0, 12) and shard.gather_weights(nothing).shape == (0, 2)
     shard.scatter_(nothing, np.zeros((0, 12), np.uint8))
-    assert Shard(0, 0, 2, 3).gather(nothing).shape == (0, 12)
+    assert Shard(wide(2, 3), 0, 0).gather(nothing).shape == (0, 12)
 
 
 def test_shard_refuses_what_does_not_fit():
-    shard = Shard(5, 3, 2, 2)
+    shard = Shard(Schema.of(2), 5, 3)
     values = np.ones((2, 8), np.uint8)
     for outside, parity, limit in ((5, False, 5), (-1, False, 5), (3, True, 3)):
         positions = np.array([0, outside])
@@ -400,9 +476,9 @@ def test_shard_refuses_what_does_not_fit():
         shard.scatter_(np.array([0, 1]), values[:, :4])
     with pytest.raises(ValueError, match="int64"):
         shard.gather(np.array([0], np.int32))
-    with pytest.raises(ValueError, match="width"):
-        Shard(1, 1, 4, 3)
-    assert not shard.bytes.any() and not shard.parity.any()
+    with pytest.raises(ValueError, match="data_rows"):
+        Shard(Schema.of(2), -1, 1)
+    assert not shard.gather(np.arange(5)).any() and not shard.gather(np.arange(3), parity=True).any()
 
 
 # ---------------------------------------------------------------------------------------------------------------- pages
@@ -633,21 +709,20 @@ def test_the_log_refuses_what_does_not_fit():
 
 
 def test_warm_leaves_nothing_to_compile():
-    from torch_ecrec.records import delta_log, merge, shard
-
     records.warm()
-    modules = (shard, optim, delta_log)
+    modules = [shards, merging, initial_records, delta_log, positions_of]
+    modules += [sys.modules[optimizer(kind).kernel.__module__] for kind in KINDS]
     kernels = [f for m in modules for f in vars(m).values() if hasattr(f, "signatures") and f.__module__ == m.__name__]
     before = [len(kernel.signatures) for kernel in kernels]
     assert len(kernels) > 10
     log = DeltaLog(1)
     for kind in KINDS:
-        store = Shard(9, 3, 8, 8 + state_floats(kind, 8))
-        initialise_(store.records, np.arange(9), 3, **TABLES, dim=8)
+        store = Shard(optimizer(kind).schema(8), 9, 3)
+        store.initialise_(np.arange(9), InitialRecords(store.schema, 3, (0,), (-1.0,), (1.0,), (0,)))
         part = (np.arange(4), make_gradients(4, 8))
         merged = merge([part, part, part])
         positions = merged.positions
-        delta = merge.update_(kind, store.records, merged, 0.1, 1e-8)
+        delta = store.apply_(optimizer(kind), merged, 0.1, {})
         store.scatter_(positions, store.gather(positions))
         store.gather_weights(positions)
         log = DeltaLog(1)
