@@ -74,7 +74,7 @@ def test_a_final_end(tmp_path: Path, code: int) -> None:
         assert starts(tmp_path) == [0, 1] and running.ended is None
 
 
-@pytest.mark.parametrize("how", ["4", "-6"])
+@pytest.mark.parametrize("how", ["4", pytest.param("-6", marks=pytest.mark.slow)])
 def test_servers_that_end_soon_are_started_after_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -94,7 +94,7 @@ def test_pauses_grow_to_a_limit() -> None:
     assert pauses == sorted(pauses) and pauses[:2] == [0.0, 0.0] and set(pauses[8:]) == {30.0}
 
 
-@pytest.mark.parametrize("how", ["1", "-9"])
+@pytest.mark.parametrize("how", [pytest.param("1", marks=pytest.mark.slow), "-9"])
 def test_a_coordinator_that_fails_is_replaced(tmp_path: Path, how: str) -> None:
     """Killed, or ended by a mistake of its own: its members find the next one where it was."""
     with cluster(tmp_path, TORCH_ECREC_GIVE_UP_S="90") as running:
