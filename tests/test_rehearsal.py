@@ -16,6 +16,7 @@ from loops import batch as batch_of
 
 from torch_ecrec import records
 from torch_ecrec.__main__ import main, parser
+from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.records import Begun, Ended, Held, Kept, Record, Resumed, Tail, Trained, Writer, held_at, hold_at
 from torch_ecrec.rehearsal import run
 from torch_ecrec.rehearsal.compare import (
@@ -349,6 +350,16 @@ def test_the_exception_of_the_trainer_that_failed_comes_first(tmp_path: Path) ->
     assert first == ("trainer 1: RuntimeError: refused,\ntwice", True)
     assert second[0].startswith("trainer 0: RuntimeError: [gloo") and not second[1]
     assert run.complaints(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("killed", "went_on_after"), [([], None), ([6], None), ([5], 5), ([6], 6)], ids=["none", "anew", "other", "late"]
+)
+def test_a_kill_that_did_not_come_is_no_rehearsal(killed: list[int], went_on_after: int | None) -> None:
+    lives = [life(0, range(1, 7)), life(1, range(6, 11), went_on_after)]
+    with pytest.raises(ClusterUnavailable, match=r"trainer 0 was to be killed in steps \[6\]"):
+        run._check_kills(run.Outcome(traces(lives), killed), [6])
+    run._check_kills(run.Outcome(disturbed(), [6]), [6])
 
 
 def test_a_script_with_a_cluster_of_its_own_is_refused(tmp_path: Path) -> None:
