@@ -31,7 +31,7 @@ from torch_ecrec.config import CodeSpec, require, require_int
 from torch_ecrec.demo.run import FRESH_STORE, Terminal, descendants, end_tree, sigterm_interrupts
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.launch import warm
-from torch_ecrec.records import Tail, hold_at
+from torch_ecrec.records import ATTACHED, Tail, hold_at
 from torch_ecrec.rehearsal import compare
 from torch_ecrec.rehearsal.compare import Trace, Verdict
 from torch_ecrec.supervisor import Supervisor
@@ -110,7 +110,9 @@ class Training:
             self._torchrun(cluster.join) as torchrun,
         ):
             self._outcome.problem = self._watch(cluster, torchrun, tail)
-        tail.look()
+            tail.look()
+            if tail.records and self._outcome.problem is None and not self._checked:  # it was over too soon
+                self._check_cluster(cluster)
         self._outcome.traces = compare.traces(tail.records.values())
         return self._outcome
 
@@ -340,18 +342,32 @@ def rehearse(plan: Plan, at: Sequence[int], restarts: int, terminal: Terminal) -
     if restarted.problem is not None:
         return Verdict(False, restarted.problem)
     found = compare.verdict(calm.traces, restarted.traces, restarted.killed, plan.steps)
-    if not found.equal:
+    first = compare.difference(calm.traces, restarted.traces, plan.steps)
+    before_any = first is not None and first.life == 0 and not all(name.startswith(ATTACHED) for name in first.names)
+    if not found.equal and not before_any:
         terminal.say("something differs; undisturbed once more, to see whether it does without a restart, too")
         again = Training(plan, "undisturbed-again").execute()
         if again.problem is not None:
             return Verdict(False, again.problem)
         found = _judged(calm, restarted, again, plan.steps)
-    if found.equal and restarted.killed != chosen:
-        raise ClusterUnavailable(f"trainers were to be killed in steps {chosen}, and were in {restarted.killed}")
+    if found.equal:
+        _check_kills(restarted, chosen)
     if found.equal and plan.steps is not None and done > plan.steps:
         note = f"Ended after {plan.steps} steps (--steps): what the script does later was not rehearsed."
         found = Verdict(True, f"{found.text}\n{note}")
     return found
+
+
+def _check_kills(restarted: Outcome, chosen: Sequence[int]) -> None:
+    """All kills have come, and after each all trainers have gone on from a step before; else nothing was rehearsed."""
+    for trainer, trace in restarted.traces.items():
+        back = [life.resumed for life in trace.lives[1:]]
+        came = len(back) == len(chosen) and restarted.killed == list(chosen)
+        if not came or any(step is None or step >= moment for step, moment in zip(back, chosen, strict=True)):
+            raise ClusterUnavailable(
+                f"trainer {trainer} was to be killed in steps {list(chosen)}; that was in {restarted.killed}, and it"
+                f" went on after steps {back}"
+            )
 
 
 def _judged(calm: Outcome, restarted: Outcome, again: Outcome, steps: int | None) -> Verdict:
@@ -371,7 +387,7 @@ def run_rehearse(arguments: argparse.Namespace) -> int:
         ClusterError: a cluster has ended.
     """
     plan, at = plan_of(arguments)
-    logging.getLogger("torch_ecrec").setLevel(logging.ERROR)  # processes are killed here, and started again
+    logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # processes are killed here, and started again
     terminal = Terminal()
     with sigterm_interrupts():
         warm()
