@@ -12,6 +12,8 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests run in a process per core, 4 at most: many tests start some ten processes. One process: ARGS="-n 0".
+WORKERS := -n logical --maxprocesses 4 --dist worksteal
 # -qq: errors only.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 SAY := printf '[setup] %s\n'
@@ -32,12 +34,13 @@ print("torch", torch.__version__, "| fbgemm", fbgemm_gpu.__version__, "| torchre
 endef
 export LOADED
 
-.PHONY: help setup demo test lint fmt type bench docs wheel clean distclean
+.PHONY: help setup demo test test-slow lint fmt type bench docs wheel clean distclean
 
 help:
 	@echo "make setup      .venv with the pinned set, the package (editable), the kernels compiled"
 	@echo "make demo       train a DLRM, kill a server, compare with the undisturbed run   ARGS=\"--steps 60 ...\""
 	@echo "make test       the test suite                                                  ARGS=\"-k layout ...\""
+	@echo "make test-slow  what is marked slow: the same faults in their whole width (hours)  ARGS=\"-k simulation ...\""
 	@echo "make lint       ruff: rules and format      make fmt   ruff: repair both"
 	@echo "make type       mypy, strict                make docs  links of the documents resolve"
 	@echo "make bench      measure                                                         ARGS=..."
@@ -50,7 +53,10 @@ demo: setup
 	@$(BIN)/torch-ecrec demo $(ARGS)
 
 test: setup
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+test-slow: setup
+	@$(BIN)/python -m pytest $(WORKERS) -m slow $(ARGS)
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check .

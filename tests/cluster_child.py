@@ -30,7 +30,7 @@ from torch_ecrec import launch
 from torch_ecrec.client import Session
 from torch_ecrec.config import CodeSpec, JobSpec, OptimizerSpec, Settings, TableSpec
 
-LIMIT_S = 150.0
+LIMIT_S = 600.0
 ROWWISE = OptimizerSpec("rowwise_adagrad", lr=0.1)
 TABLES = (  # three slabs; row counts that leave partial stripes for every k that is tested
     TableSpec("a", rows=317, dim=8, low=-1.0, high=1.0, optimizer=ROWWISE),

@@ -5,15 +5,18 @@ To look further, `--hypothesis-profile explore` draws new examples and prints th
 (`--hypothesis-seed N` draws them again).
 
 A process that outlives the session fails it, and is killed. It is known by its ancestry or, when its parent died first,
-by a mark in the environment that it inherited.
+by a mark in the environment that it inherited. Where several workers run the tests (pytest-xdist), each looks for its
+own; for a worker that was ended in the middle of a test, because its time was up, the session that started it does.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
@@ -23,12 +26,18 @@ ROOT = Path(__file__).resolve().parent.parent
 CRITEO = ROOT.parent / "shared" / "data" / "criteo_kaggle_10k.tsv.gz"
 
 MARK = "PYTEST_ECREC_SESSION"
-LEAVE_S = 60.0
+LEAVE_S = 300.0
 """How long a process may take to end after the last test."""
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 hypothesis.settings.load_profile("ci")
+
+
+def pytest_configure() -> None:
+    """Ctrl-C counts, for the tests' children too, also where a shell that started this in the background ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -63,19 +72,34 @@ def _one_torch_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_left_behind() -> Iterator[None]:
-    mark = f"{os.getpid()}.{time.time_ns()}"
+    run, worker = (os.environ.get(f"PYTEST_XDIST_{what}") for what in ("TESTRUNUID", "WORKER"))
+    mark = mark_of(run, worker) if run and worker else mark_of(str(os.getpid()), str(time.time_ns()))
     os.environ[MARK] = mark
     yield
     left = wait_for_none(lambda: leftover(os.getpid(), mark), LEAVE_S)
     del os.environ[MARK]
-    for pid in left:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    kill_all(left)
     if left:
         lines = [f"  {pid}: {command}" for pid, command in sorted(left.items())]
         pytest.fail(f"left running {LEAVE_S:g} s after the last test (killed now):\n" + "\n".join(lines), pytrace=False)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Kills what a worker has started that was ended before it could look."""
+    if error:
+        kill_all(leftover(-1, mark_of(node.nodemanager.testrunuid, node.gateway.id)))
+
+
+def mark_of(run: str, worker: str) -> str:
+    """What processes that a worker of a run has started have in their environment."""
+    return f"{run}.{worker}"
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def wait_for_none(find: Callable[[], dict[int, str]], timeout_s: float) -> dict[int, str]:
@@ -100,7 +124,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def leftover(root: int, mark: str) -> dict[int, str]:
-    """Living processes under `root` or with the session's mark: pid -> command line. Linux only (/proc), else empty."""
+    """Living processes under `root` or with this mark, or one that begins with it and a dot: pid -> command line.
+
+    Linux only (/proc), else empty.
+    """
+    marking = f"{MARK}={mark}".encode()
     parents: dict[int, int] = {}
     commands: dict[int, str] = {}
     marked: set[int] = set()
@@ -117,7 +145,7 @@ def leftover(root: int, mark: str) -> dict[int, str]:
         if state in "ZX" or "multiprocessing.resource_tracker" in command:
             continue
         parents[pid], commands[pid] = int(parent), command
-        if f"{MARK}={mark}".encode() in environment:
+        if any(entry == marking or entry.startswith(marking + b".") for entry in environment):
             marked.add(pid)
     found = {pid for pid in parents if _descends(pid, root, parents)} | marked
     return {pid: commands[pid] for pid in found - {root}}

@@ -23,7 +23,7 @@ from torch_ecrec.client import Session
 from torch_ecrec.config import CodeSpec, Settings
 from torch_ecrec.errors import ClusterError
 
-LIMIT_S = 150.0
+LIMIT_S = 600.0
 ABORT_S = 2.0
 SAVING_S = 3 * ABORT_S
 

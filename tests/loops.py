@@ -46,9 +46,10 @@ READERS = (
     "torchdata own generator",
 )
 DRIVERS = ("plain", "base", "sparse")
-STYLES = ("epochs", "counter", "steps_done", "range")
+STYLES = ("epochs", "counter", "steps_done")
 FLUSHES = ("backward", "optimizer", "scheduler", "pass")
 DRAWS = ("before", "after", "pass")
+MODULES = ("attribute", "mode", "generator")
 EVALS = ("no_grad", "grad", "training no_grad", "pass")
 
 
@@ -68,6 +69,9 @@ class Loop:
     draws: frozenset[str] = frozenset()
     evals: frozenset[str] = frozenset()
     counts: frozenset[str] = frozenset({"after"})  # when an attached counter moves: before, between, after, pass
+    modules: frozenset[str] = frozenset()  # what changes in modules beside tensors, see `Net` and `_change_modules`
+    generator: bool = False  # the loop draws from one of its own, which is attached
+    numbered: bool = False  # batches of a pass are counted by `batches.enumerate()`
     losses: int = 1  # backwards of one forward
     accumulate: int = 1  # batches for each optimizer step
     clip: bool = False
@@ -221,9 +225,11 @@ class Session(FakeSession):
 class Net(nn.Module):
     """Draws from every generator, and has a buffer that moves."""
 
-    def __init__(self, tables: EmbeddingBagCollection, losses: int) -> None:
+    def __init__(self, tables: EmbeddingBagCollection, losses: int, modules: frozenset[str]) -> None:
         super().__init__()
         self.losses = losses
+        self._calls, self.counts = 0, "attribute" in modules
+        self.random = np.random.default_rng(5) if "generator" in modules else None
         self.tables = tables
         self.below = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3), nn.BatchNorm1d(3))
         self.over = nn.Linear(3 + 4, 1)
@@ -232,6 +238,11 @@ class Net(nn.Module):
         pooled = self.tables(batch.sparse).values()
         logits = torch.tanh(self.over(torch.cat([self.below(batch.dense), pooled], dim=1))).squeeze(1)
         logits = logits + 0.01 * random.random() + 0.01 * float(np.random.rand())
+        if self.counts and self.training and torch.is_grad_enabled():
+            self._calls += 1
+            logits = logits * (1 + 0.01 * self._calls)
+        if self.random is not None:
+            logits = logits + 0.01 * float(self.random.random())
         losses = torch.stack([((logits - batch.labels) ** 2).mean(), logits.abs().mean()][: self.losses])
         return losses, losses.detach()
 
@@ -290,20 +301,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-class Everything:
-    """Trace and counter as one."""
-
-    def __init__(self, trace: Trace, counter: Counter) -> None:
-        self.trace, self.counter = trace, counter
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"trace": self.trace.state_dict(), "counter": self.counter.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.trace.load_state_dict(state["trace"])
-        self.counter.load_state_dict(state["counter"])
-
-
 @dataclass
 class Run:
     """One life of a loop."""
@@ -313,6 +310,7 @@ class Run:
     model: DistributedModelParallel
     optimizers: list[Optimizer]
     schedulers: list[Any]
+    random: random.Random = field(default_factory=lambda: random.Random(3))  # of the loop's own
     trace: Trace = field(default_factory=Trace)
     counter: Counter = field(default_factory=Counter)
     batches: Any = None
@@ -344,7 +342,7 @@ def made(loop: Loop, before: Session | None = None, step: int = 0, seed: int = 1
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    net = Net(tables, loop.losses)
+    net = Net(tables, loop.losses, loop.modules)
     session = Session(net, before, step)
     model = DistributedModelParallel(net, device=CPU, session=session, snapshot_every=loop.snapshot_every)
     dense = dict(model.module.named_parameters())
@@ -367,13 +365,13 @@ def attach(run: Run) -> Callable[[int], None]:
     reader = None
     if loop.reader is not None:
         reader, before_pass = reader_of(loop)
-    if loop.style == "range":  # nothing that could count: the trace is a scheduler to look at
-        run.schedulers.append(Everything(run.trace, run.counter))
     run.batches = run.model.attach(
         optimizer=run.optimizers,
         lr_scheduler=run.schedulers,
         reader=reader,
-        **({} if loop.style == "range" else {"trace": run.trace, "counter": run.counter}),
+        trace=run.trace,
+        counter=run.counter,
+        **({"negatives": run.random} if loop.generator else {}),
     )
     return before_pass
 
@@ -420,8 +418,6 @@ def _epochs(run: Run) -> Iterable[int]:
         return run.batches.epochs(loop.epochs)
     if loop.style == "counter":
         return _counted(run)
-    if loop.style == "range":
-        return range(loop.epochs)
     assert loop.style == "steps_done", loop.style
     return range(run.model.steps_done // loop.batches, loop.epochs)
 
@@ -435,7 +431,8 @@ def _counted(run: Run) -> Iterator[int]:
 def _one_pass(run: Run) -> None:
     loop = run.loop
     if loop.driver == "plain":
-        for batch in run.batches:
+        for number, batch in run.batches.enumerate() if loop.numbered else ((None, b) for b in run.batches):
+            run.trace.append(number)
             _turn(run, batch)
             if run.batches.drawn == loop.leave_after:
                 break
@@ -469,6 +466,8 @@ def _turn(run: Run, batch: Batch) -> None:
         run.counter.add("before")
     if "before" in loop.draws:
         _draw(run)
+    if loop.generator:
+        batch = replace(batch, labels=batch.labels + 0.1 * run.random.random())
     if loop.pass_over_every and number % loop.pass_over_every == 0 and number > 1:
         run.trace.append("passed over")
         return
@@ -510,6 +509,7 @@ def _after_step(run: Run, seen: Tensor) -> None:
         model.flush()
     if "after" in loop.draws:
         _draw(run)
+    _change_modules(run)
     if "after" in loop.counts:
         run.counter.add("after")
     if loop.evals - {"pass"}:
@@ -530,6 +530,14 @@ def _after_pass(run: Run) -> None:
     if "pass" in loop.counts:
         run.counter.add("pass")
     run.trace.append("end of a pass")
+
+
+def _change_modules(run: Run) -> None:
+    """What a loop switches as training goes on."""
+    ways, below, number = run.loop.modules, run.model.module.below, len(run.trace)
+    if "mode" in ways and number % 2 == 1:
+        below[2].train(not below[2].training)
+        below[1].p = 0.5 if below[1].p == 0.1 else 0.1
 
 
 def _draw(run: Run) -> None:

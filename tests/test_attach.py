@@ -36,6 +36,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torch_ecrec.dense import Header, own_of
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.parallel import DistributedModelParallel
+from torch_ecrec.nn.trainer_state import unwrapped
 from torch_ecrec.values import decode, encode
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -258,6 +259,20 @@ def test_the_pipeline_goes_on_bit_for_bit_though_it_draws_ahead(step: int) -> No
     assert mixed.losses == piped.losses and same(mixed, piped)
 
 
+def test_a_module_that_counts_while_a_pipeline_traces_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Net.forward
+
+    def counting(net: Net, batch: Batch) -> tuple[Tensor, Tensor]:
+        net.calls += 1
+        return forward(net, batch)
+
+    monkeypatch.setattr(Net, "forward", counting)
+    trainer = made()
+    trainer.model.module.calls = 0
+    with pytest.raises(RuntimeError, match="calls changed while a pipeline was made, which traces the model"):
+        attach(trainer, Passes(20)).pipeline(3)
+
+
 def test_a_reader_without_state_is_drawn_again() -> None:
     batches = [batch_of(6, seed) for seed in range(4)]
     ends = []
@@ -406,7 +421,7 @@ def test_a_loop_without_a_reader_goes_on(marked: bool) -> None:
 
 def test_a_batch_that_was_drawn_at_random_before_a_forward_is_another_one_after_a_restart() -> None:
     def run(trainer: Trainer) -> Trainer:
-        trainer.model.attach(optimizer=trainer.optimizer)
+        trainer.model.attach(optimizer=trainer.optimizer, lr_scheduler=trainer.scheduler)
         for step in range(trainer.model.steps_done, 4):
             trainer.steps(step + 1, iter([batch_of(6, int(torch.randint(0, 99, ())))]))
         return trainer
@@ -487,7 +502,7 @@ def test_other_attachments_are_refused_and_nothing_is_changed() -> None:
 
 def test_a_thing_without_a_state_is_refused() -> None:
     trainer = made()
-    with pytest.raises(TypeError, match="`losses` must have state_dict and load_state_dict, got list"):
+    with pytest.raises(TypeError, match=r"`losses` must have state_dict .*random generator.*got list"):
         trainer.model.attach(optimizer=trainer.optimizer, losses=[])
     attach(trainer)  # it was not attached
 
@@ -578,27 +593,62 @@ def with_own(payload: Tensor, header: list[int], own: bytes) -> Part:
     return made_anew, [*header[:-1], len(own)]
 
 
-def test_the_model_is_not_used_between_passes_that_are_over() -> None:
-    def run(trainer: Trainer) -> Trainer:
-        batches = trainer.model.attach(optimizer=trainer.optimizer, reader=Passes())
-        for _ in range(2):
-            for batch in batches:
-                trainer.optimizer.zero_grad()
-                trainer.model(batch)[0].backward()
-                trainer.optimizer.step()
-            with torch.no_grad():
-                trainer.model(batch_of(6, 99))
-        return trainer
+def test_a_scheduler_that_was_not_attached_is_refused_before_the_first_step() -> None:
+    trainer = made()
+    batches = trainer.model.attach(optimizer=trainer.optimizer, reader=Passes())
+    with pytest.raises(RuntimeError, match="a scheduler was made for CombinedOptimizer, but not attached"):
+        next(batches)
 
-    first = run(made())
-    run(made(first.session, 3, seed=2))
-    with pytest.raises(RuntimeError, match=r"between passes that were over before the restart.*batches.epochs"):
-        run(made(first.session, 6, seed=2))
+
+def test_a_scheduler_that_something_attached_keeps_is_attached() -> None:
+    class Progress:
+        def __init__(self, scheduler: StepLR) -> None:
+            self.scheduler = scheduler
+            self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
+
+    trainer = made()
+    next(trainer.model.attach(optimizer=trainer.optimizer, reader=Passes(), progress=Progress(trainer.scheduler)))
+
+
+def test_parameters_that_an_optimizer_is_given_later_are_refused_before_the_next_step() -> None:
+    trainer = attach(made())
+    trainer.steps(2)
+    inner = next(o for o in unwrapped([trainer.optimizer]) if isinstance(o, torch.optim.Adam))
+    inner.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(RuntimeError, match="an optimizer was given parameters after `attach`"):
+        trainer.steps(3)
+    assert trainer.model.steps_done == 2
+
+
+def test_an_optimizer_of_parameters_outside_the_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    attach(made())
+    other = nn.Parameter(torch.ones(2))
+    stranger = torch.optim.SGD([other], lr=0.1)
+    other.grad = torch.ones(2)
+    stranger.step()
+    told = caplog.text.count("SGD steps parameters outside the model, and was not attached")
+    stranger.step()
+    assert told and caplog.text.count("SGD steps parameters") == told
+
+
+def test_what_modules_have_beside_tensors_is_brought_back_where_it_has_changed() -> None:
+    first = attach(made())
+    first.steps(3)
+    net = first.model.module
+    net.note, net.below[1].p, net.below[2].training = "warm", 0.25, False
+    net.over.bias.requires_grad_(False)
+    next(first.batches)
+    again = made(first.session, 3, seed=2)
+    again.model.module.kept = 3  # by the script, for itself
+    attach(again)
+    net = again.model.module
+    assert (net.note, net.below[1].p, net.below[2].training, net.below[1].training) == ("warm", 0.25, False, True)
+    assert not net.over.bias.requires_grad and net.over.weight.requires_grad and net.kept == 3
 
 
 def test_steps_are_not_nested() -> None:
     trainer = made()
-    trainer.model.attach(optimizer=trainer.optimizer)
+    trainer.model.attach(optimizer=trainer.optimizer, lr_scheduler=trainer.scheduler)
     with trainer.model.step(), pytest.raises(RuntimeError, match="one step at a time"), trainer.model.step():
         pass
 

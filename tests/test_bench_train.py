@@ -14,7 +14,7 @@ from conftest import MARK, leftover, wait_for_none
 from torch_ecrec.bench import train
 from torch_ecrec.config import CodeSpec, Settings
 
-END_LIMIT_S = 60.0
+END_LIMIT_S = 300.0
 SYSTEMS = ("torchrec", "none", "k2r1")
 
 

@@ -6,6 +6,7 @@ depend on the number of servers or on the code, so that one serves all runs.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import queue
@@ -30,11 +31,12 @@ from torch_ecrec.errors import ClusterError
 from torch_ecrec.supervisor import Supervisor
 from torch_ecrec.transport.control import ControlClient
 
-LIMIT_S = 90.0  # for anything that is waited for: processes start slowly on a loaded machine
+LIMIT_S = 300.0  # for anything that is waited for: only a hang reaches it
 STEPS = 100
 TRAINERS = 2
-ENVIRONMENT = {"TORCH_ECREC_HEARTBEAT_S": "0.2", "TORCH_ECREC_GIVE_UP_S": "60", "OMP_NUM_THREADS": "1"}
-ENVIRONMENT |= {"TORCH_ECREC_LEASE_S": "60"}  # nobody is taken for lost who is only slow
+ENVIRONMENT = {"TORCH_ECREC_HEARTBEAT_S": "0.2", "TORCH_ECREC_GIVE_UP_S": "240", "OMP_NUM_THREADS": "1"}
+LEASE_S = 240.0  # nobody is taken for lost who is only slow
+ENVIRONMENT |= {"TORCH_ECREC_LEASE_S": str(LEASE_S)}
 Status = dict[str, Any]
 
 
@@ -160,14 +162,21 @@ def cluster(
         raise
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every trainer reports of a run without kills."""
-    with cluster(tmp_path_factory.mktemp("undisturbed"), CodeSpec(3, 2, 1), steps=STEPS) as running:
+@functools.cache
+def run_undisturbed(logs: Path) -> list[dict[str, Any]]:
+    with cluster(logs, CodeSpec(3, 2, 1), steps=STEPS) as running:
         results = [child.result() for child in running.children]
         status = running.supervisor.status()
     assert status["generation"] == 1 and not any(place["incarnation"] for place in status["slots"]), "undisturbed"
     return results
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every trainer reports of a run without kills; one run for all modules that ask."""
+    logs = tmp_path_factory.getbasetemp() / "undisturbed"
+    logs.mkdir(exist_ok=True)
+    return run_undisturbed(logs)
 
 
 def check(results: list[dict[str, Any]], undisturbed: list[dict[str, Any]], parities: int) -> None:
@@ -185,12 +194,22 @@ def test_the_undisturbed_run(undisturbed: list[dict[str, Any]]) -> None:
     check(undisturbed, undisturbed, parities=1)
 
 
+def listen_at_loopback_only(running: Cluster) -> None:
+    """The coordinator, the servers and the trainers."""
+    pids = [child.process.pid for child in running.children] + [child.pid for child in running.supervisor.children]
+    places = {
+        pid: {c.laddr.ip for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        for pid in pids
+    }
+    assert len(pids) == 7 and all(ips == {"127.0.0.1"} for ips in places.values()), places
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_server_is_replaced_and_comes_back_as_a_spare(
     tmp_path: Path, undisturbed: list[dict[str, Any]], transport: str
 ) -> None:
     """The spare takes the slot; the process that is started again joins in a new generation while training goes on, and
-    takes the slot that is lost next."""
+    takes the slot that is lost next. All listen at loopback only."""
     first, second = 20, 90
     environment = {"TORCH_ECREC_TRANSPORT": transport}
     orders: dict[str, Any] = {"steps": STEPS, "hold": (first, second), "pause_s": 0.1}
@@ -198,6 +217,7 @@ def test_a_killed_server_is_replaced_and_comes_back_as_a_spare(
         assert running.supervisor.status()["transport"] == transport
         trainer = running.children[0]
         assert trainer.expect("held") == f"step {first}"
+        listen_at_loopback_only(running)
         known = {member["pid"] for member in running.supervisor.status()["members"]}
         pids = running.kill(1)
         trainer.tell("go")
@@ -302,20 +322,3 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
     finally:
         process.terminate()
         process.wait(LIMIT_S)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_process_listens_at_loopback_only(transport: str, tmp_path: Path) -> None:
-    environment = {"TORCH_ECREC_TRANSPORT": transport}
-    with cluster(tmp_path, CodeSpec(3, 2, 1), trainers=1, environment=environment, load=True, reads=1) as running:
-        (trainer,) = running.children
-        assert trainer.expect("held") == "read 0"
-        pids = [trainer.process.pid, *(child.pid for child in running.supervisor.children)]
-        places = {
-            pid: {c.laddr.ip for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN}
-            for pid in pids
-        }
-        assert len(pids) == 5 and all(ips == {"127.0.0.1"} for ips in places.values()), places
-        trainer.tell("go")
-        trainer.expect("read")
-        trainer.result()

@@ -22,7 +22,8 @@ from torch_ecrec.transport.control import Connection, ControlClient, ControlServ
 from torch_ecrec.transport.liveness import ALIVE, GONE, SignOfLife
 
 REPO = Path(__file__).resolve().parent.parent
-WAIT_S = 20.0
+WAIT_S = 300.0  # for anything at all: only a hang reaches it
+PROMPTLY_S = 20.0  # by itself, on whatever machine
 
 
 class Running:
@@ -151,20 +152,20 @@ def test_a_killed_process_is_noticed_at_once(running: Running) -> None:
     program = (
         "import sys, threading\n"
         "from torch_ecrec.transport.control import ControlClient\n"
-        "client = ControlClient('127.0.0.1', int(sys.argv[1]), print, print, 20)\n"
+        "client = ControlClient('127.0.0.1', int(sys.argv[1]), print, print, 300)\n"
         "client.send({'type': 'hello', 'torch': 'torch' in sys.modules})\n"
-        "threading.Event().wait(60)\n"
+        "threading.Event().wait(600)\n"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", program, str(running.server.address[1])], env={**os.environ, "PYTHONPATH": str(REPO)}
     )
     try:
         connection, message = running.message()
-        assert message["type"] == "hello"
+        assert message == {"type": "hello", "torch": False}, "whoever only asks the coordinator does not load torch"
         child.kill()
         killed_s = time.monotonic()
         assert running.closed.get(timeout=WAIT_S) is connection
-        assert time.monotonic() - killed_s < 1
+        assert time.monotonic() - killed_s < PROMPTLY_S
         connection.send({"to": "nobody"})  # the end has been seen: nothing happens
     finally:
         child.kill()
@@ -286,7 +287,7 @@ def test_nobody_there_is_said_in_time() -> None:
         Member(("127.0.0.1", port), timeout_s=0.2)
     with pytest.raises(ClusterUnavailable, match="no coordinator"):
         request("127.0.0.1", port, {"type": "status"}, 0.2)
-    assert time.monotonic() - start_s < 2
+    assert time.monotonic() - start_s < PROMPTLY_S
 
 
 def test_request_asks_once(running: Running) -> None:
@@ -394,7 +395,7 @@ def test_a_forked_child_holds_no_sign_of_life(running: Running) -> None:
         "import os, sys, time\n"
         "from torch_ecrec.transport.control import ControlClient\n"
         "from torch_ecrec.transport.liveness import SignOfLife\n"
-        "client = ControlClient('127.0.0.1', int(sys.argv[1]), print, print, 20)\n"
+        "client = ControlClient('127.0.0.1', int(sys.argv[1]), print, print, 300)\n"
         "door = SignOfLife('127.0.0.1')\n"
         "child = os.fork()\n"
         "if child:\n"
@@ -431,7 +432,7 @@ def test_a_coordinator_that_does_not_read_holds_no_member_up(monkeypatch: pytest
             for _ in range(200):
                 one.client.send({"text": "x" * 100_000})
             assert "cannot send to the coordinator" in one.reasons.get(timeout=WAIT_S)
-            assert time.monotonic() - start_s < 5
+            assert time.monotonic() - start_s < PROMPTLY_S
         one.client.close()
 
 

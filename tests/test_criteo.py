@@ -173,9 +173,9 @@ def test_the_real_sample_reads() -> None:
     path = DATA / "criteo_kaggle_10k.tsv.gz"
     if not path.exists():
         pytest.skip("no Criteo sample on this machine")
-    begin = time.perf_counter()
+    begin = time.process_time()
     clicks = read(path, 20_000)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     with gzip.open(path, "rt") as file:
         lines = [line.rstrip("\n").split("\t") for line in file]
     assert len(clicks) == len(lines) == 10_731

@@ -26,8 +26,8 @@ from torch_ecrec.demo.plot import draw, spread, throughput
 from torch_ecrec.demo.report import Record, format_kill, format_status, format_summary
 from torch_ecrec.demo.run import KillSpec, Run, Terminal, assemble, differences, parse_kills
 
-RUN_LIMIT_S = 240.0
-END_LIMIT_S = 60.0
+RUN_LIMIT_S = 800.0  # only a hang reaches it, and the next
+END_LIMIT_S = 300.0
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -653,7 +653,7 @@ def test_status_as_text() -> None:
 # --- real runs -------------------------------------------------------------------------------------------------------
 
 
-def demo(out: Path, *words: str, limit_s: float = RUN_LIMIT_S) -> subprocess.CompletedProcess[str]:
+def demo(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Runs the command on a few made-up rows, and asserts that nothing is left of it."""
     criteo.write_synthetic(out / "rows.tsv", rows=1000, seed=3)
     command = [sys.executable, "-m", "torch_ecrec", "demo", "--data", str(out / "rows.tsv"), "--out", str(out)]
@@ -663,7 +663,7 @@ def demo(out: Path, *words: str, limit_s: float = RUN_LIMIT_S) -> subprocess.Com
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=limit_s,
+        timeout=RUN_LIMIT_S,
     )
     print(done.stdout, done.stderr)
     left = wait_for_none(lambda: leftover(os.getpid(), os.environ[MARK]), END_LIMIT_S)
@@ -671,7 +671,9 @@ def demo(out: Path, *words: str, limit_s: float = RUN_LIMIT_S) -> subprocess.Com
     return done
 
 
+@pytest.mark.slow
 def test_a_kill_changes_nothing(tmp_path: Path) -> None:
+    """Those of all roles, below, include it."""
     done = demo(tmp_path, "--kill", "server:1@10")
     result = json.loads((tmp_path / "result.json").read_text())
     assert done.returncode == 0, done.stderr
@@ -706,12 +708,11 @@ def test_more_losses_than_parities_end_with_exit_code_3(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.timeout(240)
 def test_kills_of_a_trainer_the_coordinator_and_a_server_change_nothing(tmp_path: Path) -> None:
     """The coordinator while trainers start again: later, training might be over before the next one is there."""
     texts = ["trainer:1@15", "coordinator@15+1000", "server:0@45~"]
     words = [word for text in texts for word in ("--kill", text)]
-    done = demo(tmp_path, "--steps", "60", "--batch-size", "64", *words, limit_s=220.0)
+    done = demo(tmp_path, "--steps", "60", "--batch-size", "64", *words)
     result = json.loads((tmp_path / "result.json").read_text())
     assert done.returncode == 0, done.stderr
     assert result["equal"] is True and result["error"] is None and result["differences"] == []
@@ -724,5 +725,12 @@ def test_kills_of_a_trainer_the_coordinator_and_a_server_change_nothing(tmp_path
     assert 0 < after["detected_s"] < after["resumable_s"] < after["rejoined_s"] < after["first_step_s"]
     assert coordinator["after_kill_s"]["rejoined_s"] > 0, "another one is there"
     assert "a new coordinator: " in done.stdout
-    assert server["step"] >= 45 and server["after_kill_s"]["rebuilt_s"] > 0
+    assert server["step"] >= 45 and server["slots_lost"] == [0]
+    after = server["after_kill_s"]
+    assert 0 < after["detected_s"] < after["rehosted_s"] < after["rebuilt_s"]
+    assert result["losses"] == result["undisturbed"]["losses"]
+    assert len({tuple(losses) for losses in result["losses"]}) == 60, "it trains"
+    assert all(result["bytes_sent"][kind] > 0 for kind in report.KINDS)
+    assert sum(server["parity_bytes"] for server in result["servers"]) > 0
     assert (tmp_path / "recovery.png").stat().st_size > 10_000
+    assert "EQUAL" in done.stdout and "re-hosted" in done.stdout

@@ -49,7 +49,7 @@ def test_mutation_is_found(mutate, explored, monkeypatch):
     explorer = explored.explorer()  # it knows what an undisturbed run gives
     mutate(monkeypatch)
     with pytest.raises(Violation) as found:
-        explorer.run(seconds=120)
+        explorer.run(seconds=600)
     print(found.value)
 
 

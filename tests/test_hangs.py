@@ -28,8 +28,18 @@ def host_of(running: Cluster, slot: int) -> int:
     return int(pids[status["slots"][slot]["server"]])
 
 
-@pytest.mark.parametrize("in_fold", [False, True], ids=["between messages", "in a fold"])
-@pytest.mark.parametrize("seconds", [1.0, 5.0])
+@pytest.mark.parametrize(
+    ("seconds", "in_fold"),
+    [
+        (1.0, False),
+        (5.0, True),
+        pytest.param(1.0, True, marks=pytest.mark.slow),
+        pytest.param(5.0, False, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: (
+        {False: "between messages", True: "in a fold"}[value] if isinstance(value, bool) else f"{value} s"
+    ),
+)
 def test_a_server_that_hangs(tmp_path: Path, undisturbed: list[dict[str, Any]], seconds: float, in_fold: bool) -> None:
     """For less than a lease: all wait for it. For longer: its slot lives elsewhere when it wakes up, what it goes on
     with is refused, and it joins again, as a spare."""

@@ -34,7 +34,7 @@ from torch_ecrec.transport.node import Node
 
 SEED = 71
 MESSAGES = 10_000
-WAIT_S = 30.0
+WAIT_S = 300.0  # for anything at all: only a hang reaches it
 CODE = CodeSpec(3, 2, 1)
 JOB = JobSpec((TableSpec("a", 30, 4, -1.0, 1.0),), CODE, 1)
 HELLO = {"version": torch_ecrec.__version__, "pid": 7, "birth": "somebody", "address": ["127.0.0.1", 9]}

@@ -177,7 +177,7 @@ class Lends(RuleBasedStateMachine):
 
 
 TestLends = Lends.TestCase
-TestLends.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestLends.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

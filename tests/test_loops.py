@@ -6,18 +6,30 @@ The session is in memory, so that thousands of loops can be run; `test_attach.py
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loops import DRAWS, DRIVERS, EVALS, FLUSHES, OPTIMIZERS, READERS, STYLES, Loop, resumed, same, undisturbed
+from loops import DRAWS, DRIVERS, EVALS, FLUSHES, MODULES, OPTIMIZERS, READERS, STYLES, Loop, resumed, same, undisturbed
 
 pytestmark = [
     pytest.mark.usefixtures("process_group"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> Iterator[None]:
+    """What draws from a reader is looked for among all objects of the process, once in each of thousands of lives."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 COUNTED: dict[str, int] = {"loops": 0, "lives": 0}
 
@@ -69,8 +81,11 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
             schedule=some(["step", "pass"]),
             flushes=some(FLUSHES),
             draws=some(DRAWS),
-            evals=some(EVALS if plain else ("pass",)) - ({"pass"} if style == "range" and reader else set()),  # refused
+            evals=some(EVALS if plain else ("pass",)),
             counts=some(["before", "between", "after", "pass"]),
+            modules=some(MODULES) - ({"attribute", "generator"} if driver == "sparse" else set()),  # refused
+            generator=draw(st.booleans()) if reader and plain else False,
+            numbered=draw(st.booleans()),
             losses=losses,
             accumulate=accumulate,
             clip=draw(st.booleans()),

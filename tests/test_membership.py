@@ -17,15 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
+import test_cluster
 from cluster_child import Orders
-from test_cluster import ENVIRONMENT, LIMIT_S, Child, Cluster
+from test_cluster import ENVIRONMENT, LEASE_S, LIMIT_S, STEPS, Child, Cluster
 
 import torch_ecrec
 from torch_ecrec.config import CodeSpec
 from torch_ecrec.launch import Supervisor
 
-STEPS = 60
+undisturbed = test_cluster.undisturbed
 RESETS = (10, 20, 30)  # steps
 TRAINERS = 2
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
@@ -99,15 +99,15 @@ class BehindProxy(Supervisor):
 
 
 @contextlib.contextmanager
-def cluster(logs: Path, hold: tuple[int, ...], spares: int = 1) -> Iterator[tuple[Cluster, BehindProxy]]:
+def cluster(logs: Path, hold: tuple[int, ...], trainers: int = 1) -> Iterator[tuple[Cluster, BehindProxy]]:
     """Trainer 0 holds; the others wait for it."""
     children: list[Child] = []
     try:
-        with BehindProxy(CodeSpec(3, 2, 1), spares, logs=logs, environment=ENVIRONMENT) as supervisor:
+        with BehindProxy(CodeSpec(3, 2, 1), spares=1, logs=logs, environment=ENVIRONMENT) as supervisor:
             try:
-                for trainer in range(TRAINERS):
+                for trainer in range(trainers):
                     holds = hold if trainer == 0 else ()
-                    orders = Orders(supervisor.join, trainer=trainer, trainers=TRAINERS, steps=STEPS, hold=holds)
+                    orders = Orders(supervisor.join, trainer=trainer, trainers=trainers, steps=STEPS, hold=holds)
                     children.append(Child(orders, logs))
                 yield Cluster(supervisor, children), supervisor
             finally:
@@ -119,15 +119,9 @@ def cluster(logs: Path, hold: tuple[int, ...], spares: int = 1) -> Iterator[tupl
         raise
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    with cluster(tmp_path_factory.mktemp("undisturbed"), ()) as (running, _):
-        return [child.result() for child in running.children]
-
-
 def test_all_control_connections_reset_at_once_cost_nothing(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
     """Nobody died: nobody is lost, no trainer ends, no slot moves; also while steps are made, and twice in a row."""
-    with cluster(tmp_path, RESETS) as (running, supervisor):
+    with cluster(tmp_path, RESETS, TRAINERS) as (running, supervisor):
         proxy = supervisor.proxy
         assert proxy is not None
         for step in RESETS:
@@ -147,13 +141,13 @@ def test_all_control_connections_reset_at_once_cost_nothing(tmp_path: Path, undi
 
 
 def test_a_killed_server_is_noticed_at_once_behind_a_proxy(tmp_path: Path) -> None:
-    """Its connection may linger in between; here it ends with it, and the process is asked: not for a lease."""
+    """Its connection may linger in between; here it ends with it, and the process is asked: no lease is waited for."""
     with cluster(tmp_path, (10,)) as (running, _):
         assert running.children[0].expect("held") == "step 10"
         pids = running.kill(1)
         status = running.wait_until_replaced(pids, 1)
         lost = next(member for member in status["members"] if member["pid"] in pids)
-        assert not lost["alive"] and lost["silent_s"] < 8, "a lease is 10 s"
+        assert not lost["alive"] and lost["silent_s"] < LEASE_S / 2
         running.children[0].tell("go")
         for child in running.children:
             child.result()

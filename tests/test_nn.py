@@ -637,7 +637,7 @@ def run_example(trainer: int, folder: str) -> None:
     assert sessions[0].closed == 1 and sorted(sessions[0].snapshots) == list(range(1, 12))
 
 
-def spawn(worker: Callable[..., None], processes: int, *arguments: Any, limit_s: float = 120) -> None:
+def spawn(worker: Callable[..., None], processes: int, *arguments: Any, limit_s: float = 600) -> None:
     """Runs `worker(i, *arguments)` in processes; a hang fails."""
     context = mp.spawn(worker, args=arguments, nprocs=processes, join=False)
     end = time.monotonic() + limit_s

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from tqdm import tqdm
 
 from torch_ecrec.nn.checksum import checksum_of
+from torch_ecrec.nn.loop import PIPELINES, Judge
 from torch_ecrec.nn.random_states import Generators, moved, random_states
-from torch_ecrec.nn.reader import PIPELINES, Reader, has_indices, kind_of
+from torch_ecrec.nn.reader import Reader, has_indices, kind_of
 from torch_ecrec.values import decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -289,41 +291,136 @@ def test_next_goes_from_pass_to_pass() -> None:
 # refused ------------------------------------------------------------------------------------------------
 
 
-def test_a_second_pass_needs_a_loop_that_is_known_to_count_or_not_to() -> None:
-    reader = Reader([1, 2], knows_more=True)
+def test_a_second_pass_needs_a_loop_that_is_known_to_begin_with_the_right_one() -> None:
+    reader = Reader([1, 2])
     assert list(reader) == [1, 2]
     with pytest.raises(RuntimeError, match=r"a second pass .* `for epoch in batches.epochs\(N\)"):
         next(iter(reader))
 
 
-@pytest.mark.parametrize("kind", ["list", "shuffled", "stateful", "growing", "torchdata own generator"])
-def test_a_loop_that_counts_from_the_first_pass_finds_those_over_that_are(kind: str) -> None:
-    def run(loop: Loop) -> list[list[Any]]:
-        passes = []
+def test_a_loop_within_another_is_refused_before_its_first_batch() -> None:
+    reader = Reader([1, 2])
+    with pytest.raises(RuntimeError, match=r"is within another one.*`for epoch in batches.epochs\(N\)"):
         for _ in range(3):
-            begin = len(loop.seen)
-            for batch in loop.reader:
-                loop.seen.append(torch.as_tensor(batch).tolist())
+            for _batch in reader:
+                pytest.fail("a batch")
+    assert reader._current is None
+    for _batch in Reader([1, 2]):
+        for _ in range(2):  # within, not around
+            pass
+    for _ in range(1):
+        for _batch in Reader([1, 2], judge=Judge(attached=[object()])):  # that may count
+            pass
+
+
+@pytest.mark.parametrize(
+    ("around", "what"),
+    [
+        (enumerate, r"`enumerate`.*`for i, batch in batches.enumerate\(\)"),
+        (lambda batches: zip(batches, itertools.count(), strict=False), "`zip` begins the others anew"),
+        (lambda batches: itertools.islice(batches, 2), "`islice`.*`batches.drawn`"),
+        (lambda batches: enumerate(tqdm(batches, disable=None)), "`enumerate` counts from 0 again"),
+        (lambda batches: enumerate(batch for batch in (b for b in batches)), "`enumerate` counts from 0 again"),
+    ],
+)
+def test_what_counts_batches_by_itself_is_refused_by_name(around: Any, what: str) -> None:
+    with pytest.raises(RuntimeError, match=what):
+        next(iter(around(Reader([1, 2, 3]))))
+
+
+def test_a_progress_bar_is_no_harm() -> None:
+    assert list(tqdm(Reader([1, 2, 3]), disable=None)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("used", [1, 3, 5])
+def test_batches_are_numbered_from_where_training_goes_on(used: int) -> None:
+    def run(loop: Loop) -> list[tuple[int, int]]:
+        seen = []
+        for _ in loop.reader.epochs(2):
+            for i, batch in loop.reader.enumerate(start=1):
+                seen.append((i, batch))
                 loop.reader.on_forward()
                 loop.used += 1
-            passes.append(loop.seen[begin:])
-        return passes
+        return seen
 
-    seed(1)
-    first = Loop(kind)
-    passes = run(first)
-    for used in range(1, 3 * PASS):
-        seed(50 + used)
-        expected = [list(one) for one in passes]
-        for _ in range(used):
-            next(filter(None, expected)).pop(0)
-        assert run(Loop(kind, first.saved[used])) == expected, f"after {used}"
+    first = Loop("list")
+    everything = run(first)
+    assert everything == [(i, i - 1) for _ in range(2) for i in (1, 2, 3, 4)]
+    assert run(Loop("list", first.saved[used])) == everything[used:]
+
+
+def test_a_count_of_the_loops_own_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def loop(reader: Reader, asks: bool) -> None:
+        turns, seen, factor = 0, 10, 3
+        for _ in reader.epochs(2):
+            for _batch in reader:
+                turns += reader.drawn - turns if asks else 1
+                seen -= 0 if asks else 2 + 0 * factor
+
+    loop(Reader(list("abcdefg")), asks=True)
+    assert not caplog.text
+    loop(Reader(list("abcdefg")), asks=False)
+    assert caplog.text.count("the loop counts in `turns`, `seen`, which begins anew after a restart") == 1
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: random.Random(1), lambda: np.random.default_rng(1), lambda: torch.Generator().manual_seed(1)]
+)
+def test_a_generator_of_the_loops_own_is_refused_by_name_or_attached(make: Any) -> None:
+    def loop(reader: Reader, negatives: Any) -> None:
+        for _batch in reader:
+            draw = getattr(negatives, "random", None)
+            float(torch.rand((), generator=negatives) if draw is None else draw())
+
+    with pytest.raises(RuntimeError, match=r"draws from `negatives`.*`model.attach\(..., negatives=negatives\)`"):
+        loop(Reader([1, 2, 3]), make())
+    attached = make()
+    loop(Reader([1, 2, 3], judge=Judge(attached=[attached])), attached)
+
+
+def test_a_generator_of_an_owner_is_seen() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.random = random.Random(1)
+
+        def train(self, reader: Reader) -> None:
+            for _batch in reader:
+                self.random.random()
+
+    with pytest.raises(RuntimeError, match=r"draws from `self\.random`"):
+        Trainer().train(Reader([1, 2, 3]))
+
+
+def test_after_a_draw_that_failed_the_pass_does_not_go_on() -> None:
+    class Broken(Dataset[int]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            if index == 1:
+                raise ValueError("a bad record")
+            return index
+
+    stream = iter(Reader(DataLoader(Broken(), batch_size=1)))
+    next(stream)
+    with pytest.raises(ValueError, match="a bad record"):
+        next(stream)
+    with pytest.raises(RuntimeError, match="a draw of this pass has failed before"):
+        next(stream)
+
+
+def test_attributes_are_those_of_the_reader() -> None:
+    made = loader(batch_sampler=None)
+    reader: Any = Reader(made)
+    assert reader.dataset is made.dataset and reader.batch_size == 1
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = reader.nothing
 
 
 @pytest.mark.parametrize(("step", "refused"), [(1, False), (2, True), (0, True)])
 def test_a_counter_of_passes_is_one_that_counts_them_one_by_one(step: int, refused: bool) -> None:
     count = 0
-    reader = Reader([1, 2], counters=lambda: {"epoch": count}, knows_more=True)
+    reader = Reader([1, 2], judge=Judge(lambda: {"epoch": count}))
     list(reader)
     count += step
     if refused:
@@ -334,12 +431,12 @@ def test_a_counter_of_passes_is_one_that_counts_them_one_by_one(step: int, refus
 
 
 def test_steps_done_tells_the_pass_only_if_it_is_asked_before_the_first_batch() -> None:
-    reader = Reader([1, 2], knows_more=True)
+    reader = Reader([1, 2])
     next(iter(reader))
     reader.on_steps_done()
     with pytest.raises(RuntimeError, match="a second pass"):
         next(iter(reader))
-    other = Reader([1, 2], knows_more=True)
+    other = Reader([1, 2])
     other.on_steps_done()
     assert list(other) == list(other)
 
@@ -361,8 +458,7 @@ def test_a_pass_is_left_only_by_a_loop_that_counts_from_where_training_goes_on()
 def test_a_last_pass_that_was_left_by_a_loops_own_count_is_told(caplog: pytest.LogCaptureFixture) -> None:
     first = Loop("list").run(3)
     again = Loop("list", first.saved[2])
-    for _, _batch in zip(range(1), again.reader, strict=False):
-        pass
+    next(iter(again.reader))
     again.reader.check_end()
     assert "the last pass was left after" in caplog.text
     caplog.clear()
@@ -439,6 +535,42 @@ def test_other_batches_than_before_are_an_error(used: int) -> None:
             Loop("hidden", first.saved[used]).run(8)
     finally:
         del MADE["hidden"]
+
+
+class Changing:
+    """Its first two batches of every pass are those of its life, the others not."""
+
+    lives = itertools.count()
+
+    def __init__(self) -> None:
+        self.life = next(self.lives)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for i in range(PASS):
+            yield torch.tensor([i, self.life if i < 2 else 0])
+
+
+def test_batches_that_are_drawn_again_are_those_of_before() -> None:
+    MADE["changing"] = Changing
+    try:
+        first = Loop("changing").run(8)
+        with pytest.raises(RuntimeError, match=r"one of the 3 batches that were drawn before in a pass is another one"):
+            Loop("changing", first.saved[3]).run(8)
+    finally:
+        del MADE["changing"]
+
+
+def test_indices_that_are_drawn_again_are_those_of_before() -> None:
+    weights = [[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]
+    MADE["weights"] = lambda: loader(
+        sampler=WeightedRandomSampler(weights.pop(0), PASS, generator=torch.Generator().manual_seed(3))
+    )
+    try:
+        first = Loop("weights").run(4)
+        with pytest.raises(RuntimeError, match=r"drawn before in a pass is another one.*\(DataLoader\)"):
+            Loop("weights", first.saved[3]).run(4)
+    finally:
+        del MADE["weights"]
 
 
 def test_a_reader_with_fewer_batches_than_before_is_told() -> None:

@@ -21,7 +21,7 @@ from torch_ecrec.server.snapshots import SnapshotStore
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.sockets import SocketTransport
 
-WAIT_S = 30.0
+WAIT_S = 300.0  # for anything at all: only a hang reaches it
 
 
 class Holder:

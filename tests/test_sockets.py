@@ -34,8 +34,8 @@ from torch_ecrec.transport.frames import BUFFER_BYTES, BUFFERS_MOST, DTYPES, HEA
 from torch_ecrec.transport.lending import FILES_MOST, Lending
 from torch_ecrec.transport.sockets import NO_NAME, Address, SocketTransport
 
-WAIT_S = 30.0
-PROMPTLY_S = 2.0
+WAIT_S = 300.0  # for anything at all: only a hang reaches it
+PROMPTLY_S = 20.0  # by itself, on whatever machine
 SHARED_BYTES = 256 << 20
 
 
@@ -334,10 +334,10 @@ def test_a_peer_that_does_not_read(pair: Pair, deaf: socket.socket) -> None:
     pair.a._addresses["b"] = Address("127.0.0.1", deaf.getsockname()[1], real.key, NO_NAME)
     payload = torch.zeros(40_000_000, dtype=torch.uint8)
     started_s = time.monotonic()
-    outcomes = [pair.start(parcel([payload]), 0.5) for _ in range(3)]
-    assert time.monotonic() - started_s < 0.5, "`call` returns at once"
+    outcomes = [pair.start(parcel([payload]), 3.0) for _ in range(3)]
+    assert time.monotonic() - started_s < 3.0, "`call` returns at once"
     assert {type(outcome()) for outcome in outcomes} == {wire.Unknown}
-    assert time.monotonic() - started_s < 0.5 + PROMPTLY_S
+    assert time.monotonic() - started_s < 3.0 + PROMPTLY_S
     (channel,) = pair.a._channels.values()
     wait_until(lambda: channel.ended, PROMPTLY_S, "a frame was sent in part: its connection ends")
     assert not channel._connection._waiting
@@ -474,7 +474,7 @@ while answers < 100:
 
 def test_a_process_ends_in_the_middle_of_calls() -> None:
     """Without `close`. A thread that is inside torch when the interpreter ends would abort it."""
-    run = subprocess.run([sys.executable, "-c", EXITS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", EXITS], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert (run.returncode, run.stderr) == (0, "")
 
 

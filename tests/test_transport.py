@@ -36,8 +36,8 @@ from torch_ecrec.transport.encoding import ANSWERS, REQUESTS, decode, encode
 from torch_ecrec.transport.rpc import _compact
 
 REPO = Path(__file__).resolve().parent.parent
-WAIT_S = 60.0  # for anything at all; a child's start takes some seconds on a busy machine
-PROMPTLY_S = 2.0
+WAIT_S = 300.0  # for anything at all: only a hang reaches it
+PROMPTLY_S = 20.0  # by itself, on whatever machine
 
 
 class Child:
@@ -91,7 +91,7 @@ class Child:
     def ask(self, do: str, **arguments: Any) -> Any:
         return self.answer(self.start(do, **arguments))
 
-    def call(self, peer: "Child | str", slot: int, timeout_s: float = 20) -> Any:
+    def call(self, peer: "Child | str", slot: int, timeout_s: float = WAIT_S) -> Any:
         return self.ask("call", peer=getattr(peer, "name", peer), slot=slot, timeout_s=timeout_s)
 
     def stacks(self) -> str:
@@ -138,11 +138,13 @@ class Cluster:
         self.generation += 1
         return self.generation
 
-    def start_join(self, children: list[Child], members: list[str], timeout_s: float = 30, **more: Any) -> list[int]:
+    def start_join(
+        self, children: list[Child], members: list[str], timeout_s: float = WAIT_S, **more: Any
+    ) -> list[int]:
         arguments = {"generation": self.next_generation(), "members": members, "timeout_s": timeout_s, **more}
         return [child.start("join", **arguments) for child in children]
 
-    def form(self, children: list[Child], timeout_s: float = 30, **more: Any) -> float:
+    def form(self, children: list[Child], timeout_s: float = WAIT_S, **more: Any) -> float:
         """Forms the next generation of these; the time it took the slowest."""
         numbers = self.start_join(children, [child.name for child in children], timeout_s, **more)
         results = [child.answer(number) for child, number in zip(children, numbers, strict=True)]
@@ -150,7 +152,12 @@ class Cluster:
         return max(result["took_s"] for result in results)
 
 
-@pytest.fixture(scope="module", params=[*TRANSPORTS, "sockets+shared"])
+SHARED = "sockets+shared"
+# What goes through shared memory are the tensors of messages: it makes no difference to how generations are formed.
+with_shared_memory = pytest.mark.parametrize("cluster", [*TRANSPORTS, SHARED], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[*TRANSPORTS, pytest.param(SHARED, marks=pytest.mark.slow)])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     cluster = Cluster(request.param)
     try:
@@ -230,6 +237,7 @@ def test_arguments_are_checked(kind: str) -> None:
     transport.close()
 
 
+@with_shared_memory
 def test_every_message_crosses(cluster: Cluster) -> None:
     a, b = cluster.take(2)
     cluster.form([a, b])
@@ -246,10 +254,11 @@ def test_every_message_crosses(cluster: Cluster) -> None:
 # outcomes -------------------------------------------------------------------------------------------
 
 
+@with_shared_memory
 def test_late_answers_block_no_thread(cluster: Cluster) -> None:
     a, b = cluster.take(2)
     cluster.form([a, b])
-    numbers = [a.start("call", peer=b.name, slot=LATE, timeout_s=30) for _ in range(30)]  # of 8 threads
+    numbers = [a.start("call", peer=b.name, slot=LATE, timeout_s=WAIT_S) for _ in range(30)]  # of 8 threads
     assert b.ask("wait_kept", count=30)
     assert a.call(b, PROMPT)["outcome"] == "Ok"
     assert b.ask("release") == 30
@@ -293,10 +302,11 @@ def test_strangers_are_failed_calls(cluster: Cluster) -> None:
     assert b.end() == 0
 
 
+@with_shared_memory
 def test_killed_peer_ends_calls_at_once(cluster: Cluster) -> None:
     a, b = cluster.take(2)
     cluster.form([a, b])
-    number = a.start("call", peer=b.name, slot=NEVER, timeout_s=30)
+    number = a.start("call", peer=b.name, slot=NEVER, timeout_s=WAIT_S)
     assert b.ask("wait_kept", count=1)
     killed_s = time.monotonic()
     b.kill()
@@ -309,6 +319,7 @@ def test_killed_peer_ends_calls_at_once(cluster: Cluster) -> None:
 # generations ----------------------------------------------------------------------------------------
 
 
+@with_shared_memory
 def test_a_member_is_replaced_while_the_others_go_on(cluster: Cluster) -> None:
     *members, new = cluster.take(5)
     cluster.form(members)
@@ -317,7 +328,7 @@ def test_a_member_is_replaced_while_the_others_go_on(cluster: Cluster) -> None:
     for child in members:
         assert all(child.ask("wait_hammered", peer=other.name, more=20) for other in members if other is not child)
     survivors, victim = members[:3], members[3]
-    kept = survivors[0].start("call", peer=survivors[1].name, slot=LATE, timeout_s=60)
+    kept = survivors[0].start("call", peer=survivors[1].name, slot=LATE, timeout_s=WAIT_S)
     assert survivors[1].ask("wait_kept", count=1)
 
     victim.kill()
@@ -387,30 +398,43 @@ def test_a_member_that_dies_while_joining_fails_the_generation_in_time(cluster: 
     assert a.call(b, PROMPT)["outcome"] == "Ok" == b.call(a, PROMPT)["outcome"]
 
 
-def test_a_member_killed_in_the_middle_of_joining(cluster: Cluster) -> None:
-    """Kills at some points of forming; whatever the survivors saw, the next generation forms."""
-    for delay_s in (0.002, 0.012, 0.025):  # forming takes about 0.03 s
-        a, b, victim = cluster.take(3)
-        cluster.form([a, b, victim])
-        numbers = cluster.start_join([a, b, victim], [a.name, b.name, victim.name], timeout_s=2)
-        threading.Timer(delay_s, victim.process.kill).start()
-        for child, number in zip([a, b], numbers, strict=False):
-            assert child.answer(number)["took_s"] < 2 + PROMPTLY_S
-        victim.process.wait(WAIT_S)
-        cluster.form([a, b])
-        assert a.call(b, PROMPT)["outcome"] == "Ok" == b.call(a, PROMPT)["outcome"]
+@pytest.mark.parametrize(
+    ("place", "before", "first"),
+    [("arrived", False, False), ("ready", True, False), ("ready", True, True), ("ready", False, False)],
+)
+def test_a_member_killed_in_the_middle_of_joining(cluster: Cluster, place: str, before: bool, first: bool) -> None:
+    """All have arrived, and its way is not open; or it is; or the others believe it ready. The next generation forms.
+
+    The first of the members is the one that the others wait for in every round.
+    """
+    a, b, victim = cluster.take(3)
+    cluster.form([a, b, victim])
+    victim.ask("die_in_join", place=place, before=before)
+    members = [victim, a, b] if first else [a, b, victim]
+    numbers = cluster.start_join(members, [member.name for member in members], timeout_s=2)
+    joins = dict(zip(members, numbers, strict=True))
+    assert victim.process.wait(WAIT_S) == -signal.SIGKILL
+    for child in (a, b):
+        result = child.answer(joins[child])
+        # Only of a member that has said that it is ready can the others take it that it lives.
+        assert result["error"] is not None or (place, before, first) == ("ready", False, False)
+        assert result["took_s"] < 2 + PROMPTLY_S
+    with victim.news:
+        assert victim.news.wait_for(lambda: victim.ended, WAIT_S) and joins[victim] not in victim.answers
+    cluster.form([a, b])
+    assert a.call(b, PROMPT)["outcome"] == "Ok" == b.call(a, PROMPT)["outcome"]
 
 
 def test_a_newer_generation_overtakes_one_that_waits(cluster: Cluster) -> None:
     a, b = cluster.take(2)
-    waiting = cluster.start_join([a, b], [a.name, b.name, "ghost"], timeout_s=60)
+    waiting = cluster.start_join([a, b], [a.name, b.name, "ghost"], timeout_s=WAIT_S)
     start_s = time.monotonic()
     while not cluster.store.check([f"generation-{cluster.generation}/arrived/{name.name}" for name in (a, b)]):
         assert time.monotonic() - start_s < WAIT_S
     cluster.form([a, b])
     for child, number in zip([a, b], waiting, strict=True):
         assert "overtaken" in child.answer(number)["error"]
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < PROMPTLY_S
     assert a.call(b, PROMPT)["outcome"] == "Ok"
 
 
@@ -420,13 +444,13 @@ def test_a_join_that_nobody_needs_any_more_ends(cluster: Cluster, last_sign: str
     a, b = cluster.take(2)
     members = [a.name, b.name, "ghost"]
     leave_signs(cluster, last_sign)
-    waiting = cluster.start_join([a, b], members, timeout_s=60)
+    waiting = cluster.start_join([a, b], members, timeout_s=WAIT_S)
     time.sleep(0.5)
     start_s = time.monotonic()
     for child, number in zip([a, b], waiting, strict=True):
         child.answer(child.start("overtake", generation=cluster.generation + 1))
         assert "overtaken" in child.answer(number)["error"]
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < PROMPTLY_S
     cluster.form([a, b])
     assert a.call(b, PROMPT)["outcome"] == "Ok"
 
@@ -441,7 +465,9 @@ def test_the_store_may_go_and_come_back(cluster: Cluster) -> None:
     members = [a.name, b.name]
     for child, number in zip([a, b], cluster.start_join([a, b], members, timeout_s=1, store_port=port), strict=True):
         result = child.answer(number)
-        assert result["error"] is not None and result["took_s"] < 10.0  # torch looks at its time limit now and then
+        assert (
+            result["error"] is not None and result["took_s"] < 1 + PROMPTLY_S
+        )  # torch looks at its time limit now and then
     for _ in range(2):  # a new coordinator at the old address; the members' connections to the one before are dead
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         cluster.form([a, b], store_port=port)
@@ -476,9 +502,9 @@ def test_processes_end_without_crash(cluster: Cluster) -> None:
     """No `close`, calls under way both ways, a member of a living generation; and a close from a handler."""
     a, b, c = cluster.take(3)
     cluster.form([a, b, c])
-    a.start("call", peer=b.name, slot=NEVER, timeout_s=60)
+    a.start("call", peer=b.name, slot=NEVER, timeout_s=WAIT_S)
     a.start("hammer", peers=[b.name])
-    b.start("call", peer=a.name, slot=NEVER, timeout_s=60)
+    b.start("call", peer=a.name, slot=NEVER, timeout_s=WAIT_S)
     assert a.ask("wait_kept", count=1) and b.ask("wait_kept", count=1)
     assert a.end() == 0, a.stacks()
     assert c.call(b, CLOSES)["outcome"] in ("Ok", "Unknown")

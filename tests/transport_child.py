@@ -35,6 +35,7 @@ from torch_ecrec.member import TRANSPORTS
 from torch_ecrec.transport import wire
 from torch_ecrec.transport.encoding import ANSWERS, REQUESTS
 
+WAIT_S = 240.0  # less than the test waits for an answer
 PROMPT, LATE, NEVER, RAISES, BAD_ANSWER, TWICE, CLOSES = range(100, 107)
 REQUEST_CLASSES = [cls for name, cls in sorted(REQUESTS.items()) if cls is not wire.Request]
 ANSWER_CLASSES = [cls for name, cls in sorted(ANSWERS.items()) if cls is not wire.Answer]
@@ -143,7 +144,7 @@ class Child:
             ended.set()
 
         self.transport.call(peer, request, timeout_s, done)
-        if not ended.wait(timeout_s + 20):
+        if not ended.wait(timeout_s + WAIT_S):
             raise TimeoutError(f"`done` was not called: {peer} {request}")
         (outcome,) = outcomes
         return outcome
@@ -158,6 +159,19 @@ class Child:
         except ClusterUnavailable as error:
             return {"error": str(error), "took_s": time.monotonic() - start_s}
         return {"error": None, "took_s": time.monotonic() - start_s}
+
+    def do_die_in_join(self, place: str, before: bool) -> Any:
+        """The next join kills this process in the round at `place`: before it says that it is there, or right after."""
+        meet = self.transport._meet
+
+        def meet_and_die(shared: Any, here: str, world: Any, says: str, deadline_s: float) -> None:
+            if here == place:
+                if not before:
+                    shared.set(f"{place}/{self.transport.name}", says)
+                os.kill(os.getpid(), signal.SIGKILL)
+            meet(shared, here, world, says, deadline_s)
+
+        self.transport._meet = meet_and_die  # type: ignore[method-assign]
 
     def do_overtake(self, generation: int) -> Any:
         self.transport.overtake(generation)
@@ -174,7 +188,7 @@ class Child:
         for i in range(max(len(REQUEST_CLASSES), len(ANSWER_CLASSES))):
             request = sample(REQUEST_CLASSES[i % len(REQUEST_CLASSES)], slot=i % len(ANSWER_CLASSES))
             expected = sample(ANSWER_CLASSES[request.slot])
-            outcome = self.call(peer, request, 10)
+            outcome = self.call(peer, request, WAIT_S)
             if isinstance(outcome, wire.Ok) and same(outcome.answer, expected):
                 through |= {type(request).__name__, type(expected).__name__}
             else:
@@ -184,7 +198,7 @@ class Child:
     def do_wait_kept(self, count: int) -> Any:
         """Returns when `count` requests wait for their answer."""
         with self.handled:
-            return self.handled.wait_for(lambda: len(self.kept) >= count, 20)
+            return self.handled.wait_for(lambda: len(self.kept) >= count, WAIT_S)
 
     def do_release(self) -> Any:
         with self.handled:
@@ -214,12 +228,12 @@ class Child:
         """Returns when `peer` has answered that many more calls."""
         with self.progress:
             least = self.counts[peer]["Ok"] + more
-            return self.progress.wait_for(lambda: self.counts[peer]["Ok"] >= least, 20)
+            return self.progress.wait_for(lambda: self.counts[peer]["Ok"] >= least, WAIT_S)
 
     def do_stop_hammer(self) -> Any:
         self.hammering = False
         for thread in self.hammers:
-            thread.join(20)
+            thread.join(WAIT_S)
         return self.counts
 
     def do_status(self) -> Any:
@@ -233,7 +247,7 @@ class Child:
 
     def do_wait_errors(self, count: int) -> Any:
         with self.handled:
-            self.handled.wait_for(lambda: len(self.errors) >= count, 20)
+            self.handled.wait_for(lambda: len(self.errors) >= count, WAIT_S)
             errors, self.errors = self.errors, []
             return errors
 

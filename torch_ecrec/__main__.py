@@ -1,4 +1,5 @@
-"""Command line: `torch-ecrec demo | chaos | serve | up | status | bench | warm`, also as `python -m torch_ecrec`.
+"""Command line: `torch-ecrec demo | chaos | rehearse | serve | up | status | bench | warm`, also as
+`python -m torch_ecrec`.
 
 Exit codes: 0 done, 1 failed, 2 bad arguments or refused by the cluster, 3 data lost beyond what the code repairs, 4 the
 cluster cannot be reached or did not answer, 5 another trainer was lost, 6 this process was taken for lost, 130
@@ -58,6 +59,34 @@ def add_code(parser: argparse.ArgumentParser, servers: bool = True) -> None:
 
 def code_of(arguments: argparse.Namespace) -> CodeSpec:
     return CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
+
+
+def add_rehearsal(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `rehearse`; what follows `--` is the script's."""
+    add_code(parser)
+    parser.add_argument("--nproc-per-node", type=int, default=1, metavar="T", help="trainers (default 1)")
+    parser.add_argument("--at", metavar="STEP,...", help="kill all trainers in these steps (default: see --restarts)")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=4,
+        metavar="N",
+        help="kill all trainers so many times: at the end of a pass, in the step after it, and spread over the run"
+        " (default 4)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=40,
+        metavar="N",
+        help="end each run after so many steps, unless it ends before; 0: it ends by itself (default 40)",
+    )
+    parser.add_argument("--server-too", action="store_true", help="kill a server with the trainers, each time")
+    parser.add_argument(
+        "--limit-s", type=float, default=300.0, metavar="S", help="without news for so long, it hangs (default 300)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("rehearsal"), metavar="DIR", help="for logs and records")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS...", help="as torchrun takes it")
 
 
 def _module_of(benchmark: str) -> Any:
@@ -123,6 +152,8 @@ def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
         help="steps between snapshots of the dense model: lost trainers go on after the last one (default 1)",
     )
     chaos.add_argument("--out", type=Path, default=Path("chaos"), metavar="DIR")
+
+    add_rehearsal(commands.add_parser("rehearse", help="your own script: does it go on to the same bits when killed?"))
 
     serve = commands.add_parser("serve", help="one server process")
     serve.add_argument("--join", metavar="HOST:PORT", help="the coordinator (default: $TORCH_ECREC_JOIN)")
@@ -222,6 +253,10 @@ def run(arguments: argparse.Namespace) -> int:
         from torch_ecrec.demo.chaos import run_chaos
 
         return run_chaos(arguments)
+    if arguments.command == "rehearse":
+        from torch_ecrec.rehearsal.run import run_rehearse
+
+        return run_rehearse(arguments)
     if arguments.command == "bench":
         arguments.out.mkdir(parents=True, exist_ok=True)
         return int(_module_of(arguments.bench).run(arguments))

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
@@ -49,6 +50,12 @@ def require_int(name: str, value: object, least: int, most: int | None = None) -
 def restarts() -> int:
     """How often torchrun has started the trainers again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def record_folder() -> Path | None:
+    """Where trainers note their steps: `torch-ecrec rehearse` says so to those that it starts."""
+    folder = os.environ.get("TORCH_ECREC_RECORD")
+    return Path(folder) if folder else None
 
 
 @dataclass(frozen=True)

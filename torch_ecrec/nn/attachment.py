@@ -20,7 +20,6 @@ Several backwards between two draws are several steps of the servers; after a re
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,8 @@ from torch_ecrec.dense import DenseSnapshot, dense_parameters, load_, own_of
 from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.embedding import EmbeddingBackend
 from torch_ecrec.nn.gradients import WaitingGradients, put_back_
+from torch_ecrec.nn.loop import Judge
+from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.nn.random_states import random_states, set_random_states
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.trainer_state import TrainerState
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from torch_ecrec.nn.parallel import DistributedModelParallel
 
 log = logging.getLogger(__name__)
+
+
+_attached_somewhere: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to any model of this process
 
 
 class Attachment:
@@ -72,7 +76,9 @@ class Attachment:
         self._session: EmbeddingBackend = model.session
         self._state = TrainerState(optimizers, stateful)
         self._own = own
-        self.reader = None if reader is None else Reader(reader, self._on_draw, self._counters, bool(own))
+        judge = Judge(self._counters, [stateful[name] for name in own])
+        self.reader = None if reader is None else Reader(reader, self._on_draw, judge)
+        self._settings = ModuleSettings(model)
         if optimizers:
             dense.use(self._state.dense_optimizers)
         dense.check()
@@ -81,12 +87,17 @@ class Attachment:
         self._in_step = self._closed = False
         self._random: dict[str, Any] | None = None  # to be put back when the first step begins
         self._expected: int | None = None  # checksum of its batch
-        self._restored = self._goes_through = False
-        self._put_back: Callable[[], None] = lambda: None
+        self._restored = False
+        self._settings_then: Mapping[str, Mapping[str, Any]] = {}  # those that training goes on with
+        self._settings_at_first: Mapping[str, Mapping[str, Any]] | None = (
+            None  # draw of this life, until the first forward
+        )
         self._gradients = WaitingGradients(self._state.dense_optimizers)
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(self._state.dense_optimizers)
+        _attached_somewhere.update(self._state.dense_optimizers)
         optimizer_steps.watch(self._check_known)
         self._sealed = self._seal()
+        self._groups = self._groups_now()
 
     def close(self) -> None:
         """Looks at optimizers no more. Twice is once."""
@@ -105,18 +116,6 @@ class Attachment:
         before = self._before(at_forward=False)
         return lambda checksum: self._keep(before, checksum)
 
-    def check_forward(self) -> None:
-        """Any forward begins, of an evaluation as well.
-
-        Raises:
-            RuntimeError: in a pass that was over before the restart: the model is that of a later step.
-        """
-        if self._goes_through and not self.begun:
-            raise RuntimeError(
-                "the model is used between passes that were over before the restart, where it was another one then. Let"
-                " the loop begin with the pass that training goes on in: `for epoch in batches.epochs(N): ...`"
-            )
-
     def on_forward(self, batch: object) -> None:
         """A training forward begins.
 
@@ -127,6 +126,9 @@ class Attachment:
             RuntimeError: the loop cannot be brought back, or trains on another batch after a restart than before.
         """
         if self.reader is not None:
+            if self.reader.pipelined and self._settings_at_first is not None:
+                self._check_tracing(self._settings_at_first)
+            self._settings_at_first = None
             if self.reader.pipelined and self._is_due():
                 self._keep(self._before(at_forward=True), None)
             self.reader.on_forward()
@@ -168,10 +170,11 @@ class Attachment:
     def _begin(self) -> None:
         if not self.begun:
             self.begun = True
-            if self._goes_through:  # the loop has gone through passes that are over, with all that it does after one
-                self._put_back()
+            if self._restored:
+                self._settings.load_(self._settings_then)
+            self._settings_at_first = self._settings.changed()
             self._check_sealed()
-            self._put_back = lambda: None
+            self._check_schedulers()
 
     def _is_due(self) -> bool:
         step, every = self._session.step - 1, self._live_model.snapshot_every
@@ -207,12 +210,14 @@ class Attachment:
                 "random": random_states() if self.reader is None else None,
                 "reader": None if self.reader is None else self.reader.saved(at_forward),
                 "state": self._state.encoded(),
+                "settings": self._settings.changed(),
             },
             "attached",
         )
 
     def _keep(self, before: bytes, checksum: int | None) -> None:
         """Hands this trainer's part of the step before to the servers."""
+        self._check_groups()
         model, step = self._live_model, self._session.step - 1
         parameters = list(dense_parameters(model))
         own = encode(
@@ -261,24 +266,15 @@ class Attachment:
         )
         if self.reader is not None:
             self.reader.load(before["reader"], own["checksum"])
-            self._goes_through = before["reader"]["from_first"]
         self._random, self._expected = before["random"], own["checksum"]
-        self._put_back = functools.partial(self._put_back_, parts, before["state"], own["gradients"])
-        self._put_back()
-
-    def _put_back_(
-        self,
-        parts: Sequence[tuple[Tensor, Sequence[int]]],
-        state: Mapping[str, bytes],
-        gradients: Mapping[str, Tensor],
-    ) -> None:
-        """All but the reader and random states."""
         model = self._live_model
         load_(model, self._dense.optimizers, parts, self._session.trainer)
         for _, parameter in dense_parameters(model):
             parameter.grad = None
-        put_back_(dict(dense_parameters(model)), gradients)
-        self._state.load_(self._state.decoded(state))
+        put_back_(dict(dense_parameters(model)), own["gradients"])
+        self._state.load_(self._state.decoded(before["state"]))
+        self._settings_then = before["settings"]
+        self._settings.load_(self._settings_then)
         self._sealed = self._seal()
 
     # what is refused ------------------------------------------------------------------------------
@@ -309,6 +305,46 @@ class Attachment:
             )
         log.warning("%s: after a restart that would happen again, and is refused if the values then differ", what)
 
+    def _check_schedulers(self) -> None:
+        """A scheduler that changes what is attached is attached, too."""
+        held: list[Any] = list(self._state.stateful.values())
+        for thing in list(held):  # what is attached may keep a scheduler for the user
+            held += getattr(thing, "__dict__", {}).values()
+        known = {id(getattr(thing, "optimizer", None)) for thing in held}
+        for optimizer in self._state.all_optimizers:
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in known:
+                raise RuntimeError(
+                    f"a scheduler was made for {type(optimizer).__name__}, but not attached: it would begin anew after"
+                    " a restart. Name it in `attach(lr_scheduler=...)`"
+                )
+
+    def _check_tracing(self, before: Mapping[str, Mapping[str, Any]]) -> None:
+        """A pipeline runs the model's Python code when it is made: what that counts, it would count again."""
+        now = self._settings.changed()
+        moved = sorted(
+            f"{path}.{name}"
+            for path in now.keys() | before.keys()
+            for name in now.get(path, {}).keys() | before.get(path, {}).keys()
+            if now.get(path, {}).get(name) != before.get(path, {}).get(name)
+        )
+        if moved:
+            raise RuntimeError(
+                f"{', '.join(moved)} changed while a pipeline was made, which traces"
+                " the model, and would change once more after each restart. Keep counts in a buffer"
+                " (`register_buffer`), which tracing leaves alone, and draw from the global generators"
+            )
+
+    def _check_groups(self) -> None:
+        """Parameters that an optimizer was given later would not be brought back."""
+        if self._groups != self._groups_now():
+            raise RuntimeError(
+                "an optimizer was given parameters after `attach`: it would not have them after a restart, where"
+                " `attach` comes first again. Add them before `attach`, with `requires_grad` False until they train"
+            )
+
+    def _groups_now(self) -> list[list[int]]:
+        return [[len(group["params"]) for group in o.param_groups] for o in self._state.dense_optimizers]
+
     def _check_known(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
         if self._closed or optimizer in self._known or isinstance(optimizer, KeyedOptimizer):
@@ -324,3 +360,10 @@ class Attachment:
                 " are started again. Name every optimizer of dense parameters in `attach(optimizer=[...])`"
             )
         self._known.add(optimizer)
+        named = any(thing is optimizer for thing in self._state.stateful.values())
+        if not named and optimizer not in _attached_somewhere:
+            log.warning(
+                "%s steps parameters outside the model, and was not attached: neither they nor its state are brought"
+                " back after a restart. Attach both by name, `attach(..., other=module, other_optimizer=optimizer)`",
+                type(optimizer).__name__,
+            )

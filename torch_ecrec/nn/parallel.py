@@ -39,6 +39,7 @@ from torch_ecrec.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.attachment import Attachment
 from torch_ecrec.nn.embedding import EmbeddingBackend, SparseStep
 from torch_ecrec.nn.reader import Reader, Stateful
+from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.sharder import ErasureCodedSharder, job_names, table_specs
 
@@ -101,6 +102,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         else:
             owns_session = False
         _check_session(session, tables, env)
+        session, recorder = recorded(session, self)
         group = None
         if env.world_size > 1:
             ranks = dist.get_process_group_ranks(env.process_group)
@@ -120,6 +122,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             **kwargs,
         )
         self._step = step
+        self._recorder = recorder  # None but in a rehearsal
         self._owns_session = owns_session
         self._closed = False
         self._snapshotted = 0
@@ -206,13 +209,13 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in TorchRec."""
-        if self._attached is not None:
-            self._attached.check_forward()
         if torch.is_grad_enabled() and self.training:
             self._trained = True
             self._check_attached()
             if self._attached is not None:
                 self._attached.on_forward((args, kwargs))
+            if self._recorder is not None:
+                self._recorder.on_forward((args, kwargs))
         return super().forward(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,20 +3,25 @@
     states = Generators.of(loader).states()     # {"python": ..., "numpy": ..., "torch": ..., ...}
     Generators.of(loader).set_(states)
 
-A reader's own are found by looking at it, and at what it has under the names `LOOKED_INTO`: generators of torch, NumPy
-and Python, and the epoch of a sampler that has `set_epoch`. Others, deeper inside, are not seen.
+A reader's own are found by looking at it and into what it has, through attributes, lists and dicts: generators of
+torch, NumPy and Python, and the epoch of a sampler that has `set_epoch`. Not seen are those that a function keeps in
+its closure, and those that are made later.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-LOOKED_INTO = ("sampler", "batch_sampler", "dataset", "data_source")
+DEPTH_MOST = 6
+THINGS_MOST = 2_000  # that a reader has; a dataset may be a list of millions
 OWN = "reader"
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -70,34 +75,43 @@ class Generators:
         found: dict[str, Any] = {}
         seen: set[int] = set()
 
-        def look(thing: object, path: str) -> None:
-            if id(thing) in seen or not hasattr(thing, "__dict__"):
+        def look(thing: object, path: str, depth: int) -> None:
+            if id(thing) in seen or len(seen) > THINGS_MOST or depth > DEPTH_MOST:
                 return
             seen.add(id(thing))
-            if callable(getattr(thing, "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int):
-                found[f"{path}.epoch"] = thing
-            for name, value in vars(thing).items():
-                if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
-                    found[f"{path}.{name}"] = value
-            for name in LOOKED_INTO:
-                look(getattr(thing, name, None), f"{path}.{name}")
+            if isinstance(thing, GENERATORS):
+                if not isinstance(thing, random.SystemRandom):
+                    found[path] = thing
+                return
+            if isinstance(thing, (list, tuple)):
+                for i, item in enumerate(thing[:THINGS_MOST]):
+                    look(item, f"{path}[{i}]", depth + 1)
+            elif isinstance(thing, dict):
+                for key, item in itertools.islice(thing.items(), THINGS_MOST):
+                    look(item, f"{path}[{key!r}]", depth + 1)
+            elif hasattr(thing, "__dict__") and not isinstance(thing, (type, ModuleType, Tensor, nn.Module)):
+                if callable(getattr(thing, "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int):
+                    found[f"{path}.epoch"] = thing
+                for name, item in vars(thing).items():
+                    look(item, f"{path}.{name}", depth + 1)
 
-        look(reader, OWN)
+        look(reader, OWN, 0)
         return Generators(found)
 
     def states(self) -> dict[str, Any]:
         """Of all of them, as values that nobody changes later."""
-        return random_states() | {path: _state_of(thing) for path, thing in self._own.items()}
+        return random_states() | {path: state_of(thing) for path, thing in self._own.items()}
 
     def set_(self, states: Mapping[str, Any]) -> None:
         """Puts states back. A generator that was not there when they were taken keeps its own."""
         set_random_states(states)
         for path, thing in self._own.items():
             if path in states:
-                _set_state_of(thing, states[path])
+                set_state_of(thing, states[path])
 
 
-def _state_of(thing: Any) -> Any:
+def state_of(thing: Any) -> Any:
+    """Of a generator, or the epoch of a sampler."""
     if isinstance(thing, torch.Generator):
         return thing.get_state()
     if isinstance(thing, np.random.Generator):
@@ -109,7 +123,8 @@ def _state_of(thing: Any) -> Any:
     return thing.epoch
 
 
-def _set_state_of(thing: Any, state: Any) -> None:
+def set_state_of(thing: Any, state: Any) -> None:
+    """Inverse of `state_of`."""
     if isinstance(thing, torch.Generator):
         thing.set_state(state)
     elif isinstance(thing, np.random.Generator):

@@ -13,21 +13,20 @@ How a position is brought about again depends on the reader:
             is begun again, and as many batches drawn (or only their indices, where no worker has to make them)
     all     anything else: every pass is drawn again, from the first
 
-A loop that begins with the pass in which training goes on says so (`epochs`, `epoch`), or is seen to count. Any other,
-`for epoch in range(3): for batch in batches: ...`, begins with the first: passes that are over then have no batches.
-
 Drawing again gives the same only if a reader draws from the global generators when a pass begins, and not in the middle
-of one: that is refused where it happens. And since nobody can know all that a reader does, every snapshot keeps a
-checksum of the batches that come next: other batches after a restart are an error, never another run.
+of one: that is refused where it happens. And since nobody can know all that a reader does, every snapshot keeps
+checksums of the batches that come next, and of those of the pass that are drawn again: other batches after a restart
+are an error, never another run.
 
-Does not decide when a snapshot is taken, and does not send it (`attachment.py` does).
+Does not decide when a snapshot is taken, and does not send it (`attachment.py` does); does not judge the loop that
+draws (`loop.py` does).
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,13 +36,11 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_ecrec.nn.checksum import checksum_of
+from torch_ecrec.nn.loop import Judge
 from torch_ecrec.nn.random_states import Generators, moved, random_states, set_random_states
 from torch_ecrec.values import decode, encode
 
 log = logging.getLogger(__name__)
-
-FRAMES_MOST = 12
-PIPELINES = "torchrec.distributed.train_pipeline"  # these draw ahead of what they train on
 
 
 @runtime_checkable
@@ -86,6 +83,7 @@ class Position:
         began: random states with which the pass began; None for a reader that is put back by its state.
         state: of such a reader, encoded; None: not asked for yet.
         random: random states with which the draw begins.
+        sum: of what came before in the pass, see `Pass.sum`.
     """
 
     epoch: int
@@ -93,6 +91,7 @@ class Position:
     began: dict[str, Any] | None
     state: bytes | None
     random: dict[str, Any]
+    sum: int
 
 
 @dataclass
@@ -114,9 +113,28 @@ class Pass(Iterator[Any]):
         self.whole = False  # drawn to its end
         self.began: dict[str, Any] | None = None
         self.depends = False  # on the global generators, as they were when it began
+        self.turns = 0  # calls for a batch in this life
+        self.sum = 0  # of the checksums of all its batches; or of their indices, where only those are drawn again
+        self.failed: BaseException | None = None
 
     def __next__(self) -> Any:
         return self._owner.draw(self, sys._getframe(1))
+
+    def add(self, checksum: int) -> None:
+        """One more has been drawn."""
+        self.sum = zlib.crc32(checksum.to_bytes(4, "little"), self.sum)
+
+    def watch_indices(self) -> None:
+        """Sums up what a DataLoader asks its sampler for."""
+        batches: Any = self.batches
+        next_index = batches._next_index
+
+        def watched() -> Any:
+            index = next_index()
+            self.add(zlib.crc32(repr(index).encode()))
+            return index
+
+        batches._next_index = watched
 
 
 class Reader(Iterator[Any]):
@@ -125,30 +143,30 @@ class Reader(Iterator[Any]):
         for epoch in batches.epochs(3):
             for batch in batches: ...
 
+    Has the attributes of the reader, too (`batches.sampler.set_epoch(1)`).
+
     Args:
         reader: an iterable.
-        counters: whole numbers of what the user has attached, by name, as they are now.
-        knows_more: the user has attached something that a loop may count by.
         on_draw: called before each draw; what it returns, if anything, is called once there is a batch, with its
             checksum (None: it was drawn ahead before a restart, and has one already).
+        judge: of the loop that draws.
     """
 
     def __init__(
         self,
         reader: Iterable[Any],
         on_draw: Callable[[], Callable[[int | None], None] | None] = lambda: None,
-        counters: Callable[[], Mapping[str, int]] = dict,
-        knows_more: bool = False,
+        judge: Judge | None = None,
     ) -> None:
         self._reader, self._on_draw = reader, on_draw
-        self._counters, self._knows_more = counters, knows_more
+        self._judge = judge or Judge()
         self._kind, self._has_indices = kind_of(reader), has_indices(reader)
         self._generators = Generators.of(reader)
-        self._thread = threading.get_ident()
         self._pass: Pass | None = None  # of `next`
         self._current: Pass | None = None  # that has begun last
         self._passes = 0  # that have begun
-        self._history: list[tuple[int, bool, dict[str, Any] | None]] = []  # of kind "all": drawn, whole, random states
+        # of kind "all": drawn, whole, sum, began
+        self._history: list[tuple[int, bool, int, dict[str, Any] | None]] = []
         self._now: Position | None = None  # of the draw that is being made
         self._ahead: deque[_Draw] = deque()
         # after a restart
@@ -157,15 +175,6 @@ class Reader(Iterator[Any]):
         self._then: dict[str, Any] | None = None  # random states after those
         self._then_at_forward = False  # they were taken when a forward began, after a pass was drawn to its end
         self._expected: int | None = None  # checksum of the batch after those
-        # of the user's loop
-        self._drawn_before_forward = 0
-        self._trained = self._restored = False
-        self.pipelined = False
-        self._counts_passes = False  # the loop is known to begin with the pass that training goes on in
-        self._counts_batches = False  # and to count the batches of a pass from where training goes on
-        self._counted: Mapping[str, int] = {}  # when the present pass began
-        self._asked = False  # for a batch, in this life
-        self._over = 0  # passes that were over before a restart, and that a loop from the first pass on goes through
 
     # the loop's side ------------------------------------------------------------------------------
 
@@ -185,24 +194,44 @@ class Reader(Iterator[Any]):
     def __len__(self) -> int:
         return len(self._reader)  # type: ignore[arg-type]
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._reader, name)
+
+    def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """A pass with the number of each batch in it, those before a restart counted: `enumerate` would not."""
+        batches = Pass(self)
+        while True:
+            try:
+                batch = self.draw(batches, sys._getframe(1))
+            except StopIteration:
+                return
+            yield start + batches.drawn - 1, batch
+
     @property
     def epoch(self) -> int:
         """The pass that training is in or begins with, from 0; after a restart that in which it goes on."""
-        self._counts_passes |= not self._asked
+        self._judge.on_epoch_asked()
         return self._target.epoch if self._target is not None else max(self._passes - 1, 0)
 
     @property
     def drawn(self) -> int:
         """Batches of the present pass that were drawn so far, those before a restart included."""
-        self._counts_batches = True
+        self._judge.on_count_asked()
         if self._target is not None:
             return self._target.drawn
         return 0 if self._current is None or self._current.whole else self._current.drawn
 
     def on_steps_done(self) -> None:
         """The loop has asked how many steps are done. If it does so before it draws, its passes follow from that."""
-        self._counts_batches = True
-        self._counts_passes |= not self._asked
+        self._judge.on_count_asked()
+        self._judge.on_epoch_asked()
+
+    @property
+    def pipelined(self) -> bool:
+        """One of TorchRec's pipelines draws, ahead of what it trains on."""
+        return self._judge.pipelined
 
     def epochs(self, number: int) -> range:
         """Those of `number` passes that are left, the one that training goes on in included."""
@@ -218,22 +247,25 @@ class Reader(Iterator[Any]):
             RuntimeError: the loop, or the reader, is one that could not be brought back after a restart; or it gives
                 other batches after a restart than before.
         """
-        self._check(current, caller)
-        self._asked = True
+        self._judge.on_draw(current, current.turns, caller)
+        if current.failed is not None:
+            raise RuntimeError(
+                "a draw of this pass has failed before, and nobody knows how far the reader got: after a restart it"
+                " would go on elsewhere. Let the reader leave out what it cannot read"
+            ) from current.failed
+        if current.batches is not None and current is not self._current:
+            raise RuntimeError("this pass was left: another one over what `attach` returned has begun since")
+        current.turns += 1
         if not self.pipelined:
             self._ahead.clear()  # trained on, or left out for good
         if current.batches is None:
-            if self._over:
-                self._over -= 1
-                current.batches, self._current = iter(()), current
-                raise StopIteration
             self._begin(current)
         if not self._again and self._then is not None:
             self._generators.set_(self._then)
             self._then = self._then if self._then_at_forward else None
         outside = self._generators.states()
         state = self._state() if self.pipelined else None  # else `saved` asks for it
-        self._now = Position(current.epoch, current.drawn, current.began, state, outside)
+        self._now = Position(current.epoch, current.drawn, current.began, state, outside, current.sum)
         on_batch = self._on_draw()
         again = bool(self._again)
         expected: int | None
@@ -247,33 +279,21 @@ class Reader(Iterator[Any]):
             begin, expected, self._expected = outside, self._expected, None
             batch = self._next(current, begin)
         checksum = checksum_of(batch)
+        if not self._has_indices:
+            current.add(checksum)
         if expected is not None and checksum != expected:
-            raise RuntimeError(
-                f"batch {current.drawn - 1} of pass {current.epoch} is another one than before the restart: the reader"
-                f" ({type(self._reader).__name__}) depends on something that was not brought back. Give it state_dict"
-                " and load_state_dict that cover it, or random generators that are seeded from its position"
-            )
+            raise self._other(f"batch {current.drawn - 1} of pass {current.epoch} is another one")
         self._ahead.append(_Draw(Position(**{**vars(self._now), "random": begin}), checksum))
-        self._drawn_before_forward += not self._trained
         if on_batch is not None:
             on_batch(None if again else checksum)
         return batch
 
-    def _check(self, current: Pass, caller: FrameType) -> None:
-        if threading.get_ident() != self._thread:
-            raise RuntimeError(
-                "a batch is drawn on another thread than the one that called `attach`: what happens there while a step"
-                " runs cannot be brought back after a restart. Draw on the training thread; or attach what draws ahead"
-                " itself, with state_dict and load_state_dict"
-            )
-        if current.batches is not None and current is not self._current:
-            raise RuntimeError("this pass was left: another one over what `attach` returned has begun since")
-        frame: FrameType | None = caller
-        for _ in range(0 if self.pipelined else FRAMES_MOST):  # a generator or a progress bar may lie between
-            if frame is None:
-                break
-            self.pipelined |= str(frame.f_globals.get("__name__")).startswith(PIPELINES)
-            frame = frame.f_back
+    def _other(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{what} than before the restart: the reader ({type(self._reader).__name__}) depends on something that was"
+            " not brought back. Give it state_dict and load_state_dict that cover it, or random generators that are"
+            " seeded from its position"
+        )
 
     def _state(self) -> bytes | None:
         """Of a reader that has one, as of now: what it gives may change later."""
@@ -284,17 +304,23 @@ class Reader(Iterator[Any]):
         target, self._target = self._target, None
         if self._current is not None and target is None:
             left = self._current
-            self._check_left(left)
+            self._judge.on_pass_over(left.epoch, left.drawn, left.whole, self._length())
             if self._kind == "all":
-                self._history.append((left.drawn, left.whole, left.began if left.depends else None))
+                self._history.append((left.drawn, left.whole, left.sum, left.began if left.depends else None))
         if target is not None:
             self._go_to(current, target)
         else:
             began = self._generators.states()
             current.epoch, current.began = self._passes, None if self._kind == "state" else began
-            current.batches = iter(self._reader)
+            self._iterate(current)
             current.depends = bool(moved(began, random_states()))
-        self._current, self._passes, self._counted = current, current.epoch + 1, self._counters()
+        self._current, self._passes = current, current.epoch + 1
+        self._judge.on_pass_begun()
+
+    def _iterate(self, current: Pass) -> None:
+        current.batches = iter(self._reader)
+        if self._has_indices:
+            current.watch_indices()
 
     def _length(self) -> int:
         """Batches in a pass; -1 if the reader does not say."""
@@ -303,25 +329,6 @@ class Reader(Iterator[Any]):
         except TypeError:
             return -1
 
-    def _check_left(self, left: Pass) -> None:
-        """Another pass begins: would the loop begin with the right one, and leave it in time, after a restart?"""
-        now = self._counters()
-        self._counts_passes |= any(now[name] == count + 1 for name, count in self._counted.items() if name in now)
-        self._counts_batches |= now != self._counted
-        if not self._counts_passes and self._knows_more:
-            raise RuntimeError(
-                "a second pass over what `attach` returned, and nothing tells whether this loop would begin with the"
-                " first pass after a restart, or with the one that training goes on in. Write"
-                " `for epoch in batches.epochs(N): for batch in batches: ...`; or let the loop begin with"
-                " `batches.epoch`, or with what follows from `model.steps_done`, or count passes in something attached"
-            )
-        if not left.whole and not self._counts_batches and left.drawn != self._length():
-            raise RuntimeError(
-                f"pass {left.epoch} over what `attach` returned was left after {left.drawn} batches: after a restart in"
-                " the middle of a pass, a loop that counts batches by itself would leave it later. Let it use"
-                " `batches.drawn` or `model.steps_done`, or count in something attached"
-            )
-
     def _next(self, current: Pass, begin: Mapping[str, Any]) -> Any:
         """Draws. If it will have to be drawn again, it leaves the global generators alone after the first batch."""
         assert current.batches is not None
@@ -329,6 +336,9 @@ class Reader(Iterator[Any]):
             batch = next(current.batches)
         except StopIteration:
             self._now, current.whole = None, True
+            raise
+        except BaseException as error:
+            current.failed = error
             raise
         current.drawn += 1
         if self._kind == "state" or self._has_indices:
@@ -344,40 +354,19 @@ class Reader(Iterator[Any]):
         return batch
 
     def on_forward(self) -> None:
-        """A training forward begins, on a batch that was drawn here.
-
-        Raises:
-            RuntimeError: the loop draws ahead, or trains on what was not drawn here.
-        """
-        if self._drawn_before_forward == 0:
-            raise RuntimeError(
-                "the model is trained on a batch that was not drawn from what `attach` returned: iterate that, not the"
-                " reader itself"
-            )
+        """A training forward begins, on a batch that was drawn here. Raises as `Judge.on_forward` does."""
+        self._judge.on_forward()
         if self._then is not None:
             # of the reader's own generators, too, unless it will be drawn from with those of before
             set_random_states(self._then) if self._again else self._generators.set_(self._then)
             self._then = None
-        if self.pipelined:
-            if self._ahead:
-                self._ahead.popleft()
-        elif not self._trained and self._drawn_before_forward > 1 and not self._restored:
-            raise RuntimeError(
-                f"{self._drawn_before_forward} batches were drawn before the first was trained on: a loop that draws"
-                " ahead cannot be brought back after a restart (those of TorchRec's pipelines can); and batches that"
-                " are to be left out must be left out by the reader"
-            )
-        self._trained = True
+        if self.pipelined and self._ahead:
+            self._ahead.popleft()
 
     def check_end(self) -> None:
         """Training is over. Warns of a pass that a loop may have left too late."""
-        last = self._current
-        if self._restored and last is not None and not (last.whole or self._counts_batches or self._knows_more):
-            log.warning(
-                "the last pass was left after %d batches, in a life that did not begin it: a loop that has counted its"
-                " batches by itself has trained on more than without the restart (`batches.drawn` counts all)",
-                last.drawn,
-            )
+        if self._current is not None:
+            self._judge.on_end(self._current.drawn, self._current.whole)
 
     # restarts -------------------------------------------------------------------------------------
 
@@ -397,12 +386,12 @@ class Reader(Iterator[Any]):
             "epoch": position.epoch,
             "drawn": position.drawn,
             "began": position.began,
+            "sum": position.sum,
             "state": state,
             "history": self._history[: position.epoch],
             "again": [(draw.position.random, draw.checksum) for draw in self._ahead] + list(self._again),
             "then": self._generators.states() if at_forward or self._now is None else self._now.random,
             "at_forward": at_forward,
-            "from_first": position.epoch > 0 and not self._counts_passes,
         }
 
     def load(self, saved: Mapping[str, Any], checksum: int | None) -> None:
@@ -419,13 +408,14 @@ class Reader(Iterator[Any]):
             raise ValueError(
                 f"the reader ({type(self._reader).__name__}) is of another kind than when the snapshot was taken"
             )
-        self._target = Position(saved["epoch"], saved["drawn"], saved["began"], saved["state"], saved["then"])
+        self._target = Position(
+            saved["epoch"], saved["drawn"], saved["began"], saved["state"], saved["then"], saved["sum"]
+        )
         self._history = list(saved["history"])
         self._again = deque(saved["again"])
         self._then, self._then_at_forward = saved["then"], saved["at_forward"]
         self._expected = checksum
-        self._restored = True
-        self._over = saved["epoch"] if saved["from_first"] else 0
+        self._judge.on_restored()
 
     def _go_to(self, current: Pass, target: Position) -> None:
         """Begins the pass that training goes on in, and draws what came before."""
@@ -433,30 +423,36 @@ class Reader(Iterator[Any]):
         if isinstance(self._reader, Stateful):
             assert target.state is not None
             self._reader.load_state_dict(decode(target.state))
-            current.batches = iter(self._reader)
+            current.batches, current.sum = iter(self._reader), target.sum
             return
         if target.drawn and not self._has_indices:
             log.info("the reader has no state: draws %d batches again", target.drawn)
-        for drawn, whole, began in self._history:
+        for drawn, whole, total, began in self._history:
             if began is not None:
                 self._generators.set_(began)
-            batches = iter(self._reader)
-            self._skip(batches, drawn)
-            if whole and next(batches, self) is not self:
+            before = Pass(self)
+            self._iterate(before)
+            self._skip(before, drawn, total)
+            assert before.batches is not None
+            if whole and next(before.batches, self) is not self:
                 raise RuntimeError(f"a pass of the reader has more than the {drawn} batches that it had before")
         assert target.began is not None
         self._generators.set_(target.began)
-        current.batches = iter(self._reader)
-        self._skip(current.batches, target.drawn)
+        self._iterate(current)
+        self._skip(current, target.drawn, target.sum)
 
-    def _skip(self, batches: Iterator[Any], number: int) -> None:
+    def _skip(self, current: Pass, number: int, total: int) -> None:
+        """Draws what was trained on before, and looks whether it is that."""
+        batches: Any = current.batches
         for drawn in range(number):
             try:
                 if self._has_indices:
-                    batches._next_index()  # type: ignore[attr-defined]
+                    batches._next_index()
                 else:
-                    next(batches)
+                    current.add(checksum_of(next(batches)))
             except StopIteration:
                 raise RuntimeError(
                     f"the reader ended after {drawn} of the {number} batches that were drawn before"
                 ) from None
+        if current.sum != total:
+            raise self._other(f"one of the {number} batches that were drawn before in a pass is another one")

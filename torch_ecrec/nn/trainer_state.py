@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
+from torch_ecrec.nn.random_states import GENERATORS, set_state_of, state_of
 from torch_ecrec.nn.reader import Stateful
 from torch_ecrec.values import decode, encode
 
@@ -31,24 +32,47 @@ def unwrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return found
 
 
+class _Generator:
+    """A random generator, as what has a state."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": state_of(self._generator)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_of(self._generator, state_dict["state"])
+
+
 class TrainerState:
     """What is attached, but for the reader.
 
     Args:
         optimizers: TorchRec's or torch's; hyperparameters of fused ones, and what wrappers count, are kept here.
-        stateful: whatever else, by name.
+        stateful: whatever else, by name: Stateful, or a random generator.
 
     Raises:
         TypeError: something of it has no state, or one that cannot be kept, by name.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], stateful: Mapping[str, Stateful]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], stateful: Mapping[str, Any]) -> None:
         for name, thing in stateful.items():
-            if not isinstance(thing, Stateful):
-                raise TypeError(f"`{name}` must have state_dict and load_state_dict, got {type(thing).__name__}")
+            if not isinstance(thing, (Stateful, *GENERATORS)):
+                raise TypeError(
+                    f"`{name}` must have state_dict and load_state_dict, or be a random generator of torch, NumPy or"
+                    f" Python; got {type(thing).__name__}"
+                )
         self._optimizers = unwrapped(optimizers)
-        self.stateful = dict(stateful)
+        self.stateful: dict[str, Stateful] = {
+            name: _Generator(thing) if isinstance(thing, GENERATORS) else thing for name, thing in stateful.items()
+        }
         self.encoded()
+
+    @property
+    def all_optimizers(self) -> list[Optimizer]:
+        """And TorchRec's wrappers around them."""
+        return list(self._optimizers)
 
     @property
     def dense_optimizers(self) -> list[Optimizer]:

@@ -1,0 +1,79 @@
+"""What modules have beside tensors: modes, plain attributes, generators, and which parameters are trained.
+
+    settings = ModuleSettings(model)     # as they are now
+    changed = settings.changed()         # what differs since, by path
+    settings.load_(changed)              # in a model that is made anew
+
+Only what has changed is kept and put back: what a script sets when it builds its model, it sets again after a restart.
+Modules that shard or wrap others are left out, since they belong to the libraries; so are attributes that hold more
+than one number, string or flag: a module that changes those is for the script to attach.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from torch_ecrec.nn.random_states import GENERATORS, set_state_of, state_of
+from torch_ecrec.values import decode, encode
+
+_PLAIN = frozenset({bool, int, float, str})
+_USUAL = frozenset({dict, OrderedDict, set, list, tuple, type(None)})  # what hooks and the like are in
+_LIBRARIES = ("torch_ecrec.", "torchrec.distributed.", "torch.nn.parallel.")
+_TRAINED = "requires_grad of "
+
+
+class ModuleSettings:
+    """Those of one model, and how they were when this was made. Modules that it is given later are not looked at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {
+            path: module for path, module in model.named_modules() if not type(module).__module__.startswith(_LIBRARIES)
+        }
+        self._first: dict[tuple[str, str], Any] = {}
+        self._first = {(path, name): value for path, values in self.changed().items() for name, value in values.items()}
+
+    def changed(self) -> dict[str, dict[str, Any]]:
+        """What is other than it was when this was made: path of a module -> name -> value.
+
+        Asked for every snapshot, so it does as little as it can for each attribute.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        first, missing = self._first, object()
+        for path, module in self._modules.items():
+            for name, value in vars(module).items():
+                if type(value) in _PLAIN:
+                    if value != first.get((path, name), missing):
+                        found.setdefault(path, {})[name] = value
+                elif type(value) not in _USUAL and isinstance(value, GENERATORS):
+                    state = encode(state_of(value), name)
+                    if state != first.get((path, name)):
+                        found.setdefault(path, {})[name] = state
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    key = _TRAINED + name
+                    if parameter.requires_grad != first.get((path, key)):
+                        found.setdefault(path, {})[key] = parameter.requires_grad
+        return found
+
+    def load_(self, changed: Mapping[str, Mapping[str, Any]]) -> None:
+        """Puts `changed` back, and what it does not have to what it was when this was made.
+
+        Raises:
+            ValueError: the model has no such module.
+        """
+        for path in changed:
+            if path not in self._modules:
+                raise ValueError(f"the model has no module {path!r}, which it had when the snapshot was taken")
+        late = {(path, name): value for path, values in changed.items() for name, value in values.items()}
+        for (path, name), value in (self._first | late).items():
+            module = self._modules[path]
+            if name.startswith(_TRAINED):
+                module.get_parameter(name.removeprefix(_TRAINED)).requires_grad_(value)
+            elif type(value) is bytes:
+                set_state_of(getattr(module, name), decode(value))
+            else:
+                setattr(module, name, value)

@@ -1,0 +1,174 @@
+"""Notes what each step of a trainer was, for `torch-ecrec rehearse`: on only where `TORCH_ECREC_RECORD` names a folder.
+
+What is seen here is what passes between a model and its session, so a `Recorded` session stands between the two:
+
+    forward of training   the batch
+    push                  ids, learning rates and gradients of the embeddings
+    snapshot              dense parameters, optimizers, buffers, and what is attached, as they are when a step has ended
+
+Gradients that wait for their optimizer are left out: what comes of them is not, and left-over ones do not matter.
+
+A step's forwards are those since the push before, or since the snapshot, if that came later: what was trained on before
+a snapshot is not made again after a restart.
+
+At the step that the folder's `hold` names, a trainer waits after its push, once everything that it has sent survives a
+loss, until the rehearsal kills it: so it is certain which step training goes on after.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import weakref
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from torch_ecrec import records
+from torch_ecrec.config import record_folder, restarts
+from torch_ecrec.dense import Header, dense_parameters, own_of
+from torch_ecrec.nn.checksum import checksum_of
+from torch_ecrec.nn.embedding import EmbeddingBackend
+from torch_ecrec.records import Ended, Held, Kept, Resumed, Trained, Writer
+from torch_ecrec.values import bytes_of, decode
+
+HOLD_LIMIT_S = 600.0
+PARTS_OF_STATE = {"groups": "hyperparameters of the tables' optimizers", "counters": "counts of the optimizers"}
+
+log = logging.getLogger(__name__)
+
+
+def recorded(session: EmbeddingBackend, model: nn.Module) -> tuple[EmbeddingBackend, Recorder | None]:
+    """The session to use, and what notes the steps of `model`, if that was asked for."""
+    folder = record_folder()
+    if folder is None:
+        return session, None
+    recorder = Recorder(folder, session, model)
+    return cast(EmbeddingBackend, Recorded(session, recorder)), recorder
+
+
+class Recorder:
+    """Writes the records of one trainer.
+
+    Args:
+        folder: see `records.py`.
+        session: the backend itself.
+        model: held weakly.
+    """
+
+    def __init__(self, folder: Path, session: EmbeddingBackend, model: nn.Module) -> None:
+        self._writer = Writer(folder, session.trainer, restarts())
+        self._hold = records.held_at(folder)
+        self._session, self._model = session, weakref.ref(model)
+        self._batch = 0  # checksum of the forwards of this step
+
+    def on_forward(self, batch: object) -> None:
+        """A training forward begins."""
+        self._batch = zlib.crc32(checksum_of(batch).to_bytes(4, "little"), self._batch)
+
+    def on_pushed(self, step: int, rows: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
+        """The gradients of a step were sent."""
+        values = {
+            records.BATCH: self._batch,
+            records.IDS: _crc(rows),
+            records.RATES: zlib.crc32(struct.pack(f"{len(rates)}d", *rates)),
+            records.GRADIENTS: _crc(gradients),
+        }
+        self._batch = 0
+        self._writer.write(Trained(step, values))
+        if step == self._hold:
+            self._wait_to_be_killed(step)
+
+    def on_snapshot(self, step: int, payload: Tensor, header: list[int]) -> None:
+        """A snapshot of the dense part after a step was taken."""
+        self._batch = 0
+        fields = Header.of(header, payload)
+        begin, end = fields.span
+        stream, whole = payload[: end - begin], payload[end - begin : end - begin + fields.whole_bytes]
+        values = {**self._dense(), records.OPTIMIZERS: _crc([stream]), records.BUFFERS: _crc([whole])}
+        epoch = None
+        if fields.own_bytes:
+            own: Any = decode(own_of(payload, header))
+            before: Any = decode(own["before"])
+            values |= _attached(before["state"])
+            epoch = before["reader"]["epoch"] if before["reader"] is not None else None
+        self._writer.write(Kept(step, values, epoch))
+
+    def on_resumed(self, step: int) -> None:
+        """Training goes on after a step."""
+        self._writer.write(Resumed(step))
+
+    def on_closed(self) -> None:
+        """The model is closed: training is over."""
+        self._writer.write(Ended(self._dense()))
+
+    def _dense(self) -> dict[str, int]:
+        model = self._model()
+        parameters = [] if model is None else [parameter for _, parameter in dense_parameters(model)]
+        return {records.DENSE: _crc(parameters)}
+
+    def _wait_to_be_killed(self, step: int) -> None:
+        self._session.flush()
+        self._writer.write(Held(step))
+        threading.Event().wait(HOLD_LIMIT_S)
+        raise RuntimeError(f"held after step {step} for {HOLD_LIMIT_S:g} s, and nobody has killed this trainer")
+
+
+class Recorded:
+    """An `EmbeddingBackend` that tells a recorder what passes. Everything else is the session's own."""
+
+    def __init__(self, session: EmbeddingBackend, recorder: Recorder) -> None:
+        self._session, self._recorder = session, recorder
+        self._closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    @property
+    def snapshot_every(self) -> int:
+        return self._session.snapshot_every
+
+    @snapshot_every.setter
+    def snapshot_every(self, steps: int) -> None:
+        self._session.snapshot_every = steps
+
+    def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
+        step = self._session.step
+        self._session.push(rows, gradients, rates)
+        self._recorder.on_pushed(step, rows, gradients, rates)
+
+    def snapshot(self, payload: Tensor, header: list[int]) -> None:
+        self._session.snapshot(payload, header)
+        self._recorder.on_snapshot(self._session.step - 1, payload, header)
+
+    def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
+        step, parts = self._session.resume()
+        self._recorder.on_resumed(step)
+        return step, parts
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._recorder.on_closed()
+        self._session.close()
+
+
+def _crc(tensors: Iterable[Tensor]) -> int:
+    """CRC-32 of all bytes."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(memoryview(bytes_of(tensor.cpu()).numpy()), total)  # type: ignore[arg-type]
+    return total
+
+
+def _attached(state: Mapping[str, bytes]) -> dict[str, int]:
+    """Of what `TrainerState.encoded` gave: name -> checksum."""
+    found = {}
+    for key, value in state.items():
+        name = PARTS_OF_STATE.get(key) or f"{records.ATTACHED}`{key.removeprefix('stateful/')}`"
+        found[name] = zlib.crc32(value)
+    return found

@@ -1,0 +1,133 @@
+"""What a trainer notes of each step when it is rehearsed: lines of JSON, one file for each start of a trainer.
+
+    FOLDER/0.12345.1f3a.jsonl   of trainer 0, process 12345
+    FOLDER/hold                 the step at which trainers stop and wait to be killed; absent: none
+
+A line is written by one call of the system, so what a killed process has noted is there; a last line that is not whole
+is left out. Values are checksums by name (`ORDER` has the names), and say nothing but whether two runs are the same.
+
+Does not compute checksums (`nn/recorder.py`), and does not compare them (`rehearsal/compare.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+HOLD = "hold"
+ATTACHED = "attached "  # before the name of something attached
+
+# Names of values, in the order in which one follows from those before.
+BATCH, IDS, RATES, GRADIENTS = "batch", "embedding ids", "tables' learning rates", "gradients of the embeddings"
+TRAINED = (BATCH, IDS, RATES, GRADIENTS)
+DENSE, OPTIMIZERS, BUFFERS = "dense parameters", "state of the dense optimizers", "buffers"
+KEPT = (DENSE, OPTIMIZERS, BUFFERS)
+ORDER = (*TRAINED, *KEPT)
+
+
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    """The first line. `life`: how often torchrun had started the trainers before."""
+
+    trainer: int
+    life: int
+    pid: int
+
+
+class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    """Training goes on after this step."""
+
+    step: int
+
+
+class Trained(msgspec.Struct, frozen=True, tag="trained"):
+    """The gradients of a step were sent: values of `TRAINED`."""
+
+    step: int
+    values: Mapping[str, int]
+
+
+class Kept(msgspec.Struct, frozen=True, tag="kept"):
+    """The step had ended, and a snapshot was taken: values of `KEPT`, and of what is attached.
+
+    Attributes:
+        epoch: the pass that the next batch is of; None: not known.
+    """
+
+    step: int
+    values: Mapping[str, int]
+    epoch: int | None = None
+
+
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    """This trainer waits to be killed, after the gradients of this step were sent."""
+
+    step: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The script has closed the model. `values`: of the dense parameters."""
+
+    values: Mapping[str, int]
+
+
+Record = Begun | Resumed | Trained | Kept | Held | Ended
+
+
+class Writer:
+    """Appends to a new file in a folder."""
+
+    def __init__(self, folder: Path, trainer: int, life: int) -> None:
+        name = f"{trainer}.{os.getpid()}.{os.urandom(2).hex()}.jsonl"
+        self._file = os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._encoder = msgspec.json.Encoder()
+        self.write(Begun(trainer, life, os.getpid()))
+
+    def write(self, record: Record) -> None:
+        os.write(self._file, self._encoder.encode(record) + b"\n")
+
+
+class Tail:
+    """Reads what all trainers have noted in a folder, each line once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._decoder = msgspec.json.Decoder(Record)
+        self._read: dict[Path, int] = {}  # bytes
+        self.records: dict[Path, list[Record]] = {}  # by file: all so far
+
+    def look(self) -> bool:
+        """Reads on; returns whether there was more.
+
+        Raises:
+            ValueError: a line is no record.
+        """
+        found = False
+        for path in sorted(self._folder.glob("*.jsonl")):
+            at = self._read.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(at)
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                found, self._read[path] = True, at + len(whole) + 1
+                records = self.records.setdefault(path, [])
+                records += [self._decoder.decode(line) for line in whole.splitlines()]
+        return found
+
+
+def hold_at(folder: Path, step: int | None) -> None:
+    """Trainers that start from now on stop after this step; None: at none."""
+    path = folder / HOLD
+    if step is None:
+        path.unlink(missing_ok=True)
+        return
+    path.with_suffix(".new").write_text(str(step))
+    path.with_suffix(".new").replace(path)
+
+
+def held_at(folder: Path) -> int | None:
+    """The step of `hold_at`."""
+    path = folder / HOLD
+    return int(path.read_text()) if path.exists() else None

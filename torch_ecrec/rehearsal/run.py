@@ -1,0 +1,382 @@
+"""`torch-ecrec rehearse`: runs a training script undisturbed, then with its trainers killed, and compares step by step.
+
+    torch-ecrec rehearse --at 3,7,12 -- train.py ARGS...
+
+Each run has a cluster of its own (`supervisor.py`), which TORCH_ECREC_JOIN names, and trainers under torchrun, which
+note every step (`records.py`). The step in which all trainers are to be killed is written to the folder of records
+before they start; there they wait, each after its push, and say so, and this process kills them. So a kill meets all
+of them in that very step, however fast they are, and which step training goes on after is the same each time.
+
+Every wait ends: a run of which nothing has been heard for `limit_s` hangs, and is ended. Whatever ends a rehearsal ends
+all its processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch_ecrec.config import CodeSpec, require, require_int
+from torch_ecrec.demo.run import FRESH_STORE, Terminal, descendants, end_tree, sigterm_interrupts
+from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.launch import warm
+from torch_ecrec.records import Tail, hold_at
+from torch_ecrec.rehearsal import compare
+from torch_ecrec.rehearsal.compare import Trace, Verdict
+from torch_ecrec.supervisor import Supervisor
+
+TICK_S = 0.05
+_RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # torch's, before each line of an exception
+LINES_MOST = 12  # of an error
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is rehearsed.
+
+    Args:
+        script: as torchrun takes it: FILE ARGS..., or -m MODULE ARGS...
+        trainers: processes of the script.
+        code, spares, without_spare: of the cluster.
+        steps: a run is ended after so many; None: it ends by itself.
+        server_too: a server is killed with the trainers, another one each time.
+        limit_s: without news, a run hangs.
+        out: folder for records and logs.
+    """
+
+    script: tuple[str, ...]
+    trainers: int
+    code: CodeSpec
+    spares: int
+    without_spare: str
+    steps: int | None
+    server_too: bool
+    limit_s: float
+    out: Path
+
+
+@dataclass
+class Outcome:
+    """What has come of a run. `problem`: why it has not come to its end."""
+
+    traces: dict[int, Trace] = field(default_factory=dict)
+    killed: list[int] = field(default_factory=list)  # steps
+    problem: str | None = None
+
+
+class Training:
+    """One run of the script.
+
+    Args:
+        plan: what is rehearsed.
+        name: of the run, and of its folder.
+        moments: steps in which all trainers are killed, ascending.
+    """
+
+    def __init__(self, plan: Plan, name: str, moments: Sequence[int] = ()) -> None:
+        self.plan, self.folder = plan, plan.out / name
+        self._moments = list(moments)
+        self._outcome = Outcome()
+        self._records, self._logs = self.folder / "records", self.folder / "trainers"
+        self._checked = False
+
+    def execute(self) -> Outcome:
+        """Runs it to its end, or for `plan.steps`.
+
+        Raises:
+            ClusterUnavailable: the cluster has ended.
+            ValueError: the script is one that cannot be rehearsed.
+        """
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._records.mkdir(parents=True)
+        hold_at(self._records, self._moments[0] if self._moments else None)
+        tail = Tail(self._records)
+        plan = self.plan
+        with (
+            Supervisor(
+                plan.code, plan.spares, without_spare=plan.without_spare, logs=self.folder / "cluster"
+            ) as cluster,
+            self._torchrun(cluster.join) as torchrun,
+        ):
+            self._outcome.problem = self._watch(cluster, torchrun, tail)
+        tail.look()
+        self._outcome.traces = compare.traces(tail.records.values())
+        return self._outcome
+
+    @contextlib.contextmanager
+    def _torchrun(self, join: str) -> Iterator[subprocess.Popen[bytes]]:
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        words += ["--nproc-per-node", str(self.plan.trainers), "--max-restarts", str(len(self._moments))]
+        words += ["--log-dir", str(self._logs), "--redirects", "3", *self.plan.script]
+        told = {"TORCH_ECREC_JOIN": join, "TORCH_ECREC_RECORD": str(self._records)}
+        with (self.folder / "torchrun.log").open("wb") as out:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **FRESH_STORE, **told},
+                start_new_session=True,  # Ctrl-C reaches us, and we end them
+            )
+        try:
+            yield process
+        finally:
+            end_tree(process)
+
+    def _watch(self, cluster: Supervisor, torchrun: subprocess.Popen[bytes], tail: Tail) -> str | None:
+        """Until the trainers are done; returns why they are not, if so."""
+        heard_s = time.monotonic()
+        while torchrun.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                torchrun.wait(TICK_S)
+            if cluster.ended is not None:
+                raise ClusterUnavailable(f"the coordinator ended with {cluster.ended}; logs: {self.folder}")
+            if tail.look():
+                heard_s = time.monotonic()
+            traces = compare.traces(tail.records.values())
+            steps = [trace.steps for trace in traces.values()] if len(traces) == self.plan.trainers else [0]
+            if min(steps) and not self._checked:
+                self._check_cluster(cluster)
+            if any(trace.lives[-1].number > len(self._outcome.killed) for trace in traces.values()):
+                return self._ended_by_itself(traces)  # torchrun would try once more
+            if self.plan.steps is not None and min(steps) > self.plan.steps and not self._left:
+                return None
+            if self._left and self._all_held(traces):
+                self._kill(cluster, torchrun, traces)
+                heard_s = time.monotonic()
+            if time.monotonic() - heard_s > self.plan.limit_s:
+                return self._hangs(traces)
+        return self._ended_by_itself(compare.traces(tail.records.values())) if torchrun.returncode else None
+
+    @property
+    def _left(self) -> list[int]:
+        """Moments that have not come."""
+        return self._moments[len(self._outcome.killed) :]
+
+    def _check_cluster(self, cluster: Supervisor) -> None:
+        self._checked = True
+        here = sum(member["role"] == "trainer" for member in cluster.status()["members"])
+        require(
+            here > 0,
+            "the script's trainers are in a cluster of their own, which this rehearsal cannot see: let the script name"
+            " none (no `settings=` with `join`, no `session=`), so that it takes the one in TORCH_ECREC_JOIN",
+        )
+
+    # kills ----------------------------------------------------------------------------------------
+
+    def _all_held(self, traces: Mapping[int, Trace]) -> bool:
+        held = [trace.lives[-1].held for trace in traces.values()]
+        return len(held) == self.plan.trainers and all(step == self._left[0] for step in held)
+
+    def _kill(self, cluster: Supervisor, torchrun: subprocess.Popen[bytes], traces: Mapping[int, Trace]) -> None:
+        """All trainers, who wait for it, and perhaps a server."""
+        step = self._left[0]
+        pids = [trace.lives[-1].pid for trace in traces.values()]
+        if self.plan.server_too:
+            pids.append(self._server_to_kill(cluster))
+        alive = {*descendants(torchrun.pid), *(child.pid for child in cluster.children)}
+        if not set(pids) <= alive:
+            raise ClusterUnavailable(
+                f"of processes {pids}, which were to be killed, some had ended; logs: {self.folder}"
+            )
+        self._outcome.killed.append(step)
+        hold_at(self._records, self._left[0] if self._left else None)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def _server_to_kill(self, cluster: Supervisor) -> int:
+        """The host of a slot, once all slots are whole."""
+        deadline_s = time.monotonic() + self.plan.limit_s
+        while True:
+            status = cluster.status()
+            if all(slot["healthy"] for slot in status["slots"]):
+                break
+            if time.monotonic() > deadline_s:
+                raise ClusterUnavailable(f"a lost server was not rebuilt within {self.plan.limit_s:g} s: {self.folder}")
+            time.sleep(TICK_S)
+        name = status["slots"][len(self._outcome.killed) % len(status["slots"])]["server"]
+        return int(next(member["pid"] for member in status["members"] if member["name"] == name))
+
+    # what went wrong ------------------------------------------------------------------------------
+
+    def _where(self, traces: Mapping[int, Trace]) -> str:
+        step = min((trace.steps for trace in traces.values()), default=0)
+        resumed = next((trace.lives[-1].resumed for trace in traces.values()), None)
+        if not self._outcome.killed:
+            return f"undisturbed, after step {step}" if step else "undisturbed, before its first step"
+        back = f", having gone back to step {resumed}" if resumed is not None else ""
+        return f"after it was killed in step {self._outcome.killed[-1]}{back}"
+
+    def _ended_by_itself(self, traces: Mapping[int, Trace]) -> str:
+        errors = complaints(self._logs)
+        refused = any(by_library for _, by_library in errors)
+        hint = ["torch_ecrec has refused it, so that it does not train differently."] if refused else []
+        said = [text for text, _ in errors] or [f"no exception was found in {self._logs}"]
+        what = "REFUSED" if refused and self._outcome.killed else "FAILED"
+        return "\n".join([f"{what}: the script ended {self._where(traces)}", *said, *hint])
+
+    def _hangs(self, traces: Mapping[int, Trace]) -> str:
+        left = f"; it was to be killed in step {self._left[0]}" if self._left else ""
+        said = [text for text, _ in complaints(self._logs)]
+        return "\n".join(
+            [f"HANGS: no step for {self.plan.limit_s:g} s, {self._where(traces)}{left} (--limit-s waits longer)", *said]
+        )
+
+
+def complaints(logs: Path) -> list[tuple[str, bool]]:
+    """The exceptions that ended trainers in torchrun's last attempt that has some, and whether the library raised it.
+
+    Those that only follow from the end of another trainer come last; equal ones once.
+    """
+    attempts: dict[int, list[tuple[int, Path]]] = {}
+    for path in logs.glob("*/attempt_*/*/stderr.log"):
+        attempt = int(path.parent.parent.name.removeprefix("attempt_"))
+        attempts.setdefault(attempt, []).append((int(path.parent.name), path))
+    for attempt in sorted(attempts, reverse=True):
+        found: dict[str, tuple[int, bool]] = {}
+        for trainer, path in sorted(attempts[attempt]):
+            if (error := _last_exception(path.read_text(errors="replace"))) is not None:
+                found.setdefault(error[0], (trainer, error[1]))
+        if found:
+            ordered = sorted(found.items(), key=lambda item: _follows(item[0]))
+            return [(f"trainer {trainer}: {text}", by_library) for text, (trainer, by_library) in ordered]
+    return []
+
+
+def _follows(text: str) -> bool:
+    """From the end of another trainer."""
+    return "TrainersLost" in text.split(":")[0] or "gloo" in text or "Connection closed by peer" in text
+
+
+def _last_exception(text: str) -> tuple[str, bool] | None:
+    """What Python has said of an exception that nobody caught, and whether torch_ecrec has raised it."""
+    found, after = _RANK.sub("", text).rpartition("Traceback (most recent call last):\n")[1:]
+    if not found:
+        return None
+    lines = after.splitlines()
+    first = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), len(lines))
+    places = [line for line in lines[:first] if line.lstrip().startswith('File "')]
+    said = lines[first : first + LINES_MOST]
+    package = str(Path(__file__).resolve().parent.parent)
+    return "\n".join(said), bool(places) and package in places[-1]
+
+
+# the rehearsal ------------------------------------------------------------------------------------
+
+
+def plan_of(arguments: argparse.Namespace) -> tuple[Plan, list[int]]:
+    """The plan, and the steps in which trainers are killed, if they are given.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; nothing was started.
+    """
+    script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
+    require(bool(script), "name the script: torch-ecrec rehearse [OPTIONS] -- train.py ARGS...")
+    require(script[0] == "-m" or Path(script[0]).is_file(), f"{script[0]}: no such file")
+    require(script != ["-m"], "`-m` needs the name of a module")
+    require_int("nproc-per-node", arguments.nproc_per_node, 1)
+    require_int("restarts", arguments.restarts, 1)
+    require_int("steps", arguments.steps, 0)
+    require_int("spares", arguments.spares, 0)
+    require(arguments.limit_s > 0, f"`--limit-s` must be positive, got {arguments.limit_s}")
+    steps = arguments.steps or None
+    try:
+        at = sorted({int(text) for text in arguments.at.split(",")}) if arguments.at else []
+    except ValueError:
+        raise ValueError(f"`--at` must be steps, as in 3,7,12, got {arguments.at!r}") from None
+    within = all(1 <= step <= (steps or step) for step in at)
+    require(within, f"`--at` must be from 1 to {steps or 'the last step'}, got {arguments.at}")
+    code = CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
+    require(code.parities > 0 or not arguments.server_too, "`--server-too` needs parity: without, data is lost at once")
+    plan = Plan(
+        tuple(script),
+        arguments.nproc_per_node,
+        code,
+        arguments.spares,
+        arguments.without_spare,
+        steps,
+        arguments.server_too,
+        arguments.limit_s,
+        arguments.out.resolve(),
+    )
+    return plan, at
+
+
+def rehearse(plan: Plan, at: Sequence[int], restarts: int, terminal: Terminal) -> Verdict:
+    """The runs that it takes, and what they come to.
+
+    Args:
+        at: steps in which trainers are killed; none: `restarts` of them are chosen.
+
+    Raises:
+        ClusterError: a cluster has ended.
+        ValueError: the script is one that cannot be rehearsed.
+    """
+    terminal.say(f"undisturbed: {' '.join(plan.script)}")
+    calm = Training(plan, "undisturbed").execute()
+    if calm.problem is not None:
+        return Verdict(False, calm.problem)
+    done = min((trace.steps for trace in calm.traces.values()), default=0)
+    require(
+        done > 0,
+        "the script ended without a step of `torch_ecrec.DistributedModelParallel`: there is nothing to rehearse",
+    )
+    last = done if plan.steps is None else min(done, plan.steps)
+    require(not at or at[-1] <= last, f"`--at {at[-1] if at else ''}`: the script trains {last} steps")
+    chosen = list(at) or compare.moments(last, compare.pass_ends(calm.traces[0]), restarts)
+    terminal.say(f"{last} steps; again, all trainers killed in steps {', '.join(map(str, chosen))}")
+    restarted = Training(plan, "restarted", chosen).execute()
+    if restarted.problem is not None:
+        return Verdict(False, restarted.problem)
+    found = compare.verdict(calm.traces, restarted.traces, restarted.killed, plan.steps)
+    if not found.equal:
+        terminal.say("something differs; undisturbed once more, to see whether it does without a restart, too")
+        again = Training(plan, "undisturbed-again").execute()
+        if again.problem is not None:
+            return Verdict(False, again.problem)
+        found = _judged(calm, restarted, again, plan.steps)
+    if found.equal and restarted.killed != chosen:
+        raise ClusterUnavailable(f"trainers were to be killed in steps {chosen}, and were in {restarted.killed}")
+    if found.equal and plan.steps is not None and done > plan.steps:
+        note = f"Ended after {plan.steps} steps (--steps): what the script does later was not rehearsed."
+        found = Verdict(True, f"{found.text}\n{note}")
+    return found
+
+
+def _judged(calm: Outcome, restarted: Outcome, again: Outcome, steps: int | None) -> Verdict:
+    """Something differs: because of the restarts, or without them, too?"""
+    left_out = compare.restless(calm.traces, again.traces)
+    noise = compare.difference(calm.traces, again.traces, steps, left_out)
+    if noise is not None:
+        return compare.not_deterministic(noise)
+    return compare.verdict(calm.traces, restarted.traces, restarted.killed, steps, left_out)
+
+
+def run_rehearse(arguments: argparse.Namespace) -> int:
+    """Rehearses; returns 0 if nothing differs, 1 if something does, or a run did not come to its end.
+
+    Raises:
+        ValueError, TypeError: bad arguments, or a script that cannot be rehearsed.
+        ClusterError: a cluster has ended.
+    """
+    plan, at = plan_of(arguments)
+    logging.getLogger("torch_ecrec").setLevel(logging.ERROR)  # processes are killed here, and started again
+    terminal = Terminal()
+    with sigterm_interrupts():
+        warm()
+        found = rehearse(plan, at, arguments.restarts, terminal)
+    terminal.say(found.text)
+    if not found.equal:
+        terminal.say(f"Logs and records: {plan.out}")
+    return 0 if found.equal else 1
