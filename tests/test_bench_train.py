@@ -101,8 +101,10 @@ def test_bad_arguments_start_nothing(words: list[str], says: str, tmp_path: Path
 # --- a real run ------------------------------------------------------------------------------------------------------
 
 
-def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("trainers", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], trainers: str) -> None:
     words = ["--systems", ",".join(SYSTEMS), "--rows", "200", "--batch-size", "32", "--blocks", "1", "--seconds", "0.2"]
+    words += ["--trainers", trainers]
     copy = tmp_path / "copy.json"
     assert train.run(parse(*words, "--warmup", "3", "--out", str(tmp_path), "--json", str(copy))) == 0
     left = wait_for_none(lambda: leftover(os.getpid(), os.environ[MARK]), END_LIMIT_S)

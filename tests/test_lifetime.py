@@ -114,7 +114,7 @@ CAUGHT = "TrainersLost"
         ("is_busy_with_its_own", signal.SIGKILL, 0, [{"caught": CAUGHT}, {"saved": True}]),
         ("saves_at_its_end", signal.SIGKILL, TrainersLost.exit_code, [{"caught": "NoneType"}, {"saved": True}]),
         ("hangs_in_a_collective", signal.SIGSTOP, TrainersLost.exit_code, []),
-        ("hangs_in_a_backward", signal.SIGSTOP, TrainersLost.exit_code, []),
+        pytest.param("hangs_in_a_backward", signal.SIGSTOP, TrainersLost.exit_code, [], marks=pytest.mark.slow),
         ("hangs_at_its_end", signal.SIGSTOP, TrainersLost.exit_code, []),
     ],
 )

@@ -38,7 +38,8 @@ def check(loop: Loop) -> None:
     """Every step that training can go on from, and 0."""
     first = undisturbed(loop)
     steps = [0, *sorted(first.session.snapshots)]
-    assert len(steps) > 1 or loop.epochs * loop.batches <= max(2, loop.snapshot_every) * loop.accumulate
+    turns = loop.epochs * min(loop.batches, loop.leave_after or loop.batches)
+    assert len(steps) > 1 or turns <= max(2, loop.snapshot_every) * loop.accumulate
     for step in steps:
         again = resumed(loop, first, step)
         assert again.trace == first.trace, f"after step {step}: another trace"

@@ -3,7 +3,7 @@
     torch-ecrec rehearse --at 3,7,12 -- train.py ARGS...
 
 Each run has a cluster of its own (`supervisor.py`), which TORCH_ECREC_JOIN names, and trainers under torchrun, which
-note every step (`records.py`). The step in which all trainers are to be killed is written to the folder of records
+note every step (`observe/trace.py`). The step in which all trainers are to be killed is written to the folder of records
 before they start; there they wait, each after its push, and say so, and this process kills them. So a kill meets all
 of them in that very step, however fast they are, and which step training goes on after is the same each time.
 
@@ -29,7 +29,7 @@ from pathlib import Path
 
 from torch_ecrec.demo.run import FRESH_STORE, Terminal, descendants, end_tree, sigterm_interrupts
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.observe.trace import Tail, hold_at
+from torch_ecrec.observe.trace import ATTACHED, Tail, hold_at
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.rehearsal import compare
@@ -111,7 +111,9 @@ class Training:
             self._torchrun(cluster.join) as torchrun,
         ):
             self._outcome.problem = self._watch(cluster, torchrun, tail)
-        tail.look()
+            tail.look()
+            if tail.records and self._outcome.problem is None and not self._checked:  # it was over too soon
+                self._check_cluster(cluster)
         self._outcome.traces = compare.traces(tail.records.values())
         return self._outcome
 
@@ -341,18 +343,32 @@ def rehearse(plan: Plan, at: Sequence[int], restarts: int, terminal: Terminal) -
     if restarted.problem is not None:
         return Verdict(False, restarted.problem)
     found = compare.verdict(calm.traces, restarted.traces, restarted.killed, plan.steps)
-    if not found.equal:
+    first = compare.difference(calm.traces, restarted.traces, plan.steps)
+    before_any = first is not None and first.life == 0 and not all(name.startswith(ATTACHED) for name in first.names)
+    if not found.equal and not before_any:
         terminal.say("something differs; undisturbed once more, to see whether it does without a restart, too")
         again = Training(plan, "undisturbed-again").execute()
         if again.problem is not None:
             return Verdict(False, again.problem)
         found = _judged(calm, restarted, again, plan.steps)
-    if found.equal and restarted.killed != chosen:
-        raise ClusterUnavailable(f"trainers were to be killed in steps {chosen}, and were in {restarted.killed}")
+    if found.equal:
+        _check_kills(restarted, chosen)
     if found.equal and plan.steps is not None and done > plan.steps:
         note = f"Ended after {plan.steps} steps (--steps): what the script does later was not rehearsed."
         found = Verdict(True, f"{found.text}\n{note}")
     return found
+
+
+def _check_kills(restarted: Outcome, chosen: Sequence[int]) -> None:
+    """All kills have come, and after each all trainers have gone on from a step before; else nothing was rehearsed."""
+    for trainer, trace in restarted.traces.items():
+        back = [life.resumed for life in trace.lives[1:]]
+        came = len(back) == len(chosen) and restarted.killed == list(chosen)
+        if not came or any(step is None or step >= moment for step, moment in zip(back, chosen, strict=True)):
+            raise ClusterUnavailable(
+                f"trainer {trainer} was to be killed in steps {list(chosen)}; that was in {restarted.killed}, and it"
+                f" went on after steps {back}"
+            )
 
 
 def _judged(calm: Outcome, restarted: Outcome, again: Outcome, steps: int | None) -> Verdict:
@@ -372,7 +388,7 @@ def run_rehearse(arguments: argparse.Namespace) -> int:
         ClusterError: a cluster has ended.
     """
     plan, at = plan_of(arguments)
-    logging.getLogger("torch_ecrec").setLevel(logging.ERROR)  # processes are killed here, and started again
+    logging.getLogger("torch_ecrec").setLevel(logging.WARNING)  # processes are killed here, and started again
     terminal = Terminal()
     with sigterm_interrupts():
         warm()
