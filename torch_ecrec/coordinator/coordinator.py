@@ -38,7 +38,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch_ecrec
-from torch_ecrec.layout.stripes import Layout, repair
+from torch_ecrec.layout import repair
+from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Join, OfMember, OfSlot, Rejoin
 from torch_ecrec.protocol.wire import Placement, SlotPlace, training_step

@@ -3,7 +3,7 @@
     torch-ecrec rehearse --at 3,7,12 -- train.py ARGS...
 
 Each run has a cluster of its own (`supervisor.py`), which TORCH_ECREC_JOIN names, and trainers under torchrun, which
-note every step (`observe/trace.py`). The step in which all trainers are to be killed is written to the folder of records
+note every step (`observe/trace.py`). The step in which all trainers are to be killed is written to their folder
 before they start; there they wait, each after its push, and say so, and this process kills them. So a kill meets all
 of them in that very step, however fast they are, and which step training goes on after is the same each time.
 

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torch_ecrec.layout.stripes import StripeGroup, repair
+from torch_ecrec.layout import repair
+from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Answer
 from torch_ecrec.transport.node import RETRY_S

@@ -29,8 +29,9 @@ import torch
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.layout import repair
 from torch_ecrec.layout.routing import Parts, Route
-from torch_ecrec.layout.stripes import Layout, StripeGroup, repair
+from torch_ecrec.layout.stripes import Layout, StripeGroup
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import SlotPlace
 from torch_ecrec.server.service import Host
