@@ -47,7 +47,7 @@ def main() -> None:
     batches = model.attach(optimizer=optimizer, reader=DataLoader(range(SIZE * BATCHES), SIZE, shuffle=True))
     done = 0
     if way == "late":
-        optimizer.param_groups[0]["lr"] = 0.02
+        optimizer.param_groups[0]["lr"] *= 2
     for _ in batches.epochs(10 * steps if way == "early" else steps // BATCHES):
         if way == "early" and done >= steps:
             break
