@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_ecrec.client.client import client as client_module
+from torch_ecrec.client import client as client_module
 from torch_ecrec.layout import repair
 from torch_ecrec.protocol import pieces, step_rule, wire
 from torch_ecrec.records import merge
