@@ -128,7 +128,7 @@ class FakeSession:
         return self.records[slab][rows]
 
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
-        assert self.trainer == 0 and not self.opened and records.shape == (len(rows), self.job.slabs[slab].width)
+        assert self.trainer == 0 and not self.opened and records.shape == (len(rows), self.job.slabs[slab].schema.width)
         self.loads += 1
         self.records[slab][rows] = records
 

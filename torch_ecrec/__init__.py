@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "DistributedModelParallel": "torch_ecrec.nn.parallel",
-    "CodeSpec": "torch_ecrec.config",
-    "Settings": "torch_ecrec.config",
+    "CodeSpec": "torch_ecrec.spec.job",
+    "Settings": "torch_ecrec.spec.settings",
     "ClusterError": "torch_ecrec.errors",
     "ClusterUnavailable": "torch_ecrec.errors",
     "DataLoss": "torch_ecrec.errors",
