@@ -798,16 +798,20 @@ def test_optimizers_are_understood() -> None:
     assert optimizer_spec("t", attached(torch.optim.SGD, {"lr": 0.5})) == OptimizerSpec("sgd", 0.5)
     assert optimizer_spec("t", attached(torch.optim.SGD, {})) == OptimizerSpec("sgd", 0.01)
     assert optimizer_spec("t", attached(torch.optim.Adagrad, {"lr": 1, "eps": 0.1})) == OptimizerSpec(
-        "adagrad", 1.0, 0.1
+        "adagrad", 1.0, eps=0.1
     )
     spec = optimizer_spec("t", attached(RowWiseAdagrad, {"lr": 0.02, "weight_decay": 0.0}))
-    assert spec == OptimizerSpec("rowwise_adagrad", 0.02, 1e-8)
+    assert spec == OptimizerSpec("rowwise_adagrad", 0.02, eps=1e-8)
 
 
 @pytest.mark.parametrize(
     ("cls", "arguments", "message"),
     [
-        (torch.optim.Adam, {"lr": 0.1}, "table t: optimizer Adam is not supported; supported are SGD"),
+        (
+            torch.optim.Adam,
+            {"lr": 0.1},
+            "table t: optimizer Adam is not supported; supported are Adagrad, RowWiseAdagrad, SGD",
+        ),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "table t: optimizer SGD with momentum=0.9 is not supported"),
         (torch.optim.Adagrad, {"lr": 0.1, "weight_decay": 0.1}, "Adagrad with weight_decay=0.1 is not supported"),
     ],

@@ -584,7 +584,7 @@ def test_a_reader_with_fewer_batches_than_before_is_told() -> None:
 def test_a_pass_that_has_become_longer_is_told() -> None:
     first = Loop("growing").run(6)
     longer = Loop("growing", first.saved[5])
-    longer.reader._reader = iter(range(100))
+    longer.reader._reader = iter(range(1, 100))
     with pytest.raises(RuntimeError, match="a pass of the reader has more than the 4 batches"):
         next(iter(longer.reader))
 
