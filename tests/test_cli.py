@@ -136,7 +136,7 @@ def test_bad_data(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["demo", "--optimizer", "adam"], "invalid choice: 'adam' (choose from 'sgd', 'adagrad', 'rowwise_adagrad')"),
+        (["demo", "--optimizer", "adam"], "invalid choice: 'adam' (choose from 'adagrad', 'rowwise_adagrad', 'sgd')"),
         (["demo", "--protection", "raid"], "invalid choice: 'raid' (choose from 'parity', 'none')"),
         (["demo", "-k", "two"], "argument -k: invalid int value: 'two'"),
         (["up", "--port", "70000"], "a port is a number up to 65535, got '70000'"),
