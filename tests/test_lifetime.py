@@ -104,6 +104,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Supervis
 
 
 CAUGHT = "TrainersLost"
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -122,8 +123,8 @@ CAUGHT = "TrainersLost"
         ),
         ("saves_at_its_end", signal.SIGKILL, TrainersLost.exit_code, [{"caught": "NoneType"}, {"saved": True}]),
         ("hangs_in_a_collective", signal.SIGSTOP, TrainersLost.exit_code, []),
-        pytest.param("hangs_in_a_backward", signal.SIGSTOP, TrainersLost.exit_code, [], marks=pytest.mark.slow),
-        pytest.param("hangs_at_its_end", signal.SIGSTOP, TrainersLost.exit_code, [], marks=pytest.mark.slow),
+        pytest.param("hangs_in_a_backward", signal.SIGSTOP, TrainersLost.exit_code, [], marks=SLOW),
+        pytest.param("hangs_at_its_end", signal.SIGSTOP, TrainersLost.exit_code, [], marks=SLOW),
     ],
 )
 def test_a_trainer_that_has_lost_another(
