@@ -40,6 +40,32 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+TURNS = 16
+"""So many runs with `--turn` visit all slow tests but those that may take longer than `TURN_LIMIT_S` each."""
+TURN_LIMIT_S = 3600.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--turn N`: of the slow tests, those whose turn it is; N is the day of the year, say."""
+    parser.addoption("--turn", type=int, help=f"of the slow tests, every {TURNS}th, a different one for each N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the slow tests whose turn it is not."""
+    turn = config.getoption("--turn")
+    if turn is None:
+        return
+
+    def limit_s(item: pytest.Item) -> float:
+        mark = item.get_closest_marker("timeout")
+        return mark.args[0] if mark is not None else 0.0
+
+    in_turns = [item for item in items if item.get_closest_marker("slow") and limit_s(item) <= TURN_LIMIT_S]
+    kept = {id(item) for item in sorted(in_turns, key=lambda item: item.nodeid)[turn % TURNS :: TURNS]}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """States how examples are drawn and whether the real rows are there."""
     profile = config.getoption("--hypothesis-profile") or "ci"
