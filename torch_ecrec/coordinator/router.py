@@ -23,7 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch_ecrec.coordinator.coordinator import FENCED, Coordinator
+from torch_ecrec.coordinator.admission import FENCED
+from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Address, BadMessage, Join, Rejoin
 from torch_ecrec.spec.job import CodeSpec
