@@ -29,11 +29,12 @@ class Harness:
         self.job = JobSpec(TABLES, self.code, trainers)
         self.sent: list[tuple[str, dict[str, Any]]] = []
         self.events: list[dict[str, Any]] = []
-        self.core = Coordinator(
-            self.code, spares, ("here", 1), lambda n, m: self.sent.append((n, m)), self.events.append, **options
-        )
+        self.core = Coordinator(self.code, spares, ("here", 1), self._send, self.events.append, **options)
         self.now_s = 0.0
         self.births = 0
+
+    def _send(self, name: str, message: messages.FromCoordinator) -> None:
+        self.sent.append((name, messages.json_of(message)))
 
     def message(self, **fields: Any) -> dict[str, Any]:
         self.births += 1

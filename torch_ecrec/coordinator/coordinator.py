@@ -36,7 +36,6 @@ Here is what is said to the coordinator, and which part it concerns.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +46,7 @@ from torch_ecrec.coordinator.members import MemberRecord
 from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.coordinator.status import status_of
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.messages import Join, OfMember, OfSlot, Rejoin
+from torch_ecrec.protocol.messages import FromCoordinator, Join, OfMember, OfSlot, Rejoin
 from torch_ecrec.protocol.wire import SlotPlace
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -75,11 +74,11 @@ class Coordinator:
         code: CodeSpec,
         spares: int,
         store: tuple[str, int],
-        send: Callable[[str, Message], None],
+        send: Callable[[str, FromCoordinator], None],
         announce: Callable[[Message], None],
         without_spare: str = "survivor",
         lease_s: float = 10.0,
-        transport: str = "sockets",
+        transport: messages.TransportName = "sockets",
     ) -> None:
         require(
             without_spare in WITHOUT_SPARE, f"`without_spare` must be one of {WITHOUT_SPARE}, got {without_spare!r}"
@@ -206,9 +205,8 @@ class Coordinator:
 
     def _welcome(self, name: str) -> None:
         restarted = self.origin is not None and self.members[name].role == "trainer"
-        code = dataclasses.asdict(self._state.job.code)
-        welcome = {"type": "welcome", "name": name, "code": code, "restarted": restarted}
-        self._send(name, {**welcome, "life": self.life, "transport": self._state.transport})
+        state = self._state
+        self._send(name, messages.Welcome(name, state.job.code, restarted, self.life, state.transport))
 
     def _tell_again(self, name: str) -> None:
         """All that a member may have missed while it had no connection."""
@@ -216,7 +214,7 @@ class Coordinator:
         if state.table.placed:
             state.table.send_to(name)
         elif self.origin is not None:
-            self._send(name, {"type": "loaded", "origin": self.origin})
+            self._send(name, messages.Loaded(self.origin))
         if name in state.world.names and self.members[name].generation != state.world.generation:
             state.world.send_to(name)
 
@@ -233,7 +231,7 @@ class Coordinator:
         if not self.regathering and member is not None and member.birth == rejoin.birth:
             member.heard_s = now_s
             self._announce({"event": "back", "member": name, "pid": member.pid})
-            self._send(name, {"type": "rejoined", "life": self.life})
+            self._send(name, messages.Rejoined(self.life))
             if rejoin.generation == state.world.generation != member.generation:
                 self._on_entered(name, rejoin.generation, now_s)
             self._tell_again(name)
@@ -318,7 +316,7 @@ class Coordinator:
         state = self._state
         state.members.forget_gone()
         for member in state.members.silent(now_s):
-            self._send(member.name, {"type": "fatal", "kind": "fenced", "reason": FENCED})  # when it wakes up
+            self._send(member.name, messages.Fatal("fenced", FENCED))  # when it wakes up
             self.on_lost(member.name, now_s, f"not heard of for {state.members.lease_s:g} s")
         state.world.give_up_late(now_s, state.table.placed)
         succession.go_on(state, now_s)

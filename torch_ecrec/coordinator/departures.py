@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_ecrec.coordinator.state import ClusterState
+from torch_ecrec.protocol import messages
 
 
 def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
@@ -36,7 +37,7 @@ def lose_trainers(state: ClusterState, why: str, now_s: float) -> None:
     members, world = state.members, state.world
     for member in members.trainers:
         if member.present:
-            members.send(member.name, {"type": "fatal", "kind": "trainers_lost", "reason": why})
+            members.send(member.name, messages.Fatal("trainers_lost", why))
         del members.by_name[member.name]
     if state.table.placed:
         state.eras.begin()
@@ -68,7 +69,7 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
     member.left = True
     if member.rank == 0 and table.placed and state.job.origin is None:
         reason = f"{name} left before it had loaded the initial values"
-        members.tell({"type": "fatal", "kind": "trainers_lost", "reason": reason}, "trainer")
+        members.tell(messages.Fatal("trainers_lost", reason), "trainer")
     state.announce({"event": "left", "member": name})
     state.world.give_up(name, now_s, table.placed)
 

@@ -90,10 +90,9 @@ class Eras:
         back, origin = self.going_back, self._job.origin
         if self._members.by_name[name].role == "server":
             step = self.resume_step if back is None else back.step
-            self._members.send(name, {"type": "era", "era": self.number, "step": step, "origin": origin})
+            self._members.send(name, messages.Era(self.number, step, origin))
         elif back is None:
-            message = {"type": "resume", "era": self.number, "step": self.resume_step, "origin": origin}
-            self._members.send(name, message)
+            self._members.send(name, messages.Resume(self.number, self.resume_step, origin))
 
     def _tell_all(self, role: str) -> None:
         for member in self._members.present(role):

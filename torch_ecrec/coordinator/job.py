@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Rejoin
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 
@@ -51,7 +52,7 @@ class RunningJob:
     def on_loaded(self, origin: int) -> None:
         """Trainer 0 has loaded the initial values: training begins after that step."""
         self.origin = origin
-        self._members.tell({"type": "loaded", "origin": origin})
+        self._members.tell(messages.Loaded(origin))
 
     def learn(self, said: Iterable[Rejoin]) -> None:
         """The job and where training begins, as members of the coordinator before know them."""
@@ -64,4 +65,4 @@ class RunningJob:
         """Ends the job for everybody: kinds are data_loss and stopped."""
         self.fatal, self.fatal_kind = reason, kind
         self._announce({"event": "fatal", "kind": kind, "reason": reason})
-        self._members.tell({"type": "fatal", "kind": kind, "reason": reason})
+        self._members.tell(messages.Fatal(kind, reason))

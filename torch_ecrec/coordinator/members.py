@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.messages import Entering, Join
+from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
 
 Message = dict[str, Any]
 NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
@@ -62,7 +62,7 @@ class Members:
         life: how many coordinators there were before, as far as the members know.
     """
 
-    def __init__(self, send: Callable[[str, Message], None], lease_s: float) -> None:
+    def __init__(self, send: Callable[[str, FromCoordinator], None], lease_s: float) -> None:
         self.send, self.lease_s = send, lease_s
         self.by_name: dict[str, MemberRecord] = {}
         self.life = 0
@@ -79,7 +79,7 @@ class Members:
         """All trainers that have not been forgotten: done ones, too."""
         return [member for member in self.by_name.values() if member.role == "trainer"]
 
-    def tell(self, message: Message, role: str | None = None) -> None:
+    def tell(self, message: FromCoordinator, role: str | None = None) -> None:
         """Sends a message to all who are present. `role`: of this role only."""
         for member in self.present(role):
             self.send(member.name, message)

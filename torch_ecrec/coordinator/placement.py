@@ -17,7 +17,8 @@ from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import Layout
-from torch_ecrec.protocol.wire import NO_HOST, Placement, SlotPlace
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.wire import NO_HOST, SlotPlace
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 
 Message = dict[str, Any]
@@ -167,10 +168,11 @@ class SlotTable:
         assert self._job.spec is not None
         self._eras.send_to(name)  # before anything can be asked for
         send = self._members.send
-        send(name, {"type": "job", "job": self._job.spec.to_json()})
-        send(name, {"type": "placement", "placement": Placement(self.epoch, tuple(self.slots)).to_json()})
+        send(name, messages.Job(self._job.spec))
+        slots = [(place.server, place.incarnation, place.healthy) for place in self.slots]
+        send(name, messages.Placed(messages.Placement(self.epoch, slots)))
         if self._job.origin is not None:
-            send(name, {"type": "loaded", "origin": self._job.origin})
+            send(name, messages.Loaded(self._job.origin))
 
     # what hosts say -----------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.regathering import Knowledge, Regathering
 from torch_ecrec.coordinator.world import World
+from torch_ecrec.protocol.messages import FromCoordinator, TransportName
 from torch_ecrec.spec.job import CodeSpec
 
 Message = dict[str, Any]
@@ -28,11 +29,11 @@ class ClusterState:
         code: CodeSpec,
         spares: int,
         store: tuple[str, int],
-        send: Callable[[str, Message], None],
+        send: Callable[[str, FromCoordinator], None],
         announce: Callable[[Message], None],
         without_spare: str,
         lease_s: float,
-        transport: str,
+        transport: TransportName,
     ) -> None:
         self.announce, self.transport = announce, transport
         self.members = Members(send, lease_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.regathering import Knowledge
 from torch_ecrec.coordinator.state import ClusterState
+from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.wire import NO_HOST
 
 UNKNOWN_HOST = "nobody"  # in the event of a loss: the slot's host is not known any more
@@ -18,7 +19,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
     state.learn(known)
     state.announce({"event": "regathered", "epoch": state.table.epoch, "members": sorted(known.said)})
     for name in known.said:
-        state.members.send(name, {"type": "rejoined", "life": state.members.life})
+        state.members.send(name, messages.Rejoined(state.members.life))
     if known.placement is not None:
         _take_back(state, known, known.placement.epoch, now_s)
     state.form(now_s, even_if_complete=state.world.is_split)

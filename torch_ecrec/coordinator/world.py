@@ -12,6 +12,7 @@ from typing import Any
 
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Rejoin
 
 Message = dict[str, Any]
@@ -93,8 +94,8 @@ class World:
 
     def send_to(self, name: str) -> None:
         """Asks a member to enter the present generation."""
-        message = {"type": "generation", "generation": self.generation, "members": list(self.names)}
-        self._members.send(name, {**message, "store": list(self.store), "timeout_s": FORMING_LIMIT_S})
+        message = messages.Generation(self.generation, list(self.names), self.store, FORMING_LIMIT_S)
+        self._members.send(name, message)
 
     def on_entered(self, name: str, generation: int) -> bool:
         """A member has entered a generation. Returns whether the present one is complete by that."""
