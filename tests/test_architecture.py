@@ -63,6 +63,19 @@ PURE = {
     "torch_ecrec.protocol.step_rule",
     "torch_ecrec.protocol.wire",
     "torch_ecrec.protocol.wellformed",
+    "torch_ecrec.coordinator.admission",
+    "torch_ecrec.coordinator.coordinator",
+    "torch_ecrec.coordinator.departures",
+    "torch_ecrec.coordinator.going_back",
+    "torch_ecrec.coordinator.job",
+    "torch_ecrec.coordinator.members",
+    "torch_ecrec.coordinator.placement",
+    "torch_ecrec.coordinator.regathering",
+    "torch_ecrec.coordinator.router",
+    "torch_ecrec.coordinator.state",
+    "torch_ecrec.coordinator.status",
+    "torch_ecrec.coordinator.succession",
+    "torch_ecrec.coordinator.world",
 }
 IMPURE = ("asyncio", "concurrent", "multiprocessing", "socket", "subprocess", "threading", "time", "torch.distributed")
 

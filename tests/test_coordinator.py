@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 import torch_ecrec
-from torch_ecrec.coordinator.coordinator import FENCED, FORMING_LIMIT_S, REGATHER_S, Coordinator
+from torch_ecrec.coordinator.admission import FENCED
+from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.coordinator.regathering import REGATHER_S
+from torch_ecrec.coordinator.world import FORMING_LIMIT_S
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import BadMessage, Join, Rejoin
 from torch_ecrec.protocol.wire import Placement
@@ -26,11 +29,12 @@ class Harness:
         self.job = JobSpec(TABLES, self.code, trainers)
         self.sent: list[tuple[str, dict[str, Any]]] = []
         self.events: list[dict[str, Any]] = []
-        self.core = Coordinator(
-            self.code, spares, ("here", 1), lambda n, m: self.sent.append((n, m)), self.events.append, **options
-        )
+        self.core = Coordinator(self.code, spares, ("here", 1), self._send, self.events.append, **options)
         self.now_s = 0.0
         self.births = 0
+
+    def _send(self, name: str, message: messages.FromCoordinator) -> None:
+        self.sent.append((name, messages.json_of(message)))
 
     def message(self, **fields: Any) -> dict[str, Any]:
         self.births += 1
@@ -383,7 +387,7 @@ def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
     """What a member of `h` tells another coordinator."""
     member = h.core.members[name]
     placement = Placement(h.core.epoch, tuple(h.core.slots)).to_json() if h.core.slots else None
-    message = {"type": "rejoin", "name": name, "role": member.role, "rank": member.rank, "code": h.core._code_json()}
+    message = {"type": "rejoin", "name": name, "role": member.role, "rank": member.rank, "code": asdict(h.code)}
     message |= {"generation": member.generation, "newest": member.generation, "world": h.core.world}
     message |= {
         "life": h.core.life,
@@ -494,7 +498,7 @@ def test_lost_trainers_begin_an_era_at_the_new_coordinator(change: dict[str, dic
     after.now_s += REGATHER_S + 0.1
     after.core.on_tick(after.now_s)
     assert after.core.going_back is not None and after.core.era > max((f or {}).get("era", 0) for f in change.values())
-    assert not after.core._present("trainer")
+    assert not [m for m in after.core.members.values() if m.role == "trainer"]
 
 
 def test_a_member_without_a_world_does_not_end_the_waiting() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import torch_ecrec
-from torch_ecrec.coordinator.coordinator import REGATHER_S
+from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.router import PROBE_AGAIN_S, Router
 from torch_ecrec.protocol.messages import Address
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec

@@ -23,9 +23,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch_ecrec.coordinator.coordinator import FENCED, Coordinator
+from torch_ecrec.coordinator.admission import FENCED
+from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.messages import Address, BadMessage, Join, Rejoin
+from torch_ecrec.protocol.messages import Address, BadMessage, FromCoordinator, Join, Rejoin
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 
@@ -106,9 +107,13 @@ class Router:
 
     # out ----------------------------------------------------------------------------------------
 
-    def _send(self, name: str, message: Message) -> None:
+    def _send(self, name: str, message: FromCoordinator) -> None:
         if name in self._connections:
-            self._connections[name].send(message)
+            self._say(self._connections[name], message)
+
+    @staticmethod
+    def _say(peer: Peer, message: FromCoordinator) -> None:
+        peer.send(messages.json_of(message))
 
     def _tell_watchers(self, event: Message) -> None:
         self._announce(event)
@@ -156,7 +161,7 @@ class Router:
         """What arrived counts for nothing: its sender is told why, and the log from time to time."""
         self.refused += 1
         self._refusals += 1
-        peer.send({"type": "refused", "kind": "refused", "reason": reason})
+        self._say(peer, messages.Refused("refused", reason))
         if peer not in self._names and peer not in self._held and peer not in self._watchers:
             peer.close()
         if now_s >= self._told_s + REFUSED_SHOWN_S:
@@ -222,7 +227,7 @@ class Router:
         refusal = self.core.refusal(join)
         if refusal is not None:
             kind = self.core.fatal_kind if self.core.fatal is not None else "refused"
-            peer.send({"type": "refused", "kind": kind, "reason": refusal})
+            self._say(peer, messages.Refused(kind, refusal))
             return
         name = self.core.born_as(join.birth)
         if name is not None:
@@ -236,11 +241,11 @@ class Router:
     def _rejoin(self, peer: Peer, rejoin: Rejoin, now_s: float) -> None:
         why = self.core.rejoin_refusal(rejoin)
         if why is not None:
-            peer.send({"type": "fatal", "kind": why[0], "reason": why[1]})
+            self._say(peer, messages.Fatal(*why))
             return
         name, member = rejoin.name, self.core.members.get(rejoin.name)
         if member is not None and member.birth != rejoin.birth and name in self._connections:
-            self._send(name, {"type": "fatal", "kind": "fenced", "reason": FENCED})  # it joins again as another
+            self._send(name, messages.Fatal("fenced", FENCED))  # it joins again as another
         self._bind(name, peer, rejoin.address)
         self.core.on_rejoin(rejoin, now_s)
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from torch_ecrec.coordinator.coordinator import REGATHER_S
+from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.demo import run as demo
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.processes.launch import warm

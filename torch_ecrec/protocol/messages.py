@@ -41,10 +41,11 @@ Count = Annotated[int, Meta(ge=0, le=COUNT_MOST)]
 Version = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # what a coordinator says: above what members have told it
 Rank = Annotated[int, Meta(ge=-1, lt=MEMBERS_MOST)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]
-Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]  # "": the slot waits for one
+Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]  # "" (`wire.NO_HOST`): the slot waits for one
 Text = Annotated[str, Meta(max_length=TEXT_MOST)]
 Birth = Annotated[str, Meta(min_length=1, max_length=64)]
 Role = Literal["server", "trainer"]
+TransportName = Literal["sockets", "rpc"]
 Scalar = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Text | None
 Names = Annotated[list[Name], Meta(max_length=MEMBERS_MOST)]
 Place = tuple[Host, Version, bool]  # server, incarnation, healthy
@@ -230,7 +231,7 @@ class Welcome(Said, frozen=True, tag="welcome"):
     code: CodeSpec
     restarted: bool
     life: Version
-    transport: Literal["sockets", "rpc"]
+    transport: TransportName
 
 
 class Refused(Said, frozen=True, tag="refused"):
@@ -309,6 +310,6 @@ def _convert(message: Mapping[str, Any], wanted: Any) -> Any:
 
 
 def json_of(message: Struct) -> dict[str, Any]:
-    """A struct as the object that it came from, for what is passed on."""
+    """A message, or a part of one, as an object of JSON: the inverse of `from_member` and `from_coordinator`."""
     found: dict[str, Any] = msgspec.to_builtins(message)
     return found

@@ -297,9 +297,13 @@ class Snapshots(Answer):
 # placement ----------------------------------------------------------------------------------------
 
 
+NO_HOST = ""  # the server of a slot that waits for one
+
+
 @dataclass(frozen=True)
 class SlotPlace:
-    """Where a slot lives. `healthy`: all its records are there; otherwise a rebuild is under way."""
+    """Where a slot lives: on a server, or `NO_HOST`. `healthy`: all its records are there; otherwise a rebuild is under
+    way."""
 
     server: str
     incarnation: int

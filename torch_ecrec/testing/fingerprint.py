@@ -43,14 +43,21 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "Rebuild": frozenset({"unpaid_bytes"}),
     # where it sends, what it announces, when it was called last, when it heard of a member last: leases end
     # when they are told to; which process a member is, its name says
-    "Coordinator": frozenset({"send", "announce", "_ticked_s"}),
-    "Member": frozenset({"heard_s", "birth"}),
+    "Coordinator": frozenset({"_send", "_announce"}),
+    "ClusterState": frozenset({"announce"}),
+    "Members": frozenset({"send", "_ticked_s"}),
+    "RunningJob": frozenset({"_announce"}),
+    "World": frozenset({"_announce"}),
+    "Eras": frozenset({"_announce"}),
+    "SlotTable": frozenset({"_announce"}),
+    "MemberRecord": frozenset({"heard_s", "birth"}),
     # what it said is taken away; the rest is the same in all states of a process, or follows from its phase
     "Process": frozenset({"out", "script", "scenario", "_scenario", "_oracle"}),
 }
 IN_ORDER: Mapping[str, frozenset[str]] = {
     # who came first is first in the next world, and gets the next slot
-    "Coordinator": frozenset({"members", "_regathered"}),
+    "Members": frozenset({"by_name"}),
+    "Regathering": frozenset({"said"}),
 }
 NUMBERED = ("Exchange", "_Repair")  # attempts are numbered, and only the newest counts
 

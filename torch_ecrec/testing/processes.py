@@ -332,7 +332,7 @@ class Center(Process):
             scenario.code,
             scenario.spares,
             ("virtual", 0),
-            send=lambda name, message: self.out.append(("send", name, dict(message))),
+            send=lambda name, message: self.out.append(("send", name, messages.json_of(message))),
             announce=lambda event: None,
             without_spare=scenario.without_spare,
             lease_s=NO_LEASE_S,

@@ -1,0 +1,64 @@
+"""What a coordinator does not believe: who may not join or rejoin, and what a member cannot say. Changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch_ecrec.coordinator.members import MemberRecord
+from torch_ecrec.coordinator.state import ClusterState
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import Join, OfMember, OfSlot, Rejoin
+
+FENCED = "this process was taken for lost, and what it did has been given to another"
+
+
+def join_refusal(state: ClusterState, join: Join) -> str | None:
+    """Why a process may not join, or None."""
+    for name in ("k", "r", "slots"):
+        wanted, ours = getattr(join.code, name), getattr(state.job.code, name)
+        if wanted is not None and wanted != ours:
+            return f"code parameter {name} is {ours} in this cluster, got {wanted}"
+    if state.job.fatal is not None:
+        return f"the cluster has stopped: {state.job.fatal}"
+    return state.job.refusal(join.job)
+
+
+def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | None:
+    """Why a member may not rejoin, with a kind for `fatal`, or None."""
+    job = state.job
+    if job.fatal is not None:
+        return job.fatal_kind, f"the cluster has stopped: {job.fatal}"
+    if rejoin.code != job.code:
+        return "stopped", f"code parameters are {dataclasses.asdict(job.code)} in this cluster, got {rejoin.code}"
+    if (reason := job.refusal(rejoin.job)) is not None:
+        return "stopped", reason
+    member = state.members.by_name.get(rejoin.name)
+    unknown = member is None or (member.alive and member.birth != rejoin.birth)
+    if state.regathering.active or (unknown and not state.table.placed):
+        return ("fenced", FENCED) if state.regathering.knows_better(rejoin) else None
+    if member is None or not member.present or member.birth != rejoin.birth:
+        return "fenced", FENCED
+    epoch = rejoin.placement.epoch if rejoin.placement is not None else 0
+    if rejoin.newest > state.world.generation or rejoin.era > state.eras.number or epoch > state.table.epoch:
+        return "fenced", f"{rejoin.name} knows a generation, an era or a placement that there has not been"
+    return None
+
+
+def objection(state: ClusterState, member: MemberRecord, word: OfMember) -> str | None:
+    """Why a member cannot say this, whenever it was sent; None: it may."""
+    if isinstance(word, (messages.Loaded, messages.Progress)) and member.role != "trainer":
+        return f"{member.name} is no trainer"
+    if isinstance(word, messages.Progress) and word.trainer != member.rank:
+        return f"`trainer` must be {member.rank}, got {word.trainer}"
+    if isinstance(word, messages.InGeneration) and word.generation > state.world.generation:
+        return f"`generation` must be at most {state.world.generation}, got {word.generation}"
+    if isinstance(word, OfSlot):
+        if member.role != "server":
+            return f"{member.name} is no server"
+        if word.slot >= len(state.table.slots):
+            return f"`slot` must be below {len(state.table.slots)}, got {word.slot}"
+    if isinstance(word, messages.Reach) and state.job.spec is not None:
+        trainers = {trainer for _, kept in word.snapshots for trainer in kept}
+        if trainers and max(trainers) >= state.job.spec.trainers:
+            return f"`snapshots`: trainers must be below {state.job.spec.trainers}, got {max(trainers)}"
+    return None

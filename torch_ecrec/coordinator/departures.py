@@ -1,0 +1,80 @@
+"""What follows when a member is lost or done."""
+
+from __future__ import annotations
+
+from torch_ecrec.coordinator.state import ClusterState
+from torch_ecrec.protocol import messages
+
+
+def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
+    """A member is gone: its slots get other hosts; without one trainer, none can go on."""
+    members, world, table = state.members, state.world, state.table
+    member = members.by_name.get(name)
+    if member is None or not member.alive:
+        return
+    member.alive = False
+    if state.regathering.forget(name):
+        del members.by_name[name]
+        return
+    if member.left or state.job.fatal is not None:
+        return
+    slots = table.hosted_by(name)
+    state.announce({"event": "lost", "member": name, "why": why, "slots": slots})
+    if member.role == "trainer":
+        if table.placed:
+            lose_trainers(state, f"{name} was lost ({why})", now_s)
+        else:
+            del members.by_name[name]
+            world.wait_for_all(name)
+        return
+    world.give_up(name, now_s, table.placed)
+    if slots:
+        table.lose(slots)
+
+
+def lose_trainers(state: ClusterState, why: str, now_s: float) -> None:
+    """One is lost, and none can go on without it: those that live are told to end, and a new era begins."""
+    members, world = state.members, state.world
+    for member in members.trainers:
+        if member.present:
+            members.send(member.name, messages.Fatal("trainers_lost", why))
+        del members.by_name[member.name]
+    if state.table.placed:
+        state.eras.begin()
+    gone = next((name for name in world.names if name not in members.by_name), None)
+    if gone is not None:
+        world.give_up(gone, now_s, state.table.placed)
+
+
+def lose_absent(state: ClusterState) -> None:
+    """Training goes on after its end: servers that left in between, quietly, are missing now."""
+    slots = state.table.hosted_by_others({member.name for member in state.members.present("server")})
+    if slots and state.job.fatal is None:
+        state.table.lose(slots)
+
+
+def leave(state: ClusterState, name: str, now_s: float) -> None:
+    """A trainer that is done, or a server that ends.
+
+    What a server hosted is lost as if it had been killed, unless training is over: whether trainers are there, go
+    back, or are to be started again, the job may go on and needs it. Trainer 0 is not done before it has loaded the
+    initial values: others wait for them, for as long as it is there.
+    """
+    members, table = state.members, state.table
+    member = members.by_name[name]
+    if member.role == "server":
+        if state.regathering.active or (not _is_over(state) and table.hosted_by(name)):
+            lose(state, name, now_s, "it left")
+            return
+    member.left = True
+    if member.rank == 0 and table.placed and state.job.origin is None:
+        reason = f"{name} left before it had loaded the initial values"
+        members.tell(messages.Fatal("trainers_lost", reason), "trainer")
+    state.announce({"event": "left", "member": name})
+    state.world.give_up(name, now_s, table.placed)
+
+
+def _is_over(state: ClusterState) -> bool:
+    """All trainers have said that they are done."""
+    trainers = state.members.trainers
+    return bool(trainers) and all(member.left for member in trainers) and state.eras.going_back is None

@@ -1,0 +1,147 @@
+"""Eras: trainers were lost, and all go back to one step.
+
+Servers stop, and say which steps they can go back to ("reach"); the last that all of them can, and of which the dense
+model is kept, is where training goes on; they go back, make it durable, and say so ("durable"); then the new trainers
+are told ("resume"). A server that is lost meanwhile begins one more era: its slots' new hosts may not reach as far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_ecrec.coordinator.job import RunningJob
+from torch_ecrec.coordinator.members import Members
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.wire import training_step
+
+Message = dict[str, Any]
+
+
+@dataclass
+class GoingBack:
+    """What the slots have said since an era began.
+
+    Attributes:
+        reach: slot -> what it said.
+        step: where training goes on, once it is known.
+        durable: slots at which it is durable.
+    """
+
+    reach: dict[int, messages.Reach] = field(default_factory=dict)
+    step: int | None = None
+    durable: set[int] = field(default_factory=set)
+
+
+def common_steps(reach: Collection[messages.Reach]) -> tuple[int, int]:
+    """The first and the last step that all slots can go back to; there may be none between."""
+    return max(said.floor for said in reach), min(said.applied for said in reach)
+
+
+def choose_step(reach: Collection[messages.Reach], origin: int | None, trainers: int) -> int | None:
+    """The last step that all slots can go back to, and of which every trainer's part of the dense model is kept.
+
+    Args:
+        reach: what the slots said, of each one.
+        origin: the step that training begins after; None: loading has not ended.
+        trainers: how many there are.
+
+    Returns:
+        A step of the protocol; None: there is none.
+    """
+    least, most = common_steps(reach)
+    # where the dense model is not needed: it is as it was made
+    first = range(least, most + 1) if origin is None else [origin]
+    parts: dict[int, set[int]] = {step: set(range(trainers)) for step in first}
+    for said in reach:
+        for step, kept in said.snapshots:
+            parts.setdefault(step, set()).update(kept)
+    least_known = max(least, origin or 0)
+    known = [step for step, kept in parts.items() if least_known <= step <= most and len(kept) == trainers]
+    return max(known, default=None)
+
+
+class Eras:
+    """The present era.
+
+    Attributes:
+        number: how often trainers were lost, and servers while they went back.
+        resume_step: where the era began: a step of the protocol.
+        going_back: None once that step is durable everywhere.
+    """
+
+    def __init__(self, job: RunningJob, members: Members, announce: Callable[[Message], None]) -> None:
+        self._job, self._members, self._announce = job, members, announce
+        self.number = 0
+        self.resume_step = 0
+        self.going_back: GoingBack | None = None
+
+    def begin(self) -> None:
+        """All servers stop, and say which steps they can go back to."""
+        self.number += 1
+        self.going_back = GoingBack()
+        trainers = [member.name for member in self._members.present("trainer")]  # of the new era, here already
+        self._announce({"event": "era", "era": self.number, "trainers": trainers})
+        self._tell_all("server")
+
+    def send_to(self, name: str) -> None:
+        """Servers hear how far they go back as soon as it is known, trainers where they start once it is durable."""
+        back, origin = self.going_back, self._job.origin
+        if self._members.by_name[name].role == "server":
+            step = self.resume_step if back is None else back.step
+            self._members.send(name, messages.Era(self.number, step, origin))
+        elif back is None:
+            self._members.send(name, messages.Resume(self.number, self.resume_step, origin))
+
+    def _tell_all(self, role: str) -> None:
+        for member in self._members.present(role):
+            self.send_to(member.name)
+
+    def on_reach(self, message: messages.Reach) -> None:
+        """A slot says which steps it can go back to. When all have, the last that is common is chosen."""
+        back, job = self.going_back, self._job
+        if back is None or back.step is not None or message.era != self.number:
+            return
+        back.reach[message.slot] = message
+        if len(back.reach) < job.code.slots:
+            return
+        assert job.spec is not None
+        reach = back.reach.values()
+        first, last = (training_step(step, job.origin) for step in common_steps(reach))
+        chosen = choose_step(reach, job.origin, job.spec.trainers)
+        if chosen is None:
+            job.stop(
+                f"the trainers were lost, and no dense snapshot of the steps {first} to {last} is kept, which"
+                " are those that the servers can go back to (snapshots are off?): restore a checkpoint",
+                "stopped",
+            )
+            return
+        back.step = chosen
+        step = training_step(chosen, job.origin)
+        self._announce({"event": "going back", "era": self.number, "step": step, "applied": last})
+        self._tell_all("server")
+
+    def on_durable(self, message: messages.Durable) -> bool:
+        """At a slot, the step where training goes on survives r losses.
+
+        Returns:
+            Whether it does at all slots now: trainers were told to start.
+        """
+        back, job = self.going_back, self._job
+        if back is None or back.step is None or message.era != self.number:
+            return False
+        back.durable.add(message.slot)
+        if len(back.durable) < job.code.slots:
+            return False
+        self.resume_step, self.going_back = back.step, None
+        job.step = training_step(back.step, job.origin)
+        self._announce({"event": "resumable", "era": self.number, "step": job.step})
+        self._tell_all("trainer")
+        return True
+
+    def learn(self, said: Iterable[messages.Rejoin]) -> None:
+        """The newest era that members of the coordinator before know; it never becomes less."""
+        for one in said:
+            self.number = max(self.number, one.era)
+            self.resume_step = max(self.resume_step, one.resume_step)

@@ -1,0 +1,68 @@
+"""What the cluster trains, how far it is, and whether it can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch_ecrec.coordinator.members import Members
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import Rejoin
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+
+Message = dict[str, Any]
+
+
+class RunningJob:
+    """The job of a cluster, from the first trainer's word of it.
+
+    Args:
+        code: code parameters of the cluster; a job brings its tables, not its code.
+        members: who is told.
+        announce: tells observers of an event.
+
+    Attributes:
+        spec: None until a trainer has joined.
+        origin: the step that training begins after (`wire.py`); None: loading has not ended.
+        step: the last step of training that somebody reported.
+        fatal, fatal_kind: why the job has ended for everybody, and which kind of end it is; None: it has not.
+    """
+
+    def __init__(self, code: CodeSpec, members: Members, announce: Callable[[Message], None]) -> None:
+        self.code = code
+        self._members, self._announce = members, announce
+        self.spec: JobSpec | None = None
+        self.origin: int | None = None
+        self.step = 0
+        self.fatal: str | None = None
+        self.fatal_kind = "stopped"
+
+    def take(self, spec: JobSpec | None) -> None:
+        """A trainer, or a member of the coordinator before, brings a job: the first is everybody's."""
+        if spec is not None and self.spec is None:
+            self.spec = replace(spec, code=self.code)
+
+    def refusal(self, spec: JobSpec | None) -> str | None:
+        """Why somebody who brings this job cannot take part, or None."""
+        if spec is not None and self.spec is not None and replace(spec, code=self.code).digest != self.spec.digest:
+            return "this cluster trains other tables (the table list, optimizers, seed or number of trainers differ)"
+        return None
+
+    def on_loaded(self, origin: int) -> None:
+        """Trainer 0 has loaded the initial values: training begins after that step."""
+        self.origin = origin
+        self._members.tell(messages.Loaded(origin))
+
+    def learn(self, said: Iterable[Rejoin]) -> None:
+        """The job and where training begins, as members of the coordinator before know them."""
+        for one in said:
+            self.take(one.job)
+            if one.origin is not None:
+                self.origin = one.origin
+
+    def stop(self, reason: str, kind: str) -> None:
+        """Ends the job for everybody: kinds are data_loss and stopped."""
+        self.fatal, self.fatal_kind = reason, kind
+        self._announce({"event": "fatal", "kind": kind, "reason": reason})
+        self._members.tell(messages.Fatal(kind, reason))

@@ -1,0 +1,135 @@
+"""Who has joined: names, lives, leases.
+
+A name is given once. A server's says how many came before it, a trainer's its rank and how often it was started
+(`trainer-1_3`); both leave room for names that a coordinator before has given and that this one does not know of.
+
+Does not decide what follows when a member is lost (`departures.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
+
+Message = dict[str, Any]
+NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
+TICK_MOST_S = 2.0  # between two calls of `Members.silent`, unless the coordinator itself was stopped
+GONE_MOST = 100  # servers that are gone and still shown
+
+
+@dataclass
+class MemberRecord:
+    """What the coordinator keeps of a process that has joined.
+
+    Attributes:
+        birth: a word that only this process says (`messages.Entering`).
+        generation: the last RPC world it said it is in.
+        alive: not lost. `left`: it said that it is done.
+    """
+
+    name: str
+    role: str
+    rank: int
+    pid: int
+    birth: str
+    joined_s: float
+    heard_s: float
+    generation: int = 0
+    alive: bool = True
+    left: bool = False
+    report: Message = field(default_factory=dict)
+
+    @property
+    def present(self) -> bool:
+        """Neither lost nor done."""
+        return self.alive and not self.left
+
+
+class Members:
+    """All members, in order of arrival.
+
+    Args:
+        send: `send(name, message)` sends a message to a member.
+        lease_s: a member that was not heard of for so long is taken for lost.
+
+    Attributes:
+        by_name: those that are there, and servers that are not any more, for a while.
+        life: how many coordinators there were before, as far as the members know.
+    """
+
+    def __init__(self, send: Callable[[str, FromCoordinator], None], lease_s: float) -> None:
+        self.send, self.lease_s = send, lease_s
+        self.by_name: dict[str, MemberRecord] = {}
+        self.life = 0
+        self._names = 0
+        self._lives: dict[int, int] = {}  # trainer -> how often it has joined
+        self._ticked_s = math.inf
+
+    def present(self, role: str | None = None) -> list[MemberRecord]:
+        """Members that are neither lost nor done. `role`: of this role only."""
+        return [member for member in self.by_name.values() if member.present and role in (None, member.role)]
+
+    @property
+    def trainers(self) -> list[MemberRecord]:
+        """All trainers that have not been forgotten: done ones, too."""
+        return [member for member in self.by_name.values() if member.role == "trainer"]
+
+    def tell(self, message: FromCoordinator, role: str | None = None) -> None:
+        """Sends a message to all who are present. `role`: of this role only."""
+        for member in self.present(role):
+            self.send(member.name, message)
+
+    # names --------------------------------------------------------------------------------------
+
+    def name_for(self, join: Join) -> str:
+        """A name that nobody has had."""
+        if join.role == "trainer":
+            life = max(self._lives.get(join.rank, 0), NAMES_OF_A_LIFE * self.life) + 1
+            self._lives[join.rank] = life
+            return f"trainer-{join.rank}" + (f"_{life}" if life > 1 else "")
+        self._names += 1
+        return f"server-{self._names - 1}"
+
+    def born_as(self, birth: str) -> str | None:
+        """The name of the member that said this word when it joined, unless it is lost or has left."""
+        return next((member.name for member in self.present() if member.birth == birth), None)
+
+    def follow(self, life: int) -> None:
+        """There was a coordinator of this life before: names and lives begin after its own."""
+        self.life = max(self.life, life + 1)
+        self._names = max(self._names, NAMES_OF_A_LIFE * self.life)
+
+    # coming and going ---------------------------------------------------------------------------
+
+    def add(self, name: str, entering: Entering, now_s: float, generation: int = 0) -> None:
+        """A process has joined or rejoined under a name. `generation`: the RPC world that it is in."""
+        self.by_name[name] = MemberRecord(
+            name, entering.role, entering.rank, entering.pid, entering.birth, now_s, now_s, generation
+        )
+
+    def heard(self, name: str, now_s: float, report: messages.Report | None = None) -> None:
+        """A sign of life, with figures for `status`."""
+        member = self.by_name[name]
+        member.heard_s = now_s
+        if report is not None:
+            member.report = {**member.report, **messages.json_of(report)}
+
+    def silent(self, now_s: float) -> list[MemberRecord]:
+        """Members whose lease has run out; to be called about every `heartbeat_s`."""
+        slept_s = now_s - self._ticked_s - TICK_MOST_S
+        self._ticked_s = now_s
+        if slept_s > 0:  # this process hung itself: it was not the members who were silent
+            for member in self.by_name.values():
+                member.heard_s += slept_s + TICK_MOST_S
+        return [member for member in self.present() if now_s - member.heard_s > self.lease_s]
+
+    def forget_gone(self) -> None:
+        """Servers that were lost or have left are shown for a while, not for ever."""
+        gone = [m.name for m in self.by_name.values() if m.role == "server" and not m.present]
+        for name in gone[: max(0, len(gone) - GONE_MOST)]:
+            del self.by_name[name]

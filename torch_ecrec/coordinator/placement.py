@@ -1,0 +1,202 @@
+"""Which server hosts which slot.
+
+A new *epoch* is a new version of that, which everybody is told. A slot whose host is lost goes to a *spare*, a server
+of the present world without slots; else to the survivor with the fewest slots, or it waits for a process to come, as
+`without_spare` says; its incarnation grows by one. Once all slots are healthy, a spare relieves a server that hosts
+several of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch_ecrec.coordinator.going_back import Eras
+from torch_ecrec.coordinator.job import RunningJob
+from torch_ecrec.coordinator.members import Members
+from torch_ecrec.coordinator.world import World
+from torch_ecrec.layout import repair
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.wire import NO_HOST, SlotPlace
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+
+Message = dict[str, Any]
+
+
+def data_loss(code: CodeSpec, job: JobSpec, gone: Collection[int]) -> str | None:
+    """What is lost with these slots that the code cannot repair, for people; None: nothing."""
+    lost: dict[str, int] = {}  # table -> rows; a stripe that nothing lies on is no loss
+    for slab in job.slabs:
+        layout = Layout(code.slots, code.k, code.parities, slab.rows)
+        if repair.rows_lost(layout, gone):
+            for table, first in zip(slab.tables, slab.first_rows, strict=True):
+                lost[table.name] = repair.rows_lost(layout, gone, first, first + table.rows)
+    tables, rows = [name for name in lost if lost[name]], sum(lost.values())
+    if not tables:
+        return None
+    words = f"(k, r) = ({code.k}, {code.r})" if code.parities else "no protection"
+    return (
+        f"slots {sorted(gone)} are lost together, which {words} cannot repair: {rows} rows of {len(tables)} tables"
+        f" ({', '.join(tables[:4])}{', ...' if len(tables) > 4 else ''}); restore a checkpoint"
+    )
+
+
+class SlotTable:
+    """Slots, and the servers that host them.
+
+    Args:
+        without_spare: "survivor" or "wait": who gets the slots of a lost server when there is no spare.
+        announce: tells observers of an event.
+
+    Attributes:
+        epoch: version of the placement; 0: nothing is placed yet.
+        slots: by slot; empty until they are placed for the first time.
+    """
+
+    def __init__(
+        self,
+        without_spare: str,
+        job: RunningJob,
+        members: Members,
+        world: World,
+        eras: Eras,
+        announce: Callable[[Message], None],
+    ) -> None:
+        self.without_spare = without_spare
+        self._job, self._members, self._world, self._eras = job, members, world, eras
+        self._announce = announce
+        self.epoch = 0
+        self.slots: list[SlotPlace] = []
+
+    @property
+    def placed(self) -> bool:
+        """Slots have been given to servers: there is a job that goes on."""
+        return bool(self.slots)
+
+    def hosted_by(self, server: str) -> list[int]:
+        """Its slots."""
+        return [slot for slot, place in enumerate(self.slots) if place.server == server]
+
+    def hosted_by_others(self, servers: Collection[str]) -> list[int]:
+        """Slots whose host is none of these; those that wait for a host aside."""
+        return [i for i, place in enumerate(self.slots) if place.server != NO_HOST and place.server not in servers]
+
+    def _load_of(self, server: str) -> int:
+        return len(self.hosted_by(server))
+
+    def _spares(self) -> list[str]:
+        return [server for server in self._world.servers() if self._load_of(server) == 0]
+
+    def _choose_host(self) -> str:
+        """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come)."""
+        servers, spares = self._world.servers(), self._spares()
+        if spares:
+            return spares[0]
+        if self.without_spare == "wait" or not servers:
+            return NO_HOST
+        return min(servers, key=self._load_of)
+
+    # slots find a host --------------------------------------------------------------------------
+
+    def place_all(self) -> None:
+        """Every slot gets a server of its own, for the first time."""
+        servers = self._world.servers()
+        if len(servers) < self._job.code.slots:
+            return
+        self.slots = [SlotPlace(servers[i], 0, True) for i in range(self._job.code.slots)]
+        self.new_epoch("placed")
+
+    def lose(self, slots: Collection[int]) -> None:
+        """Slots whose host is gone: checks that the code can repair them, then finds them new hosts."""
+        if self._stop_if_lost(self._unhealthy() | set(slots)):
+            return
+        for i in slots:
+            self.slots[i] = SlotPlace(self._choose_host(), self.slots[i].incarnation + 1, False)
+        self.new_epoch("re-placed")
+        if self._eras.going_back is not None:
+            self._eras.begin()
+
+    def _unhealthy(self) -> set[int]:
+        return {i for i, place in enumerate(self.slots) if not place.healthy}
+
+    def _stop_if_lost(self, gone: Collection[int]) -> bool:
+        """Ends the job if the code cannot repair these slots; returns whether it did."""
+        assert self._job.spec is not None
+        reason = data_loss(self._job.code, self._job.spec, gone)
+        if reason is not None:
+            self._job.stop(reason, "data_loss")
+        return reason is not None
+
+    def place_waiting(self) -> None:
+        """Slots that wait for a process to come get it."""
+        changed = False
+        for i, place in enumerate(self.slots):
+            if place.server == NO_HOST and (host := self._choose_host()) != NO_HOST:
+                self.slots[i] = SlotPlace(host, place.incarnation, False)
+                changed = True
+        if changed:
+            self.new_epoch("re-placed")
+
+    def rebalance(self) -> None:
+        """A spare takes a slot from a server that holds several, once nothing is being rebuilt."""
+        spares = self._spares()
+        crowded = [i for i, place in enumerate(self.slots) if self._load_of(place.server) > 1]
+        if not spares or not crowded or self._unhealthy() or not self._job.code.parities:
+            return
+        if self._eras.going_back is not None:  # later: a new host does not know how far to go back
+            return
+        i = crowded[-1]
+        self.slots[i] = SlotPlace(spares[0], self.slots[i].incarnation + 1, False)
+        self.new_epoch("moved")
+
+    def take_back(self, epoch: int, slots: list[SlotPlace]) -> None:
+        """The newest placement that members of the coordinator before know. Nobody is told yet."""
+        self.epoch, self.slots = epoch, slots
+
+    # words of it --------------------------------------------------------------------------------
+
+    def new_epoch(self, why: str) -> None:
+        """What has changed becomes a version that everybody is told. `why`: the event's name."""
+        self.epoch += 1
+        self._announce({"event": why, "epoch": self.epoch, "slots": [[p.server, p.incarnation] for p in self.slots]})
+        for member in self._members.present():
+            self.send_to(member.name)
+
+    def send_to(self, name: str) -> None:
+        """Tells a member all that it needs to work with the slots."""
+        assert self._job.spec is not None
+        self._eras.send_to(name)  # before anything can be asked for
+        send = self._members.send
+        send(name, messages.Job(self._job.spec))
+        slots = [(place.server, place.incarnation, place.healthy) for place in self.slots]
+        send(name, messages.Placed(messages.Placement(self.epoch, slots)))
+        if self._job.origin is not None:
+            send(name, messages.Loaded(self._job.origin))
+
+    # what hosts say -----------------------------------------------------------------------------
+
+    def is_hosted(self, slot: int, incarnation: int, by: str) -> bool:
+        """Whether a member hosts this incarnation of a slot, and it is the present one."""
+        place = self.slots[slot]
+        return place.server == by and place.incarnation == incarnation
+
+    def on_ready(self, slot: int, incarnation: int) -> None:
+        """A slot's new host serves."""
+        self._announce({"event": "re-hosted" if incarnation else "ready", "slot": slot, "incarnation": incarnation})
+
+    def on_rebuilt(self, slot: int, incarnation: int) -> None:
+        """All records of a slot are there again."""
+        place = self.slots[slot]
+        if place.healthy:
+            return
+        self.slots[slot] = SlotPlace(place.server, incarnation, True)
+        self.new_epoch("rebuilt")
+        self._announce({"event": "slot rebuilt", "slot": slot, "incarnation": incarnation})
+        self.rebalance()
+
+    def on_unrecoverable(self, slot: int) -> None:
+        """A new host found that nobody has what it needs."""
+        self._stop_if_lost({slot} | self._unhealthy())
+        if self._job.fatal is None:
+            self._job.stop(f"slot {slot} is lost: no holder of its parities has caught up with it", "data_loss")

@@ -1,0 +1,127 @@
+"""A coordinator that was started again knows nothing: members of the one before tell it what they know.
+
+It waits until everybody of the newest placement has rejoined, or `REGATHER_S` from the first; who is missing then is
+lost. What they said, taken together, is `Knowledge`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import Rejoin
+from torch_ecrec.protocol.wire import NO_HOST, SlotPlace
+from torch_ecrec.spec.job import JobSpec
+
+REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for the others
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What members of the coordinator before know, taken together. `said`: by name."""
+
+    said: Mapping[str, Rejoin]
+
+    @property
+    def placement(self) -> messages.Placement | None:
+        """The newest."""
+        known = (one.placement for one in self.said.values())
+        return max((p for p in known if p is not None), key=lambda p: p.epoch, default=None)
+
+    @property
+    def job(self) -> JobSpec | None:
+        return next((one.job for one in self.said.values() if one.job is not None), None)
+
+    @property
+    def trainers(self) -> int:
+        """How many of those who spoke are trainers."""
+        return sum(one.role == "trainer" for one in self.said.values())
+
+    @property
+    def world(self) -> set[str]:
+        """Members of the newest generation that somebody is in."""
+        furthest = max(self.said.values(), key=lambda one: one.generation, default=None)
+        return set() if furthest is None else set(furthest.world)
+
+    @property
+    def unsettled(self) -> bool:
+        """Servers were going back, or not all know of the same era."""
+        return any(one.frozen for one in self.said.values()) or len({one.era for one in self.said.values()}) > 1
+
+    def slots(self) -> tuple[list[SlotPlace], set[int]]:
+        """The newest placement that is known, with what its hosts know better.
+
+        A slot may have been rebuilt since. And some may know a later life of it than the placement does, whose host did
+        not come back: nobody listens to the life before any more.
+
+        Returns:
+            The slots, and which of them are lost like that: their host is not known.
+        """
+        placement = self.placement
+        found = [] if placement is None else [SlotPlace(*place) for place in placement.slots]
+        for one in self.said.values():
+            for i, incarnation in one.whole:
+                if found[i].incarnation == incarnation and found[i].server == one.name:
+                    found[i] = SlotPlace(found[i].server, incarnation, True)
+        lost = set()
+        for one in self.said.values():
+            for i, incarnation in enumerate(one.incarnations):
+                if incarnation > found[i].incarnation:
+                    found[i] = SlotPlace(NO_HOST, incarnation, False)
+                    lost.add(i)
+        return found, lost
+
+
+class Regathering:
+    """Whether members of the coordinator before are telling what they know, and what they have told.
+
+    Attributes:
+        active: they are.
+        said: by name, in order of arrival; empty when it is not active.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self.said: dict[str, Rejoin] = {}
+        self._until_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        self.active, self.said, self._until_s = True, {}, now_s + REGATHER_S
+
+    def add(self, rejoin: Rejoin) -> None:
+        """A member has told what it knows."""
+        self.said[rejoin.name] = rejoin
+
+    def forget(self, name: str) -> bool:
+        """A member is gone again, as if it had not come back; returns whether it had."""
+        return self.said.pop(name, None) is not None
+
+    def knows_better(self, rejoin: Rejoin) -> bool:
+        """Somebody else of that name is back already, and knows as much or more."""
+        said = self.said.get(rejoin.name)
+        return said is not None and said.birth != rejoin.birth and _newest(rejoin) <= _newest(said)
+
+    def is_over(self, now_s: float, job: JobSpec | None) -> bool:
+        """Whether everybody is back who is needed, or the time is up. `job`: where none of them knows it."""
+        if not self.active or (not self.said and now_s < self._until_s):
+            return False
+        known = Knowledge(self.said)
+        placement, job = known.placement, known.job or job
+        if placement is not None and job is not None and known.trainers == job.trainers:
+            hosts = {server for server, _, _ in placement.slots if server != NO_HOST}
+            if hosts <= self.said.keys():  # spares may be a little later
+                all_here = known.world <= self.said.keys()
+                self._until_s = min(self._until_s, now_s + (0 if all_here else SPARES_S))
+        return now_s >= self._until_s
+
+    def end(self) -> Knowledge:
+        """It is over: what was said."""
+        known = Knowledge(self.said)
+        self.active, self.said = False, {}
+        return known
+
+
+def _newest(rejoin: Rejoin) -> tuple[int, int]:
+    """How new what a member knows is: epoch, generation."""
+    return rejoin.placement.epoch if rejoin.placement is not None else -1, rejoin.generation

@@ -1,0 +1,46 @@
+"""What `torch-ecrec status` shows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch_ecrec
+from torch_ecrec.coordinator.state import ClusterState
+from torch_ecrec.protocol.wire import training_step
+
+
+def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
+    """Everything, as an object of JSON."""
+    job, eras, table = state.job, state.eras, state.table
+    resume_step = eras.resume_step if eras.going_back is None else eras.going_back.step
+    return {
+        "version": torch_ecrec.__version__,
+        "code": dataclasses.asdict(job.code),
+        "transport": state.transport,
+        "generation": state.world.generation,
+        "epoch": table.epoch,
+        "era": eras.number,
+        "going_back": eras.going_back is not None,
+        "resume_step": None if resume_step is None else training_step(resume_step, job.origin),
+        "step": job.step,
+        "fatal": job.fatal,
+        "tables": len(job.spec.tables) if job.spec else 0,
+        "slots": [
+            {"slot": i, "server": p.server, "incarnation": p.incarnation, "healthy": p.healthy}
+            for i, p in enumerate(table.slots)
+        ],
+        "members": [
+            {
+                "name": m.name,
+                "role": m.role,
+                "pid": m.pid,
+                "alive": m.alive,
+                "left": m.left,
+                "spare": m.role == "server" and not table.hosted_by(m.name),
+                "silent_s": round(now_s - m.heard_s, 3),
+                "report": m.report,
+            }
+            for m in state.members.by_name.values()
+        ],
+    }

@@ -1,0 +1,46 @@
+"""How a coordinator that was started again goes on from what members of the one before have told it."""
+
+from __future__ import annotations
+
+from torch_ecrec.coordinator import departures
+from torch_ecrec.coordinator.regathering import Knowledge
+from torch_ecrec.coordinator.state import ClusterState
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.wire import NO_HOST
+
+UNKNOWN_HOST = "nobody"  # in the event of a loss: the slot's host is not known any more
+
+
+def go_on(state: ClusterState, now_s: float) -> None:
+    """Ends the regathering as soon as everybody is back who is needed, or the time is up."""
+    if not state.regathering.is_over(now_s, state.job.spec):
+        return
+    known = state.regathering.end()
+    state.learn(known)
+    state.announce({"event": "regathered", "epoch": state.table.epoch, "members": sorted(known.said)})
+    for name in known.said:
+        state.members.send(name, messages.Rejoined(state.members.life))
+    if known.placement is not None:
+        _take_back(state, known, known.placement.epoch, now_s)
+    state.form(now_s, even_if_complete=state.world.is_split)
+    if known.placement is not None:
+        state.table.place_waiting()  # what waited for the end of a generation: there may be none that ends
+
+
+def _take_back(state: ClusterState, known: Knowledge, epoch: int, now_s: float) -> None:
+    """The newest placement goes on, without those who did not come back."""
+    slots, lost = known.slots()
+    state.table.take_back(epoch, slots)
+    job, said = state.job.spec, known.said
+    strangers = any(trainer.name not in said for trainer in state.members.trainers)
+    if known.unsettled or strangers or job is None or known.trainers < job.trainers:
+        departures.lose_trainers(state, "trainers were lost while there was no coordinator", now_s)
+    gone = sorted({*state.table.hosted_by_others(said), *lost})
+    if not gone:
+        state.table.new_epoch("kept")
+        return
+    for server in sorted({slots[i].server for i in gone}):
+        hosted = [i for i in gone if slots[i].server == server]
+        name = UNKNOWN_HOST if server == NO_HOST else server
+        state.announce({"event": "lost", "member": name, "why": "it did not rejoin", "slots": hosted})
+    state.table.lose(gone)
