@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import is_stopped, wait_until
 
-from torch_ecrec.__main__ import main, parser
+from torch_ecrec.cli.main import main, parser
 from torch_ecrec.demo import chaos, run
 from torch_ecrec.demo.chaos import ChaosRun
 from torch_ecrec.demo.plot import draw_chaos, spread_bursts

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from conftest import MARK, ROOT, leftover, wait_for_none
 
-from torch_ecrec.__main__ import main, parser
+from torch_ecrec.cli.main import main, parser
 from torch_ecrec.demo import criteo, report, run
 from torch_ecrec.demo.plot import draw, spread, throughput
 from torch_ecrec.demo.report import Record, format_kill, format_status, format_summary

@@ -1,6 +1,6 @@
 """The demonstration: trains a DLRM on a cluster of processes, kills servers, and compares with the undisturbed run.
 
-    run_demo(arguments)     `torch-ecrec demo`; arguments as in `torch_ecrec.__main__`
+    run_demo(arguments)     `torch-ecrec demo`; arguments as in `cli/demo.py`
 
 A *run* is a supervised cluster, trainers under torchrun, and this process, which watches the coordinator: it learns of
 every completed step within a millisecond or so, and sends SIGKILL from the thread that learns of it. Kills are written

@@ -477,6 +477,14 @@ class ControlClient:
             self._on_closed(reason or self._reason)
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """ "host:port" -> (host, port). Raises ValueError where it is no such thing."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"an address must be HOST:PORT, got {text!r}")
+    return host, int(port)
+
+
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
     """Asks one question on a connection of its own and returns the answer.
 
