@@ -43,9 +43,9 @@ import numpy as np
 
 from torch_ecrec.bench import record as bench_record
 from torch_ecrec.demo.report import Kill, Record, since
-from torch_ecrec.demo.run import free_port
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.processes.children import free_port
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.records.optimizers import optimizer
