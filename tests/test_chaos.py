@@ -15,7 +15,8 @@ import pytest
 from conftest import is_stopped, wait_until
 
 from torch_ecrec.cli.main import main, parser
-from torch_ecrec.demo import chaos, training
+from torch_ecrec.demo import chaos
+from torch_ecrec.demo import training as demo_training
 from torch_ecrec.demo.chaos import ChaosRun
 from torch_ecrec.demo.plot import draw_chaos, spread_bursts
 from torch_ecrec.demo.terminal import Terminal
@@ -62,7 +63,7 @@ def test_bad_input_is_one_message_and_starts_nothing(
     def start(*_: object, **__: object) -> None:
         pytest.fail("something was started")
 
-    monkeypatch.setattr(training, "Supervisor", start)
+    monkeypatch.setattr(demo_training, "Supervisor", start)
     monkeypatch.setattr(chaos, "warm", start)
     with pytest.raises(ValueError, match=re.escape(says)):
         chaos.check(arguments_of("--out", str(tmp_path), *words))

@@ -494,7 +494,7 @@ def test_a_kill_with_a_tilde_waits_for_trainers_and_for_a_coordinator(tmp_path: 
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def finished(tmp_path: Path) -> tuple[argparse.Namespace, Run, Run]:
+def finished(tmp_path: Path) -> tuple[argparse.Namespace, DemoRun, DemoRun]:
     arguments = arguments_of("--steps", "40", "--data", "rows.tsv")
     runs = []
     for _ in range(2):
