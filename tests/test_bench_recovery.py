@@ -14,7 +14,15 @@ import pytest
 import torch
 from conftest import MARK, leftover, wait_for_none
 
-from torch_ecrec.bench import recovery, recovery_worker, workload
+from torch_ecrec.bench import (
+    recovery,
+    recovery_figures,
+    recovery_report,
+    recovery_trial,
+    recovery_worker,
+    workload,
+)
+from torch_ecrec.bench.recovery_checkpoint import from_checkpoint
 from torch_ecrec.bench.recovery_figures import FIGURES, RECORD_BYTES, TABLES, Case, Steps
 from torch_ecrec.bench.recovery_processes import CaseWatch, Stopped
 from torch_ecrec.demo.report import Kill
@@ -219,7 +227,7 @@ def test_bad_arguments_start_nothing(words: list[str], says: str, tmp_path: Path
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-def watch_of(tmp_path: Path) -> Watch:
+def watch_of(tmp_path: Path) -> CaseWatch:
     (tmp_path / "trainers.log").write_text("last words\n")
     return CaseWatch(2, 3, "a case", tmp_path / "trainers.log")
 
