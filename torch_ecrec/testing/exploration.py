@@ -48,7 +48,7 @@ from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing.fingerprint import fingerprint
 from torch_ecrec.testing.processes import Call, Center, Oracle, Process, Server, Trainer
-from torch_ecrec.testing.simulation import Load, Scenario
+from torch_ecrec.testing.scenario import Load, Scenario
 
 COORDINATOR = "coordinator"
 LIVE_PROCESSES = 4000  # kept as they are, so that not every one is made again
