@@ -4,8 +4,8 @@
     process = plane.start("server")         # connects, joins; `handlers.on_welcome` follows
     plane.reset([process.connection])       # both sides notice, a moment later, each in its own time
 
-A `VirtualProcess` does on its side what `member.Member` does in a real one: it joins, or joins again if it had not read its
-name when the connection ended; it rejoins, skips generations that it was asked for before, and ends when it is told to.
+A `VirtualProcess` does on its side what `member.Member` does in a real one: it joins, or joins again if it had not read
+its name when the connection ended; it rejoins, skips generations that it was asked for before, and ends when told to.
 A connection is a `Line` each way: in order, now and then slow. What is under way when it is reset never arrives; what a
 process said before it died may. A probe's answer says whether the process was alive when the probe arrived.
 

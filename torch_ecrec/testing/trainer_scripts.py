@@ -1,4 +1,4 @@
-"""What the trainers of a simulated cluster do: look up, push, exchange losses, take snapshots; go on after a restart."""
+"""What trainers of a simulated cluster do: look up, push, exchange losses, take snapshots; go on after a restart."""
 
 from __future__ import annotations
 
