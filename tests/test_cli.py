@@ -29,6 +29,7 @@ from torch_ecrec.codec import field
 from torch_ecrec.demo import criteo, run
 from torch_ecrec.errors import ClusterUnavailable, JoinRefused
 from torch_ecrec.processes import launch
+from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.spec.job import FIELD_SIZE
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import ControlClient, request
@@ -138,7 +139,7 @@ def test_bad_data(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["demo", "--optimizer", "adam"], "invalid choice: 'adam' (choose from 'adagrad', 'rowwise_adagrad', 'sgd')"),
+        (["demo", "--optimizer", "adam"], f"invalid choice: 'adam' (choose from {', '.join(map(repr, OPTIMIZERS))})"),
         (["demo", "--protection", "raid"], "invalid choice: 'raid' (choose from 'parity', 'none')"),
         (["demo", "-k", "two"], "argument -k: invalid int value: 'two'"),
         (["up", "--port", "70000"], "a port is a number up to 65535, got '70000'"),
