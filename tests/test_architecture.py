@@ -44,7 +44,8 @@ RANKS = {
     "rehearsal": 12,
     "bench": 12,
     "examples": 12,
-    "__main__": 13,
+    "cli": 13,
+    "__main__": 14,
 }
 
 # Only this module reads the environment.

@@ -14,8 +14,17 @@ import pytest
 import torch
 from conftest import MARK, leftover, wait_for_none
 
-from torch_ecrec.bench import recovery, recovery_worker, workload
-from torch_ecrec.bench.recovery import FIGURES, RECORD_BYTES, TABLES, Case, Steps, Stopped, Watch
+from torch_ecrec.bench import (
+    recovery,
+    recovery_figures,
+    recovery_report,
+    recovery_trial,
+    recovery_worker,
+    workload,
+)
+from torch_ecrec.bench.recovery_checkpoint import from_checkpoint
+from torch_ecrec.bench.recovery_figures import FIGURES, RECORD_BYTES, TABLES, Case, Steps
+from torch_ecrec.bench.recovery_processes import CaseWatch, Stopped
 from torch_ecrec.demo.report import Kill
 from torch_ecrec.spec.job import CodeSpec
 
@@ -32,7 +41,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 def test_cases_are_sizes_by_limits_and_one_idle_each() -> None:
-    found = [case.name for case in recovery.cases([1.0, 0.5], [0.0, 50.0], None, True)]
+    found = [case.name for case in recovery_figures.cases([1.0, 0.5], [0.0, 50.0], None, True)]
     assert found == [
         "1 GB, no limit",
         "1 GB, 50 MB/s",
@@ -41,21 +50,21 @@ def test_cases_are_sizes_by_limits_and_one_idle_each() -> None:
         "0.5 GB, 50 MB/s",
         "0.5 GB, idle",
     ]
-    found = [case.name for case in recovery.cases([1.0, 0.5], [0.0, 50.0], 0.5, False)]
+    found = [case.name for case in recovery_figures.cases([1.0, 0.5], [0.0, 50.0], 0.5, False)]
     assert found == ["1 GB, no limit", "0.5 GB, no limit", "0.5 GB, 50 MB/s"]
-    assert [case.idle for case in recovery.cases([1.0], [], None, True)] == [True]
+    assert [case.idle for case in recovery_figures.cases([1.0], [], None, True)] == [True]
 
 
 @pytest.mark.parametrize("gigabytes", [0.02, 1.0, 8.0])
 def test_the_tables_have_the_size_asked_for(gigabytes: float) -> None:
-    rows = recovery.rows_per_table(gigabytes)
+    rows = recovery_figures.rows_per_table(gigabytes)
     assert TABLES * rows * RECORD_BYTES == pytest.approx(gigabytes * 1e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(("slots", "k", "r"), [(3, 2, 1), (5, 3, 2), (7, 4, 1)])
 def test_bytes_of_the_slots_add_up(slots: int, k: int, r: int) -> None:
     rows = 1000
-    sizes = [recovery.slot_bytes(CodeSpec(slots, k, r), rows, slot) for slot in range(slots)]
+    sizes = [recovery_figures.slot_bytes(CodeSpec(slots, k, r), rows, slot) for slot in range(slots)]
     stripes = -(-TABLES * rows // k)
     assert sum(data for data, _ in sizes) == TABLES * rows * RECORD_BYTES
     assert sum(parity for _, parity in sizes) == stripes * r * RECORD_BYTES
@@ -110,7 +119,9 @@ def test_figures_of_a_kill() -> None:
     times = [t / 10 for t in range(100)] + [10.0 + t / 5 for t in range(13)]
     times += [12.5 + t / 10 for t in range(1, 100)]
     steps = steps_of([(t - 0.05, t) for t in times])
-    figures = recovery.figures_of(kill_at(10.0), steps, 14.0, (5.0, 15.0, 20.0), 100, (200_000_000, 100_000_000))
+    figures = recovery_figures.figures_of(
+        kill_at(10.0), steps, 14.0, (5.0, 15.0, 20.0), 100, (200_000_000, 100_000_000)
+    )
     assert set(figures) == set(FIGURES)
     wanted = {"detected_s": 0.01, "rehosted_s": 0.5, "rebuilt_s": 2.5, "spare_s": 4.0, "rebuild_s": 2.0}
     wanted |= {"lost_mb": 300.0, "lost_data_mb": 200.0, "lost_mb_per_s": 150.0, "lost_data_mb_per_s": 100.0}
@@ -121,7 +132,7 @@ def test_figures_of_a_kill() -> None:
 
 
 def test_nobody_trains_while_idle() -> None:
-    figures = recovery.figures_of(kill_at(10.0), Steps(0), 14.0, (5.0, 15.0, 20.0), 100, (2, 1))
+    figures = recovery_figures.figures_of(kill_at(10.0), Steps(0), 14.0, (5.0, 15.0, 20.0), 100, (2, 1))
     nothing = {
         "first_step_s",
         "stall_s",
@@ -170,7 +181,7 @@ def a_row(case: Case, *detected_s: float) -> dict[str, Any]:
     kills = [{**empty, "detected_s": value} for value in detected_s]
     if case.idle:
         kills = [{**kill, "first_step_s": None, "before_samples_per_s": None} for kill in kills]
-    return recovery.summary(case, kills)
+    return recovery_figures.summary(case, kills)
 
 
 def test_a_row_has_median_least_and_most() -> None:
@@ -186,14 +197,14 @@ def test_what_is_printed_and_drawn(tmp_path: Path) -> None:
     taken = {"save_s": 1.0, "start_s": 6.0, "load_s": 2.0, "until_training_s": 8.0, "redo_s": 900.0}
     done = {"gigabytes": 1.0, "skipped": None, "until_caught_up_s": 908.0, **taken}
     skipped = {"gigabytes": 4.0, "skipped": "no room"}
-    text = recovery.tables(rows, [done, skipped], 1800.0)
+    text = recovery_report.tables(rows, [done, skipped], 1800.0)
     assert "over 2 kills in training" in text and "1 GB, idle" in text
     assert (
         "not run but computed: half of an interval of 1800 s" in text and "4 GB, checkpoint: skipped: no room" in text
     )
-    recovery.draw(rows, [done, skipped], tmp_path / "picture.png")
+    recovery_report.draw(rows, [done, skipped], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
-    assert recovery.tables([], [], 1800.0) == ""
+    assert recovery_report.tables([], [], 1800.0) == ""
 
 
 @pytest.mark.parametrize(
@@ -216,9 +227,9 @@ def test_bad_arguments_start_nothing(words: list[str], says: str, tmp_path: Path
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
-def watch_of(tmp_path: Path) -> Watch:
+def watch_of(tmp_path: Path) -> CaseWatch:
     (tmp_path / "trainers.log").write_text("last words\n")
-    return Watch(2, 3, "a case", tmp_path / "trainers.log")
+    return CaseWatch(2, 3, "a case", tmp_path / "trainers.log")
 
 
 def test_a_wait_ends_when_it_is_met_or_hopeless_or_over(tmp_path: Path) -> None:
@@ -258,7 +269,7 @@ def test_spares_are_servers_of_the_world_that_host_nothing_and_live(tmp_path: Pa
 def test_a_checkpoint_that_does_not_fit_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(recovery.shutil, "disk_usage", lambda _: usage._replace(free=2_000_000_000))
-    result = recovery.from_checkpoint(4.0, parse("--out", str(tmp_path)))
+    result = from_checkpoint(4.0, parse("--out", str(tmp_path)))
     assert result == {"gigabytes": 4.0, "skipped": result["skipped"]}
     assert "2.0 GB free" in result["skipped"] and "5.3 GB needed" in result["skipped"]
 
@@ -307,7 +318,7 @@ def test_a_real_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.slow
 def test_a_real_checkpoint(tmp_path: Path) -> None:
-    restart = recovery.from_checkpoint(0.02, parse("--batch-size", "128", "--out", str(tmp_path)))
+    restart = from_checkpoint(0.02, parse("--batch-size", "128", "--out", str(tmp_path)))
     assert restart["skipped"] is None and restart["checkpoint_bytes"] >= 0.99 * 20_000_000
     assert restart["save_s"] > 0 and restart["start_s"] > 0 and restart["load_s"] > 0 and restart["redo_s"] == 900.0
     assert restart["until_caught_up_s"] == restart["start_s"] + restart["load_s"] + 900.0
@@ -316,7 +327,7 @@ def test_a_real_checkpoint(tmp_path: Path) -> None:
 
 def test_a_training_that_ends_is_an_error_with_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that cannot start: the reason is in the message, what was measured in the file, nothing goes on."""
-    monkeypatch.setattr(recovery, "rows_per_table", lambda _: 0)
+    monkeypatch.setattr(recovery_trial, "rows_per_table", lambda _: 0)
     words = ["--gigabytes", "0.02", "--kills", "1", "--no-checkpoint", "--no-idle", "--out", str(tmp_path)]
     words += ["--servers", "2", "-k", "1", "--spares", "0", "--trainers", "1"]
     assert recovery.run(parse(*words)) == 1

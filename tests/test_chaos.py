@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from conftest import is_stopped, wait_until
 
-from torch_ecrec.__main__ import main, parser
-from torch_ecrec.demo import chaos, run
+from torch_ecrec.cli.main import main, parser
+from torch_ecrec.demo import chaos
+from torch_ecrec.demo import training as demo_training
 from torch_ecrec.demo.chaos import ChaosRun
 from torch_ecrec.demo.plot import draw_chaos, spread_bursts
-from torch_ecrec.demo.run import Terminal
+from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import CHAOS_EVENTS
@@ -62,7 +63,7 @@ def test_bad_input_is_one_message_and_starts_nothing(
     def start(*_: object, **__: object) -> None:
         pytest.fail("something was started")
 
-    monkeypatch.setattr(run, "Supervisor", start)
+    monkeypatch.setattr(demo_training, "Supervisor", start)
     monkeypatch.setattr(chaos, "warm", start)
     with pytest.raises(ValueError, match=re.escape(says)):
         chaos.check(arguments_of("--out", str(tmp_path), *words))

@@ -24,10 +24,13 @@ from cluster_child import job
 from conftest import MARK, ROOT, leftover, wait_for_none, wait_until
 
 import torch_ecrec
-from torch_ecrec.__main__ import main
+from torch_ecrec.cli.main import main
+from torch_ecrec.codec import field
 from torch_ecrec.demo import criteo, run
 from torch_ecrec.errors import ClusterUnavailable, JoinRefused
 from torch_ecrec.processes import launch
+from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
+from torch_ecrec.spec.job import FIELD_SIZE
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import ControlClient, request
 
@@ -136,7 +139,7 @@ def test_bad_data(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["demo", "--optimizer", "adam"], "invalid choice: 'adam' (choose from 'adagrad', 'rowwise_adagrad', 'sgd')"),
+        (["demo", "--optimizer", "adam"], f"invalid choice: 'adam' (choose from {', '.join(map(repr, OPTIMIZERS))})"),
         (["demo", "--protection", "raid"], "invalid choice: 'raid' (choose from 'parity', 'none')"),
         (["demo", "-k", "two"], "argument -k: invalid int value: 'two'"),
         (["up", "--port", "70000"], "a port is a number up to 65535, got '70000'"),
@@ -168,6 +171,49 @@ def test_no_coordinator(command: str, monkeypatch: pytest.MonkeyPatch, capsys: p
         refused([command, "--join", join], f"no coordinator at {join} within 0.3 s", capsys, code=4)
     monkeypatch.setenv("TORCH_ECREC_GIVE_UP_S", "soon")
     refused([command, "--join", join], "TORCH_ECREC_GIVE_UP_S must be a number, got 'soon'", capsys)
+
+
+# --- start -----------------------------------------------------------------------------------------------------------
+
+SLOW = ("torch", "torchrec", "fbgemm_gpu", "numba", "numpy")
+ASKED = """
+import sys
+from torch_ecrec.cli.main import main
+try:
+    code = main({words})
+except SystemExit as end:
+    code = end.code
+print("loaded", code, [name for name in {slow} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        pytest.param(["--help"], 0, id="help"),
+        pytest.param(["coordinator", "--help"], 0, id="help of a command"),
+        pytest.param(["status"], 2, id="status without a cluster"),
+        pytest.param(["status", "--join", "127.0.0.1:1"], 4, id="status of nobody"),
+        pytest.param(["serve", "-k", "two"], 2, id="bad words"),
+    ],
+)
+def test_what_needs_no_library_loads_none(words: list[str], code: int) -> None:
+    """They take seconds, in which a process neither answers nor notices that its parent is gone."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("TORCH_ECREC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED.format(words=words, slow=SLOW)],
+        cwd=ROOT,
+        env={**environment, "TORCH_ECREC_GIVE_UP_S": "0.3"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.stdout.splitlines()[-1:] == [f"loaded {code} []"], done.stderr
+
+
+def test_a_code_may_have_as_many_members_as_its_field_has_elements() -> None:
+    """Written twice, since the field's module loads Numba."""
+    assert FIELD_SIZE == field.FIELD_SIZE
 
 
 # --- processes -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Malformed, Ok, Placement, Refused, SlotPlace, Unknown
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing import Cluster, Scenario, check_parity, small_tables
+from torch_ecrec.testing import Scenario, SimulatedCluster, check_parity, small_tables
 from torch_ecrec.transport.node import RETRY_S, Node
 
 
@@ -333,7 +333,7 @@ def test_a_cluster_that_does_not_come_is_not_waited_for_longer_than_give_up_s():
 class VirtualSession(Session):
     """Waits by letting virtual time pass."""
 
-    cluster: Cluster
+    cluster: SimulatedCluster
 
     def _wait(self, condition, what, patient=False):
         for _ in range(10_000):
@@ -344,7 +344,7 @@ class VirtualSession(Session):
 
 
 def session_over(code: CodeSpec) -> VirtualSession:
-    cluster = Cluster(Scenario(code=code, steps=0, trainers=1, noise=0.02, network_seed=3))
+    cluster = SimulatedCluster(Scenario(code=code, steps=0, trainers=1, noise=0.02, network_seed=3))
     while "trainer-0" not in cluster.clients:
         cluster.network.clock.advance()
     session = VirtualSession(cluster.clients["trainer-0"], lambda message: None, lambda: None)

@@ -18,7 +18,7 @@ import pytest
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import control
-from torch_ecrec.transport.control import Connection, ControlClient, ControlServer, Lines, encode_line, request
+from torch_ecrec.transport.control import ControlClient, ControlServer, LineConnection, Lines, encode_line, request
 from torch_ecrec.transport.liveness import ALIVE, GONE, SignOfLife
 
 REPO = Path(__file__).resolve().parent.parent
@@ -30,8 +30,8 @@ class Running:
     """A server on a thread of its own; what its callbacks get is had from queues."""
 
     def __init__(self, port: int = 0) -> None:
-        self.messages: queue.Queue[tuple[Connection, dict[str, Any]]] = queue.Queue()
-        self.closed: queue.Queue[Connection] = queue.Queue()
+        self.messages: queue.Queue[tuple[LineConnection, dict[str, Any]]] = queue.Queue()
+        self.closed: queue.Queue[LineConnection] = queue.Queue()
         self.threads: set[int] = set()
         self.error: BaseException | None = None
         self.server = ControlServer("127.0.0.1", port, self.on_message, self.on_closed)
@@ -44,7 +44,7 @@ class Running:
         except BaseException as error:
             self.error = error
 
-    def on_message(self, connection: Connection, message: dict[str, Any]) -> None:
+    def on_message(self, connection: LineConnection, message: dict[str, Any]) -> None:
         self.threads.add(threading.get_ident())
         if message.get("fail"):
             raise ZeroDivisionError("told to")
@@ -52,11 +52,11 @@ class Running:
             connection.send(message)
         self.messages.put((connection, message))
 
-    def on_closed(self, connection: Connection) -> None:
+    def on_closed(self, connection: LineConnection) -> None:
         self.threads.add(threading.get_ident())
         self.closed.put(connection)
 
-    def message(self) -> tuple[Connection, dict[str, Any]]:
+    def message(self) -> tuple[LineConnection, dict[str, Any]]:
         return self.messages.get(timeout=WAIT_S)
 
     def stop(self) -> None:

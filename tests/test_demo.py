@@ -19,11 +19,14 @@ from typing import Any
 import pytest
 from conftest import MARK, ROOT, leftover, wait_for_none
 
-from torch_ecrec.__main__ import main, parser
-from torch_ecrec.demo import criteo, report, run
+from torch_ecrec.cli.main import main, parser
+from torch_ecrec.demo import criteo, report, run, training
+from torch_ecrec.demo.kills import KillSpec, parse_kills
 from torch_ecrec.demo.plot import draw, spread, throughput
 from torch_ecrec.demo.report import Record, format_kill, format_status, format_summary
-from torch_ecrec.demo.run import KillSpec, Run, Terminal, assemble, differences, parse_kills
+from torch_ecrec.demo.result import assemble, differences
+from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.demo.training import DemoRun
 from torch_ecrec.spec.job import CodeSpec
 
 RUN_LIMIT_S = 800.0  # only a hang reaches it, and the next
@@ -109,7 +112,7 @@ def test_bad_input_is_one_message_and_starts_nothing(
     def start(*_: object, **__: object) -> None:
         pytest.fail("something was started")
 
-    monkeypatch.setattr(run, "Supervisor", start)
+    monkeypatch.setattr(training, "Supervisor", start)
     monkeypatch.setattr(run, "warm", start)
     assert main(["demo", "--out", "out", *arguments]) == 2
     error = capsys.readouterr().err
@@ -378,12 +381,12 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert number == signal.SIGKILL
         pids.append(pid)
 
-    monkeypatch.setattr(run.os, "kill", kill)
+    monkeypatch.setattr(training.os, "kill", kill)
     return pids
 
 
-def started_run(tmp_path: Path, *kills: str) -> Run:
-    one = Run(arguments_of("--steps", "40"), CodeSpec(), parse_kills(kills, 3, 40, 2), tmp_path, Terminal())
+def started_run(tmp_path: Path, *kills: str) -> DemoRun:
+    one = DemoRun(arguments_of("--steps", "40"), CodeSpec(), parse_kills(kills, 3, 40, 2), tmp_path, Terminal())
     one._cluster = SimpleNamespace(coordinator=SimpleNamespace(pid=99))  # type: ignore[assignment]
     for message in [*JOINED, PLACED]:
         one._on_message(message)
@@ -491,11 +494,11 @@ def test_a_kill_with_a_tilde_waits_for_trainers_and_for_a_coordinator(tmp_path: 
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def finished(tmp_path: Path) -> tuple[argparse.Namespace, Run, Run]:
+def finished(tmp_path: Path) -> tuple[argparse.Namespace, DemoRun, DemoRun]:
     arguments = arguments_of("--steps", "40", "--data", "rows.tsv")
     runs = []
     for _ in range(2):
-        one = Run(arguments, CodeSpec(), [], tmp_path, Terminal())
+        one = DemoRun(arguments, CodeSpec(), [], tmp_path, Terminal())
         one.record = recorded()
         losses = [0.5 - 0.001 * step for step in range(40)]
         one.reports = [
@@ -572,14 +575,14 @@ def test_kills_of_all_roles_are_drawn(tmp_path: Path) -> None:
 
 
 def test_steps_have_the_trainers_own_times_unless_they_were_started_again(tmp_path: Path) -> None:
-    one = Run(arguments_of("--steps", "3"), CodeSpec(), [], tmp_path, Terminal())
+    one = DemoRun(arguments_of("--steps", "3"), CodeSpec(), [], tmp_path, Terminal())
     one.record.step_times = [1.0, 3.0, 3.0]  # a coordinator was missing
     for trainer in range(2):
         ended = [1.0 + trainer / 10, 2.0, 3.0 - trainer / 10]
         (tmp_path / f"trainer.{trainer}.json").write_text(json.dumps({"step_ended_s": ended}))
     one._read_reports()
     assert one.record.step_times == [1.1, 2.0, 3.0]
-    again = Run(arguments_of("--steps", "3"), CodeSpec(), [], tmp_path, Terminal())
+    again = DemoRun(arguments_of("--steps", "3"), CodeSpec(), [], tmp_path, Terminal())
     again.record.step_times = [1.0, 2.5, 3.5]
     (tmp_path / "trainer.1.json").write_text(json.dumps({"step_ended_s": [2.0, 3.0]}))
     again._read_reports()

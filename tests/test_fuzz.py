@@ -38,8 +38,8 @@ from torch_ecrec.runtime import shared
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing import Cluster, Scenario, simulate, small_tables
-from torch_ecrec.testing.simulation import Run
+from torch_ecrec.testing import Scenario, SimulatedCluster, simulate, small_tables
+from torch_ecrec.testing.result import SimulationResult
 from torch_ecrec.transport.door import HELLO
 from torch_ecrec.transport.frames import HEADER, MAGIC, Frame, FrameReader
 from torch_ecrec.transport.sockets import NO_NAME, SocketTransport
@@ -111,7 +111,7 @@ class Breaker:
         return wire.Ok(broken)
 
 
-def undisturbed(scenario: Scenario) -> Run:
+def undisturbed(scenario: Scenario) -> SimulationResult:
     return simulate(scenario)
 
 
@@ -159,7 +159,7 @@ def test_no_request_makes_a_handler_raise(many: int, monkeypatch: pytest.MonkeyP
 
             patch.setattr(Host, "handle", keep)
             scenario = Scenario(code=CodeSpec(4, 2, 2), network_seed=seed, kills=((1, 2),), trainer_kills=((0, 3),))
-            cluster = Cluster(scenario)
+            cluster = SimulatedCluster(scenario)
             for _ in range(rng.randrange(100, 1500)):
                 cluster._run_trainers()
                 if not cluster.network.clock.advance():

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 from torch_ecrec.spec.job import CodeSpec, TableSpec
-from torch_ecrec.testing import Cluster, Run, Scenario
-from torch_ecrec.testing.membership import Connection, Process
+from torch_ecrec.testing import Scenario, SimulatedCluster, SimulationResult
+from torch_ecrec.testing.membership import VirtualConnection, VirtualProcess
 
 RESETS = ("reset", "reset all", "reset all, probes late")
 CRASHES = ("crash", "leave", "crash coordinator")
@@ -53,7 +53,7 @@ class LifeFault:
         return f"{self.kind} at {self.plane} message {self.number}"
 
 
-class Lives(Cluster):
+class Lives(SimulatedCluster):
     """A simulated cluster in which things happen to members."""
 
     def __init__(self, scenario: Scenario, faults: Sequence[LifeFault]) -> None:
@@ -69,16 +69,16 @@ class Lives(Cluster):
 
         self.network.send = send_and_see  # type: ignore[method-assign]
 
-    def on_sent(self, number: int, connection: Connection) -> None:
+    def on_sent(self, number: int, connection: VirtualConnection) -> None:
         self.happen("control", number, connection.process)
 
-    def happen(self, plane: str, number: int, process: Process) -> None:
+    def happen(self, plane: str, number: int, process: VirtualProcess) -> None:
         for fault in self.faults:
             if (fault.plane, fault.number) == (plane, number) and not fault.fired:
                 fault.fired = True
                 fault.skipped = not self.apply(fault.kind, process)
 
-    def apply(self, kind: str, process: Process) -> bool:
+    def apply(self, kind: str, process: VirtualProcess) -> bool:
         """False if it may not be."""
         if kind == "crash coordinator":
             self.kill_coordinator()
@@ -99,13 +99,13 @@ class Lives(Cluster):
 
 
 @functools.cache
-def undisturbed(name: str) -> Run:
+def undisturbed(name: str) -> SimulationResult:
     run = Lives(dataclasses.replace(SCENARIOS[name], spares=2), ()).go()
     run.check_against(run)
     return run
 
 
-def live(name: str, faults: Sequence[LifeFault]) -> Run:
+def live(name: str, faults: Sequence[LifeFault]) -> SimulationResult:
     """A run with faults, which must end as the one without. Raises AssertionError that names them."""
     point = f"{name}: {' and '.join(map(str, faults))}"
     cluster = Lives(dataclasses.replace(SCENARIOS[name], spares=2), faults)
@@ -180,7 +180,7 @@ class Together(Lives):
 
     pair = (0, 1)
 
-    def apply(self, kind: str, process: Process) -> bool:
+    def apply(self, kind: str, process: VirtualProcess) -> bool:
         for slot in self.pair if self.slots_known else ():
             self.kill(self.process_of[self.slots_known[slot].server])
         return bool(self.slots_known)

@@ -25,8 +25,8 @@ from torch_ecrec.protocol import step_rule
 from torch_ecrec.server import slot as slot_module
 from torch_ecrec.server import snapshots
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-from torch_ecrec.testing import Cluster, Fault, Scenario, simulate
-from torch_ecrec.testing.simulation import LOADS, Load, check_parity
+from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, check_parity, simulate
+from torch_ecrec.testing.scenario import LOADS, Load
 from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, LOSSES
 
 FEW = LOADS[1:4]  # a value for every row that they read, or the servers' own
@@ -145,7 +145,7 @@ def test_nothing_is_left_behind_of_what_only_the_lost_trainers_loaded():
 
 
 def test_many_loads_keep_no_more_than_steps_do():
-    """`Cluster` looks at the bounds all along; trainer 0's word lets the logs go, though the others say nothing."""
+    """The verifier looks at the bounds all along; trainer 0's word lets the logs go, though the others say nothing."""
     run = check(dataclasses.replace(LOADING, loads=LOADS * 4, verify_every=5))
     assert run.longest["log"] >= 2
 
@@ -175,23 +175,23 @@ class Net(nn.Module):
 NAMES = [f"tables.embedding_bags.{table}.weight" for table in "ab"]
 
 
-def model_over(cluster: Cluster, own: bool = True, restarted: bool = False) -> DistributedModelParallel:
+def model_over(cluster: SimulatedCluster, own: bool = True, restarted: bool = False) -> DistributedModelParallel:
     torch.manual_seed(5)
     session = VirtualSession(next(iter(cluster.clients.values())), lambda message: None, lambda: None, restarted)
     session.cluster = cluster
     return DistributedModelParallel(Net(own), device=torch.device("cpu"), session=session)
 
 
-def new_cluster() -> Cluster:
+def new_cluster() -> SimulatedCluster:
     """Of one trainer, for the tables of `Net`; the scripts of its own trainers do not run."""
     job = JobSpec(tuple(table_specs(Net().tables, {"a": "a", "b": "b"})), CodeSpec(3, 2, 1), 1)
-    cluster = Cluster(Scenario(tables=job.tables, trainers=1, spares=2, rebuild_chunk_bytes=1 << 20))
+    cluster = SimulatedCluster(Scenario(tables=job.tables, trainers=1, spares=2, rebuild_chunk_bytes=1 << 20))
     while not cluster.clients:  # until the trainer has joined
         assert cluster.network.clock.advance()
     return cluster
 
 
-def other_life(cluster: Cluster) -> None:
+def other_life(cluster: SimulatedCluster) -> None:
     """The trainer is killed, and another one joins."""
     (name,) = cluster.clients
     cluster.network.kill(name)
@@ -199,11 +199,11 @@ def other_life(cluster: Cluster) -> None:
         assert cluster.network.clock.advance()
 
 
-def lose(cluster: Cluster, index: int) -> None:
+def lose(cluster: SimulatedCluster, index: int) -> None:
     cluster.network.kill(cluster.slots_known[index].server)
 
 
-def until_whole(cluster: Cluster) -> None:
+def until_whole(cluster: SimulatedCluster) -> None:
     for _ in range(20_000):
         if cluster.whole() and all(slot.rebuild.whole for slot in cluster.slots()) and len(cluster.slots()) == 3:
             return

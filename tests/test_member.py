@@ -12,7 +12,7 @@ from torch_ecrec.errors import ClusterUnavailable, DataLoss, JoinRefused
 from torch_ecrec.processes.member import Member
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.control import Connection, ControlServer
+from torch_ecrec.transport.control import ControlServer, LineConnection
 from torch_ecrec.transport.node import Node
 
 LIMIT_S = 300.0  # for anything at all: only a hang reaches it
@@ -29,7 +29,7 @@ WELCOME = {
 class Coordinator:
     """Does with each join what `on_join` says; may be killed and started again at its address."""
 
-    def __init__(self, on_join: Callable[[Connection, int], None]) -> None:
+    def __init__(self, on_join: Callable[[LineConnection, int], None]) -> None:
         self.joins = 0
         self.told: queue.Queue[dict[str, Any]] = queue.Queue()
         self._on_join = on_join
@@ -47,7 +47,7 @@ class Coordinator:
         self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()
 
-    def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _on_message(self, connection: LineConnection, message: dict[str, Any]) -> None:
         self.told.put(message)
         if message["type"] == "join":
             self.joins += 1
@@ -83,7 +83,7 @@ def threads() -> Iterator[None]:
 def test_a_coordinator_that_ends_while_somebody_joins(ends: int) -> None:
     """A supervisor starts another one; who was joining asks that."""
 
-    def on_join(connection: Connection, number: int) -> None:
+    def on_join(connection: LineConnection, number: int) -> None:
         if number <= ends:
             connection.close()
         else:
@@ -114,7 +114,7 @@ def test_another_coordinator_comes_a_while_later() -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_nobody_comes_in_its_place() -> None:
-    def on_join(connection: Connection, number: int) -> None:
+    def on_join(connection: LineConnection, number: int) -> None:
         coordinator.server.close()
 
     coordinator = Coordinator(on_join)
@@ -149,7 +149,7 @@ def test_one_that_does_not_answer() -> None:
 def test_a_refusal_is_final(kind: str, error: type[Exception]) -> None:
     """Also if the connection ends right after it."""
 
-    def on_join(connection: Connection, number: int) -> None:
+    def on_join(connection: LineConnection, number: int) -> None:
         connection.send({"type": "refused", "kind": kind, "reason": "as ordered"})
         connection.close()
 

@@ -14,7 +14,7 @@ from conftest import ROOT
 from loops import Loop, attach, made, resumed, undisturbed
 from loops import batch as batch_of
 
-from torch_ecrec.__main__ import main, parser
+from torch_ecrec.cli.main import main, parser
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.observe import trace
 from torch_ecrec.observe.trace import Begun, Ended, Held, Kept, Record, Resumed, Tail, Trained, Writer, held_at, hold_at

@@ -24,7 +24,7 @@ from torch_ecrec.errors import Fenced
 from torch_ecrec.processes import launch
 from torch_ecrec.runtime.lifetime import end_at_once
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.control import Connection
+from torch_ecrec.transport.control import LineConnection
 
 END_S = 300.0  # for everything: only a hang reaches it
 SIGNALS = {"SIGTERM": [signal.SIGTERM], "SIGINT": [signal.SIGINT], "both": [signal.SIGINT, signal.SIGTERM]}
@@ -124,7 +124,7 @@ def test_serve_that_joins_again(moment: str, numbers: str) -> None:
     """It was fenced, and lets go of everything; the coordinator does not answer it a second time."""
     again = threading.Event()
 
-    def on_join(connection: Connection, number: int) -> None:
+    def on_join(connection: LineConnection, number: int) -> None:
         if number == 1:
             connection.send(WELCOME)
             connection.send({"type": "fatal", "kind": "fenced", "reason": "a reason"})

@@ -27,7 +27,7 @@ from torch_ecrec.records.shard import Shard
 from torch_ecrec.runtime.tensors import as_array
 from torch_ecrec.server import protection, rebuild, service, slot, snapshots
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing import Cluster, Fault, Run, Scenario, simulate
+from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, SimulationResult, simulate
 from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, FAULTS, LOSSES, Line
 from torch_ecrec.transport.node import Node
 
@@ -38,7 +38,9 @@ CODES = (TWO_ONE, THREE_TWO, *(CodeSpec(*numbers) for numbers in OTHERS))
 
 
 @functools.cache
-def undisturbed(code: CodeSpec, steps: int, trainers: int = 2, snapshot_every: int = 1, loads: tuple = ()) -> Run:
+def undisturbed(
+    code: CodeSpec, steps: int, trainers: int = 2, snapshot_every: int = 1, loads: tuple = ()
+) -> SimulationResult:
     """The oracle. Computed before anything is taken out of the protocol."""
     run = simulate(Scenario(code=code, steps=steps, trainers=trainers, snapshot_every=snapshot_every, loads=loads))
     run.check_against(run)
@@ -46,13 +48,13 @@ def undisturbed(code: CodeSpec, steps: int, trainers: int = 2, snapshot_every: i
     return run
 
 
-def check(scenario: Scenario, *faults: Fault) -> Run:
+def check(scenario: Scenario, *faults: Fault) -> SimulationResult:
     run = simulate(scenario, faults)
     run.check_against(oracle(scenario))
     return run
 
 
-def oracle(scenario: Scenario) -> Run:
+def oracle(scenario: Scenario) -> SimulationResult:
     return undisturbed(scenario.code, scenario.steps, scenario.trainers, scenario.snapshot_every, loads=scenario.loads)
 
 
@@ -72,7 +74,7 @@ def test_nothing_but_the_seed_decides_the_bits():
 def test_the_oracle_depends_on_every_lookup():
     """A record that differs in one bit after the first step changes the losses and the records that follow."""
     scenario = Scenario(steps=3)
-    cluster = Cluster(scenario)
+    cluster = SimulatedCluster(scenario)
     while not cluster.run.lookups:
         cluster._run_trainers()
         cluster.network.clock.advance()
@@ -241,7 +243,7 @@ def dies_first(lost: int):
 
     def run(more_s, number):
         fault = Fault("crash_sender", number)
-        cluster = Cluster(scenario, [fault])
+        cluster = SimulatedCluster(scenario, [fault])
         slow, welcome = {f"server-{other}" for other in {0, 1, 2} - {lost}}, cluster.on_welcome
 
         def on_welcome(process):
@@ -351,7 +353,7 @@ def test_every_fault_at_every_message_of_other_codes(code, slot_lost):
 def test_a_rebuild_reads_no_faster_than_its_limit_and_delays_nobody():
     seconds = {}
     for rate in (0.0, 400.0):
-        cluster = Cluster(Scenario(kills=((0, 1),), spares=2))
+        cluster = SimulatedCluster(Scenario(kills=((0, 1),), spares=2))
         cluster.settings = dataclasses.replace(cluster.settings, rebuild_bytes_per_s=rate)
         run = cluster.go()
         run.check_against(undisturbed(TWO_ONE, 4))
@@ -376,7 +378,7 @@ def test_the_memory_of_a_new_host_is_merged_as_the_background_fills_it(monkeypat
             merged[id(self), parity] += end - begin
 
     monkeypatch.setattr(slot, "Shard", Spied)
-    cluster = Cluster(Scenario(kills=((0, 1),), spares=1))
+    cluster = SimulatedCluster(Scenario(kills=((0, 1),), spares=1))
     run = cluster.go()
     run.check_against(healthy)
     mine = cluster.slots()[0].shards
@@ -390,7 +392,7 @@ def test_memory_that_has_pages_of_its_own_is_rebuilt_exactly():
     """Records and parities of more than a few MB, first written here and there by the steps, then by the background."""
     table = TableSpec("a", rows=200_000, dim=32, low=-1.0, high=1.0, optimizer=OptimizerSpec("rowwise_adagrad", lr=0.1))
     healthy = Scenario(tables=(table,), trainers=1, steps=3, rebuild_chunk_bytes=1 << 20, verify_every=10_000)
-    cluster = Cluster(dataclasses.replace(healthy, kills=((0, 1),)))
+    cluster = SimulatedCluster(dataclasses.replace(healthy, kills=((0, 1),)))
     run = cluster.go()
     run.check_against(simulate(healthy))
     (shard,) = cluster.slots()[0].shards

@@ -14,15 +14,15 @@ from torch_ecrec.protocol.encoding import ANSWERS, REQUESTS, decode
 from torch_ecrec.protocol.wire import Ok, Placement, Refused, SlotPlace, Unknown
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing import Cluster, Scenario
+from torch_ecrec.testing import Scenario, SimulatedCluster
 from torch_ecrec.transport.node import Node
 
 SLOT, SOURCE = 1, 0
 
 
-def training() -> Cluster:
+def training() -> SimulatedCluster:
     """A cluster in the middle of training, all of whose slots have let go of their first steps."""
-    cluster = Cluster(Scenario(code=CodeSpec(3, 2, 1), steps=8))
+    cluster = SimulatedCluster(Scenario(code=CodeSpec(3, 2, 1), steps=8))
     while min((slot.log.floor for slot in cluster.slots()), default=0) < 3:
         cluster._run_trainers()
         assert cluster.network.clock.advance()
@@ -30,11 +30,11 @@ def training() -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Cluster:
+def cluster() -> SimulatedCluster:
     return training()
 
 
-def host_of(cluster: Cluster, slot: int) -> Any:
+def host_of(cluster: SimulatedCluster, slot: int) -> Any:
     return next(host for host in cluster.hosts.values() if slot in host.slots)
 
 
@@ -42,7 +42,7 @@ def ones(*positions: int) -> torch.Tensor:
     return torch.tensor(positions, dtype=torch.int64)
 
 
-def valid(cluster: Cluster) -> dict[str, wire.Request]:
+def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
     """A request of each kind that slot 1 could answer, now or later."""
     host = host_of(cluster, SLOT)
     slot, job = host.slots[SLOT], host.job
@@ -126,7 +126,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "changes", "says"), BROKEN)
 def test_a_request_that_cannot_be_of_this_job_is_refused(
-    kind: str, changes: dict[str, Any], says: str, cluster: Cluster
+    kind: str, changes: dict[str, Any], says: str, cluster: SimulatedCluster
 ) -> None:
     request = dataclasses.replace(valid(cluster)[kind], **changes)
     host = host_of(cluster, SLOT)
@@ -140,7 +140,7 @@ def test_a_request_that_cannot_be_of_this_job_is_refused(
     assert (host.known(), [slot.status() for slot in host.slots.values()]) == known, "nothing has changed"
 
 
-def test_requests_of_each_kind_are_let_in(cluster: Cluster) -> None:
+def test_requests_of_each_kind_are_let_in(cluster: SimulatedCluster) -> None:
     host = host_of(cluster, SLOT)
     requests = valid(cluster)
     assert {*requests, "Load"} == set(REQUESTS)
@@ -154,7 +154,7 @@ def test_a_base_class_is_no_message() -> None:
             decode((kind, (0, 0, 0) if kind == "Request" else ()), classes)
 
 
-def test_who_serves_no_requests_refuses_them(cluster: Cluster) -> None:
+def test_who_serves_no_requests_refuses_them(cluster: SimulatedCluster) -> None:
     """A trainer has a port, too."""
     answers: list[Any] = []
     next(iter(cluster.clients.values())).handle(wire.Versions(0, 0), answers.append)

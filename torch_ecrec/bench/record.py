@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 import torch_ecrec
-from torch_ecrec.demo.run import versions
+from torch_ecrec.demo.result import versions
 
 Row = Mapping[str, Any]
 

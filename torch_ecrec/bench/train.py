@@ -38,8 +38,8 @@ import torch
 
 from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.worker import Assignment
-from torch_ecrec.demo.run import descendants, free_port
-from torch_ecrec.processes.supervisor import Supervisor, await_end
+from torch_ecrec.processes.children import await_end, descendants, free_port
+from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.runtime import allocator
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.spec.job import CodeSpec

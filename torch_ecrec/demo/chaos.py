@@ -25,6 +25,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,12 @@ import psutil
 
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.demo import run as demo
+from torch_ecrec.demo.interrupts import sigterm_interrupts
+from torch_ecrec.demo.result import arguments_json, differences, versions, without_nan
+from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.demo.training import DemoRun
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
+from torch_ecrec.processes.children import descendants
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
@@ -49,7 +55,7 @@ DISTURBED = 0.6  # of the pace is left, about, while events come
 LAST_SHARE = 0.97  # of the steps; later there are no events
 
 
-class ChaosRun(demo.Run):
+class ChaosRun(DemoRun):
     """One training, disturbed at random.
 
     Attributes:
@@ -57,7 +63,7 @@ class ChaosRun(demo.Run):
         samples: every `SAMPLE_S`: seconds since the first step, step, slots that are not healthy, resident bytes.
     """
 
-    def __init__(self, arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: demo.Terminal) -> None:
+    def __init__(self, arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: Terminal) -> None:
         super().__init__(arguments, code, [], logs, terminal)
         self._lease_s = Settings.from_environment().lease_s
         self.schedule: list[dict[str, Any]] = []
@@ -147,7 +153,7 @@ class ChaosRun(demo.Run):
 
     def _sample(self, since_s: float) -> None:
         resident = 0
-        for pid in demo.descendants(os.getpid()):
+        for pid in descendants(os.getpid()):
             with contextlib.suppress(psutil.Error):
                 resident += psutil.Process(pid).memory_info().rss
         with self._lock:
@@ -180,12 +186,47 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     return code
 
 
-def pace(arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: demo.Terminal) -> float:
+def pace(arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: Terminal) -> float:
     """Steps per second of an undisturbed run."""
-    run = demo.Run(arguments, code, [], logs, terminal)
+    run = DemoRun(arguments, code, [], logs, terminal)
     run.execute()
     times = run.record.step_times
     return (len(times) - 1) / (times[-1] - times[0])
+
+
+def assemble(
+    arguments: argparse.Namespace, run: ChaosRun, calm: DemoRun | None, error: str | None, before: set[int]
+) -> dict[str, Any]:
+    """The contents of chaos.json; docs/chaos.md says what they mean. `before`: processes that were there before it."""
+    figures = run.figures()
+    return {
+        "versions": versions(),
+        "arguments": arguments_json(arguments),
+        "error": error,
+        "differences": differences(figures, calm.figures()) if calm is not None and calm.reports else [],
+        "unexpected": run.record.unexpected,
+        "processes_left": [pid for pid in descendants(os.getpid()) if pid not in before],
+        "threads": [thread.name for thread in threading.enumerate()],
+        "schedule": run.schedule,
+        "kills": [kill.to_json(run.record.step_times) for kill in run.record.kills],
+        "samples": run.samples,
+        **figures,
+    }
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The verdict, how many events there were of each kind, and how long training stood still after them."""
+    different = result["differences"]
+    verdict = "EQUAL: every record, every dense parameter and every loss, bit for bit" if not different else "NOT EQUAL"
+    counts = Counter(entry["event"] for entry in result["schedule"])
+    lines = [verdict, "events: " + ", ".join(f"{counts[event]} {event}" for event in CHAOS_EVENTS if counts[event])]
+    for name, role in (("a trainer", "trainer"), ("a server", "server")):
+        values = [kill["after_kill_s"]["first_step_s"] for kill in result["kills"] if kill["role"] == role]
+        known = sorted(value for value in values if value is not None)
+        if known:
+            middle = known[len(known) // 2]
+            lines.append(f"first step after the loss of {name}: {middle:.2f} s median, {known[-1]:.2f} s worst")
+    return "\n".join(lines)
 
 
 def run_chaos(arguments: argparse.Namespace) -> int:
@@ -196,11 +237,11 @@ def run_chaos(arguments: argparse.Namespace) -> int:
         ClusterError: a run did not come to its end; the seed is on standard error.
     """
     code = check(arguments)
-    out, terminal = arguments.out, demo.Terminal()
-    begin_s, before = time.time(), set(demo.descendants(os.getpid()))
+    out, terminal = arguments.out, Terminal()
+    begin_s, before = time.time(), set(descendants(os.getpid()))
     error: str | None = "interrupted"
-    calm: demo.Run | None = None
-    with demo.sigterm_interrupts():
+    calm: DemoRun | None = None
+    with sigterm_interrupts():
         warm()
         terminal.say("measuring the pace")
         rate = pace(arguments, code, out / "logs" / "pace", terminal)
@@ -214,7 +255,7 @@ def run_chaos(arguments: argparse.Namespace) -> int:
                 run.release()
             minutes = (time.time() - begin_s) / 60
             terminal.say("\nthe same training, undisturbed:")
-            calm = demo.Run(arguments, code, [], out / "logs" / "undisturbed", terminal)
+            calm = DemoRun(arguments, code, [], out / "logs" / "undisturbed", terminal)
             calm.execute()
             error = None
         except ClusterError as failure:
@@ -222,39 +263,15 @@ def run_chaos(arguments: argparse.Namespace) -> int:
             print(f"torch-ecrec: chaos with seed {arguments.seed} failed; logs: {out / 'logs'}", file=sys.stderr)
             raise
         finally:
-            figures = run.figures()
-            different = demo.differences(figures, calm.figures()) if calm is not None and calm.reports else []
-            left = [pid for pid in demo.descendants(os.getpid()) if pid not in before]
-            result = {
-                "versions": demo.versions(),
-                "arguments": demo.arguments_json(arguments),
-                "error": error,
-                "differences": different,
-                "unexpected": run.record.unexpected,
-                "processes_left": left,
-                "threads": [thread.name for thread in threading.enumerate()],
-                "schedule": run.schedule,
-                "kills": [kill.to_json(run.record.step_times) for kill in run.record.kills],
-                "samples": run.samples,
-                **figures,
-            }
-            (out / "chaos.json").write_text(json.dumps(demo.without_nan(result), indent=1, allow_nan=False) + "\n")
+            result = assemble(arguments, run, calm, error, before)
+            (out / "chaos.json").write_text(json.dumps(without_nan(result), indent=1, allow_nan=False) + "\n")
             with contextlib.suppress(ImportError):  # no matplotlib: the figures are in the JSON
                 from torch_ecrec.demo.plot import draw_chaos
 
                 draw_chaos(result, out / "chaos.png")
-    counts = {event: sum(entry["event"] == event for entry in run.schedule) for event in CHAOS_EVENTS}
-    faults = [*different, *run.record.unexpected, *(f"process {pid} is left" for pid in left)]
-    verdict = "EQUAL: every record, every dense parameter and every loss, bit for bit" if not different else "NOT EQUAL"
-    terminal.say(f"\n{minutes:.1f} minutes, {arguments.steps} steps, seed {arguments.seed}: {verdict}")
-    terminal.say("events: " + ", ".join(f"{count} {event}" for event, count in counts.items() if count))
-    restarts = [kill["after_kill_s"]["first_step_s"] for kill in result["kills"] if kill["role"] == "trainer"]
-    servers = [kill["after_kill_s"]["first_step_s"] for kill in result["kills"] if kill["role"] == "server"]
-    for name, values in (("a trainer", restarts), ("a server", servers)):
-        known = sorted(value for value in values if value is not None)
-        if known:
-            middle = known[len(known) // 2]
-            terminal.say(f"first step after the loss of {name}: {middle:.2f} s median, {known[-1]:.2f} s worst")
+    faults = [*result["differences"], *run.record.unexpected]
+    faults += [f"process {pid} is left" for pid in result["processes_left"]]
+    terminal.say(f"\n{minutes:.1f} minutes, {arguments.steps} steps, seed {arguments.seed}: {summary(result)}")
     terminal.say(f"written: {out / 'chaos.json'}, {out / 'chaos.png'}")
     if faults:
         print(f"torch-ecrec: seed {arguments.seed}: {'; '.join(faults)}; logs: {out / 'logs'}", file=sys.stderr)

@@ -48,7 +48,7 @@ def _locate(rows_U: Any, period: Any, slot_of: Any, first_of: Any, slot_U: Any, 
 
 
 @dataclass(frozen=True)
-class Run:
+class SharedRun:
     """Data records of one rank of a source whose parities one holder has: both lie at consecutive positions.
 
     The parity of the record at position p, first <= p < end, is at position p + shift of the holder.
@@ -287,7 +287,7 @@ class Layout:
         first = int(self._group_first[slot])
         return tuple(range(first, first + int(self._group_size[slot])))
 
-    def runs(self, source: int, holder: int) -> tuple[Run, ...]:
+    def runs(self, source: int, holder: int) -> tuple[SharedRun, ...]:
         """How changes on `source` reach the parity on `holder`, in order of position; ranks without records included.
 
         Their number does not depend on the number of rows, so that it is the same in every slab of a job.
@@ -299,7 +299,7 @@ class Layout:
             for parity in np.flatnonzero(self.member_slot[base, self.k :] == holder).tolist():  # at most one
                 first, end = self.data_first[source, rank : rank + 2].tolist()
                 shift = self.first_position(base, self.k + parity) - first
-                found.append(Run(first, end, shift, parity, int(self.data_member[source, rank])))
+                found.append(SharedRun(first, end, shift, parity, int(self.data_member[source, rank])))
         return tuple(found)
 
     def _check_slot(self, slot: int) -> None:

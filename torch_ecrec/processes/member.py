@@ -28,7 +28,7 @@ from torch_ecrec.protocol.wire import Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.control import ControlClient
+from torch_ecrec.transport.control import ControlClient, parse_address
 from torch_ecrec.transport.generations import Transport
 from torch_ecrec.transport.liveness import SignOfLife
 from torch_ecrec.transport.node import Node
@@ -60,14 +60,6 @@ KINDS = {
 
 REJOIN_LEAST_S, REJOIN_MOST_S = 0.05, 1.0  # between two attempts to join, where connections end at once
 ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost, "fenced": Fenced}
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """ "host:port" -> (host, port)."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"an address must be HOST:PORT, got {text!r}")
-    return host, int(port)
 
 
 class Member:

@@ -23,12 +23,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
+from torch_ecrec.processes.children import await_end
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.spec.job import CodeSpec
@@ -43,17 +44,6 @@ QUICK_S = 10.0  # a process that lived for less has ended soon after its start
 PAUSES_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next start, by how many have ended soon
 COORDINATOR_TRIES = 7
 FINAL = (0, 2, 3)  # exit codes of a server
-
-
-def await_end(children: Sequence[subprocess.Popen[Any]], limit_s: float) -> None:
-    """Waits for processes that were asked to end; those that still run after `limit_s` are killed."""
-    deadline = time.monotonic() + limit_s
-    for child in children:
-        try:
-            child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
 
 
 @dataclass

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from torch_ecrec.layout.stripes import Layout, Run
+from torch_ecrec.layout.stripes import Layout, SharedRun
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import ANSWERS
 from torch_ecrec.protocol.wire import Answer, Request
@@ -76,7 +76,7 @@ class Judge:
     def __init__(self, job: JobSpec, layouts: Sequence[Layout]) -> None:
         self.job, self.layouts = job, tuple(layouts)
         self._parts: dict[
-            tuple[int, int], list[tuple[int, Run]]
+            tuple[int, int], list[tuple[int, SharedRun]]
         ] = {}  # (source, holder) -> those of a fold; only grows
 
     def fault_of_request(self, request: Request, applied: int | None, lives: Lives) -> str | None:

@@ -1,16 +1,17 @@
 """What a slot keeps: records of a `schema` in a `shard`, in memory of `pages`.
 
 What they are at first (`initial`), how a step changes them (`merge`, `optimizer`, `optimizers/`), and what recent steps
-have changed (`delta_log`).
+have changed (`delta_log`). What only names or describes records (`schema`, the names of optimizers) loads no Numba.
 """
 
-from torch_ecrec.records import delta_log, initial, merge, shard
-from torch_ecrec.records.optimizers import NAMES, optimizer
+import importlib
 
 
 def warm() -> None:
     """Compiles or loads every kernel, so that a server does it before it joins."""
-    for module in (shard, merge, initial, delta_log):
-        module.warm()
+    from torch_ecrec.records.optimizers import NAMES, optimizer
+
+    for module in ("shard", "merge", "initial", "delta_log"):
+        importlib.import_module(f"{__name__}.{module}").warm()
     for name in NAMES:
         optimizer(name).warm()

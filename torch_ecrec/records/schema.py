@@ -12,11 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from torch_ecrec.runtime.checks import require, require_int
 
 WEIGHT = "weight"
+ITEM_BYTES = {"float32": 4}  # of a number, by its dtype
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,11 @@ class Field:
 
     def __post_init__(self) -> None:
         require_int(f"values of field {self.name}", self.values, 1)
-        require(self.dtype == "float32", f"field {self.name}: float32 is what records have, got {self.dtype}")
+        require(self.dtype in ITEM_BYTES, f"field {self.name}: float32 is what records have, got {self.dtype}")
 
     @property
     def nbytes(self) -> int:
-        return self.values * np.dtype(self.dtype).itemsize
+        return self.values * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,16 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch_ecrec.demo.run import FRESH_STORE, Terminal, descendants, end_tree, sigterm_interrupts
+from torch_ecrec.demo.interrupts import sigterm_interrupts
+from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.observe.trace import ATTACHED, Tail, hold_at
+from torch_ecrec.processes.children import descendants, torchrun
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.rehearsal import compare
@@ -108,41 +109,30 @@ class Training:
             Supervisor(
                 plan.code, plan.spares, without_spare=plan.without_spare, logs=self.folder / "cluster"
             ) as cluster,
-            self._torchrun(cluster.join) as torchrun,
+            torchrun(self._words(), self.folder / "torchrun.log", self._told(cluster.join)) as launcher,
         ):
-            self._outcome.problem = self._watch(cluster, torchrun, tail)
+            self._outcome.problem = self._watch(cluster, launcher, tail)
             tail.look()
             if tail.records and self._outcome.problem is None and not self._checked:  # it was over too soon
                 self._check_cluster(cluster)
         self._outcome.traces = compare.traces(tail.records.values())
         return self._outcome
 
-    @contextlib.contextmanager
-    def _torchrun(self, join: str) -> Iterator[subprocess.Popen[bytes]]:
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        words += ["--nproc-per-node", str(self.plan.trainers), "--max-restarts", str(len(self._moments))]
-        words += ["--log-dir", str(self._logs), "--redirects", "3", *self.plan.script]
-        told = {"TORCH_ECREC_JOIN": join, "TORCH_ECREC_RECORD": str(self._records)}
-        with (self.folder / "torchrun.log").open("wb") as out:
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **FRESH_STORE, **told},
-                start_new_session=True,  # Ctrl-C reaches us, and we end them
-            )
-        try:
-            yield process
-        finally:
-            end_tree(process)
+    def _words(self) -> list[str]:
+        """What torchrun is to run."""
+        words = ["--nproc-per-node", str(self.plan.trainers), "--max-restarts", str(len(self._moments))]
+        return [*words, "--log-dir", str(self._logs), "--redirects", "3", *self.plan.script]
 
-    def _watch(self, cluster: Supervisor, torchrun: subprocess.Popen[bytes], tail: Tail) -> str | None:
+    def _told(self, join: str) -> dict[str, str]:
+        """What trainers read in their environment: the cluster, and where to note their steps."""
+        return {"TORCH_ECREC_JOIN": join, "TORCH_ECREC_RECORD": str(self._records)}
+
+    def _watch(self, cluster: Supervisor, launcher: subprocess.Popen[bytes], tail: Tail) -> str | None:
         """Until the trainers are done; returns why they are not, if so."""
         heard_s = time.monotonic()
-        while torchrun.poll() is None:
+        while launcher.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                torchrun.wait(TICK_S)
+                launcher.wait(TICK_S)
             if cluster.ended is not None:
                 raise ClusterUnavailable(f"the coordinator ended with {cluster.ended}; logs: {self.folder}")
             if tail.look():
@@ -156,11 +146,11 @@ class Training:
             if self.plan.steps is not None and min(steps) > self.plan.steps and not self._left:
                 return None
             if self._left and self._all_held(traces):
-                self._kill(cluster, torchrun, traces)
+                self._kill(cluster, launcher, traces)
                 heard_s = time.monotonic()
             if time.monotonic() - heard_s > self.plan.limit_s:
                 return self._hangs(traces)
-        return self._ended_by_itself(compare.traces(tail.records.values())) if torchrun.returncode else None
+        return self._ended_by_itself(compare.traces(tail.records.values())) if launcher.returncode else None
 
     @property
     def _left(self) -> list[int]:
@@ -182,13 +172,13 @@ class Training:
         held = [trace.lives[-1].held for trace in traces.values()]
         return len(held) == self.plan.trainers and all(step == self._left[0] for step in held)
 
-    def _kill(self, cluster: Supervisor, torchrun: subprocess.Popen[bytes], traces: Mapping[int, Trace]) -> None:
+    def _kill(self, cluster: Supervisor, launcher: subprocess.Popen[bytes], traces: Mapping[int, Trace]) -> None:
         """All trainers, who wait for it, and perhaps a server."""
         step = self._left[0]
         pids = [trace.lives[-1].pid for trace in traces.values()]
         if self.plan.server_too:
             pids.append(self._server_to_kill(cluster))
-        alive = {*descendants(torchrun.pid), *(child.pid for child in cluster.children)}
+        alive = {*descendants(launcher.pid), *(child.pid for child in cluster.children)}
         if not set(pids) <= alive:
             raise ClusterUnavailable(
                 f"of processes {pids}, which were to be killed, some had ended; logs: {self.folder}"

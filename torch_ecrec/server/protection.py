@@ -8,7 +8,7 @@ it; the source then attaches again, and the holder says from where (docs/design.
 
 Without protection there are no holders and no sources, and every step is settled as soon as it is applied.
 
-A fold carries one part for each slab and each `Run` of the pair (layout.py), slab by slab: the records of a run lie
+A fold carries one part for each slab and each `SharedRun` of the pair (layout.py), slab by slab: the records of one lie
 side by side in the source's log, and so do their parities at the holder, so nothing is copied to split a step.
 
 Shape legend: U records, M of them that changed, B record bytes; lists hold one array per slab and run.

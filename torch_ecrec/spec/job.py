@@ -13,17 +13,19 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch_ecrec.codec.field import FIELD_SIZE
-from torch_ecrec.records.initial import InitialRecords
-from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.runtime.checks import require, require_int
 
+if TYPE_CHECKING:  # they load Numba, which takes a second: not to read a command line, or to end while starting
+    from torch_ecrec.records.initial import InitialRecords
+    from torch_ecrec.records.optimizer import SparseOptimizer
+
+FIELD_SIZE = 256  # elements of the code's field, so members of a stripe at most; `codec.field` has its own
 PROTECTIONS = ("parity", "none")
 
 
@@ -76,7 +78,7 @@ class TableSpec:
     dim: int
     low: float
     high: float
-    optimizer: OptimizerSpec = OptimizerSpec()
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
 
     def __post_init__(self) -> None:
         require(bool(self.name), "`name` of a table must not be empty")
@@ -147,6 +149,8 @@ class SlabSpec:
 
     def initial(self, seed: int) -> InitialRecords:
         """What records are before anything was loaded or trained."""
+        from torch_ecrec.records.initial import InitialRecords
+
         return InitialRecords(
             self.schema,
             seed,

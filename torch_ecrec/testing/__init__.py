@@ -4,15 +4,19 @@ simulation    runs on a virtual clock, with faults at chosen messages or at rand
 exploration   every order of messages, and every moment of a crash, of a very small cluster
 """
 
-from torch_ecrec.testing.simulation import (
-    Cluster,
-    Run,
-    Scenario,
-    check_parity,
-    check_parity_as_of,
-    simulate,
-    small_tables,
-)
+from torch_ecrec.testing.result import SimulationResult
+from torch_ecrec.testing.scenario import Scenario, small_tables
+from torch_ecrec.testing.simulation import SimulatedCluster, simulate
+from torch_ecrec.testing.verification import check_parity, check_parity_as_of
 from torch_ecrec.transport.local import Fault
 
-__all__ = ["Cluster", "Fault", "Run", "Scenario", "check_parity", "check_parity_as_of", "simulate", "small_tables"]
+__all__ = [
+    "Fault",
+    "Scenario",
+    "SimulatedCluster",
+    "SimulationResult",
+    "check_parity",
+    "check_parity_as_of",
+    "simulate",
+    "small_tables",
+]

@@ -34,26 +34,22 @@ import argparse
 import sys
 import time
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from torch_ecrec.processes.member import join_message
-from torch_ecrec.protocol.wire import training_step
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing.fingerprint import fingerprint
-from torch_ecrec.testing.processes import Call, Center, Oracle, Process, Server, Trainer
-from torch_ecrec.testing.simulation import Load, Scenario
-
-COORDINATOR = "coordinator"
-LIVE_PROCESSES = 4000  # kept as they are, so that not every one is made again
-
-Action = tuple[Any, ...]
+from torch_ecrec.testing.actions import Actions
+from torch_ecrec.testing.cluster_states import COORDINATOR, Budget, ClusterState
+from torch_ecrec.testing.local_states import LocalStates
+from torch_ecrec.testing.pair_checks import check_client, check_slots
+from torch_ecrec.testing.processes import Oracle
+from torch_ecrec.testing.scenario import Load, Scenario
+from torch_ecrec.testing.transitions import Action, Transitions
 
 
 def tiny(steps: int, loads: int = 0) -> Scenario:
@@ -68,36 +64,6 @@ def tiny(steps: int, loads: int = 0) -> Scenario:
         late=0.0,
         loads=(Load(0, 0, 2), Load(0, 1, 3, change=True))[:loads],
     )
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How many crashes of each kind, and how many servers are taken for lost that are not: since their lease ended, or
-    since they did not come back to a new coordinator in time."""
-
-    servers: int = 0
-    trainers: int = 0
-    coordinators: int = 0
-    leases: int = 0
-
-
-@dataclass
-class Birth:
-    """How a process begins: `make` gives a new one."""
-
-    make: Callable[[], Process]
-    key: str
-
-
-@dataclass
-class Local:
-    """One state of one process: the birth and the events that lead there; what others may see of it."""
-
-    mark: str  # its fingerprint
-    birth: Birth
-    history: tuple[tuple[str, Any], ...]
-    view: dict[str, Any]
-    effects: dict[tuple[str, int], tuple[int, tuple[Any, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,74 +85,6 @@ class Exploration:
 
 class Violation(AssertionError):
     """What was found, and the actions that lead there."""
-
-
-class Table:
-    """Numbers for things that are equal."""
-
-    def __init__(self) -> None:
-        self.things: list[Any] = []
-        self._number: dict[Any, int] = {}
-
-    def number(self, key: Any, thing: Any) -> int:
-        found = self._number.get(key)
-        if found is None:
-            found = self._number[key] = len(self.things)
-            self.things.append(thing)
-        return found
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A state of the whole cluster; numbers are those of the explorer's tables.
-
-    Attributes:
-        processes: (name, number of its state), by name; those that live.
-        flight: numbers of the messages under way between servers and trainers, ascending.
-        lines: (from, to, words), by name: connections with the coordinator that have words under way.
-        connected: members that the coordinator has a connection with.
-        left: crashes that may still come.
-        life: how many coordinators there were before.
-    """
-
-    processes: tuple[tuple[str, int], ...]
-    flight: tuple[int, ...]
-    lines: tuple[tuple[str, str, tuple[int, ...]], ...]
-    connected: tuple[str, ...]
-    left: Budget
-    life: int
-
-
-class Draft:
-    """A state in the making."""
-
-    def __init__(self, state: Cluster) -> None:
-        self.processes = dict(state.processes)
-        self.flight = list(state.flight)
-        self.lines = {(origin, to): list(words) for origin, to, words in state.lines}
-        self.connected = set(state.connected)
-        self.left, self.life = state.left, state.life
-
-    @property
-    def trainers(self) -> list[str]:
-        return [name for name in self.processes if name.startswith("trainer")]
-
-    def say(self, origin: str, to: str, word: int) -> None:
-        self.lines.setdefault((origin, to), []).append(word)
-
-    def spend(self, kind: str) -> None:
-        """One crash less may still come."""
-        self.left = replace(self.left, **{kind: getattr(self.left, kind) - 1})
-
-    def finish(self) -> Cluster:
-        return Cluster(
-            tuple(sorted(self.processes.items())),
-            tuple(sorted(self.flight)),
-            tuple((*ends, tuple(words)) for ends, words in sorted(self.lines.items()) if words),
-            tuple(sorted(self.connected)),
-            self.left,
-            self.life,
-        )
 
 
 @dataclass
@@ -213,330 +111,20 @@ class Explorer:
     """
 
     def __init__(self, scenario: Scenario, budget: Budget, free: Iterable[str]) -> None:
-        self.scenario, self.budget, self.free = scenario, budget, frozenset(free)
-        self.settings = Settings(rebuild_chunk_bytes=scenario.rebuild_chunk_bytes, rebuild_bytes_per_s=0)
-        self.oracle = Oracle.of(scenario)
-        self.locals, self.messages, self.words = Table(), Table(), Table()
-        self._live: OrderedDict[int, Process] = OrderedDict()
+        self.scenario = scenario
+        self.states = LocalStates(frozenset(free))
+        self.transitions = Transitions(scenario, budget, self.states, Oracle.of(scenario))
+        self.actions = Actions(scenario, self.states, frozenset(free))
         self._pairs: set[tuple[int, int]] = set()  # states of two processes that were checked together
-        self._is_free: list[bool] = []  # of each message
         self.explored = Explored()
-
-    # one process --------------------------------------------------------------------------------
-
-    def _birth(self, name: str, make: Callable[[], Process]) -> int:
-        birth = Birth(make, name)
-        process = make()
-        return self._number(birth, (), process)
-
-    def _number(self, birth: Birth, history: tuple[tuple[str, Any], ...], process: Process) -> int:
-        mark = fingerprint(process)
-        known = len(self.locals.things)
-        number = self.locals.number((birth.key, mark), None)
-        if number == known:
-            if isinstance(process, Server):
-                process.check()
-            self.locals.things[number] = Local(mark, birth, history, _view(process))
-        self._live[number] = process
-        while len(self._live) > LIVE_PROCESSES:
-            self._live.popitem(last=False)
-        return number
-
-    def _process(self, number: int) -> Process:
-        """A process in that state; it may be changed."""
-        process = self._live.pop(number, None)
-        if process is None:
-            local = self.locals.things[number]
-            process = local.birth.make()
-            for kind, what in local.history:
-                process.on(kind, what)
-                process.out = []
-            if fingerprint(process) != local.mark:
-                raise RuntimeError(
-                    f"{process.name}: the same events lead to another state: something was not looked at"
-                )
-        return process
-
-    def _view(self, number: int) -> dict[str, Any]:
-        """What others may see of a process in that state."""
-        view: dict[str, Any] = self.locals.things[number].view
-        return view
-
-    def _on(self, number: int, kind: str, what: Any, key: int) -> tuple[int, tuple[Any, ...]]:
-        """The state after an event (`key` tells it from others of its kind), and what the process says."""
-        local: Local = self.locals.things[number]
-        known = local.effects.get((kind, key))
-        if known is None:
-            self.explored.worked_out += 1
-            process = self._process(number)
-            process.out = []
-            process.on(kind, what)
-            said = tuple(self._said(process, one) for one in process.out)
-            process.out = []
-            after = self._number(local.birth, (*local.history, (kind, what)), process)
-            known = local.effects[kind, key] = after, said
-        return known
-
-    def _message(self, key: Any, message: tuple[Any, ...]) -> int:
-        number = self.messages.number(key, message)
-        if number == len(self._is_free):
-            names = {message[0]}
-            if message[0] == "answer":
-                names.add(type(message[4]).__name__)
-            if message[0] == "request":
-                request = message[1].request
-                name = type(request).__name__
-                source, trainer = getattr(request, "source", -1), getattr(request, "trainer", -1)
-                names = {name, f"{name} of slot {source}", f"{name} of trainer {trainer}"}
-            self._is_free.append(bool(names & self.free))
-        return number
-
-    def _said(self, process: Process, one: tuple[Any, ...]) -> tuple[Any, ...]:
-        """With contents as numbers."""
-        kind = one[0]
-        if kind == "request":
-            call: Call = one[1]
-            return "flight", call.receiver, self._message((call.sender, call.receiver, call.token), one)
-        if kind == "answer":
-            _, asker, token, answer = one
-            key = process.name, asker, token, fingerprint(answer)
-            return "flight", asker, self._message(key, (kind, process.name, asker, token, answer))
-        if kind == "loss":
-            return "flight", one[1], self._message((process.name, *one), (kind, process.name, *one[1:]))
-        if kind == "tell":
-            return "tell", self._word(one[1])
-        if kind == "send":
-            return "send", one[1], self._word(one[2])
-        return one
-
-    def _word(self, message: dict[str, Any]) -> int:
-        return self.words.number(fingerprint(message), message)
-
-    # the whole ----------------------------------------------------------------------------------
-
-    def begin(self) -> Cluster:
-        """All have joined and are placed; trainers have asked for the rows of their first step."""
-        scenario = self.scenario
-        draft = Draft(Cluster((), (), (), (), self.budget, 0))
-        self._start_coordinator(draft)
-        for _ in range(scenario.code.slots + scenario.spares):
-            self._at(draft, COORDINATOR, "join", join_message(role="server", birth="one"), 0)
-        self._at(draft, COORDINATOR, "start", None, 0)
-        return self._all_words_heard(draft.finish())
-
-    def _all_words_heard(self, state: Cluster) -> Cluster:
-        while state.lines:
-            origin, to, _ = state.lines[0]
-            state = self.after(state, ("word", origin, to))
-        return state
-
-    def _start_coordinator(self, draft: Draft) -> None:
-        scenario, life = self.scenario, draft.life
-        draft.processes[COORDINATOR] = self._birth(f"{COORDINATOR} {life}", lambda: Center(scenario, life))
-
-    def _at(self, draft: Draft, name: str, kind: str, what: Any, key: int) -> None:
-        """An event at a process, and what follows from what it says."""
-        draft.processes[name], said = self._on(draft.processes[name], kind, what, key)
-        for one in said:
-            if one[0] == "flight":
-                if one[1] in draft.processes or self.messages.things[one[2]][0] == "request":
-                    draft.flight.append(one[2])
-            elif one[0] == "tell":
-                if name in draft.connected:
-                    draft.say(name, COORDINATOR, one[1])
-            elif one[0] == "send":
-                if one[1] in draft.connected:
-                    draft.say(COORDINATOR, one[1], one[2])
-            elif one[0] == "born":
-                self._born(draft, one[1], one[2])
-            elif one[0] == "fence":
-                draft.say(COORDINATOR, one[1], self._word({"type": "fenced"}))
-
-    def _born(self, draft: Draft, rank: int, name: str) -> None:
-        scenario, settings, oracle = self.scenario, self.settings, self.oracle
-        draft.connected.add(name)
-        if rank < 0:
-            draft.processes[name] = self._birth(name, lambda: Server(name, settings, oracle))
-        else:
-            restarted = "_" in name
-            make = lambda: Trainer(name, rank, restarted, scenario, settings, oracle)  # noqa: E731
-            draft.processes[name] = self._birth(name, make)
-
-    def after(self, state: Cluster, action: Action) -> Cluster:
-        """The state after an action that is enabled."""
-        draft = Draft(state)
-        kind = action[0]
-        if kind == "message":
-            draft.flight.remove(action[1])
-            self._arrive(draft, action[1])
-        elif kind == "word":
-            self._hear(draft, action[1], action[2])
-        elif action == ("crash", COORDINATOR):
-            draft.spend("coordinators")
-            del draft.processes[COORDINATOR]
-            draft.lines, draft.connected = {}, set()
-        elif kind == "crash":
-            _, name, takes_along = action
-            draft.spend("trainers" if name == "trainers" else "servers")
-            self._end(draft, draft.trainers if name == "trainers" else [name], takes_along)
-        elif kind == "lease":
-            draft.spend("leases")
-            self._at(draft, COORDINATOR, "lease", action[1], self._word({"type": "lease", "name": action[1]}))
-        elif kind == "hurry":
-            draft.spend("leases")
-            self._at(draft, COORDINATOR, "time", None, 0)
-        elif kind == "start trainers":
-            self._at(draft, COORDINATOR, "start", None, 0)
-        elif kind == "start coordinator":
-            draft.life += 1
-            self._start_coordinator(draft)
-        elif kind == "rejoin":
-            draft.connected.add(action[1])
-            self._at(draft, action[1], "rejoin", None, 0)
-        elif kind == "time":
-            for name in sorted(draft.processes):
-                self._at(draft, name, "time", None, 0)
-        return draft.finish()
-
-    def _arrive(self, draft: Draft, number: int) -> None:
-        message = self.messages.things[number]
-        if message[0] == "request":
-            call: Call = message[1]
-            if call.receiver in draft.processes:
-                self._at(draft, call.receiver, "request", call, number)
-            elif call.sender in draft.processes:
-                self._at(draft, call.sender, "end", call.token, number)
-        elif message[0] == "end":
-            self._at(draft, message[1], "end", message[2], number)
-        elif message[0] == "answer":
-            _, _, asker, token, answer = message
-            self._at(draft, asker, "answer", (token, answer), number)
-        else:
-            _, _, to, *what = message
-            self._at(draft, to, "loss", tuple(what), number)
-        self._end_those_over(draft)
-
-    def _hear(self, draft: Draft, origin: str, to: str) -> None:
-        word = draft.lines[origin, to].pop(0)
-        message = self.words.things[word]
-        if to == COORDINATOR:
-            if message["type"] == "lost":
-                self._at(draft, to, "lost", origin, self._word({"type": "lost", "name": origin}))
-            else:
-                self._at(draft, to, "heard", (origin, message), self._word({"from": origin, "word": word}))
-        elif message["type"] == "fenced":
-            self._end(draft, draft.trainers if to in draft.trainers else [to], takes_along=False)
-        else:
-            self._at(draft, to, "told", message, word)
-        self._end_those_over(draft)
-
-    def _end_those_over(self, draft: Draft) -> None:
-        for name in [name for name, number in draft.processes.items() if self._view(number)["over"]]:
-            if name.startswith("trainer"):
-                self._end(draft, draft.trainers, takes_along=False)
-                continue
-            self._end(draft, [name], takes_along=False)
-            if COORDINATOR in draft.processes:  # as a new one
-                self._at(draft, COORDINATOR, "join", join_message(role="server", birth="one"), 0)
-
-    def _end(self, draft: Draft, names: list[str], takes_along: bool) -> None:
-        """Some processes are gone, with what they have under way or without."""
-        for name in [name for name in names if name in draft.processes]:
-            del draft.processes[name]
-            kept, answered = [], set()
-            for number in draft.flight:
-                origin, to, token = _ends(self.messages.things[number])
-                if to == name and self.messages.things[number][0] != "request":
-                    continue
-                if origin == name and takes_along:
-                    continue
-                kept.append(number)
-                if name in (origin, to):
-                    answered.add((origin if to == name else to, token))
-            draft.flight = kept
-            for other, number in draft.processes.items():
-                for token, asked in self._view(number)["calls"]:
-                    if asked == name and (other, token) not in answered:
-                        draft.flight.append(self._message(("end", other, token), ("end", other, token)))
-            draft.lines.pop((COORDINATOR, name), None)
-            if name in draft.connected and COORDINATOR in draft.processes:
-                draft.say(name, COORDINATOR, self._word({"type": "lost"}))
-            draft.connected.discard(name)
-
-    # what may happen ----------------------------------------------------------------------------
-
-    def enabled(self, state: Cluster, is_end: bool) -> list[Action]:
-        """Every action that may come next; crashes last, and none once the end is reached."""
-        crashes = [] if is_end else list(self._crashes(state))
-        urgent = self._first_urgent(state)
-        if urgent is not None:
-            return [urgent, *crashes]
-        names = dict(state.processes)
-        actions: list[Action] = [("message", number) for number in dict.fromkeys(state.flight)]
-        actions += [("word", origin, to) for origin, to, _ in state.lines]
-        trainers = any(name.startswith("trainer") for name in names)
-        if COORDINATOR not in names:
-            actions.append(("start coordinator",))
-        else:
-            members = [name for name in names if name != COORDINATOR]
-            gone = [name for name in members if name not in state.connected]
-            actions += [("rejoin", name) for name in gone[: 2 if state.left.leases else 1]]
-            if not trainers and self._view(names[COORDINATOR])["can join"]:
-                actions.append(("start trainers",))
-        if not actions:
-            actions.append(("time",))
-        return actions + crashes
-
-    def _first_urgent(self, state: Cluster) -> Action | None:
-        for number in state.flight:
-            if not self._is_free[number]:
-                return "message", number
-        for origin, to, words in state.lines:
-            kind = self.words.things[words[0]]["type"]
-            if not {kind, f"{kind} to {to.partition('-')[0]}"} & self.free:
-                return "word", origin, to
-        return None
-
-    def _crashes(self, state: Cluster) -> Iterator[Action]:
-        left = state.left
-        names = [name for name, _ in state.processes]
-        if left.servers:
-            hosts = [n for n, number in state.processes if self._view(number).get("slots")]
-            for name in hosts:
-                yield "crash", name, False
-                yield "crash", name, True
-        if left.trainers and any(name.startswith("trainer") for name in names):
-            yield "crash", "trainers", False
-            yield "crash", "trainers", True
-        if left.coordinators and COORDINATOR in names:
-            yield "crash", COORDINATOR
-        if left.leases and COORDINATOR in names:
-            yield from self._ends_of_leases(state)
-
-    def _ends_of_leases(self, state: Cluster) -> Iterator[Action]:
-        """Within the contract: at most r slots are lost or not whole, as the coordinator will see it."""
-        code = self.scenario.code
-        views = {name: self._view(number) for name, number in state.processes}
-        center = views[COORDINATOR]
-        for name in sorted({server for server, _ in center["slots placed"]} & views.keys() & set(state.connected)):
-            gone = [i for i, (server, healthy) in enumerate(center["slots placed"]) if server == name or not healthy]
-            if len(gone) <= code.parities:
-                yield "lease", name
-        if center["regathering"]:
-            back = center["rejoined"] & views.keys()
-            _, placed = max((views[name].get("placement", (0, [])) for name in back), default=(0, []))
-            gone = [i for i, (server, healthy) in enumerate(placed) if server not in back or not healthy]
-            hosts = {name for name, view in views.items() if view.get("slots")}
-            if placed and len(gone) <= code.parities and hosts - back:
-                yield ("hurry",)
 
     # what must hold -----------------------------------------------------------------------------
 
-    def is_end(self, state: Cluster) -> bool:
+    def is_end(self, state: ClusterState) -> bool:
         """Training is over, and every slot is whole and settled."""
         if state.flight or state.lines:
             return False
-        views = {name: self._view(number) for name, number in state.processes}
+        views = {name: self.states.view(number) for name, number in state.processes}
         trainers = [view for name, view in views.items() if name.startswith("trainer")]
         if len(trainers) < self.scenario.trainers or not all(view["done"] for view in trainers):
             return False
@@ -546,19 +134,19 @@ class Explorer:
         steps = len(self.scenario.loads) + self.scenario.steps
         return all(slot["whole"] and slot["applied"] == slot["settled"] == steps for slot in slots)
 
-    def check(self, state: Cluster) -> None:
+    def check(self, state: ClusterState) -> None:
         """What no process can see alone. Raises AssertionError."""
         servers = [number for name, number in state.processes if name.startswith("server")]
         trainers = [number for name, number in state.processes if name.startswith("trainer")]
         for number in servers:
             for other in (*servers, *trainers):
                 if (number, other) not in self._pairs:
-                    check = _check_slots if other in servers else _check_client
-                    check(self._view(number), self._view(other))
+                    check = check_slots if other in servers else check_client
+                    check(self.states.view(number), self.states.view(other))
                     self._pairs.add((number, other))
         for name, number in state.processes:
             if name == COORDINATOR:
-                fatal = self._view(number)["fatal"]
+                fatal = self.states.view(number)["fatal"]
                 assert fatal is None, f"the cluster stopped: {fatal}"
 
     # the search ---------------------------------------------------------------------------------
@@ -570,7 +158,7 @@ class Explorer:
             Violation: something that must hold does not; its text lists the actions that lead there.
         """
         begin_s = time.monotonic()
-        first = self.begin()
+        first = self.transitions.begin()
         number_of = {hash(first): 0}  # 64 bits: two states of some millions hardly ever have the same
         parents, depths = array("l", [-1]), array("l", [0])
         actions: list[Action] = [()]  # that led to each state first
@@ -586,12 +174,12 @@ class Explorer:
                 self.check(state)
                 if is_end := self.is_end(state):
                     ends.append(number)
-                enabled = self.enabled(state, is_end)
+                enabled = self.actions.enabled(state, is_end)
             except AssertionError as error:
                 raise self._violation(error, number, parents, actions) from error
             for action in enabled:
                 try:
-                    following = self.after(state, action)
+                    following = self.transitions.after(state, action)
                 except Exception as error:
                     actions.append(action)
                     parents.append(number)
@@ -607,10 +195,11 @@ class Explorer:
                 before.append(number)
                 behind.append(known)
             if progress is not None and number % 20_000 == 0:
-                progress(f"{len(number_of):,} states, {len(self.locals.things):,} of processes, depth {depths[number]}")
+                of_processes = len(self.states.locals.things)
+                progress(f"{len(number_of):,} states, {of_processes:,} of processes, depth {depths[number]}")
         explored.states, explored.transitions, explored.ends = len(number_of), len(before), len(ends)
-        explored.locals, explored.depth = len(self.locals.things), depths[-1]
-        explored.exhausted = not todo
+        explored.locals, explored.depth = len(self.states.locals.things), depths[-1]
+        explored.exhausted, explored.worked_out = not todo, self.states.worked_out
         explored.seconds = time.monotonic() - begin_s
         if explored.exhausted:
             self._check_ends(len(number_of), before, behind, ends, parents, actions)
@@ -640,7 +229,7 @@ class Explorer:
 
     def describe(self, action: Action) -> str:
         if action[0] == "message":
-            message = self.messages.things[action[1]]
+            message = self.states.messages.things[action[1]]
             if message[0] == "request":
                 return f"{message[1].sender} -> {message[1].receiver}: {_short(message[1].request)}"
             if message[0] == "answer":
@@ -653,101 +242,6 @@ def _short(value: Any) -> str:
     """A message without its arrays."""
     kept = {k: v for k, v in vars(value).items() if isinstance(v, (int, str, dict)) and not isinstance(v, bool)}
     return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in kept.items())})"
-
-
-def _ends(message: tuple[Any, ...]) -> tuple[str, str, str]:
-    """Sender, receiver, and the token of the call it belongs to."""
-    if message[0] == "request":
-        return message[1].sender, message[1].receiver, message[1].token
-    if message[0] == "end":
-        return "", message[1], message[2]
-    return message[1], message[2], message[3] if message[0] == "answer" else ""
-
-
-def _view(process: Process) -> dict[str, Any]:
-    """What the search needs to know of a process's state."""
-    view: dict[str, Any] = {
-        "calls": [(token, peer) for token, (peer, _) in process.calls.items()],
-        "over": process.over,
-    }
-    if isinstance(process, Trainer):
-        client = process.node
-        snapshot = client.resumable if training_step(client.resumable, client.origin) else 0
-        view |= {"done": process.phase[0] == "done", "complete": client.complete, "snapshot": snapshot}
-        view |= {"era": client.era, "rank": process.rank}
-        view["placed"] = [place.incarnation for place in client.placement.slots] if client.placement is not None else []
-    elif isinstance(process, Center):
-        core = process.core
-        slots = core.slots
-        view |= {
-            "fatal": core.fatal,
-            "can join": process.can_join,
-            "slots placed": [(place.server, place.healthy) for place in slots],
-        }
-        view |= {"regathering": core.regathering, "rejoined": set(core.members)}
-        view["whole"] = bool(slots) and core.going_back is None and all(place.healthy for place in slots)
-    elif isinstance(process, Server):
-        host = process.node
-        view |= {"history": host.history, "snapshot slots": host.snapshot_slots}
-        if host.placement is not None:
-            places = [(place.server, place.healthy) for place in host.placement.slots]
-            view["placement"] = host.placement.epoch, places
-        view["slots"] = {
-            slot.index: {
-                "incarnation": slot.incarnation,
-                "ready": slot.ready,
-                "reported": slot.rebuild.reported,
-                "whole": slot.rebuild.whole and slot.going_back_to is None,
-                "applied": slot.rule.applied,
-                "settled": slot.rule.settled,
-                "acknowledged": slot.rule.acknowledged,
-                "confirmed": dict(slot.rule.confirmed),
-                "folded": dict(slot.rule.folded),
-                "incarnations": dict(slot.rule.incarnations),
-                "snapshots": set(slot.snapshots.parts),
-            }
-            for slot in host.slots.values()
-        }
-    return view
-
-
-def _check_slots(sources: dict[str, Any], holders: dict[str, Any]) -> None:
-    """What a source counts as folded by a holder, that one has folded, and nothing that was not applied."""
-    if sources["history"] != holders["history"] or sources["history"][1]:
-        return
-    for i, source in sources["slots"].items():
-        for h, holder in holders["slots"].items():
-            if h not in source["confirmed"] or not source["ready"] or not holder["ready"]:
-                continue
-            knows = source["incarnations"].get(h) == holder["incarnation"]
-            if knows and holder["incarnations"].get(i) == source["incarnation"] and i in holder["folded"]:
-                confirmed, folded = source["confirmed"][h], holder["folded"][i]
-                assert folded <= source["applied"], (
-                    f"slot {h} has folded step {folded} of {i}, which it has not applied"
-                )
-                assert confirmed <= folded, f"slot {i} counts step {confirmed} as folded by {h}, which folded {folded}"
-                assert source["acknowledged"] <= folded or not holder["reported"], (
-                    f"slot {i} acknowledged {source['acknowledged']}, but {h}, which is whole, has folded {folded}"
-                )
-
-
-def _check_client(server: dict[str, Any], trainer: dict[str, Any]) -> None:
-    """What a trainer counts as complete, slots that it knows have acknowledged; whole holders have its snapshot."""
-    if server["history"] != (trainer["era"], False):
-        return
-    for index, slot in server["slots"].items():
-        if not slot["ready"] or index >= len(trainer["placed"]) or trainer["placed"][index] != slot["incarnation"]:
-            continue
-        assert trainer["complete"] <= slot["acknowledged"], (
-            f"trainer {trainer['rank']} counts step {trainer['complete']} as complete, slot {index} acknowledged"
-            f" {slot['acknowledged']}"
-        )
-        step = trainer["snapshot"]
-        if step and slot["reported"] and index in server["snapshot slots"]:
-            later = any(key[0] > step and key[1] == trainer["rank"] for key in slot["snapshots"])
-            assert later or (step, trainer["rank"]) in slot["snapshots"], (
-                f"slot {index} lacks the snapshot of trainer {trainer['rank']} of step {step}, which is complete"
-            )
 
 
 def explore(exploration: Exploration, limit: int = 10**9, seconds: float = 1e9) -> tuple[Explored, str]:

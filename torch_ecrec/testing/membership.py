@@ -4,8 +4,8 @@
     process = plane.start("server")         # connects, joins; `handlers.on_welcome` follows
     plane.reset([process.connection])       # both sides notice, a moment later, each in its own time
 
-A `Process` does on its side what `member.Member` does in a real one: it joins, or joins again if it had not read its
-name when the connection ended; it rejoins, skips generations that it was asked for before, and ends when it is told to.
+A `VirtualProcess` does on its side what `member.Member` does in a real one: it joins, or joins again if it had not read
+its name when the connection ended; it rejoins, skips generations that it was asked for before, and ends when told to.
 A connection is a `Line` each way: in order, now and then slow. What is under way when it is reset never arrives; what a
 process said before it died may. A probe's answer says whether the process was alive when the probe arrived.
 
@@ -41,7 +41,7 @@ TICK_S = 0.5
 
 
 @dataclass(eq=False)
-class Process:
+class VirtualProcess:
     """A server or trainer process, as far as its membership goes.
 
     Attributes:
@@ -63,7 +63,7 @@ class Process:
     world: Sequence[str] = ()
     asked: int = 0
     dead: bool = False
-    connection: Connection | None = None
+    connection: VirtualConnection | None = None
 
     @property
     def hello(self) -> Message:
@@ -78,26 +78,26 @@ class Process:
 class Handlers(Protocol):
     """What the cluster does with what a process is told, and what it knows of one."""
 
-    def on_welcome(self, process: Process) -> None:
+    def on_welcome(self, process: VirtualProcess) -> None:
         """It has a name: its node can be built."""
 
-    def on_control(self, process: Process, message: Message) -> None:
+    def on_control(self, process: VirtualProcess, message: Message) -> None:
         """For its node."""
 
-    def on_fatal(self, process: Process, message: Message) -> None:
+    def on_fatal(self, process: VirtualProcess, message: Message) -> None:
         """It is told to end, and why."""
 
-    def known(self, process: Process) -> Message:
+    def known(self, process: VirtualProcess) -> Message:
         """What its node tells a coordinator that it rejoins."""
 
-    def on_sent(self, number: int, connection: Connection) -> None:
+    def on_sent(self, number: int, connection: VirtualConnection) -> None:
         """Message `number` of the control channel is on its way."""
 
 
-class Connection:
+class VirtualConnection:
     """A connection of a process with one coordinator. To the router, it is a `Peer`."""
 
-    def __init__(self, plane: ControlPlane, process: Process, number: int) -> None:
+    def __init__(self, plane: ControlPlane, process: VirtualProcess, number: int) -> None:
         self.plane, self.process, self.router = plane, process, plane.router
         self.open = True
         seed = f"{process.number} {number} {plane.seed}"
@@ -170,7 +170,7 @@ class ControlPlane:
         self.code, self.spares, self.without_spare, self.seed = code, spares, without_spare, seed
         self.clock, self.handlers, self._announce = clock, handlers, announce
         self.random = random.Random(f"control {seed}")
-        self.processes: list[Process] = []
+        self.processes: list[VirtualProcess] = []
         self.late_probes = False
         self.sent = 0
         self.connections = 0  # so far
@@ -220,20 +220,20 @@ class ControlPlane:
         if self.lives:
             self.router.on_tick(self.clock.now_s)
 
-    def count(self, connection: Connection) -> None:
+    def count(self, connection: VirtualConnection) -> None:
         self.sent += 1
         self.handlers.on_sent(self.sent - 1, connection)
 
     # processes ----------------------------------------------------------------------------------
 
-    def start(self, role: str, rank: int = -1, job: JobSpec | None = None) -> Process:
+    def start(self, role: str, rank: int = -1, job: JobSpec | None = None) -> VirtualProcess:
         """A process starts, and joins."""
-        process = Process(role, rank, len(self.processes), job)
+        process = VirtualProcess(role, rank, len(self.processes), job)
         self.processes.append(process)
         self.connect(process)
         return process
 
-    def connect(self, process: Process) -> None:
+    def connect(self, process: VirtualProcess) -> None:
         """It has no connection: it tries until there is a coordinator, and says who it is."""
         if process.dead or process.connection is not None:
             return
@@ -241,7 +241,7 @@ class ControlPlane:
             self.clock.later(TRY_AGAIN_S, lambda: self.connect(process))
             return
         self.connections += 1
-        process.connection = Connection(self, process, self.connections)
+        process.connection = VirtualConnection(self, process, self.connections)
         if not process.name:
             process.connection.say(join_message(**process.hello))
             return
@@ -257,24 +257,24 @@ class ControlPlane:
         )
         process.connection.say(rejoin)
 
-    def tell(self, process: Process, message: Message) -> None:
+    def tell(self, process: VirtualProcess, message: Message) -> None:
         """What a process wants to say is lost while it has no connection."""
         if process.connection is not None and not process.dead:
             process.connection.say(message)
 
-    def end(self, process: Process) -> None:
+    def end(self, process: VirtualProcess) -> None:
         """It is gone, however that came."""
         if not process.dead:
             process.dead = True
             if process.connection is not None:
                 process.connection.end_of_process()
 
-    def leave(self, process: Process) -> None:
+    def leave(self, process: VirtualProcess) -> None:
         """It is told to end, says so, and ends."""
         self.tell(process, {"type": "leave", "report": {}})
         self.end(process)
 
-    def deliver(self, connection: Connection, message: Message) -> None:
+    def deliver(self, connection: VirtualConnection, message: Message) -> None:
         """A message of the coordinator has arrived at its process."""
         process = connection.process
         if not connection.open or process.dead or process.connection is not connection:
@@ -298,7 +298,7 @@ class ControlPlane:
 
     # faults -------------------------------------------------------------------------------------
 
-    def reset(self, connections: Sequence[Connection | None]) -> None:
+    def reset(self, connections: Sequence[VirtualConnection | None]) -> None:
         """Connections end at once; both sides notice, each in its own time. What was under way is lost."""
         for connection in connections:
             if connection is not None and connection.open:

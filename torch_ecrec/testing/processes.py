@@ -34,20 +34,18 @@ from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing.fingerprint import fingerprint
-from torch_ecrec.testing.simulation import (
-    BOUNDS,
-    Run,
+from torch_ecrec.testing.result import SimulationResult
+from torch_ecrec.testing.scenario import (
     Scenario,
     dense_after,
     gradients_of,
     load_all,
     loss_of,
-    parity_of,
     payload_of,
-    simulate,
-    steps_kept,
     touched,
 )
+from torch_ecrec.testing.simulation import simulate
+from torch_ecrec.testing.verification import BOUNDS, parity_of, steps_kept
 from torch_ecrec.transport.node import Node
 
 LATER_S = 1000.0  # any limit of the coordinator is over by then
@@ -69,7 +67,7 @@ class Oracle:
     """What an undisturbed run gives: the records of each slab after each step, lookups, losses, dense values."""
 
     records: list[list[np.ndarray]]  # [step][slab]: (rows, B) uint8; the first steps load initial values
-    run: Run
+    run: SimulationResult
 
     @staticmethod
     def of(scenario: Scenario) -> Oracle:

@@ -125,7 +125,7 @@ def tune(sock: socket.socket) -> None:
 # the coordinator's side -----------------------------------------------------------------------------
 
 
-class Connection(asyncio.Protocol):
+class LineConnection(asyncio.Protocol):
     """One peer, as the server sees it."""
 
     def __init__(self, server: ControlServer) -> None:
@@ -215,16 +215,16 @@ class ControlServer:
         self,
         host: str,
         port: int,
-        on_message: Callable[[Connection, Message], None],
-        on_closed: Callable[[Connection], None],
-        on_bad_line: Callable[[Connection, str], None] | None = None,
+        on_message: Callable[[LineConnection, Message], None],
+        on_closed: Callable[[LineConnection], None],
+        on_bad_line: Callable[[LineConnection, str], None] | None = None,
     ) -> None:
         self._on_message = on_message
         self._on_closed = on_closed
         self._bad_line = on_bad_line
         self._told_s = -math.inf  # of a bad line, to the log
-        self._connections: set[Connection] = set()
-        self._strangers: dict[Connection, None] = {}  # who was silent longest comes first
+        self._connections: set[LineConnection] = set()
+        self._strangers: dict[LineConnection, None] = {}  # who was silent longest comes first
         self._probing: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None  # what a callback raised
         try:
@@ -298,12 +298,12 @@ class ControlServer:
 
     # strangers
 
-    def _take_in(self, connection: Connection) -> None:
+    def _take_in(self, connection: LineConnection) -> None:
         self._heard(connection)
         if len(self._strangers) > STRANGERS_MOST:
             next(iter(self._strangers)).abort("was silent longest of too many")
 
-    def _heard(self, connection: Connection) -> None:
+    def _heard(self, connection: LineConnection) -> None:
         connection.heard_s = self._loop.time()
         if connection.stranger:
             self._strangers.pop(connection, None)
@@ -322,7 +322,7 @@ class ControlServer:
             connection.abort(f"said nothing for {STRANGER_IDLE_S:g} s")
         self._loop.call_later(STRANGER_IDLE_S / 4, self._drop_idle)
 
-    def _on_bad_line(self, connection: Connection, reason: str) -> None:
+    def _on_bad_line(self, connection: LineConnection, reason: str) -> None:
         if self._bad_line is not None:
             self._guard(self._bad_line, connection, reason)
         elif self._loop.time() - self._told_s > TOLD_S:
@@ -330,7 +330,7 @@ class ControlServer:
             log.warning("control channel: %s: %s; its connection is closed", connection.peer, reason)
 
     async def _serve(self) -> None:
-        server = await self._loop.create_server(lambda: Connection(self), sock=self._listener)
+        server = await self._loop.create_server(lambda: LineConnection(self), sock=self._listener)
         self._drop_idle()
         try:
             await self._stop.wait()
@@ -475,6 +475,14 @@ class ControlClient:
             self._sock.close()
         if not self._closed:
             self._on_closed(reason or self._reason)
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """ "host:port" -> (host, port). Raises ValueError where it is no such thing."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"an address must be HOST:PORT, got {text!r}")
+    return host, int(port)
 
 
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:

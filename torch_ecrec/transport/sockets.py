@@ -81,10 +81,10 @@ class Sender:
         self._wake.close()
         self._woken.close()
 
-    def watch(self, connection: Connection) -> None:
+    def watch(self, connection: FrameConnection) -> None:
         self._selector.register(connection.sock, selectors.EVENT_WRITE, connection)
 
-    def unwatch(self, connection: Connection) -> None:
+    def unwatch(self, connection: FrameConnection) -> None:
         self._selector.unregister(connection.sock)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Sender:
         self._woken.close()
 
 
-class Connection:
+class FrameConnection:
     """The way out of one connection. A thread of its owner's reads from `sock`, and closes it at its end.
 
     Frames that come before `start` wait for it.
@@ -221,7 +221,7 @@ class Channel:
         self.peer = peer
         self._transport, self._address, self._generation = transport, address, generation
         self._sock = address.dial_within_host() or socket.socket(address.family, socket.SOCK_STREAM)
-        self._connection = Connection(self._sock, transport.sender)
+        self._connection = FrameConnection(self._sock, transport.sender)
         self._lock = threading.Lock()  # guards all below
         self._calls: dict[int, tuple[float, Frame]] = {}  # ticket -> when its time is up, what is sent
         self._ended = ""  # why, once it has
@@ -356,7 +356,7 @@ class SocketTransport(Transport):
         self._address = Address("", 0, b"", NO_NAME)
         self._addresses: dict[str, Address] = {}  # of the members
         self._channels: dict[str, Channel] = {}  # by callee; with the inbound ones guarded by _gate
-        self._inbound: set[Connection] = set()
+        self._inbound: set[FrameConnection] = set()
         atexit.register(self.close)
         belongs_here(self)
         self._start(self.sender.run, "sender")  # last: it looks at all of this
@@ -414,7 +414,7 @@ class SocketTransport(Transport):
 
     def _read(self, sock: socket.socket, generation: int) -> None:
         """Serves one caller as long as its connection lasts."""
-        connection = Connection(sock, self.sender)
+        connection = FrameConnection(sock, self.sender)
         try:
             with self._gate:
                 if generation != self._serving:
@@ -493,7 +493,7 @@ class SocketTransport(Transport):
         atexit.unregister(self.close)
 
 
-def _way_back(connection: Connection, ticket: int) -> Callable[[Encoded], None]:
+def _way_back(connection: FrameConnection, ticket: int) -> Callable[[Encoded], None]:
     def send(encoded: Encoded) -> None:
         with contextlib.suppress(ConnectionError):  # the caller is gone: nobody waits for it
             connection.send(Frame(ticket, encoded))

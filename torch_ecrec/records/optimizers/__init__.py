@@ -1,12 +1,18 @@
-"""The sparse optimizers, one file each: what `OPTIMIZER` in it declares. To add one, add its file and its tests."""
+"""The sparse optimizers, one file each: what `OPTIMIZER` in it declares. To add one, add its file and its tests.
+
+Names are those of the files. A file, and with it Numba, is loaded when its optimizer is asked for: who reads a command
+line or asks for a cluster's status needs names only.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import pkgutil
+from typing import TYPE_CHECKING
 
-from torch_ecrec.records.optimizer import SparseOptimizer
+if TYPE_CHECKING:  # it loads Numba
+    from torch_ecrec.records.optimizer import SparseOptimizer
 
 NAMES: tuple[str, ...] = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
@@ -20,8 +26,8 @@ def optimizer(name: str) -> SparseOptimizer:
     """
     if name not in NAMES:
         raise ValueError(f"unknown optimizer {name!r}; expected one of {', '.join(NAMES)}")
-    found = importlib.import_module(f"{__name__}.{name}").OPTIMIZER
-    assert isinstance(found, SparseOptimizer) and found.name == name, f"{name}: its file declares {found}"
+    found: SparseOptimizer = importlib.import_module(f"{__name__}.{name}").OPTIMIZER
+    assert found.name == name, f"{name}: its file declares {found}"
     return found
 
 

@@ -1,0 +1,175 @@
+"""Trainers of `bench recovery`, and what is known of a cluster while it trains."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_ecrec.bench.recovery_figures import Steps
+from torch_ecrec.demo.report import Record
+from torch_ecrec.processes.children import free_port, tail
+
+START_LIMIT_S = 240.0  # to the first step, and
+START_LIMIT_S_PER_GB = 60.0
+
+
+class Stopped(RuntimeError):
+    """A measurement did not come to its end; the message says which and why."""
+
+
+class Workers:
+    """Trainer processes (`recovery_worker.py`). Use as a context manager: leaving ends them, by their pids.
+
+    Args:
+        arguments: of the benchmark.
+        backend: "ecrec" or "torchrec".
+        rows: of each table.
+        log: file for what they say, appended to.
+        on_line: `on_line(trainer, message)`, on a thread for each; `{}` when its output has ended.
+        environment: extra environment.
+        more: further arguments.
+    """
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        backend: str,
+        rows: int,
+        log: Path,
+        on_line: Callable[[int, dict[str, Any]], None],
+        environment: Mapping[str, str],
+        more: Sequence[str] = (),
+        seed: int = 0,
+    ) -> None:
+        self._on_line = on_line
+        self._processes: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-m", "torch_ecrec.bench.recovery_worker", "--backend", backend, *more]
+        command += ["--trainers", str(arguments.trainers), "--port", str(free_port()), "--rows", str(rows)]
+        command += ["--batch-size", str(arguments.batch_size), "--seed", str(seed)]
+        command += ["--zipf", str(arguments.zipf)]
+        try:
+            for trainer in range(arguments.trainers):
+                with log.open("ab") as errors:
+                    process = subprocess.Popen(
+                        [*command, "--trainer", str(trainer)],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **environment},
+                        start_new_session=True,  # Ctrl-C reaches us, and we end them
+                    )
+                self._processes.append(process)
+                threading.Thread(target=self._read, args=[trainer, process], daemon=True).start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, trainer: int, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._on_line(trainer, json.loads(line))
+        self._on_line(trainer, {})
+
+    def tell(self, order: str) -> None:
+        """Writes a line to each; one that has ended is noticed elsewhere."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(f"{order}\n".encode())
+                process.stdin.flush()
+
+    def close(self) -> None:
+        """Ends them at once: they hold nothing that must be saved. Idempotent."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class CaseWatch:
+    """What a running case is known to do. Its methods are for threads; `changed` guards all attributes.
+
+    Args:
+        trainers, slots: how many.
+        name: of what is measured, for messages.
+        log: the trainers', whose end is shown when something went wrong.
+    """
+
+    def __init__(self, trainers: int, slots: int, name: str, log: Path) -> None:
+        self.changed = threading.Condition()
+        self.name, self.log = name, log
+        self.record = Record(trainers, slots)
+        self.steps = Steps(trainers)
+        self.facts: list[dict[str, Any]] = [{} for _ in range(trainers)]  # what each trainer said, steps aside
+        self.ended: list[int] = []  # trainers whose output has ended
+        self.world: list[str] = []  # members of the RPC generation
+        self.gone: set[str] = set()  # members that were lost
+        self.coordinator_gone: str | None = None
+
+    def on_line(self, trainer: int, message: dict[str, Any]) -> None:
+        with self.changed:
+            if not message:
+                self.ended.append(trainer)
+            elif "step" in message:
+                self.steps.add(trainer, message["begin_s"], message["end_s"])
+            else:
+                self.facts[trainer] |= message
+            self.changed.notify_all()
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        with self.changed:
+            self.record.on_message(message)
+            if message.get("event") == "generation":
+                self.world = message["members"]
+            elif message.get("event") == "lost":
+                self.gone.add(message["member"])
+            self.changed.notify_all()
+
+    def on_closed(self, reason: str) -> None:
+        with self.changed:
+            self.coordinator_gone = reason
+            self.changed.notify_all()
+
+    def spares(self) -> int:
+        """Servers that could take over now."""
+        hosts = {server for server, _ in self.record.places}
+        return sum(name.startswith("server") and name not in hosts | self.gone for name in self.world)
+
+    def trouble(self) -> str | None:
+        """Why nothing more can come of this."""
+        if self.record.fatal is not None:
+            return f"the cluster has stopped: {self.record.fatal['reason']}"
+        if self.record.unexpected:
+            return self.record.unexpected[0]
+        if self.coordinator_gone is not None:
+            return f"the coordinator is gone: {self.coordinator_gone}"
+        if self.ended:
+            return f"trainer {self.ended[0]} has ended at step {self.steps.newest}"
+        return None
+
+    def wait(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Until `condition` holds, which is called with `changed` held. Raises `Stopped` if it does not in time."""
+        with self.changed:
+            self.changed.wait_for(lambda: condition() or self.trouble() is not None, limit_s)
+            met, trouble, step = condition(), self.trouble(), self.steps.newest
+        if not met:
+            reason = trouble or f"not within {limit_s:.0f} s, at step {step}"
+            raise Stopped(f"{self.name}: waiting for {what}: {reason}\n{tail(self.log)}")

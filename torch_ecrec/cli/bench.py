@@ -1,0 +1,42 @@
+"""`torch-ecrec bench WHAT`: measurements, each a module of `bench` with its own `add_arguments` and `run`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+HELP = "measurements"
+BENCHMARKS = {
+    "train": "throughput beside plain TorchRec, by shape and code",
+    "recovery": "kills at steady state: how long a pause, how fast a rebuild; beside restart from a checkpoint",
+    "codec": "encode, fold and decode, beside memcpy and ISA-L",
+    "exactness": "kills in real runs: bit-identical? how long a pause?",
+    "scaling": "how each cost of a step grows: rows, dim, batch, trainers, servers, codes; fan-out",
+    "report": "writes docs/performance.md and the tables of docs/scaling.md from what the others left",
+}
+
+
+def named_in(words: list[str]) -> str | None:
+    """The benchmark that a command line asks for, if it does."""
+    return words[1] if len(words) > 1 and words[0] == "bench" and words[1] in BENCHMARKS else None
+
+
+def _module_of(benchmark: str) -> Any:
+    """Loaded only when asked for: a server that starts should not wait for TorchRec and plots."""
+    return importlib.import_module(f"torch_ecrec.bench.{benchmark}")
+
+
+def add_arguments(parser: argparse.ArgumentParser, benchmark: str | None = None) -> None:
+    """A command for each benchmark, with its arguments only if it is the one named."""
+    benchmarks = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    for name, text in BENCHMARKS.items():
+        one = benchmarks.add_parser(name, help=text)
+        if name == benchmark:
+            _module_of(name).add_arguments(one)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the benchmark."""
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return int(_module_of(arguments.bench).run(arguments))

@@ -1,0 +1,41 @@
+"""`torch-ecrec demo`: see docs/demo.md."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from torch_ecrec.cli.arguments import add_code, add_data, add_training
+
+HELP = "train a DLRM, kill servers, compare with the undisturbed run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `demo`."""
+    add_code(parser)
+    add_data(parser)
+    parser.add_argument("--steps", type=int, default=240, metavar="N")
+    parser.add_argument("--batch-size", type=int, default=256, metavar="B", help="samples per trainer and step")
+    parser.add_argument("--trainers", type=int, default=2, metavar="T")
+    parser.add_argument(
+        "--kill",
+        action="append",
+        metavar="{server:SLOT,trainer:RANK,coordinator}@STEP[~][+MS]",
+        help="SIGKILL the process that hosts SLOT, trainer RANK, or the coordinator, when STEP is complete (MS"
+        " milliseconds later), or, with ~, when from STEP on all that former kills took is there again; may be given"
+        " again; default server:1 in the middle; 'none' for no kill",
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=10, metavar="N", help="of the trainers, by torchrun (default 10)"
+    )
+    add_training(parser)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="also run undisturbed")
+    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, disturbed and undisturbed."""
+    from torch_ecrec.demo.run import run_demo
+
+    return run_demo(arguments)

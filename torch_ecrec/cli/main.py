@@ -1,0 +1,83 @@
+"""Reads the command line and runs one command.
+
+Exit codes: 0 done, 1 failed, 2 bad arguments or refused by the cluster, 3 data lost beyond what the code repairs, 4 the
+cluster cannot be reached or did not answer, 5 another trainer was lost, 6 this process was taken for lost, 130
+interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from typing import Protocol
+
+import torch_ecrec
+from torch_ecrec.cli import bench, chaos, coordinator, demo, rehearse, serve, status, up, warm
+from torch_ecrec.errors import ClusterError
+from torch_ecrec.runtime.lifetime import INTERRUPTED, end_at_once, end_with_parent, on_signals
+
+
+class Command(Protocol):
+    """A module of this package that is a command."""
+
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Says what may follow the command's name."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Does it; returns the exit code."""
+
+
+COMMANDS: dict[str, Command] = {  # in the order of `--help`
+    "demo": demo,
+    "chaos": chaos,
+    "rehearse": rehearse,
+    "serve": serve,
+    "up": up,
+    "status": status,
+    "coordinator": coordinator,
+    "bench": bench,
+    "warm": warm,
+}
+
+
+def parser(benchmark: str | None = None) -> argparse.ArgumentParser:
+    """The command line; the arguments of a benchmark only if it is named."""
+    top = argparse.ArgumentParser(prog="torch-ecrec", description="Erasure-coded parameter servers for TorchRec.")
+    top.add_argument("--version", action="version", version=f"torch-ecrec {torch_ecrec.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(name, help=command.HELP)
+        if name == "bench":
+            bench.add_arguments(one, benchmark)
+        else:
+            command.add_arguments(one)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the console script: runs what `argv`, or the process's own command line, says."""
+    words = sys.argv[1:] if argv is None else argv
+    arguments = parser(bench.named_in(words)).parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    if argv is None and hasattr(arguments, "end_with_parent"):
+        on_signals(end_at_once)  # until they have something to leave in order: loading torch alone takes seconds
+    if getattr(arguments, "end_with_parent", False):
+        end_with_parent()
+    try:
+        return COMMANDS[arguments.command].run(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ClusterError as error:
+        return _fail(error, error.exit_code)
+    except (ValueError, TypeError, OSError) as error:
+        return _fail(error, 2)
+
+
+def _fail(error: Exception, code: int) -> int:
+    with contextlib.suppress(OSError):  # no room for it: the code says enough
+        print(f"torch-ecrec: {error}", file=sys.stderr, flush=True)
+    return code

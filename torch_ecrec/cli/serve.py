@@ -1,0 +1,29 @@
+"""`torch-ecrec serve`: joins a cluster and keeps records, until the cluster ends."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from torch_ecrec.cli.arguments import add_end_with_parent, add_join
+from torch_ecrec.spec.settings import Settings
+
+HELP = "one server process"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `serve`."""
+    add_join(parser)
+    parser.add_argument("--servers", type=int, metavar="S", help="insist on this number of slots")
+    parser.add_argument("-k", type=int, help="insist on this k")
+    parser.add_argument("-r", type=int, help="insist on this r")
+    add_end_with_parent(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs a server in this process."""
+    from torch_ecrec.processes.launch import run_server
+
+    overrides: dict[str, Any] = {"join": arguments.join} if arguments.join else {}
+    wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}
+    return run_server(Settings.from_environment(**overrides), wanted)

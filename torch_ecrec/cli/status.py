@@ -1,0 +1,30 @@
+"""`torch-ecrec status`: asks a cluster's coordinator how things are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from torch_ecrec.cli.arguments import add_join
+from torch_ecrec.spec.settings import Settings
+
+HELP = "slots, servers, epoch, step, watermark, rebuild progress, memory"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `status`."""
+    add_join(parser)
+    parser.add_argument("--json", action="store_true")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the coordinator's answer."""
+    from torch_ecrec.demo.report import format_status
+    from torch_ecrec.transport.control import parse_address, request
+
+    settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))
+    if settings.join is None:
+        raise ValueError("name the coordinator: --join HOST:PORT")
+    answer = request(*parse_address(settings.join), {"type": "status"}, timeout_s=min(10.0, settings.give_up_s))
+    print(json.dumps(answer, indent=2) if arguments.json else format_status(answer))
+    return 0

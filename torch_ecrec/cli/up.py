@@ -1,0 +1,63 @@
+"""`torch-ecrec up`: coordinator and servers on this host, started again when they die, until this process ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from torch_ecrec.cli.arguments import add_code, add_end_with_parent, code_of, port
+from torch_ecrec.runtime.checks import require_int
+from torch_ecrec.runtime.lifetime import on_signals
+
+HELP = "a local cluster: coordinator and servers, supervised"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `up`."""
+    add_code(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=port, default=0, help="the coordinator's port (default: a free one)")
+    parser.add_argument("--no-restart", action="store_true", help="do not start killed servers again")
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="folder for the processes' logs (default: to the terminal)"
+    )
+    add_end_with_parent(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Supervises a cluster until told to end (0), or until its coordinator is gone for good (4)."""
+    from torch_ecrec.processes.launch import warm
+    from torch_ecrec.processes.supervisor import Supervisor, prepare_logs
+
+    told: list[int] = []  # to end: the signals
+    code = code_of(arguments)
+    require_int("spares", arguments.spares, 0)
+    if arguments.logs is not None:
+        prepare_logs(arguments.logs)
+    warm()
+    on_signals(lambda number, _: told.append(number))  # who waits looks there; an exception might get lost
+    with Supervisor(
+        code,
+        arguments.spares,
+        arguments.host,
+        arguments.port,
+        arguments.without_spare,
+        restart=not arguments.no_restart,
+        logs=arguments.logs,
+        told=lambda: bool(told),
+    ) as cluster:
+        print(
+            json.dumps({"address": list(cluster.address)})
+            if arguments.end_with_parent
+            else f"cluster at {cluster.join} (TORCH_ECREC_JOIN={cluster.join}); Ctrl-C ends it",
+            flush=True,
+        )
+        while cluster.ended is None and not told:
+            time.sleep(0.1)
+        if not told:
+            print(f"torch-ecrec: the coordinator ended with {cluster.ended}", file=sys.stderr)
+            return 4
+    return 0

@@ -1,0 +1,76 @@
+"""What a demonstration leaves: result.json, and what differs between two runs that should be the same."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch_ecrec
+from torch_ecrec.demo.training import DemoRun
+
+PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "numba")
+
+
+def versions() -> dict[str, str]:
+    """Of this package, of Python, and of the libraries that are installed."""
+    found = {"torch_ecrec": torch_ecrec.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def differences(run: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What differs between two runs that should be the same; nothing where all is equal."""
+    found = []
+    if run["digest"] is None or run["digest"] != other["digest"]:
+        found.append(f"digest {run['digest']} against {other['digest']}")
+    if len(run["losses"]) != len(other["losses"]):
+        found.append(f"{len(run['losses'])} steps against {len(other['losses'])}")
+    pairs = enumerate(zip(run["losses"], other["losses"], strict=False), 1)
+    step = next((step for step, (mine, theirs) in pairs if mine != theirs), None)
+    if step is not None:
+        found.append(f"losses of step {step}: {run['losses'][step - 1]} against {other['losses'][step - 1]}")
+    return found
+
+
+def arguments_json(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All but the command's name; paths as text."""
+    values = {name: value for name, value in vars(arguments).items() if name != "command"}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def assemble(arguments: argparse.Namespace, run: DemoRun, calm: DemoRun | None, error: str | None) -> dict[str, Any]:
+    """The contents of result.json; docs/demo.md says what they mean."""
+    figures = run.figures()
+    undisturbed = calm.figures() if calm is not None else None
+    different = differences(figures, undisturbed) if undisturbed is not None else []
+    result = {
+        "versions": versions(),
+        "arguments": arguments_json(arguments),
+        "error": error,
+        "equal": not different if undisturbed is not None else None,
+        "differences": different,
+        **figures,
+        "undisturbed": undisturbed,
+        "kills": [kill.to_json(run.record.step_times) for kill in run.record.kills],
+        "throughput": run.record.throughput(run.samples_per_step),
+        "servers": run.record.servers(),
+        "bytes_sent": run.record.bytes_sent(),
+    }
+    cleaned: dict[str, Any] = without_nan(result)
+    return cleaned
+
+
+def without_nan(value: Any) -> Any:
+    """JSON knows no NaN: null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    return [without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,41 @@
+"""What a long command shows of its progress."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+
+LINE_S = 2.0  # between two progress lines where they are not overwritten
+
+
+class Terminal:
+    """Lines that stay, and one below them that is overwritten; where it cannot be, it is written now and then."""
+
+    def __init__(self) -> None:
+        self._overwrites = sys.stdout.isatty()
+        self._shown_s = -math.inf
+        self._width = 0  # of the line to be overwritten
+
+    def say(self, text: str = "") -> None:
+        print("\r" + " " * self._width + "\r" + text if self._width else text, flush=True)
+        self._width = 0
+
+    def progress(self, text: str) -> None:
+        now_s = time.monotonic()
+        if self._overwrites:
+            most = _terminal_width() - 1
+            text = text if len(text) <= most else text[: most - 1] + "…"
+            print("\r" + text.ljust(self._width), end="", flush=True)
+            self._width = len(text)
+        elif now_s - self._shown_s >= LINE_S:
+            self._shown_s = now_s
+            print(text, flush=True)
+
+
+def _terminal_width() -> int:
+    with contextlib.suppress(OSError):
+        return max(40, os.get_terminal_size(sys.stdout.fileno()).columns)
+    return 120

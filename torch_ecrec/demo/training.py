@@ -1,0 +1,320 @@
+"""A run of the demonstration: a supervised cluster, trainers under torchrun, and this process, which watches and kills.
+
+It watches the coordinator: it learns of every completed step within a millisecond or so, and sends SIGKILL from the
+thread that learns of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch_ecrec
+from torch_ecrec.demo import report
+from torch_ecrec.demo.interrupts import raise_if_interrupted
+from torch_ecrec.demo.kills import KillSpec
+from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss
+from torch_ecrec.processes.children import tail, torchrun
+from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.transport.control import ControlClient
+
+HEARTBEAT_S = 0.25  # of the processes of a run, for fresh figures
+STATUS_S = 0.25  # between two looks at the cluster's status
+TICK_S = 0.05
+START_LIMIT_S = 240.0  # for the first step: imports on a slow machine
+STALL_LIMIT_S = 150.0  # for one step: longer than a trainer's own patience
+STEP_LIMIT_S = 10.0  # for a step, on average
+FATAL_GRACE_S = 10.0  # for trainers to end by themselves once the cluster has stopped
+SETTLE_S = 20.0  # for a rebuild that goes on when training is over
+COORDINATOR_S = 60.0  # for one that is started again, on a busy machine
+
+log = logging.getLogger(__name__)
+
+
+def example() -> tuple[str, Path]:
+    """The training script as a module, and the folder to import it from: beside the package, or in an installed one."""
+    root = Path(torch_ecrec.__file__).resolve().parent.parent
+    if (root / "examples" / "dlrm_criteo.py").is_file():
+        return "examples.dlrm_criteo", root
+    return "torch_ecrec.examples.dlrm_criteo", root
+
+
+class DemoRun:
+    """One training: cluster, trainers, kills.
+
+    Args:
+        arguments: of the demo, checked.
+        code: of the cluster.
+        kills: to do, by step.
+        logs: folder for what the processes say.
+        terminal: where progress is shown.
+    """
+
+    def __init__(
+        self, arguments: argparse.Namespace, code: CodeSpec, kills: list[KillSpec], logs: Path, terminal: Terminal
+    ) -> None:
+        self.arguments, self.code, self.logs, self.terminal = arguments, code, logs, terminal
+        self.samples_per_step = arguments.batch_size * arguments.trainers
+        self.record = report.Record(arguments.trainers, code.slots)
+        self.reports: list[dict[str, Any]] = []  # of the trainers, once they are done
+        self._lock = threading.Lock()  # guards what is below, and `record` while the run is on
+        self._to_kill = list(kills)
+        self._fired = 0
+        self._over = False
+        self._timers: list[threading.Timer] = []
+        self._coordinator_gone: str | None = None
+        self._cluster: Supervisor | None = None
+        self.environment = {"TORCH_ECREC_HEARTBEAT_S": str(HEARTBEAT_S), "OMP_NUM_THREADS": "1"}
+        self._news: list[str] = []  # lines to show
+        self._moved_s = time.monotonic()  # when a step was completed last, or chaos disturbed the run
+
+    # the coordinator's messages, on the thread of the connection
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            before = self.record.step
+            self.record.on_message(message)
+            if self.record.step > before:
+                self._moved_s = time.monotonic()
+                self._start_kills()
+            if message.get("type") == "event":
+                self._tell(message)
+
+    def _on_closed(self, reason: str) -> None:
+        with self._lock:
+            if not self._over:
+                threading.Thread(target=self._watch_again, args=(reason,), daemon=True).start()
+
+    def _watch_again(self, reason: str) -> None:
+        """The coordinator is gone: another one may be on its way."""
+        try:
+            self._connect()
+        except ClusterUnavailable:
+            with self._lock:
+                self._coordinator_gone = reason
+
+    def _connect(self) -> None:
+        assert self._cluster is not None
+        self.client = ControlClient(*self._cluster.address, self._on_message, self._on_closed, COORDINATOR_S)
+        self.client.send({"type": "watch"})
+
+    def _start_kills(self) -> None:
+        """A step was completed: the kills whose time has come."""
+        for spec in list(self._to_kill):
+            if spec.step > self.record.step:
+                return
+            if spec.settled and not (self._fired == len(self.record.kills) and self.record.settled):
+                continue
+            if not spec.delay_ms and self.record.target(spec.role, spec.number) is None:
+                continue  # nobody is there at the moment
+            self._to_kill.remove(spec)
+            self._fired += 1
+            if spec.delay_ms:
+                timer = threading.Timer(spec.delay_ms / 1000, self._kill_later, [spec])
+                timer.daemon = True
+                self._timers.append(timer)
+                timer.start()
+            else:
+                self._kill(spec)
+
+    def _kill_later(self, spec: KillSpec) -> None:
+        with self._lock:
+            if not self._over:
+                self._kill(spec)
+
+    def _kill(self, spec: KillSpec) -> None:
+        if self.record.target(spec.role, spec.number) is None:  # lost a moment ago: wait until somebody has come
+            self._fired -= 1
+            self._to_kill.insert(0, spec)
+            return
+        assert self._cluster is not None
+        self.record.pids["coordinator"] = self._cluster.coordinator.pid
+        kill = self.record.on_kill(spec.text, spec.role, spec.number, time.time())
+        with contextlib.suppress(ProcessLookupError):  # it hosted another slot that was to be killed at this step
+            os.kill(kill.pid, signal.SIGKILL)
+        hosted = f", host of slot {spec.number}" if spec.role == "server" else ""
+        self._news.append(f"step {kill.step}: kill -9 {kill.pid} ({kill.member}{hosted})")
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "lost" and event["slots"]:
+            self._news.append(f"  {event['member']} is lost ({event['why']}), with slots {event['slots']}")
+        elif kind == "re-hosted":
+            server = self.record.places[event["slot"]][0]
+            self._news.append(f"  slot {event['slot']} serves again, on {server}; rebuild begins")
+        elif kind == "slot rebuilt":
+            self._news.append(f"  slot {event['slot']} is rebuilt")
+        elif kind == "lost" and event["member"].startswith("trainer"):
+            self._news.append(f"  {event['member']} is lost ({event['why']})")
+        elif kind == "resumable":
+            self._news.append(f"  servers have gone back to step {event['step']}; torchrun starts all trainers again")
+        elif kind == "regathered":
+            self._news.append(f"  a new coordinator: {len(event['members'])} members have rejoined")
+        elif kind == "joined" and self.record.step:
+            self._news.append(f"  {event['member']} has joined (pid {event['pid']})")
+
+    # the whole of it
+
+    def execute(self) -> None:
+        """Runs it to its end; `record` and `reports` are complete then.
+
+        Raises:
+            DataLoss: more was lost than the code repairs.
+            ClusterError: anything else that kept it from its end; the message says what, with the end of a log.
+        """
+        for file in self.logs.glob("*.log"):
+            file.unlink()
+        self._moved_s = time.monotonic()
+        cluster = Supervisor(
+            self.code,
+            self.arguments.spares,
+            without_spare=self.arguments.without_spare,
+            logs=self.logs,
+            environment=self.environment,
+        )
+        self._cluster = cluster
+        with cluster:
+            self._connect()
+            try:
+                for trainer in range(self.arguments.trainers):
+                    self._report_path(trainer).unlink(missing_ok=True)
+                told = {**self.environment, "TORCH_ECREC_JOIN": cluster.join}
+                with torchrun(self._words(), self._log, told, example()[1]) as trainers:
+                    self._watch(cluster, trainers)
+                self._settle()
+            finally:
+                with self._lock:
+                    self._over = True
+                for timer in self._timers:
+                    timer.cancel()
+                self.client.close()
+        self._read_reports()
+
+    def _report_path(self, trainer: int) -> Path:
+        return self.logs / f"trainer.{trainer}.json"
+
+    def _words(self) -> list[str]:
+        """What torchrun is to run."""
+        arguments = self.arguments
+        words = ["--nproc-per-node", str(arguments.trainers), "--max-restarts", str(arguments.max_restarts)]
+        words += ["-m", example()[0], "--steps", str(arguments.steps), "--batch-size", str(arguments.batch_size)]
+        words += ["--optimizer", arguments.optimizer, "--seed", str(arguments.seed)]
+        words += ["--snapshot-every", str(arguments.snapshot_every)]
+        words += ["--report", str((self.logs / "trainer.json").resolve())]
+        if arguments.data is not None:
+            words += ["--data", str(arguments.data.resolve())]
+        return words
+
+    @property
+    def _log(self) -> Path:
+        """What the trainers say."""
+        return self.logs / "trainers.log"
+
+    def on_tick(self) -> None:
+        """Called many times a second while the trainers run."""
+
+    def _watch(self, cluster: Supervisor, trainers: subprocess.Popen[bytes]) -> None:
+        """Until the trainers are done."""
+        steps = self.arguments.steps
+        begin_s = asked_s = time.monotonic()
+        fatal_s: float | None = None
+        while (code := trainers.poll()) is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                trainers.wait(TICK_S)
+            raise_if_interrupted()
+            self.on_tick()
+            now_s = time.monotonic()
+            with self._lock:
+                news, self._news = self._news, []
+                line = self.record.progress_line(steps, self.samples_per_step)
+                idle_s, step, fatal = now_s - self._moved_s, self.record.step, self.record.fatal
+            for text in news:
+                self.terminal.say(text)
+            self.terminal.progress(line)
+            if now_s - asked_s >= STATUS_S:
+                asked_s = now_s
+                self.client.send({"type": "status"})
+            if fatal is None and cluster.ended is not None:
+                raise ClusterUnavailable(f"the coordinator ended with {cluster.ended}\n{tail(self._log)}")
+            if fatal is not None:
+                fatal_s = fatal_s or now_s
+                if now_s - fatal_s > FATAL_GRACE_S:
+                    log.warning("trainers did not end within %g s of the end of the cluster", FATAL_GRACE_S)
+                    break
+            elif idle_s > (STALL_LIMIT_S if step else START_LIMIT_S):
+                raise ClusterUnavailable(f"no step was completed for {idle_s:.0f} s, at step {step}\n{tail(self._log)}")
+            elif now_s - begin_s > START_LIMIT_S + STEP_LIMIT_S * steps:
+                raise ClusterUnavailable(f"not done within {now_s - begin_s:.0f} s, at step {step}\n{tail(self._log)}")
+        with self._lock:
+            fatal = self.record.fatal
+            self.terminal.say(self.record.progress_line(steps, self.samples_per_step))
+        if fatal is not None and fatal["kind"] == "data_loss":
+            raise DataLoss(fatal["reason"])
+        if fatal is not None:
+            raise ClusterUnavailable(f"{fatal['reason']}\n{tail(self._log)}")
+        if code:
+            raise ClusterError(f"the trainers failed (exit code {code})\n{tail(self._log)}")
+
+    def _settle(self) -> None:
+        """Training is over: waits for a rebuild that goes on, and for last figures."""
+        until_s = time.monotonic() + SETTLE_S
+        while time.monotonic() < until_s:
+            with self._lock:
+                if self.record.whole or self._coordinator_gone or self.record.fatal:
+                    break
+            time.sleep(TICK_S)
+        time.sleep(2 * HEARTBEAT_S)  # the servers' last figures are on their way; nothing says when they are there
+        with self._lock:
+            seen = self.record.status_count
+        self.client.send({"type": "status"})
+        while time.monotonic() < until_s + 2.0:
+            with self._lock:
+                if self.record.status_count > seen or self._coordinator_gone:
+                    break
+            time.sleep(TICK_S)
+        with self._lock:
+            news, self._news = self._news, []
+        for text in news:
+            self.terminal.say(text)
+
+    def _read_reports(self) -> None:
+        for trainer in range(self.arguments.trainers):
+            try:
+                self.reports.append(json.loads(self._report_path(trainer).read_text()))
+            except (OSError, ValueError) as error:
+                raise ClusterError(f"trainer {trainer} left no report: {error}\n{tail(self._log)}") from error
+        times = [report["step_ended_s"] for report in self.reports]
+        if all(len(of_one) == self.arguments.steps for of_one in times):  # none was started again
+            # their own clocks: what a coordinator that was killed did not pass on is in there
+            self.record.step_times = [max(ended) for ended in zip(*times, strict=True)]
+
+    # results
+
+    def not_fired(self) -> list[str]:
+        done = [kill.spec for kill in self.record.kills]
+        waiting = [spec.text for spec in self._to_kill]
+        return waiting + [f"{self._fired - len(done)} whose moment came too late"] * (self._fired > len(done))
+
+    def figures(self) -> dict[str, Any]:
+        """What is compared between runs, as in result.json."""
+        reports = self.reports
+        losses = [list(step) for step in zip(*(r["losses"] for r in reports), strict=True)] if reports else []
+        first = reports[0] if reports else {}
+        return {
+            "digest": first.get("digest"),
+            "losses": losses,
+            "auc": first.get("auc"),
+            "samples_per_s": first.get("samples_per_s"),
+            "step_times_s": self.record.step_times,
+        }

@@ -1,0 +1,104 @@
+"""Processes that this one starts: ports for them, torchrun, all that descends from one, and their end.
+
+For those who run trainers: the demonstration, rehearsals, benchmarks. Servers and coordinators have a `Supervisor`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TAIL_LINES = 15
+# Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of
+# those that have ended in it.
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+@contextlib.contextmanager
+def torchrun(
+    words: Sequence[str], log: Path, environment: Mapping[str, str], cwd: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Trainers under torchrun, on this host; leaving ends them, however many times they were started.
+
+    Args:
+        words: what follows `torchrun --standalone`.
+        log: file for what torchrun and, unless `words` redirect it, the trainers say.
+        environment: extra environment.
+        cwd: where they run; None: where this process does.
+
+    Yields:
+        torchrun's process.
+    """
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env={**os.environ, **FRESH_STORE, **environment},
+            start_new_session=True,  # Ctrl-C reaches us, and we end them
+        )
+    try:
+        yield process
+    finally:
+        end_tree(process)
+
+
+def await_end(children: Sequence[subprocess.Popen[Any]], limit_s: float) -> None:
+    """Waits for processes that were asked to end; those that still run after `limit_s` are killed."""
+    deadline = time.monotonic() + limit_s
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def descendants(root: int) -> list[int]:
+    """Processes under `root`. Linux only (/proc); elsewhere none."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            # "pid (name) state parent ...", where the name may hold anything
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found, queue = [], [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and all under it, at once. They hold nothing that must be saved."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGSTOP)  # starts no more
+    pids = [*descendants(process.pid), process.pid]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def tail(path: Path) -> str:
+    """The end of a log."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return "\n".join([f"the end of {path}:", *(f"  {line}" for line in lines[-TAIL_LINES:])])

@@ -1,0 +1,162 @@
+"""What is simulated: tables, loads, faults, and trainers that are small functions of what they looked up.
+
+So a wrong read anywhere changes everything that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from torch_ecrec.client.client import Client
+from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
+from torch_ecrec.transport.local import LATE
+
+
+def small_tables() -> tuple[TableSpec, ...]:
+    """Two slabs: one with state, one without; row counts that leave partial stripes and rotations."""
+    adagrad = OptimizerSpec("rowwise_adagrad", lr=0.1)
+    return (
+        TableSpec("a", rows=17, dim=3, low=-1.0, high=1.0, optimizer=adagrad),
+        TableSpec("b", rows=8, dim=3, low=-0.5, high=0.5, optimizer=adagrad),
+        TableSpec("c", rows=13, dim=2, low=-1.0, high=1.0, optimizer=OptimizerSpec("sgd", lr=0.1)),
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """Rows first to end - 1 of a slab get other values, or a function of those that they hold (`change`)."""
+
+    slab: int
+    first: int
+    end: int
+    change: bool = False
+
+    def values(self, before_UW: torch.Tensor) -> torch.Tensor:
+        """(U, W) what the rows hold then; a changed row keeps its last column, as optimizer state is kept."""
+        if self.change:
+            after_UW = before_UW * 0.5 + 1.0
+            after_UW[:, -1] = before_UW[:, -1]
+            return after_UW
+        rng = np.random.default_rng([self.slab, self.first, self.end])
+        return torch.from_numpy(rng.random(tuple(before_UW.shape), dtype=np.float32) + 0.25)
+
+
+LOADS = (  # of `small_tables`: table a in portions and some of it twice; stripes that a shares with b; some of c
+    Load(0, 0, 9),
+    Load(0, 9, 17),
+    Load(0, 4, 12, change=True),
+    Load(0, 15, 20, change=True),
+    Load(1, 3, 8),
+    Load(1, 2, 9, change=True),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated.
+
+    Args:
+        loads: what trainer 0 loads before training, in this order.
+        loads_before: what the first trainers load, who are lost before they have loaded all; None: the same.
+        kills: (slot, step) pairs: the host of the slot dies when that step is complete at trainer 0.
+        settle_first: such a kill waits until the cluster is whole again, so that the losses stay within the contract.
+        reborn: a killed server process starts again and joins.
+        trainer_kills: (trainer, step) pairs: that trainer dies when it has completed the step.
+        random_trainer_kills: so many trainers die at random moments, likewise.
+        random_coordinator_kills: the coordinator dies so often, likewise.
+        trainers_return: faults may kill trainers; whenever one dies, all of them are ended and started again.
+        random_kills: so many servers die at random moments, as often as `kill_probability` says per event.
+        noise: how often a request is dropped, its answer lost, or it arrives twice: a probability for each.
+        late: how often a request or an answer takes much longer than others.
+        verify_every: how many events lie between two looks of the verifiers.
+    """
+
+    code: CodeSpec = CodeSpec(slots=3, k=2, r=1)
+    tables: tuple[TableSpec, ...] = field(default_factory=small_tables)
+    trainers: int = 2
+    spares: int = 1
+    steps: int = 4
+    seed: int = 0
+    network_seed: int = 0
+    kills: tuple[tuple[int, int], ...] = ()
+    settle_first: bool = True
+    reborn: bool = False
+    trainer_kills: tuple[tuple[int, int], ...] = ()
+    random_trainer_kills: int = 0
+    trainers_return: bool = False
+    random_coordinator_kills: int = 0
+    without_spare: str = "survivor"
+    rebuild_chunk_bytes: int = 48
+    random_kills: int = 0
+    kill_probability: float = 0.01
+    noise: float = 0.0
+    late: float = LATE
+    verify_every: int = 60
+    call_timeout_s: float = 0.25
+    wire: str = "float32"
+    snapshot_every: int = 1
+    loads: tuple[Load, ...] = ()
+    loads_before: tuple[Load, ...] | None = None
+
+    @property
+    def job(self) -> JobSpec:
+        return JobSpec(self.tables, self.code, self.trainers, self.seed)
+
+
+def touched(scenario: Scenario, step: int, trainer: int) -> list[np.ndarray]:
+    """Rows of each slab that a trainer touches in a step: a function of nothing but its arguments."""
+    rng = np.random.default_rng([scenario.seed, step, trainer])
+    return [np.flatnonzero(rng.random(slab.rows) < 0.4).astype(np.int64) for slab in scenario.job.slabs]
+
+
+def loss_of(weights: Sequence[torch.Tensor], dense: float) -> float:
+    """A trainer's loss: a function of all that it looked up, and of its dense model, which is one number."""
+    return sum(float(weight_UD.double().sum()) for weight_UD in weights) + dense
+
+
+def gradients_of(weights: Sequence[torch.Tensor], step: int, trainer: int, dense: float) -> list[torch.Tensor]:
+    return [torch.sin(weight_UD * 3 + step + trainer + dense) for weight_UD in weights]
+
+
+def load_all(
+    client: Client,
+    loads: Sequence[Load],
+    on_read: Callable[[int, torch.Tensor], None] = lambda number, records_UW: None,
+) -> Iterator[Callable[[], bool]]:
+    """What a session of trainer 0 does to load: yields conditions to wait for, as a trainer's script does.
+
+    Args:
+        client: of trainer 0, which knows where it resumes.
+        loads: in this order.
+        on_read: gets the number of a load that changes what there is, and what it has read.
+    """
+    for slab, rows in client.left_behind():
+        yield client.may_push
+        client.run(client.load, slab, client.route(slab, rows), None)
+    for number, load in enumerate(loads):
+        route = client.route(load.slab, torch.arange(load.first, load.end))
+        records_UW = torch.zeros(load.end - load.first, client.job.slabs[load.slab].schema.width)
+        if load.change:
+            read: list[torch.Tensor] = []
+            client.run(client.read, load.slab, route, read.append)
+            yield lambda read=read: bool(read)  # type: ignore[misc]
+            records_UW = read[0].view(torch.float32)
+            on_read(number, records_UW)
+        yield client.may_push
+        client.run(client.load, load.slab, route, load.values(records_UW).view(torch.uint8))
+    yield client.all_acknowledged
+    client.run(client.end_loading)
+
+
+def dense_after(dense: float, losses: Mapping[int, float]) -> float:
+    """The dense model after a step, given the losses of all trainers."""
+    return float(np.tanh(dense + 0.1 * sum(losses[trainer] for trainer in sorted(losses))))
+
+
+def payload_of(dense: float) -> torch.Tensor:
+    """The dense model as bytes, for a snapshot."""
+    return torch.tensor([dense], dtype=torch.float64).view(torch.uint8)

@@ -1,0 +1,127 @@
+"""What trainers of a simulated cluster do: look up, push, exchange losses, take snapshots; go on after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torch_ecrec.client.client import Client
+from torch_ecrec.layout.routing import Parts, Route
+from torch_ecrec.protocol import wire
+from torch_ecrec.testing.result import SimulationResult
+from torch_ecrec.testing.scenario import (
+    Load,
+    Scenario,
+    dense_after,
+    gradients_of,
+    load_all,
+    loss_of,
+    payload_of,
+    touched,
+)
+
+
+class TrainerScripts:
+    """The trainers of a simulated cluster: each is a generator that yields the conditions it waits for.
+
+    Args:
+        scenario: what runs.
+        result: gets what they see and compute; what they did before they went back must come out the same.
+        on_step: told (trainer, step) when a trainer has completed a step, counted from the first of training.
+    """
+
+    def __init__(self, scenario: Scenario, result: SimulationResult, on_step: Callable[[int, int], None]) -> None:
+        self._scenario, self._result, self._on_step = scenario, result, on_step
+        self._dense_of = [1.0] * scenario.trainers
+        self._contributions: dict[int, dict[int, float]] = {}  # step -> trainer -> its loss
+        self._lives = 0
+        self._scripts: list[Iterator[Callable[[], bool]] | None] = []  # None: done
+        self._may_go_on: list[Callable[[], bool]] = []
+
+    def begin(self) -> None:
+        """All trainers start (again); each has nothing to do until it has a name."""
+        self._contributions = {}
+        self._lives += 1
+        self._scripts = [iter(()) for _ in range(self._scenario.trainers)]
+        self._may_go_on = [lambda: False] * self._scenario.trainers
+
+    def on_welcome(self, trainer: int, client: Client) -> None:
+        """A trainer has its name, and its client."""
+        self._scripts[trainer] = self._script(trainer, client)
+        self._may_go_on[trainer] = lambda: True
+
+    @property
+    def done(self) -> bool:
+        """Whether all have come to the end of their training."""
+        return all(script is None for script in self._scripts)
+
+    def go_on(self, is_dead: Callable[[int], bool]) -> None:
+        """Runs those that live until all of them wait, or are done."""
+        moved = True
+        while moved:
+            moved = False
+            for i, script in enumerate(list(self._scripts)):
+                if script is not None and not is_dead(i) and self._may_go_on[i]():
+                    moved = True
+                    try:
+                        self._may_go_on[i] = next(script)
+                    except StopIteration:
+                        self._scripts[i] = None
+
+    def _script(self, i: int, client: Client) -> Iterator[Callable[[], bool]]:
+        """What trainer i does: yields conditions to wait for."""
+        scenario, job = self._scenario, self._scenario.job
+        yield lambda: client.placement is not None and client.resumed
+        self._dense_of[i], done = 1.0, 0
+        if client.origin is not None:
+            done = client.resume_step - client.origin
+            self._result.resumed += [done] if i == 0 else []
+        elif i == 0:
+            yield from load_all(client, self._loads, self._on_read)
+            self._result.loaded_again += client.resume_step > 0
+        yield lambda: client.origin is not None
+        if done:
+            stored: list[wire.Snapshots] = []
+            client.run(client.stored, 0, client.resume_step, stored.append)
+            yield lambda: bool(stored)
+            payload = stored[0].payloads[stored[0].trainers.index(i)]
+            self._dense_of[i] = float(payload.view(torch.float64))
+        for step in range(done + 1, scenario.steps + 1):
+            rows = [torch.from_numpy(r) for r in touched(scenario, step, i)]
+            routes: list[Route] = [client.route(s, r) for s, r in enumerate(rows)]
+            got: list[list[Parts]] = []
+            client.run(client.lookup, routes, got.append)
+            yield lambda got=got: bool(got)  # type: ignore[misc]
+            weights = [torch.cat(parts) for parts in got[0]]
+            self._same(self._result.lookups, (step, i), weights)
+            loss = loss_of(weights, self._dense_of[i])
+            self._same(self._result.losses, (step, i), loss)
+            gradients = gradients_of(weights, step, i, self._dense_of[i])
+            yield client.may_push
+            client.run(client.push, routes, gradients, [slab.optimizer.lr for slab in job.slabs])
+            self._contributions.setdefault(step, {})[i] = loss
+            yield lambda step=step: len(self._contributions[step]) == scenario.trainers  # type: ignore[misc]
+            self._dense_of[i] = dense_after(self._dense_of[i], self._contributions[step])
+            if i == 0:
+                self._same(self._result.dense, step, self._dense_of[0])
+            if client.snapshot_due(client.step - 1):
+                client.run(client.snapshot, payload_of(self._dense_of[i]), [step])
+            self._on_step(i, step)
+
+    @property
+    def _loads(self) -> tuple[Load, ...]:
+        before = self._scenario.loads_before
+        return before if before is not None and self._lives == 1 else self._scenario.loads
+
+    def _on_read(self, number: int, records_UW: torch.Tensor) -> None:
+        if self._loads is self._scenario.loads:
+            self._same(self._result.reads, number, records_UW)
+
+    @staticmethod
+    def _same(known: dict[Any, Any], key: Any, value: Any) -> None:
+        """Records a value; one that is known from before the trainers went back must be the same."""
+        values, before = (v if isinstance(v, list) else [v] for v in (value, known.setdefault(key, value)))
+        same = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(values, before, strict=True))
+        assert same, f"(step, trainer) {key}: another value after going back than before"

@@ -1,0 +1,197 @@
+"""The contract, checked on the slots of a cluster in this process: parities, acknowledgements, snapshots, bounds.
+
+I1 to I7 are the invariants of docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeGuard
+
+import numpy as np
+
+from torch_ecrec.client.client import Client
+from torch_ecrec.layout.stripes import StripeGroup
+from torch_ecrec.protocol.wire import SlotPlace
+from torch_ecrec.server.slot import Slot
+from torch_ecrec.spec.settings import Settings
+from torch_ecrec.testing.scenario import Scenario
+
+WINDOW = Settings().window_steps
+BOUNDS = {  # in steps: what a slot or a trainer keeps at most
+    "open steps": WINDOW,
+    "kept pushes": WINDOW,
+    "early folds": 2 * WINDOW,
+    "log": 4 * WINDOW,
+    "fold log": 4 * WINDOW,
+    "snapshots": 4 * WINDOW,
+}
+
+
+def origin_of(clients: Iterable[Client]) -> int:
+    """The step that training began after, as far as it is known."""
+    return max((client.origin or 0 for client in clients), default=0)
+
+
+class Verifier:
+    """Looks at a simulated cluster while it runs, from outside all of its processes.
+
+    Args:
+        scenario: what runs.
+        longest: written: of each thing in `BOUNDS`, the most steps it was kept for.
+    """
+
+    def __init__(self, scenario: Scenario, longest: dict[str, int]) -> None:
+        self._scenario, self.longest = scenario, longest
+        self.acknowledged: dict[tuple[int, int], int] = {}  # (era, slot) -> the most that any life of it acknowledged
+        self._clients: Sequence[Client] = ()
+        self._placed: Sequence[SlotPlace] = ()
+
+    def check(self, slots: Sequence[Slot], clients: Sequence[Client], placed: Sequence[SlotPlace]) -> None:
+        """Checks what must hold at every moment.
+
+        Args:
+            slots: the live incarnation of every slot that there is.
+            clients: of the trainers that live.
+            placed: all slots, as the coordinator knows them.
+
+        Raises:
+            AssertionError: something does not hold.
+        """
+        self._clients, self._placed = clients, placed
+        ready = {slot.index: slot for slot in slots if slot.ready}
+        for slot in ready.values():
+            self._check_acknowledged(slot, ready)
+            check_parity_as_of(slot, ready)
+        self._check_snapshots(ready)
+        self._check_bounds(ready)
+
+    def _check_acknowledged(self, slot: Slot, slots: dict[int, Slot]) -> None:
+        rule, index, key = slot.rule, slot.index, (slot.host.era, slot.index)
+        if slot.host.frozen:
+            return
+        before = self.acknowledged.get(key, 0)
+        assert rule.acknowledged >= before, (
+            f"slot {index} acknowledged {before}, its incarnation {slot.incarnation} knows {rule.acknowledged}"
+        )
+        self.acknowledged[key] = rule.acknowledged
+        for holder in rule.holders:
+            if knows(slot, other := slots.get(holder)) and knows(other, slot) and index in other.rule.folded:
+                folded = other.rule.folded[index]
+                assert rule.confirmed[holder] <= folded, (
+                    f"slot {index} counts step {rule.confirmed[holder]} as folded by {holder}, which folded {folded}"
+                )
+                assert rule.acknowledged <= folded or not self._placed[holder].healthy, (
+                    f"slot {index} acknowledged {rule.acknowledged}, but {holder}, which is whole, has folded {folded}"
+                )
+
+    def _check_snapshots(self, slots: dict[int, Slot]) -> None:
+        """Of the last step that every trainer calls complete, each holder that is whole has the dense snapshot."""
+        clients = self._clients
+        step = min((client.resumable for client in clients), default=0)
+        in_training = step > origin_of(self._clients) and all(client.origin is not None for client in clients)
+        for holder in range(self._scenario.code.parities + 1) if in_training else ():
+            if holder in slots and self._placed[holder].healthy:
+                for trainer in range(self._scenario.trainers):
+                    assert (step, trainer) in slots[holder].snapshots.parts, (
+                        f"slot {holder} lacks the snapshot of trainer {trainer} of step {step}, which is complete"
+                    )
+
+    def _check_bounds(self, slots: dict[int, Slot]) -> None:
+        longest = self.longest
+        for slot in slots.values():
+            for what, steps in steps_kept(slot).items():
+                longest[what] = max(longest.get(what, 0), steps)
+        for client in self._clients:
+            longest["open steps"] = max(longest.get("open steps", 0), len(client.open))
+        more = self._scenario.snapshot_every - 1  # logs reach back to the last snapshot
+        beyond = {what: steps for what, steps in longest.items() if steps > BOUNDS[what] + more}
+        assert not beyond, f"kept for more steps than {BOUNDS}: {beyond}"
+
+
+def knows(slot: Slot | None, other: Slot | None) -> TypeGuard[Slot]:
+    """Whether both are there, neither has gone back before the other, and `slot` knows the present life of `other`."""
+    if slot is None or other is None or slot.host.history != other.host.history:
+        return False
+    return slot.rule.incarnations[other.index] == other.incarnation
+
+
+def steps_kept(slot: Slot) -> dict[str, int]:
+    """For how many steps a slot keeps each thing that `BOUNDS` limits."""
+    folds = [log.last - log.floor for log in slot.protection.fold_logs.values()]
+    return {
+        "log": slot.log.last - slot.log.floor,
+        "fold log": max(folds, default=0),
+        "early folds": max((len(early) for early in slot.protection.early.values()), default=0),
+        "kept pushes": len(slot.pushes) + len(slot.loads),
+        "snapshots": len(slot.snapshots.trainers_of()),
+    }
+
+
+def parity_of(holder: Slot, slab: int, group: StripeGroup, records: Sequence[np.ndarray]) -> np.ndarray:
+    """(G, B) what the parities of a group should be; `records`: per data member, those of the stripes that have it."""
+    layout, code = holder.layouts[slab], holder.code
+    expected = np.zeros((len(group.where), holder.shards[slab].schema.nbytes), dtype=np.uint8)
+    for member, records_MB in enumerate(records):
+        rows_M = np.flatnonzero(layout.exists(group.base, member, group.rotations)).astype(np.int64)
+        coefficient = code.coefficients[group.member - code.k, member]
+        code.fold_(expected, rows_M, records_MB, np.full(len(rows_M), coefficient, dtype=np.uint8))
+    return expected
+
+
+def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
+    """I2 at any moment: a parity is the code of its stripe's records as of what its holder has folded of each.
+
+    Looks at the stripes of which nothing is missing and all members know each other's present incarnation.
+    """
+    for slab, shard in enumerate(holder.shards):
+        layout, code = holder.layouts[slab], holder.code
+        for group in layout.group(holder.index, True, np.arange(shard.parity_rows, dtype=np.int64)):
+            here = holder.rebuild.parity_present(slab, group.where)
+            there = np.ones(len(group.where), dtype=bool) if here is None else here
+            records = []
+            for member in range(code.k):
+                index = int(layout.member_slot[group.base, member])
+                source, step = slots.get(index), holder.rule.folded.get(index)
+                if not (knows(source, holder) and knows(holder, source)) or step is None:
+                    break
+                assert step <= source.rule.applied, (
+                    f"slot {holder.index} has folded step {step} of {index}, not applied"
+                )
+                if step < min(source.log.floor, source.rule.applied):
+                    break
+                exists = layout.exists(group.base, member, group.rotations)
+                positions = layout.position(group.base, member, group.rotations)[exists]
+                if source.rebuild.remaining:
+                    there[exists] &= ~source.rebuild.missing[slab, False][positions]
+                records.append(source.records_as_of(slab, positions, step))
+            else:
+                right = (parity_of(holder, slab, group, records) == shard.gather(group.where, parity=True)).all(axis=1)
+                assert (right | ~there).all(), (
+                    f"a parity of base {group.base} in slab {slab} on slot {holder.index} is not the code of its stripe"
+                    f" as of {holder.rule.folded}"
+                )
+
+
+def check_parity(slots: Sequence[Slot]) -> None:
+    """I1: every parity is the code of its stripe's records; raises AssertionError that names the first that is not."""
+    for s, shard in enumerate(slots[0].shards):
+        layout, code = slots[0].layouts[s], slots[0].code
+        width = shard.schema.nbytes
+        stripes = np.arange(layout.stripes, dtype=np.int64)
+        base, rotation = stripes % layout.slots, stripes // layout.slots
+        data = np.zeros((code.k, layout.stripes, width), dtype=np.uint8)
+        for member in range(code.k):
+            for stripe in np.flatnonzero(stripes * code.k + member < layout.rows):
+                holder = slots[int(layout.member_slot[base[stripe], member])]
+                position = layout.first_position(int(base[stripe]), member) + rotation[stripe]
+                data[member, stripe] = holder.shards[s].gather(np.array([position]))[0]
+        parity = code.encode(data)
+        for j in range(code.n - code.k):
+            for stripe in stripes:
+                holder = slots[int(layout.member_slot[base[stripe], code.k + j])]
+                position = layout.first_position(int(base[stripe]), code.k + j) + rotation[stripe]
+                here = holder.shards[s].gather(np.array([position]), parity=True)[0]
+                assert np.array_equal(here, parity[j, stripe]), (
+                    f"parity {j} of stripe {stripe} in slab {s}, on slot {holder.index}, is not the code of its stripe"
+                )
