@@ -102,6 +102,11 @@ def touched(session: Session, step: int) -> list[torch.Tensor]:
     ]
 
 
+def lookup(session: Session, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Weights (U, D) of each slab."""
+    return [torch.cat(parts) for parts in session.lookup_parts(rows)]
+
+
 def load(session: Session, hold: Callable[[str], None] = lambda where: None) -> list[torch.Tensor]:
     """Loads values over and over, whole stripes and parts of some; returns what every slab should hold then."""
     expected = []
@@ -138,7 +143,7 @@ def train(session: Session, orders: Orders, channel: Channel) -> dict[str, Any]:
     sent, header = torch.empty(0, dtype=torch.uint8), [0]
     for step in range(1, orders.steps + 1):
         rows = touched(session, step)
-        weights = session.lookup(rows)
+        weights = lookup(session, rows)
         for part in weights:
             seen.update(part.numpy().tobytes())
         gradients = [part * 0.25 + (step % 7 - 3) * 0.01 + session.trainer * 0.005 for part in weights]

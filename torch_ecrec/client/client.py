@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.errors import ClusterUnavailable, TrainersLost
 from torch_ecrec.layout.routing import Parts, Route, arrange, route
 from torch_ecrec.layout.stripes import Layout
@@ -84,7 +83,6 @@ class Client(Node):
         super().__init__(name, port, settings.call_timeout_s)
         self.job, self.trainer, self.settings = job, trainer, settings
         self.slots = job.code.slots
-        self.code = LinearCode(job.code.k, job.code.parities)
         self.layouts = [Layout(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
         self.judge = Judge(job, self.layouts)
         self.snapshot_slots = range(min(job.code.parities + 1, self.slots))
@@ -96,7 +94,7 @@ class Client(Node):
         self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.ended_loading = False  # trainer 0: the coordinator was told
         self.snapshot_every = snapshot_every
-        self.half = settings.wire == "bfloat16"
+        self.bfloat16 = settings.wire == "bfloat16"
         self.open: dict[int, _StepState] = {}
         self._lookups: list[Exchange] = []  # of this step
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
@@ -229,7 +227,7 @@ class Client(Node):
                     done(self._in_order(routes, answers))
 
             self._lookups.append(
-                self.ask(slot, lambda i: wire.Lookup(slot, i, step, self.trainer, positions, self.half), on_answer)
+                self.ask(slot, lambda i: wire.Lookup(slot, i, step, positions, self.bfloat16), on_answer)
             )
 
         waiting = {s: None for s in waiting if any(len(route.positions[s]) for route in routes)}
@@ -243,7 +241,8 @@ class Client(Node):
         for s, (slab, there) in enumerate(zip(self.job.slabs, routes, strict=True)):
             parts = [answers[slot].weights[s] for slot in sorted(answers)]
             if there.rank is not None or not parts:
-                out_UD = torch.empty((len(there.rows), slab.dim), dtype=torch.bfloat16 if self.half else torch.float32)
+                dtype = torch.bfloat16 if self.bfloat16 else torch.float32
+                out_UD = torch.empty((len(there.rows), slab.dim), dtype=dtype)
                 parts = [there.join(parts, out_UD) if parts else out_UD]
             weights.append(parts)
         return weights
@@ -275,7 +274,7 @@ class Client(Node):
         self._lookups = []
         self.without_snapshot()
         step = self.step
-        if self.half:
+        if self.bfloat16:
             gradients = [gradient_UD.bfloat16() for gradient_UD in gradients]
         parts = [route.split(gradient) for route, gradient in zip(routes, gradients, strict=True)]
 
@@ -546,19 +545,16 @@ class Session:
         self._routes.append(found)
         return found.rows, inverse_N
 
-    def lookup(self, rows: Sequence[Tensor]) -> list[Tensor]:
+    def lookup_parts(self, rows: Sequence[Tensor]) -> list[Parts]:
         """Weights of rows as they are after the previous step.
 
         Args:
             rows: per slab, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
 
         Returns:
-            Per slab, (U, D) float32, or bfloat16 if that is the `wire`.
+            Per slab, one part (u, D) from each slot, float32, or bfloat16 if that is the `wire`; end to end they are
+            in the order of `rows`. Not to be written: they may lie in a server's memory.
         """
-        return [torch.cat(parts) for parts in self.lookup_parts(rows)]
-
-    def lookup_parts(self, rows: Sequence[Tensor]) -> list[Parts]:
-        """The same as they came, one part from each slot. Not to be written: they may lie in a server's memory."""
         self._check_training()
         what = f"lookup of step {self.step}"
         ahead = next((a for a in self._ahead if a.step == self.step and a.is_of(rows)), None)
@@ -570,10 +566,10 @@ class Session:
         return weights
 
     def look_ahead(self, rows: Sequence[Tensor]) -> None:
-        """Asks for rows that a `lookup` of this step will ask for; does not wait.
+        """Asks for rows that a `lookup_parts` of this step will ask for; does not wait.
 
         Args:
-            rows: the very tensors that `lookup` will be called with. If it is not, the answer is dropped.
+            rows: the very tensors that `lookup_parts` will be called with. If it is not, the answer is dropped.
         """
         self._check_training()
         ahead = _Ahead(self.step, list(rows))
