@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from torch_ecrec.client.client import Session
+from torch_ecrec.client.session import Session
 from torch_ecrec.processes import launch
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.spec.settings import Settings
@@ -158,7 +158,7 @@ def train(session: Session, orders: Orders, channel: Channel) -> dict[str, Any]:
     session.flush()
     kept = []
     for slot in session.client.snapshot_slots:
-        last = [entry for entry in session.snapshots(slot) if entry[:2] == (orders.steps, session.trainer)]
+        last = [entry for entry in session._stored(slot, -1) if entry[:2] == (orders.steps, session.trainer)]
         kept.append([slot, [torch.equal(payload, sent) and mine == header for _, _, mine, payload in last]])
     return {"lookups": seen.hexdigest(), "snapshots": kept, "snapshot_bytes": sent.numel()}
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from cluster_child import job, lookup, touched
 
-from torch_ecrec.client.client import Session
+from torch_ecrec.client.session import Session
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes import launch
 from torch_ecrec.spec.job import CodeSpec

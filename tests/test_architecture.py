@@ -58,6 +58,8 @@ RPC_SEAM = "torch_ecrec.transport.rpc"
 
 PURE = {
     "torch_ecrec.layout.stripes",
+    "torch_ecrec.client.client",
+    "torch_ecrec.client.reads",
     "torch_ecrec.protocol.pieces",
     "torch_ecrec.layout.repair",
     "torch_ecrec.protocol.step_rule",

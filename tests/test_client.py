@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import wait_until
 
-from torch_ecrec.client.client import Client, Session
+from torch_ecrec.client.client import Client
+from torch_ecrec.client.session import Session
 from torch_ecrec.errors import ClusterUnavailable, TrainersLost
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Malformed, Ok, Placement, Refused, SlotPlace, Unknown
@@ -390,10 +391,10 @@ def test_bad_loads_are_refused():
         session.load(0, torch.tensor([25]), torch.zeros(1, 4))
     with pytest.raises(RuntimeError, match="calls `loaded` before its first step"):
         session.lookup_parts([torch.tensor([0])] * 2)
-    session.trainer = 1
+    session.client.trainer = 1
     with pytest.raises(ValueError, match="only trainer 0"):
         session.load(0, torch.tensor([0]), torch.zeros(1, 4))
-    session.trainer = 0
+    session.client.trainer = 0
     session.loaded()
     with pytest.raises(ValueError, match="before the first step: loading has ended, at step 1"):
         session.load(0, torch.tensor([0]), torch.zeros(1, 4))

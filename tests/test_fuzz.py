@@ -30,7 +30,8 @@ import torch.distributed as dist
 from conftest import wait_until
 from junk import mutated, read, same
 
-from torch_ecrec.client.client import Client, Session
+from torch_ecrec.client.client import Client
+from torch_ecrec.client.session import Session
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import encode
 from torch_ecrec.protocol.wire import Placement, Refused, SlotPlace

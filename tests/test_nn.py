@@ -720,7 +720,7 @@ def test_init_fn_runs_seeded_per_table() -> None:
 
 
 def test_materialised_weights_are_loaded_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ecrec.nn.embedding._CHUNK_BYTES", 4 * 9 * 20)
+    monkeypatch.setattr("torch_ecrec.nn.tables_state.CHUNK_BYTES", 4 * 9 * 20)
     original = collection("rowwise_adagrad")
     expected = {name: value.clone() for name, value in original.state_dict().items()}
     parameters = list(original.parameters())

@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torch_ecrec.nn import optimizer_steps
+from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters, load_, own_of
-from torch_ecrec.nn.embedding import EmbeddingBackend
 from torch_ecrec.nn.gradients import WaitingGradients, put_back_
 from torch_ecrec.nn.loop import Judge
 from torch_ecrec.nn.module_settings import ModuleSettings

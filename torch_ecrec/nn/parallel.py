@@ -35,12 +35,13 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torch_ecrec.nn.attachment import Attachment
+from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
-from torch_ecrec.nn.embedding import EmbeddingBackend, SparseStep
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.sharder import ErasureCodedSharder, job_names, table_specs
+from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
