@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from torch_ecrec.client.client import Session
+from torch_ecrec.client.session import Session
 from torch_ecrec.processes import launch
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.spec.settings import Settings
@@ -102,6 +102,11 @@ def touched(session: Session, step: int) -> list[torch.Tensor]:
     ]
 
 
+def lookup(session: Session, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Weights (U, D) of each slab."""
+    return [torch.cat(parts) for parts in session.lookup_parts(rows)]
+
+
 def load(session: Session, hold: Callable[[str], None] = lambda where: None) -> list[torch.Tensor]:
     """Loads values over and over, whole stripes and parts of some; returns what every slab should hold then."""
     expected = []
@@ -138,7 +143,7 @@ def train(session: Session, orders: Orders, channel: Channel) -> dict[str, Any]:
     sent, header = torch.empty(0, dtype=torch.uint8), [0]
     for step in range(1, orders.steps + 1):
         rows = touched(session, step)
-        weights = session.lookup(rows)
+        weights = lookup(session, rows)
         for part in weights:
             seen.update(part.numpy().tobytes())
         gradients = [part * 0.25 + (step % 7 - 3) * 0.01 + session.trainer * 0.005 for part in weights]
@@ -153,7 +158,7 @@ def train(session: Session, orders: Orders, channel: Channel) -> dict[str, Any]:
     session.flush()
     kept = []
     for slot in session.client.snapshot_slots:
-        last = [entry for entry in session.snapshots(slot) if entry[:2] == (orders.steps, session.trainer)]
+        last = [entry for entry in session._stored(slot, -1) if entry[:2] == (orders.steps, session.trainer)]
         kept.append([slot, [torch.equal(payload, sent) and mine == header for _, _, mine, payload in last]])
     return {"lookups": seen.hexdigest(), "snapshots": kept, "snapshot_bytes": sent.numel()}
 

@@ -144,6 +144,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, why: str) -> Non
         time.sleep(0.01)
 
 
+def free_bytes(pool: Any) -> int:
+    """Of those segments of a pool of shared memory (`runtime/shared.py`) that it may hand out again."""
+    with pool._lock:
+        pool._sort_gone()
+        return sum(segment.size for segment in pool._free)
+
+
 def is_stopped(pid: int) -> bool:
     """By SIGSTOP."""
     return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)

@@ -8,7 +8,7 @@ import sys
 import threading
 
 import torch
-from cluster_child import job, touched
+from cluster_child import job, lookup, touched
 
 from torch_ecrec.processes import launch
 from torch_ecrec.spec.job import CodeSpec
@@ -20,7 +20,7 @@ def main() -> None:
     session = launch.connect(job(1), Settings.from_environment(join=None), code=CodeSpec(2, 1, 1))
     session.loaded()
     rows = touched(session, 1)
-    session.push(rows, [torch.ones_like(part) for part in session.lookup(rows)], [0.1] * len(rows))
+    session.push(rows, [torch.ones_like(part) for part in lookup(session, rows)], [0.1] * len(rows))
     session.snapshot(torch.zeros(8, dtype=torch.uint8), [1])
     session.flush()
     print("READY", flush=True)

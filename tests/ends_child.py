@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster_child import job, touched
+from cluster_child import job, lookup, touched
 
-from torch_ecrec.client.client import Session
+from torch_ecrec.client.session import Session
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes import launch
 from torch_ecrec.spec.job import CodeSpec
@@ -42,7 +42,7 @@ def save() -> None:
 
 def step(session: Session) -> None:
     rows = touched(session, session.step)
-    session.push(rows, [part * 0.25 for part in session.lookup(rows)], [0.1] * len(rows))
+    session.push(rows, [part * 0.25 for part in lookup(session, rows)], [0.1] * len(rows))
     session.snapshot(torch.zeros(8, dtype=torch.uint8), [1])
 
 
@@ -153,7 +153,7 @@ class Forks:
             if child == 0:
                 if use:
                     with contextlib.suppress(RuntimeError):
-                        session.lookup(touched(session, session.step))
+                        lookup(session, touched(session, session.step))
                         sys.exit(8)
                     session.close()
                 sys.exit(7)

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from test_nn import CPU, FakeSession, collection, job_of, table
+from fake_session import FakeSession
+from test_nn import CPU, collection, job_of, table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -193,35 +194,6 @@ def reader_of(loop: Loop) -> tuple[Any, Callable[[int], None]]:
     ), nothing
 
 
-class Session(FakeSession):
-    """Keeps the tables after every step; goes on after a step of another one."""
-
-    def __init__(self, module: nn.Module, before: Session | None = None, step: int = 0) -> None:
-        super().__init__(job_of(module))
-        self.after: dict[int, list[Tensor]] = {}
-        self.parts: list[tuple[Tensor, str]] = []
-        if before is not None:
-            self.restarted, self.step = True, step + 1
-            self.records = [records.clone() for records in before.after[step]]
-            self.parts = [before.snapshots[step]] if step else []
-            self.after[step] = before.after[step]
-
-    def loaded(self) -> None:
-        super().loaded()
-        self.after[self.step - 1] = [records.clone() for records in self.records]
-
-    def push(self, *arguments: Any) -> None:
-        super().push(*arguments)
-        self.after[self.step - 1] = [records.clone() for records in self.records]
-
-    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
-        if not self.restarted:
-            super().load(slab, rows, records)
-
-    def resume(self) -> tuple[int, list[tuple[Tensor, str]]]:
-        return self.step - 1, self.parts
-
-
 class Net(nn.Module):
     """Draws from every generator, and has a buffer that moves."""
 
@@ -306,7 +278,7 @@ class Run:
     """One life of a loop."""
 
     loop: Loop
-    session: Session
+    session: FakeSession
     model: DistributedModelParallel
     optimizers: list[Optimizer]
     schedulers: list[Any]
@@ -336,14 +308,14 @@ class Run:
         )
 
 
-def made(loop: Loop, before: Session | None = None, step: int = 0, seed: int = 1) -> Run:
+def made(loop: Loop, before: FakeSession | None = None, step: int = 0, seed: int = 1) -> Run:
     """A trainer's process after its start, not attached yet."""
     tables = collection("adagrad", [table("t", ROWS, 4, "f")])
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     net = Net(tables, loop.losses, loop.modules)
-    session = Session(net, before, step)
+    session = FakeSession(job_of(net), before=before, step=step)
     model = DistributedModelParallel(net, device=CPU, session=session, snapshot_every=loop.snapshot_every)
     dense = dict(model.module.named_parameters())
     dense = {name: parameter for name, parameter in dense.items() if not name.startswith("tables")}

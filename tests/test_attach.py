@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_session import FakeSession
 from test_nn import (
     CPU,
     LR,
-    FakeSession,
     batch_of,
     collection,
     dense_parameters,
@@ -43,37 +43,6 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 END = 9
 Part = tuple[Tensor, list[int]]
-
-
-class Session(FakeSession):
-    """Keeps the tables after every step; goes on after a step of another one."""
-
-    def __init__(self, module: nn.Module, before: Session | None = None, step: int = 0) -> None:
-        super().__init__(job_of(module))
-        self.after: dict[int, list[Tensor]] = {}
-        if before is not None:
-            self.restarted, self.step = True, step + 1
-            self.records = [records.clone() for records in before.after[step]]
-            self.parts = [before.snapshots[step]] if step else []
-
-    def copy(self) -> list[Tensor]:
-        return [records.clone() for records in self.records]
-
-    def loaded(self) -> None:
-        super().loaded()
-        self.after[self.step - 1] = self.copy()
-
-    def push(self, *arguments: Any) -> None:
-        super().push(*arguments)
-        self.after[self.step - 1] = self.copy()
-
-    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
-        if not self.restarted:
-            super().load(slab, rows, records)
-
-    def resume(self) -> tuple[int, list[Part]]:
-        assert self.restarted
-        return self.step - 1, self.parts
 
 
 class Net(nn.Module):
@@ -123,7 +92,7 @@ class Passes:
 @dataclass
 class Trainer:
     model: DistributedModelParallel
-    session: Session
+    session: FakeSession
     optimizer: CombinedOptimizer
     scheduler: StepLR
     losses: Losses
@@ -170,14 +139,14 @@ def passes(batches: Iterable[Batch]) -> Iterator[Batch]:
         yield from batches
 
 
-def made(before: Session | None = None, step: int = 0, seed: int = 1, **more: Any) -> Trainer:
+def made(before: FakeSession | None = None, step: int = 0, seed: int = 1, **more: Any) -> Trainer:
     """A trainer, not attached yet; after a restart in place of `before` if it is given."""
     tables = collection("adagrad")  # it seeds
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     net = Net(tables)
-    session = Session(net, before, step)
+    session = FakeSession(job_of(net), before=before, step=step)
     model = DistributedModelParallel(net, device=CPU, session=session, **more)
     dense = KeyedOptimizerWrapper(dense_parameters(model), lambda p: torch.optim.Adam(p, lr=LR))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense])

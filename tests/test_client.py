@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import wait_until
 
-from torch_ecrec.client.client import Client, Session
+from torch_ecrec.client.client import Client
+from torch_ecrec.client.session import Session
 from torch_ecrec.errors import ClusterUnavailable, TrainersLost
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Malformed, Ok, Placement, Refused, SlotPlace, Unknown
@@ -69,9 +70,9 @@ def test_a_call_is_made_again_until_it_is_answered_and_answered_once(node):
     node.port.calls[1][2](Ok(Refused("not yet")))
     assert node.port.fire() == [2 * RETRY_S], "ever slower"
     assert len(node.port.calls) == 3
-    answer = wire.VersionsAre({}, True)
+    answer = wire.VersionsAre({0: 1})
     node.port.calls[0][2](Ok(answer))
-    node.port.calls[2][2](Ok(wire.VersionsAre({}, False)))
+    node.port.calls[2][2](Ok(wire.VersionsAre({})))
     assert got == [answer], "the answer of an earlier attempt counts, and no other after it"
     assert node.port.fire() == [] and not node.exchanges
 
@@ -92,10 +93,10 @@ def test_a_new_placement_sends_again_what_was_under_way_to_slots_that_moved(node
     assert not node.place(placement(1, 5, 5, 5)), "not newer"
     node.run(node.place, placement(2, 0, 1, 0))
     assert [(peer, r.incarnation) for peer, r, _ in node.port.calls] == [("s1.0", 0), ("s2.0", 0), ("s1.1", 1)]
-    node.port.calls[0][2](Ok(wire.VersionsAre({}, False)))
+    node.port.calls[0][2](Ok(wire.VersionsAre({})))
     assert got == [], "a replaced incarnation cannot speak for the present one"
-    node.port.calls[2][2](Ok(wire.VersionsAre({}, True)))
-    assert got == [wire.VersionsAre({}, True)]
+    node.port.calls[2][2](Ok(wire.VersionsAre({0: 1})))
+    assert got == [wire.VersionsAre({0: 1})]
 
 
 def test_a_call_to_one_incarnation_waits_for_it_and_ends_with_it(node):
@@ -106,7 +107,7 @@ def test_a_call_to_one_incarnation_waits_for_it_and_ends_with_it(node):
     assert [peer for peer, _, _ in node.port.calls] == ["s1.1"]
     node.run(node.place, placement(3, 0, 2, 0))
     assert lost == [True] and got == [] and len(node.port.calls) == 1 and not node.exchanges
-    node.port.calls[0][2](Ok(wire.VersionsAre({}, True)))
+    node.port.calls[0][2](Ok(wire.VersionsAre({0: 1})))
     node.port.fire()
     assert got == [] and len(node.port.calls) == 1
 
@@ -115,7 +116,7 @@ def test_a_cancelled_call_and_one_asked_once(node):
     got = []
     node.run(lambda: got.append(node.ask(0, lambda i: wire.Versions(0, i), got.append)))
     got[0].cancel()
-    node.port.calls[0][2](Ok(wire.VersionsAre({}, True)))
+    node.port.calls[0][2](Ok(wire.VersionsAre({0: 1})))
     assert len(got) == 1
     for outcome, expected in (
         (Unknown("eof"), None),
@@ -353,6 +354,10 @@ def session_over(code: CodeSpec) -> VirtualSession:
     return session
 
 
+def lookup(session, rows):
+    return [torch.cat(parts) for parts in session.lookup_parts(rows)]
+
+
 def values(rows, width, seed):
     return torch.randn(len(rows), width, generator=torch.Generator().manual_seed(seed))
 
@@ -385,11 +390,11 @@ def test_bad_loads_are_refused():
     with pytest.raises(ValueError, match="`rows`"):
         session.load(0, torch.tensor([25]), torch.zeros(1, 4))
     with pytest.raises(RuntimeError, match="calls `loaded` before its first step"):
-        session.lookup([torch.tensor([0])] * 2)
-    session.trainer = 1
+        session.lookup_parts([torch.tensor([0])] * 2)
+    session.client.trainer = 1
     with pytest.raises(ValueError, match="only trainer 0"):
         session.load(0, torch.tensor([0]), torch.zeros(1, 4))
-    session.trainer = 0
+    session.client.trainer = 0
     session.loaded()
     with pytest.raises(ValueError, match="before the first step: loading has ended, at step 1"):
         session.load(0, torch.tensor([0]), torch.zeros(1, 4))
@@ -429,7 +434,7 @@ def test_rows_asked_for_ahead_are_those_of_a_lookup_and_asked_for_once():
         session.loaded()
         asked = [[session.arrange(s, rows)[0] for s in range(len(session.job.slabs))] for rows in batches]
         for step, rows in enumerate(asked):
-            found = session.lookup(rows)
+            found = lookup(session, rows)
             weights[session].append([w.clone() for w in found])
             session.push(rows, [torch.ones_like(w) for w in found], [slab.optimizer.lr for slab in session.job.slabs])
             if session is ahead and step + 1 < len(asked):
@@ -437,7 +442,8 @@ def test_rows_asked_for_ahead_are_those_of_a_lookup_and_asked_for_once():
                 session.look_ahead(asked[step + 1])
                 assert len(session.client.exchanges) > exchanges
                 others = [rows.clone() for rows in asked[step + 1]]
-                assert all(map(torch.equal, session.lookup(others), session.lookup(asked[step + 1]))), "other tensors"
+                mine, theirs = lookup(session, others), lookup(session, asked[step + 1])
+                assert all(map(torch.equal, mine, theirs)), "other tensors"
                 session.look_ahead(asked[step + 1])
         assert session.step == 4
     for one, other in zip(weights[ahead], weights[plain], strict=True):

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_ecrec import codec
-from torch_ecrec.codec import LinearCode, fold_rows_, multiply_add_, xor_rows_
+from torch_ecrec.codec import LinearCode, fold_rows_, xor_rows_
 from torch_ecrec.codec.field import BLOCK_BYTES, FACTORS, PRODUCT, combine
 
 GF = galois.GF(2**8)
@@ -50,12 +50,12 @@ def test_field_axioms_hold_for_all_elements():
         )
 
 
-def test_multiply_add_of_every_pair_of_elements():
-    source = np.arange(256, dtype=np.uint8).reshape(4, 64)
+def test_a_fold_of_every_pair_of_elements():
+    source, rows = np.arange(256, dtype=np.uint8).reshape(4, 64), np.arange(4)
     start = random_bytes(1, 4, 64)
     for c in range(256):
         target = start.copy()
-        multiply_add_(target, source, c)
+        fold_rows_(target, rows, source, np.full(4, c, np.uint8))
         assert np.array_equal(target, start ^ PRODUCT[c][source]), c
 
 
@@ -99,11 +99,6 @@ def test_row_kernels_at_every_number_of_words(width):
     xored = target.copy()
     xor_rows_(xored, rows, source)
     assert np.array_equal(xored, wanted)
-
-    added = target.copy()
-    multiply_add_(added[1:4], source, 29)
-    assert np.array_equal(added[1:4], target[1:4] ^ np.asarray(GF(29) * GF(source)))
-    assert np.array_equal(added[[0, 4]], target[[0, 4]])
 
 
 @pytest.mark.parametrize("records, width", [(0, 8), (1, 4), (3, 12), (7, 36), (5, 260), (333, 260)])
@@ -208,7 +203,6 @@ def test_empty_batches_change_nothing():
     empty_rows, empty = np.zeros(0, np.int64), np.zeros((0, 8), np.uint8)
     xor_rows_(target, empty_rows, empty)
     fold_rows_(target, empty_rows, empty, np.zeros(0, np.uint8))
-    multiply_add_(target[:0], empty, 3)
     assert np.array_equal(target, before)
 
 
@@ -232,10 +226,6 @@ def test_kernels_refuse_what_does_not_fit():
         xor_rows_(random_bytes(9, 3, 16)[:, :8], rows, source)
     with pytest.raises(ValueError, match="coefficients_U"):
         fold_rows_(target, rows, source, np.ones(3, np.uint8))
-    with pytest.raises(ValueError, match="coefficient"):
-        multiply_add_(target, target.copy(), 256)
-    with pytest.raises(ValueError, match="shape"):
-        multiply_add_(target, source, 2)
     assert np.array_equal(target, before)
 
 
@@ -389,7 +379,7 @@ def test_folding_every_change_equals_encoding_again(k, r, seed, steps):
         member %= k
         rows = np.array(changed, np.int64)
         new = generator.integers(0, 256, (len(rows), 20), dtype=np.uint8)
-        delta = code.delta(data[member, rows], new)
+        delta = data[member, rows] ^ new
         data[member, rows] = new
         for i in range(r):
             code.fold_(parity[i], rows, delta, np.full(len(rows), code.coefficients[i, member], np.uint8))
@@ -463,8 +453,6 @@ def test_the_code_refuses_what_does_not_fit():
         code.decode([0, 1], [value, value[:2]], 2)
     with pytest.raises(ValueError, match="k = 2"):
         code.encode(random_bytes(13, 3, 2, 8))
-    with pytest.raises(ValueError, match="one shape"):
-        code.delta(value, value[:1])
 
 
 def test_decode_coefficients_are_cached_and_read_only():
@@ -479,13 +467,11 @@ def test_warm_leaves_nothing_to_compile():
     from torch_ecrec.codec import field
 
     codec.warm()
-    kernels = (field._xor_rows, field._fold_rows, field._multiply_add, field._xor, field._combine, field._combine_rows)
+    kernels = (field._xor_rows, field._fold_rows, field._combine, field._combine_rows)
     before = [len(kernel.signatures) for kernel in kernels]
     target, source, rows = np.zeros((2, 260), np.uint8), np.ones((2, 260), np.uint8), np.arange(2)
     xor_rows_(target, rows, source)
     fold_rows_(target, rows, source, np.array([1, 2], np.uint8))
-    multiply_add_(target, source, 1)
-    multiply_add_(target, source, 9)
     LinearCode(2, 1).encode([target, source])
     LinearCode(2, 2).encode(np.stack([target, source])[:, ::2])
     LinearCode(2, 2).decode([0, 3], [target, source], 1)

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from conftest import wait_until
 from junk import mutated, read, same
 
-from torch_ecrec.client.client import Client, Session
+from torch_ecrec.client.client import Client
+from torch_ecrec.client.session import Session
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import encode
 from torch_ecrec.protocol.wire import Placement, Refused, SlotPlace
@@ -244,7 +245,7 @@ class Live:
         number = self.session.step
         rng = np.random.default_rng(number)
         rows = [torch.from_numpy(np.flatnonzero(rng.random(slab.rows) < 0.5)) for slab in self.job.slabs]
-        weights = self.session.lookup(rows)
+        weights = [torch.cat(parts) for parts in self.session.lookup_parts(rows)]
         self.session.push(rows, [torch.sin(w * 3 + number) for w in weights], [0.1] * len(rows))
 
     def digest(self) -> str:
@@ -306,7 +307,7 @@ def bad_hello(good: bytes, rng: random.Random) -> bytes:
 def bad_frame(rng: random.Random) -> bytes:
     """Of a request that only reads: what is whole by chance does no harm."""
     positions = [torch.arange(rng.randrange(3)) for _ in range(2)]
-    good = bytes_of(wire.Lookup(rng.randrange(3), 0, 1, 0, positions))
+    good = bytes_of(wire.Lookup(rng.randrange(3), 0, 1, positions))
     kind = rng.randrange(7)
     if kind == 0:
         return rng.randbytes(rng.randrange(1, 300))
@@ -399,7 +400,7 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
     ]
     one = positions[0][:1]
     return [
-        wire.Lookup(slot, 0, step, 0, positions),
+        wire.Lookup(slot, 0, step, positions),
         wire.Push(slot, 0, step, 0, positions, gradients, [0.1] * len(positions), step - 1),
         wire.Export(slot, 0, 0, step, positions[0]),
         wire.Fold(slot, 0, source, 0, step, step - 1, parts, deltas),

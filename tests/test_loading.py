@@ -357,11 +357,11 @@ def not_waited_for(patch):
 
 def no_word_for_all(patch):
     """A load speaks for trainer 0 only: logs grow until the others begin."""
-    on_complete = step_rule.StepRule.on_complete
+    on_resumable = step_rule.StepRule.on_resumable
     patch.setattr(
         step_rule.StepRule,
-        "on_complete",
-        lambda self, trainer, at: on_complete(self, trainer, at) if trainer == 0 else None,
+        "on_resumable",
+        lambda self, trainer, at: on_resumable(self, trainer, at) if trainer == 0 else None,
     )
 
 

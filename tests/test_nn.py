@@ -1,7 +1,6 @@
 """The sharded module against its oracles: the unsharded `EmbeddingBagCollection`, and TorchRec's own model parallelism.
 
-The backend is a table of records in memory, `FakeSession`, that every trainer holds in full: they exchange their
-pushes.
+The backend is `FakeSession`, tables of records in memory.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torchrec.distributed
+from fake_session import FakeSession
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
@@ -54,108 +54,6 @@ OPTIMIZERS: dict[str, type] = {
 }
 LR, EPS = 0.05, 1e-8
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
-
-
-class FakeSession:
-    """`EmbeddingBackend` in memory. Trainers exchange their pushes and apply them in trainer order."""
-
-    def __init__(self, job: JobSpec, trainer: int = 0) -> None:
-        self.job, self.trainer, self.trainers, self.step = job, trainer, job.trainers, 1
-        self.records, self.pushed, self.rates, self.snapshot_every = [], [], [], 1
-        self.restarted = False
-        self.ahead: list[tuple[int, list[Tensor]]] = []
-        self.looked_up: list[tuple[int, list[Tensor]]] = []
-        self.lookups, self.loads, self.opened, self.flushed, self.closed = 0, 0, 0, 0, 0
-        self.snapshots: dict[int, tuple[Tensor, list[int]]] = {}
-        self.reports: list[dict[str, float]] = []
-        self.group = dist.new_group() if self.trainers > 1 else None
-        for slab in job.slabs:
-            records = torch.zeros(slab.rows, slab.schema.width)
-            for table, first in zip(slab.tables, slab.first_rows, strict=True):
-                random = torch.Generator().manual_seed(job.seed + first + slab.dim)
-                records[first : first + table.rows, : slab.dim] = torch.empty(table.rows, slab.dim).uniform_(
-                    table.low, table.high, generator=random
-                )
-            self.records.append(records)
-
-    def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Descending: any order will do."""
-        unique, inverse = torch.unique(rows, return_inverse=True)
-        return unique.flip(0), len(unique) - 1 - inverse
-
-    def look_ahead(self, rows: list[Tensor]) -> None:
-        self.ahead.append((self.step, rows))
-
-    def lookup_parts(self, rows: list[Tensor]) -> list[list[Tensor]]:
-        """In two parts, the second of which may be empty."""
-        assert self.opened == 1
-        self.lookups += 1
-        self.looked_up.append((self.step, rows))
-        for slab, rows_U in zip(self.job.slabs, rows, strict=True):
-            assert rows_U.dtype == torch.int64 and rows_U.device == CPU
-            assert len(rows_U.unique()) == len(rows_U) and (rows_U >= 0).all() and (rows_U < slab.rows).all()
-        return [
-            list(records[rows_U, : slab.dim].split([(len(rows_U) + 1) // 2, len(rows_U) // 2]))
-            for slab, records, rows_U in zip(self.job.slabs, self.records, rows, strict=True)
-        ]
-
-    def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
-        parts: list[Any] = [(rows, gradients)]
-        if self.trainers > 1:
-            parts = [None] * self.trainers
-            dist.all_gather_object(parts, (rows, gradients), group=self.group)
-        self.pushed.append((rows, gradients))
-        self.rates.append(rates)
-        for s, (slab, records) in enumerate(zip(self.job.slabs, self.records, strict=True)):
-            for part_rows, part_gradients in parts:
-                assert part_gradients[s].shape == (len(part_rows[s]), slab.dim)
-                assert len(part_rows[s].unique()) == len(part_rows[s])
-            rows_U, inverse = torch.unique(torch.cat([part[0][s] for part in parts]), return_inverse=True)
-            gradient = torch.zeros(len(rows_U), slab.dim).index_add_(0, inverse, torch.cat([p[1][s] for p in parts]))
-            touched, dim = records[rows_U], slab.dim
-            if slab.optimizer.kind == "sgd":
-                touched[:, :dim] -= rates[s] * gradient
-            else:
-                squares = gradient.square()
-                if slab.optimizer.kind == "rowwise_adagrad":
-                    squares = squares.mean(dim=1, keepdim=True)
-                touched[:, dim:] += squares
-                touched[:, :dim] -= rates[s] * gradient / (touched[:, dim:].sqrt() + dict(slab.optimizer.fixed)["eps"])
-            records[rows_U] = touched
-        self.step += 1
-
-    def read(self, slab: int, rows: Tensor) -> Tensor:
-        return self.records[slab][rows]
-
-    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
-        assert self.trainer == 0 and not self.opened and records.shape == (len(rows), self.job.slabs[slab].schema.width)
-        self.loads += 1
-        self.records[slab][rows] = records
-
-    def loaded(self) -> None:
-        self.opened += 1
-        if self.trainers > 1:
-            for records in self.records:
-                dist.broadcast(records, 0, group=self.group)
-
-    def snapshot(self, payload: Tensor, header: list[int]) -> None:
-        assert self.step - 1 not in self.snapshots
-        assert header[0] == self.step - 1
-        self.snapshots[self.step - 1] = (payload, header)
-
-    def report(self, **figures: float) -> None:
-        self.reports.append(figures)
-
-    def flush(self) -> None:
-        self.flushed += 1
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def weights(self, table: str) -> Tensor:
-        slab, first = self.job.place_of_table[table]
-        rows = next(t.rows for t in self.job.tables if t.name == table)
-        return self.records[slab][first : first + rows, : self.job.slabs[slab].dim]
 
 
 class Net(nn.Module):
@@ -720,7 +618,7 @@ def test_init_fn_runs_seeded_per_table() -> None:
 
 
 def test_materialised_weights_are_loaded_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ecrec.nn.embedding._CHUNK_BYTES", 4 * 9 * 20)
+    monkeypatch.setattr("torch_ecrec.nn.tables_state.CHUNK_BYTES", 4 * 9 * 20)
     original = collection("rowwise_adagrad")
     expected = {name: value.clone() for name, value in original.state_dict().items()}
     parameters = list(original.parameters())

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, wait_until
+from conftest import ROOT, free_bytes, wait_until
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol import encoding, wire
@@ -464,7 +464,7 @@ def again(outcome=None):
     global answers
     answers += outcome is not None
     if outcome is None or isinstance(outcome, wire.Ok):
-        a.call("b", wire.Lookup(0, 0, 1, 0, [torch.arange(20_000) for _ in range(20)]), 10, again)
+        a.call("b", wire.Lookup(0, 0, 1, [torch.arange(20_000) for _ in range(20)]), 10, again)
 
 for _ in range(6):
     again()
@@ -529,9 +529,11 @@ def test_a_segment_is_handed_out_again_only_when_its_reader_gives_it_back(pair: 
         assert isinstance(pair.call(parcel([lent_tensor(4, value)])), wire.Ok)
     assert [int(tensor[0, 0]) for tensor in kept] == list(range(30))
     assert all(bool((tensor == value).all()) for value, tensor in enumerate(kept))
-    assert the_pool().free_bytes == 0 and the_pool().bytes >= sum(tensor.nbytes for tensor in kept)
+    assert free_bytes(the_pool()) == 0 and the_pool().bytes >= sum(tensor.nbytes for tensor in kept)
     kept.clear()
-    wait_until(lambda: the_pool().free_bytes == the_pool().bytes, PROMPTLY_S, "all are given back, though nobody calls")
+    wait_until(
+        lambda: free_bytes(the_pool()) == the_pool().bytes, PROMPTLY_S, "all are given back, though nobody calls"
+    )
 
 
 @lends
@@ -558,7 +560,7 @@ def test_what_is_lent_outlives_its_generation(pair: Pair) -> None:
     assert bool((kept[0] == 77).all()) and all(bool((tensor == 5).all()) for tensor in kept[1:])
     kept.clear()
     pair.form()
-    wait_until(lambda: the_pool().free_bytes == the_pool().bytes, PROMPTLY_S, "what is left is free")
+    wait_until(lambda: free_bytes(the_pool()) == the_pool().bytes, PROMPTLY_S, "what is left is free")
 
 
 @lends

@@ -17,7 +17,7 @@ from test_nn import CPU, LossNet, batch_of, collection, shard, train, train_in_p
 from torch import Tensor
 
 from torch_ecrec.nn import staging
-from torch_ecrec.nn.embedding import ErasureCodedEmbeddingBagCollection
+from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection
 
 pytestmark = pytest.mark.usefixtures("process_group")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

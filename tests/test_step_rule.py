@@ -72,11 +72,11 @@ def test_logs_are_kept_for_whoever_is_slowest() -> None:
     apply(r, 6)
     r.on_confirmed(1, 0, 6)
     r.on_confirmed(2, 0, 4)
-    r.on_complete(0, 5)
+    r.on_resumable(0, 5)
     assert r.watermark == 0 and r.may_forget() == 0, "trainer 1 has not been heard of"
-    r.on_complete(1, 3)
+    r.on_resumable(1, 3)
     assert r.watermark == 3 and r.may_forget() == 3
-    r.on_complete(1, 6)
+    r.on_resumable(1, 6)
     assert r.may_forget() == 4
 
 
@@ -134,9 +134,9 @@ def test_going_back_takes_everything_back_that_came_later() -> None:
     r = rule(sources=(1,), folded={1: 5}, catch_up={1: 4}, confirmed={1: 5, 2: 3})
     apply(r, 6)
     r.acknowledge()
-    r.on_complete(0, 3)
-    r.on_complete(1, 5)
+    r.on_resumable(0, 3)
+    r.on_resumable(1, 5)
     r.go_back(4)
     assert (r.applied, r.acknowledged, r.settled) == (4, 3, 3)
-    assert r.folded == {1: 4} and r.catch_up == {1: 4} and r.confirmed == {1: 4, 2: 3} and r.complete == {0: 3, 1: 4}
+    assert r.folded == {1: 4} and r.catch_up == {1: 4} and r.confirmed == {1: 4, 2: 3} and r.resumable == {0: 3, 1: 4}
     assert r.is_due(5)

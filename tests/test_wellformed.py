@@ -55,7 +55,7 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
     deltas = [torch.zeros((len(p), width), dtype=torch.uint8) for p, width in zip(parts, widths, strict=True)]
     sources = {source: step for source in range(3)}
     return {
-        "Lookup": wire.Lookup(SLOT, 0, step + 5, 0, positions),
+        "Lookup": wire.Lookup(SLOT, 0, step + 5, positions),
         "Push": wire.Push(SLOT, 0, step + 5, 0, positions, gradients, [0.1, 0.1], 0),
         "Snapshot": wire.Snapshot(SLOT, 0, step, 0, torch.zeros(3, dtype=torch.uint8), []),
         "Export": wire.Export(SLOT, 0, 0, step + 5, positions[0]),
@@ -73,15 +73,15 @@ HUGE = 1 << 40
 BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Lookup", {"step": 0}, "`step` must be at least 1"),
     ("Lookup", {"step": HUGE}, "`step` must be at most"),
-    ("Lookup", {"trainer": 2}, r"`trainer` must be in 0\.\.1, got 2"),
-    ("Lookup", {"trainer": -1}, "`trainer` must be"),
+    ("Push", {"trainer": 2}, r"`trainer` must be in 0\.\.1, got 2"),
+    ("Push", {"trainer": -1}, "`trainer` must be"),
     ("Lookup", {"positions": [ones(0)]}, "`positions` must be one of each of 2 slabs, got 1"),
     ("Lookup", {"positions": [ones(0, -1), ones()]}, "position -1 of slab 0"),
     ("Lookup", {"positions": [ones(0), ones(HUGE)]}, f"position {HUGE} of slab 1: slot 1 has"),
-    ("Push", {"step": 0, "complete": -1}, "`complete` must not be negative"),
+    ("Push", {"step": 0, "resumable": -1}, "`resumable` must not be negative"),
     ("Push", {"step": HUGE}, "`step` must be at most"),
-    ("Push", {"complete": -1}, "`complete` must not be negative"),
-    ("Push", {"complete": 900}, "`complete` must be before step"),
+    ("Push", {"resumable": -1}, "`resumable` must not be negative"),
+    ("Push", {"resumable": 900}, "`resumable` must be before step"),
     ("Push", {"positions": [ones(2, 0), ones(1)]}, "must be ascending without duplicates"),
     ("Push", {"positions": [ones(2, 2), ones(1)]}, "must be ascending without duplicates"),
     ("Push", {"positions": [ones(0, HUGE), ones(1)]}, r"positions must be in 0\.\."),
@@ -197,7 +197,7 @@ def trainer() -> tuple[Client, Calls]:
         wire.Rows([torch.zeros(1, 3), torch.zeros(2, 2)]),
         wire.Rows([torch.zeros(1, 3), torch.zeros(1, 2, dtype=torch.bfloat16)]),
         wire.Acknowledged(1),
-        wire.VersionsAre({}, True),
+        wire.VersionsAre({}),
     ],
 )
 def test_an_answer_that_is_none_is_asked_for_again(answer: wire.Answer) -> None:

@@ -115,7 +115,7 @@ class Child:
             equal = same(request, sample(type(request), slot=request.slot))
             reply(sample(ANSWER_CLASSES[request.slot]) if equal else wire.Refused(f"differs: {request}"))
         elif request.slot == PROMPT:
-            reply(wire.VersionsAre({1: 2}, True))
+            reply(wire.VersionsAre({1: 2}))
         elif request.slot in (LATE, NEVER):
             with self.handled:
                 self.kept.append(reply)
@@ -205,7 +205,7 @@ class Child:
         with self.handled:
             kept, self.kept = self.kept, []
         for reply in kept:
-            reply(wire.VersionsAre({}, False))
+            reply(wire.VersionsAre({}))
         return len(kept)
 
     def do_hammer(self, peers: list[str]) -> Any:

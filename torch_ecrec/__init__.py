@@ -10,9 +10,36 @@ Public names (imported on first use, so that a server process does not load Torc
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what type checkers and editors see of `_PLACES`
+    from torch_ecrec.errors import (
+        ClusterError,
+        ClusterUnavailable,
+        DataLoss,
+        Fenced,
+        JoinRefused,
+        NonFiniteGradient,
+        TrainersLost,
+    )
+    from torch_ecrec.nn.parallel import DistributedModelParallel
+    from torch_ecrec.spec.job import CodeSpec
+    from torch_ecrec.spec.settings import Settings
 
 __version__ = "0.1.0"
+__all__ = [
+    "ClusterError",
+    "ClusterUnavailable",
+    "CodeSpec",
+    "DataLoss",
+    "DistributedModelParallel",
+    "Fenced",
+    "JoinRefused",
+    "NonFiniteGradient",
+    "Settings",
+    "TrainersLost",
+    "__version__",
+]
 
 _PLACES = {
     "DistributedModelParallel": "torch_ecrec.nn.parallel",
@@ -26,10 +53,11 @@ _PLACES = {
     "TrainersLost": "torch_ecrec.errors",
     "NonFiniteGradient": "torch_ecrec.errors",
 }
-__all__ = ["__version__", *_PLACES]
 
+if not TYPE_CHECKING:  # else every name that is not there would be of type Any, in place of an error
 
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    def __getattr__(name: str) -> object:
+        """Imports a public name when it is first asked for."""
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_PLACES[name]), name)

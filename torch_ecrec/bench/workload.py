@@ -113,7 +113,7 @@ def distributed(shape: Shape, backend: str, seed: int, device: torch.device = CP
     """
     model = build(shape, seed)
     if backend == "ecrec":
-        return torch_ecrec.DistributedModelParallel(model, device=device, seed=seed)  # type: ignore[no-any-return]
+        return torch_ecrec.DistributedModelParallel(model, device=device, seed=seed)
     plan = torchrec_plan(model, dist.get_world_size())
     return torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=plan)  # type: ignore[no-any-return]
 

@@ -267,17 +267,6 @@ def _fold_rows(target_NW: Any, rows_U: Any, source_UW: Any, coefficients_U: Any,
 
 
 @njit(nogil=True, cache=True)
-def _multiply_add(target_W: Any, source_W: Any, factor: Any) -> None:
-    """target ^= c * source, where `factor` is the row of c in `FACTORS`."""
-    _add_product(target_W.ctypes.data, source_W.ctypes.data, len(target_W), factor[0], factor[1])
-
-
-@njit(nogil=True, cache=True)
-def _xor(target_W: Any, source_W: Any) -> None:
-    _add_xor(target_W.ctypes.data, source_W.ctypes.data, len(target_W), np.uint64(0), np.uint64(0))
-
-
-@njit(nogil=True, cache=True)
 def _combine(results_RW: Any, sources_K: Any, coefficients_RK: Any, factors_RKF: Any) -> None:
     """results[i] = the sum over m of coefficients[i, m] * the words at address sources[m].
 
@@ -414,32 +403,6 @@ def fold_rows_(target_NB: Bytes, rows_U: Rows, source_UB: Bytes, coefficients_U:
         _fold_rows(_as_words(target_NB), rows_U, _as_words(source_UB), coefficients_U, FACTORS)
 
 
-def multiply_add_(target_UB: Bytes, source_UB: Bytes, coefficient: int) -> None:
-    """target ^= coefficient * source, in place.
-
-    Args:
-        target_UB: (U, B) uint8, contiguous. Mutated. Must not alias `source_UB`.
-        source_UB: (U, B) uint8.
-        coefficient: 0..255; 1 is a plain XOR, 0 does nothing.
-
-    Raises:
-        ValueError: a shape, a dtype or the coefficient does not fit.
-    """
-    _check_target("target_UB", target_UB)
-    _check_bytes("source_UB", source_UB)
-    if source_UB.shape != target_UB.shape:
-        raise ValueError(f"`source_UB` must have the shape {target_UB.shape} of the target, got {source_UB.shape}")
-    if not 0 <= coefficient < 256:
-        raise ValueError(f"`coefficient` must be in 0..255, got {coefficient}")
-    if coefficient == 0 or source_UB.size == 0:
-        return
-    target_W, source_W = _as_words(target_UB).reshape(-1), _as_words(source_UB).reshape(-1)
-    if coefficient == 1:
-        _xor(target_W, source_W)
-    else:
-        _multiply_add(target_W, source_W, FACTORS[coefficient])
-
-
 def combine(coefficients_RK: Bytes, sources: Sequence[Bytes] | Bytes, name: str = "sources") -> Bytes:
     """Sums of products: result[i] is the sum over m of coefficients[i, m] * sources[m].
 
@@ -516,7 +479,5 @@ def warm() -> None:
     target_NB, source_UB, rows_U = np.zeros((2, 4), np.uint8), np.ones((1, 4), np.uint8), np.zeros(1, np.int64)
     xor_rows_(target_NB, rows_U, source_UB)
     fold_rows_(target_NB, rows_U, source_UB, np.full(1, 2, np.uint8))
-    for coefficient in (1, 2):
-        multiply_add_(target_NB[:1], source_UB, coefficient)
     combine(np.array([[1, 1], [1, 2]], np.uint8), [source_UB, source_UB])
     combine_rows_(target_NB, rows_U, np.ones(2, np.bool_), np.ones(1, np.uint8), [source_UB])

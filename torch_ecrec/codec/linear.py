@@ -79,19 +79,6 @@ class LinearCode:
         """
         return self._combine("data_KUB", self.coefficients, data_KUB)
 
-    def delta(self, old_UB: Bytes, new_UB: Bytes) -> Bytes:
-        """The change of a data member that parity needs: old XOR new.
-
-        Raises:
-            ValueError: the shapes or dtypes differ or are not uint8.
-        """
-        if old_UB.shape != new_UB.shape or old_UB.dtype != np.uint8 or new_UB.dtype != np.uint8:
-            raise ValueError(
-                f"`old_UB` and `new_UB` must be uint8 of one shape, got {old_UB.dtype} {old_UB.shape} and"
-                f" {new_UB.dtype} {new_UB.shape}"
-            )
-        return np.bitwise_xor(old_UB, new_UB)
-
     def fold_(self, parity_NB: Bytes, rows_U: Rows, delta_UB: Bytes, coefficients_U: Bytes) -> None:
         """Folds changes of data members into their stripes' parity, in place.
 

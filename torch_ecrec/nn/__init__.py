@@ -1,6 +1,7 @@
 """TorchRec's seams: the sharded module, its sharder, and `DistributedModelParallel`."""
 
-from torch_ecrec.nn.embedding import EmbeddingBackend, ErasureCodedEmbeddingBagCollection
+from torch_ecrec.nn.backend import EmbeddingBackend
+from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import ErasureCodedSharder
 

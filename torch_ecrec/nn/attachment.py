@@ -20,19 +20,17 @@ Several backwards between two draws are several steps of the servers; after a re
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchrec.optim.keyed import KeyedOptimizer
 
-from torch_ecrec.nn import optimizer_steps
+from torch_ecrec.nn.attachment_checks import AttachmentChecks
+from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters, load_, own_of
-from torch_ecrec.nn.embedding import EmbeddingBackend
 from torch_ecrec.nn.gradients import WaitingGradients, put_back_
 from torch_ecrec.nn.loop import Judge
 from torch_ecrec.nn.module_settings import ModuleSettings
@@ -41,21 +39,14 @@ from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.trainer_state import TrainerState
 from torch_ecrec.nn.values import decode, encode
 
-if TYPE_CHECKING:
-    from torch_ecrec.nn.parallel import DistributedModelParallel
-
-log = logging.getLogger(__name__)
-
-
-_attached_somewhere: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to any model of this process
-
 
 class Attachment:
     """What `DistributedModelParallel.attach` was given.
 
     Args:
         model: held weakly.
-        dense: packs its dense part; told of the optimizers.
+        session: the backend.
+        dense: packs the model's dense part, and says after which steps; told of the optimizers.
         optimizers, reader, stateful: as given to `attach`, schedulers among `stateful`.
         own: names of those among `stateful` that are the user's: they may count passes, and batches.
 
@@ -65,7 +56,8 @@ class Attachment:
 
     def __init__(
         self,
-        model: DistributedModelParallel,
+        model: nn.Module,
+        session: EmbeddingBackend,
         dense: DenseSnapshot,
         optimizers: Sequence[Optimizer],
         reader: Iterable[Any] | None,
@@ -73,7 +65,7 @@ class Attachment:
         own: Sequence[str],
     ) -> None:
         self._model, self._dense = weakref.ref(model), dense
-        self._session: EmbeddingBackend = model.session
+        self._session = session
         self._state = TrainerState(optimizers, stateful)
         self._own = own
         judge = Judge(self._counters, [stateful[name] for name in own])
@@ -89,21 +81,17 @@ class Attachment:
         self._expected: int | None = None  # checksum of its batch
         self._restored = False
         self._settings_then: Mapping[str, Mapping[str, Any]] = {}  # those that training goes on with
-        self._settings_at_first: Mapping[str, Mapping[str, Any]] | None = (
-            None  # draw of this life, until the first forward
-        )
+        # those at the first draw of this life, until the first forward
+        self._settings_at_first: Mapping[str, Mapping[str, Any]] | None = None
         self._gradients = WaitingGradients(self._state.dense_optimizers)
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(self._state.dense_optimizers)
-        _attached_somewhere.update(self._state.dense_optimizers)
-        optimizer_steps.watch(self._check_known)
-        self._sealed = self._seal()
-        self._groups = self._groups_now()
+        self._checks = AttachmentChecks(model, self._state, self._settings)
 
     def close(self) -> None:
         """Looks at optimizers no more. Twice is once."""
         if self.reader is not None and not self._closed:
             self.reader.check_end()
         self._closed = True
+        self._checks.close()
         self._gradients.close()
 
     # when a step begins ---------------------------------------------------------------------------
@@ -127,7 +115,7 @@ class Attachment:
         """
         if self.reader is not None:
             if self.reader.pipelined and self._settings_at_first is not None:
-                self._check_tracing(self._settings_at_first)
+                self._checks.check_tracing(self._settings_at_first)
             self._settings_at_first = None
             if self.reader.pipelined and self._is_due():
                 self._keep(self._before(at_forward=True), None)
@@ -173,11 +161,11 @@ class Attachment:
             if self._restored:
                 self._settings.load_(self._settings_then)
             self._settings_at_first = self._settings.changed()
-            self._check_sealed()
-            self._check_schedulers()
+            self._checks.check_sealed(self._restored)
+            self._checks.check_schedulers()
 
     def _is_due(self) -> bool:
-        step, every = self._session.step - 1, self._live_model.snapshot_every
+        step, every = self._session.step - 1, self._dense.every
         return step > self._snapshotted and every > 0 and step % every == 0
 
     def _counters(self) -> dict[str, int]:
@@ -197,7 +185,7 @@ class Attachment:
     # what is kept ---------------------------------------------------------------------------------
 
     @property
-    def _live_model(self) -> DistributedModelParallel:
+    def _live_model(self) -> nn.Module:
         model = self._model()
         if model is None:
             raise RuntimeError("the model that this was attached to is gone")
@@ -217,7 +205,7 @@ class Attachment:
 
     def _keep(self, before: bytes, checksum: int | None) -> None:
         """Hands this trainer's part of the step before to the servers."""
-        self._check_groups()
+        self._checks.check_groups()
         model, step = self._live_model, self._session.step - 1
         parameters = list(dense_parameters(model))
         own = encode(
@@ -275,95 +263,4 @@ class Attachment:
         self._state.load_(self._state.decoded(before["state"]))
         self._settings_then = before["settings"]
         self._settings.load_(self._settings_then)
-        self._sealed = self._seal()
-
-    # what is refused ------------------------------------------------------------------------------
-
-    def _seal(self) -> dict[str, object]:
-        """Changes when something that is attached does, by name: values, and versions of tensors."""
-        found: dict[str, object] = dict(self._state.encoded())
-        for name, parameter in dense_parameters(self._live_model):
-            found[name] = parameter._version
-        for i, optimizer in enumerate(self._state.dense_optimizers):
-            tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-            rates = [str(group.get("lr")) for group in optimizer.param_groups]
-            found[f"optimizer {i} ({type(optimizer).__name__})"] = rates, [(id(t), t._version) for t in tensors]
-        return found
-
-    def _check_sealed(self) -> None:
-        """Nothing that is attached may have moved since `attach`: after a restart that happens once more."""
-        now, before, self._sealed = self._seal(), self._sealed, {}
-        names = [name.removeprefix("stateful/") for name in now if now[name] != before.get(name)]
-        if not names:
-            return
-        what = f"{', '.join(names)} changed between `attach` and the first step"
-        if self._restored:
-            raise RuntimeError(
-                f"{what}, although training goes on from before: what a loop does there happens once more after each"
-                " restart. Do it before `attach`, or at the end of a step or a pass; or set it to a value that depends"
-                " on nothing but what was brought back"
-            )
-        log.warning("%s: after a restart that would happen again, and is refused if the values then differ", what)
-
-    def _check_schedulers(self) -> None:
-        """A scheduler that changes what is attached is attached, too."""
-        held: list[Any] = list(self._state.stateful.values())
-        for thing in list(held):  # what is attached may keep a scheduler for the user
-            held += getattr(thing, "__dict__", {}).values()
-        known = {id(getattr(thing, "optimizer", None)) for thing in held}
-        for optimizer in self._state.all_optimizers:
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in known:
-                raise RuntimeError(
-                    f"a scheduler was made for {type(optimizer).__name__}, but not attached: it would begin anew after"
-                    " a restart. Name it in `attach(lr_scheduler=...)`"
-                )
-
-    def _check_tracing(self, before: Mapping[str, Mapping[str, Any]]) -> None:
-        """A pipeline runs the model's Python code when it is made: what that counts, it would count again."""
-        now = self._settings.changed()
-        moved = sorted(
-            f"{path}.{name}"
-            for path in now.keys() | before.keys()
-            for name in now.get(path, {}).keys() | before.get(path, {}).keys()
-            if now.get(path, {}).get(name) != before.get(path, {}).get(name)
-        )
-        if moved:
-            raise RuntimeError(
-                f"{', '.join(moved)} changed while a pipeline was made, which traces"
-                " the model, and would change once more after each restart. Keep counts in a buffer"
-                " (`register_buffer`), which tracing leaves alone, and draw from the global generators"
-            )
-
-    def _check_groups(self) -> None:
-        """Parameters that an optimizer was given later would not be brought back."""
-        if self._groups != self._groups_now():
-            raise RuntimeError(
-                "an optimizer was given parameters after `attach`: it would not have them after a restart, where"
-                " `attach` comes first again. Add them before `attach`, with `requires_grad` False until they train"
-            )
-
-    def _groups_now(self) -> list[list[int]]:
-        return [[len(group["params"]) for group in o.param_groups] for o in self._state.dense_optimizers]
-
-    def _check_known(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
-        if self._closed or optimizer in self._known or isinstance(optimizer, KeyedOptimizer):
-            return
-        model = self._model()
-        if model is None:
-            return
-        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        name = next((name for name, parameter in dense_parameters(model) if id(parameter) in owned), None)
-        if name is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} steps {name}, but was not attached: its state would be lost when trainers"
-                " are started again. Name every optimizer of dense parameters in `attach(optimizer=[...])`"
-            )
-        self._known.add(optimizer)
-        named = any(thing is optimizer for thing in self._state.stateful.values())
-        if not named and optimizer not in _attached_somewhere:
-            log.warning(
-                "%s steps parameters outside the model, and was not attached: neither they nor its state are brought"
-                " back after a restart. Attach both by name, `attach(..., other=module, other_optimizer=optimizer)`",
-                type(optimizer).__name__,
-            )
+        self._checks.seal()

@@ -96,12 +96,13 @@ class DenseSnapshot:
     Args:
         model: held weakly. Parameters that TorchRec has sharded are left out: they differ from trainer to trainer.
         part, parts: which part this trainer packs, 0 <= part < parts.
+        every: it is kept after each step that is a multiple of it; 0: never. Its users ask; may be set.
     """
 
-    def __init__(self, model: nn.Module, part: int, parts: int) -> None:
+    def __init__(self, model: nn.Module, part: int, parts: int, every: int = 1) -> None:
         if not 0 <= part < parts:
             raise ValueError(f"`part` must be at least 0 and less than `parts`, got {part} of {parts}")
-        self.part, self.parts = part, parts
+        self.part, self.parts, self.every = part, parts, every
         self._model = weakref.ref(model)
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[Optimizer]] = []

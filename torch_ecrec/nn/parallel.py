@@ -35,12 +35,13 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torch_ecrec.nn.attachment import Attachment
+from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
-from torch_ecrec.nn.embedding import EmbeddingBackend, SparseStep
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.sharder import ErasureCodedSharder, job_names, table_specs
+from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
@@ -128,9 +129,8 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._owns_session = owns_session
         self._closed = False
         self._snapshotted = 0
-        self._dense = DenseSnapshot(self, session.trainer, session.trainers)
+        self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every)
         self._step.on_training_lookup = self._keep_dense
-        self._snapshot_every = snapshot_every
         self._attached: Attachment | None = None
         self._trained = False
 
@@ -188,7 +188,9 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         schedulers = [lr_scheduler] if isinstance(lr_scheduler, Stateful) else list(lr_scheduler)
         named = {f"lr_scheduler[{i}]": scheduler for i, scheduler in enumerate(schedulers)}
-        attached = Attachment(self, self._dense, optimizers, reader, {**named, **stateful}, own=list(stateful))
+        attached = Attachment(
+            self, self.session, self._dense, optimizers, reader, {**named, **stateful}, own=list(stateful)
+        )
         if self.session.restarted:
             attached.resume(*self.session.resume())
         self._attached = attached
@@ -241,13 +243,13 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
     @property
     def snapshot_every(self) -> int:
         """The dense part is replicated after each step that is a multiple of it; 0: never. To set it flushes first."""
-        return self._snapshot_every
+        return self._dense.every
 
     @snapshot_every.setter
     def snapshot_every(self, steps: int) -> None:
         require_int("snapshot_every", steps, 0)
         self.flush()
-        self._snapshot_every = self.session.snapshot_every = steps
+        self._dense.every = self.session.snapshot_every = steps
 
     def flush(self) -> None:
         """Waits until what the servers were sent so far survives r losses. Every trainer calls it, at any time.
@@ -299,7 +301,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
     def _keep_dense(self) -> None:
         """Where nothing is attached, the dense model alone is kept, as it is when the rows of a step are asked for."""
         self._check_attached()
-        step, every = self.session.step - 1, self._snapshot_every
+        step, every = self.session.step - 1, self._dense.every
         if self._attached is None and step > self._snapshotted and every > 0 and step % every == 0:
             self.session.snapshot(*self._dense.pack(step))
             self._snapshotted = step

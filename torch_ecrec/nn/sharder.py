@@ -11,7 +11,7 @@ the config's bounds, seeded per row. One with an `init_fn`, and one that holds w
 chunks. An `init_fn` runs on the CPU under a random state seeded by the job's seed and the table's name, one table at a
 time.
 
-Does not decide where rows live and does not step: see `layout` and `embedding`.
+Does not decide where rows live and does not step: see `layout`, and `step.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharde
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from torch_ecrec.nn.embedding import ErasureCodedEmbeddingBagCollection, SparseStep
+from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection
+from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.records.optimizers import NAMES, by_class, optimizer
 from torch_ecrec.spec.job import OptimizerSpec, TableSpec
 
@@ -135,7 +136,7 @@ class ErasureCodedSharder(ModuleSharder[EmbeddingBagCollection]):
             if session.trainer == 0:
                 weights = _first_weights(config, parameter, session.job.seed, names[config.name])
                 if weights is not None:
-                    sharded.load_initial(config.name, weights)
+                    sharded.tables.load_initial(config.name, weights)
                     del weights
             if parameter.device.type != "meta":
                 # The optimizer attached to a parameter keeps it alive for good: its storage must go by hand.

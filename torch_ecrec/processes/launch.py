@@ -26,7 +26,8 @@ from typing import IO, Any
 
 from torch_ecrec import codec, records
 from torch_ecrec.client import pooling
-from torch_ecrec.client.client import Client, Session
+from torch_ecrec.client.client import Client
+from torch_ecrec.client.session import Session
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, TrainersLost
 from torch_ecrec.layout import routing, stripes

@@ -48,7 +48,7 @@ class StepRule:
     confirmed: dict[int, int] = field(default_factory=dict)
     folded: dict[int, int] = field(default_factory=dict)
     catch_up: dict[int, int] = field(default_factory=dict)
-    complete: dict[int, int] = field(default_factory=dict)
+    resumable: dict[int, int] = field(default_factory=dict)
 
     # as a source --------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class StepRule:
 
     @property
     def watermark(self) -> int:
-        return min((self.complete.get(i, 0) for i in range(self.trainers)), default=0)
+        return min((self.resumable.get(i, 0) for i in range(self.trainers)), default=0)
 
     def on_applied(self, step: int) -> None:
         assert self.is_due(step), f"slot {self.slot}: step {step} applied after {self.applied}"
@@ -77,8 +77,9 @@ class StepRule:
         if self.is_current(holder, incarnation):
             self.confirmed[holder] = max(self.confirmed[holder], step)
 
-    def on_complete(self, trainer: int, step: int) -> None:
-        self.complete[trainer] = max(self.complete.get(trainer, 0), step)
+    def on_resumable(self, trainer: int, step: int) -> None:
+        """A trainer says that it may go on from `step`: all that it sent up to there survives. Later words only add."""
+        self.resumable[trainer] = max(self.resumable.get(trainer, 0), step)
 
     def acknowledge(self) -> bool:
         """Advances `acknowledged`; true if it did."""
@@ -90,7 +91,7 @@ class StepRule:
         """Takes back every step after `step`, own ones and those of the sources: the trainers start again there [9]."""
         self.applied = min(self.applied, step)
         self.acknowledged = min(self.acknowledged, step)
-        for steps in (self.confirmed, self.folded, self.catch_up, self.complete):
+        for steps in (self.confirmed, self.folded, self.catch_up, self.resumable):
             steps.update({key: min(value, step) for key, value in steps.items()})
 
     def may_forget(self) -> int:

@@ -34,7 +34,7 @@ from torch_ecrec.spec.job import JobSpec
 STEPS_AHEAD = 1024  # of a slot that is ready: trainers are ahead by a window, which is 2 unless somebody says otherwise
 LIVES_AHEAD = 64  # of the placement that is known: it may be some losses old
 
-STEPS = ("step", "floor", "base", "cut", "acknowledged", "complete", "folded", "fold_floor")
+STEPS = ("step", "floor", "base", "cut", "acknowledged", "resumable", "folded")
 # what is answered to whom; a reason instead of it may always be
 WANTED: dict[type[Request], type[Answer]] = {
     wire.Lookup: wire.Rows,
@@ -140,8 +140,8 @@ class Judge:
             if applied is not None:
                 most = applied + STEPS_AHEAD
                 check(step <= most, f"`{name}` must be at most {most}, got {step}: the slot is at step {applied}")
-        if "complete" in fields:
-            check(fields["complete"] < fields["step"], f"`complete` must be before step {fields['step']}")
+        if "resumable" in fields:
+            check(fields["resumable"] < fields["step"], f"`resumable` must be before step {fields['step']}")
 
     # requests ---------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Judge:
 
     def _check_rows(self, request: wire.Lookup, answer: wire.Rows, lives: Lives) -> None:
         self._check_count("weights", answer.weights)
-        dtype = torch.bfloat16 if request.half else torch.float32
+        dtype = torch.bfloat16 if request.bfloat16 else torch.float32
         for slab, (positions_U, weights_UD) in enumerate(zip(request.positions, answer.weights, strict=True)):
             _check_shape("weights", slab, weights_UD, (len(positions_U), self.job.slabs[slab].dim))
             check(weights_UD.dtype == dtype, f"`weights[{slab}]` must be {dtype}, got {weights_UD.dtype}")

@@ -109,9 +109,8 @@ class Lookup(Request):
     """The weights of some records as they are after step - 1."""
 
     step: int
-    trainer: int
     positions: list[Positions]  # (U,) int64 each
-    half: bool = False  # the answer may be rounded to bfloat16
+    bfloat16: bool = False  # the answer is rounded to it
 
 
 @dataclass
@@ -128,7 +127,7 @@ class Push(Request):
     positions: list[Positions]  # (U,) int64 each, ascending, unique
     gradients: list[Values]  # (U, D) float32 each, or bfloat16
     rates: list[float]  # learning rate per slab
-    complete: int  # all of this trainer's steps up to here are acknowledged
+    resumable: int  # the last step that this trainer may resume from: acknowledged up to there, its snapshot stored
 
 
 @dataclass
@@ -163,7 +162,7 @@ class Load(Request):
     slab: int
     positions: Positions  # (U,) int64, ascending, unique
     records: RecordBytes | None  # (U, B) uint8; None: the initial values that the servers give them
-    complete: int  # all steps up to here are acknowledged: the word of all trainers, as nobody else loads
+    resumable: int  # as in `Push`: the word of all trainers, as nobody else loads
 
 
 @dataclass
@@ -229,7 +228,6 @@ class Adopt(Request):
 class Adopted(Answer):
     folded: int | None  # None: knows nothing of the lost slot
     caught_up: bool  # has everything the lost slot ever acknowledged
-    fold_floor: int  # its fold log holds every later step
 
 
 @dataclass
@@ -262,7 +260,6 @@ class Versions(Request):
 @dataclass
 class VersionsAre(Answer):
     folded: dict[int, int]  # source -> step
-    whole: bool  # nothing of the slot is missing
 
 
 @dataclass

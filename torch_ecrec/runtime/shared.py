@@ -161,12 +161,6 @@ class Pool:
             self._sort_gone()
             return self._bytes
 
-    @property
-    def free_bytes(self) -> int:
-        with self._lock:
-            self._sort_gone()
-            return sum(segment.size for segment in self._free)
-
     def take(self, size: int) -> NDArray[np.uint8] | None:
         """`size` bytes, whatever they are; None where there is no more memory to share."""
         with self._lock:

@@ -251,9 +251,9 @@ class Protection:
         if not rule.is_current(lost, request.lost_incarnation):
             reply(Refused(f"slot {lost} has been replaced"))
         elif lost not in rule.folded:
-            reply(wire.Adopted(None, False, 0))
+            reply(wire.Adopted(None, False))
         else:
-            reply(wire.Adopted(rule.folded[lost], rule.is_caught_up(lost), self.fold_logs[lost].floor))
+            reply(wire.Adopted(rule.folded[lost], rule.is_caught_up(lost)))
 
     def on_cut(self, request: wire.Cut, reply: Reply) -> None:
         rule, lost = self.slot.rule, request.lost
@@ -378,7 +378,7 @@ class Protection:
     # reads for recovery -------------------------------------------------------------------------
 
     def on_versions(self, _request: wire.Versions, reply: Reply) -> None:
-        reply(wire.VersionsAre(dict(self.slot.rule.folded), self.slot.rebuild.whole))
+        reply(wire.VersionsAre(dict(self.slot.rule.folded)))
 
     def on_fetch(self, request: wire.Fetch, reply: Reply) -> None:
         """Records of one member of some stripes (all with the same base) as of given steps."""

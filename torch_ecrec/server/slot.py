@@ -268,18 +268,18 @@ class Slot:
             weights = []
             for s, (shard, rows) in enumerate(zip(self.shards, positions, strict=True)):
                 if self.rule.applied == before:
-                    weights.append(as_tensor(shard.gather_weights(rows, request.half)))
+                    weights.append(as_tensor(shard.gather_weights(rows, request.bfloat16)))
                 else:
                     records_UW = self.records_as_of(s, rows, before).view(np.float32)
                     weight_UD = torch.from_numpy(records_UW[:, : self.job.slabs[s].dim].copy())
-                    weights.append(weight_UD.bfloat16() if request.half else weight_UD)
+                    weights.append(weight_UD.bfloat16() if request.bfloat16 else weight_UD)
             return wire.Rows(weights)
 
         self.park(attempt, reply)
 
     def _on_push(self, request: wire.Push, reply: Reply) -> None:
         rule = self.rule
-        rule.on_complete(request.trainer, request.complete)
+        rule.on_resumable(request.trainer, request.resumable)
         if rule.is_acknowledged(request.step):
             reply(wire.Acknowledged(request.step))
         else:
@@ -292,7 +292,7 @@ class Slot:
     def _on_load(self, request: wire.Load, reply: Reply) -> None:
         rule = self.rule
         for trainer in range(rule.trainers):  # the others have done nothing yet that could be taken back
-            rule.on_complete(trainer, request.complete)
+            rule.on_resumable(trainer, request.resumable)
         if rule.is_acknowledged(request.step):
             reply(wire.Acknowledged(request.step))
         else:

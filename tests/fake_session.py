@@ -1,0 +1,154 @@
+"""The backend of tests of the nn layer: tables of records in memory, which every trainer holds in full.
+
+`test_backend.py` holds it to what the real session does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_ecrec.spec.job import JobSpec
+
+
+class FakeSession:
+    """`EmbeddingBackend` in memory. Trainers exchange their pushes and apply them in trainer order.
+
+    Args:
+        job, trainer: as of a real session.
+        before: that of an earlier life of the trainer: this one goes on after `step` of it.
+
+    Attributes:
+        after: step -> the tables as they were after it.
+    """
+
+    def __init__(self, job: JobSpec, trainer: int = 0, before: FakeSession | None = None, step: int = 0) -> None:
+        self.job, self.trainer, self.trainers, self.step = job, trainer, job.trainers, 1
+        self.records, self.pushed, self.rates, self.snapshot_every = [], [], [], 1
+        self.restarted = before is not None
+        self.after: dict[int, list[Tensor]] = {}
+        self.parts: list[tuple[Tensor, list[int]]] = []
+        self.ahead: list[tuple[int, list[Tensor]]] = []
+        self.looked_up: list[tuple[int, list[Tensor]]] = []
+        self.lookups, self.loads, self.opened, self.flushed, self.closed = 0, 0, 0, 0, 0
+        self.snapshots: dict[int, tuple[Tensor, list[int]]] = {}
+        self.reports: list[dict[str, float]] = []
+        self.group = dist.new_group() if self.trainers > 1 else None
+        for slab in job.slabs:
+            records = torch.zeros(slab.rows, slab.schema.width)
+            for table, first in zip(slab.tables, slab.first_rows, strict=True):
+                random = torch.Generator().manual_seed(job.seed + first + slab.dim)
+                records[first : first + table.rows, : slab.dim] = torch.empty(table.rows, slab.dim).uniform_(
+                    table.low, table.high, generator=random
+                )
+            self.records.append(records)
+        if before is not None:
+            self.step = step + 1
+            self.records = [records.clone() for records in before.after[step]]
+            self.parts = [before.snapshots[step]] if step else []
+            self.after[step] = before.after[step]
+
+    def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Descending: any order will do."""
+        unique, inverse = torch.unique(rows, return_inverse=True)
+        return unique.flip(0), len(unique) - 1 - inverse
+
+    def look_ahead(self, rows: list[Tensor]) -> None:
+        self._check_training()
+        self.ahead.append((self.step, rows))
+
+    def lookup_parts(self, rows: list[Tensor]) -> list[list[Tensor]]:
+        """In two parts, the second of which may be empty."""
+        self._check_training()
+        self.lookups += 1
+        self.looked_up.append((self.step, rows))
+        for slab, rows_U in zip(self.job.slabs, rows, strict=True):
+            assert rows_U.dtype == torch.int64 and rows_U.device == torch.device("cpu")
+            assert len(rows_U.unique()) == len(rows_U) and (rows_U >= 0).all() and (rows_U < slab.rows).all()
+        return [
+            list(records[rows_U, : slab.dim].split([(len(rows_U) + 1) // 2, len(rows_U) // 2]))
+            for slab, records, rows_U in zip(self.job.slabs, self.records, rows, strict=True)
+        ]
+
+    def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
+        self._check_training()
+        parts: list[Any] = [(rows, gradients)]
+        if self.trainers > 1:
+            parts = [None] * self.trainers
+            dist.all_gather_object(parts, (rows, gradients), group=self.group)
+        self.pushed.append((rows, gradients))
+        self.rates.append(rates)
+        for s, (slab, records) in enumerate(zip(self.job.slabs, self.records, strict=True)):
+            for part_rows, part_gradients in parts:
+                assert part_gradients[s].shape == (len(part_rows[s]), slab.dim)
+                assert len(part_rows[s].unique()) == len(part_rows[s])
+            rows_U, inverse = torch.unique(torch.cat([part[0][s] for part in parts]), return_inverse=True)
+            gradient = torch.zeros(len(rows_U), slab.dim).index_add_(0, inverse, torch.cat([p[1][s] for p in parts]))
+            touched, dim = records[rows_U], slab.dim
+            if slab.optimizer.kind == "sgd":
+                touched[:, :dim] -= rates[s] * gradient
+            else:
+                squares = gradient.square()
+                if slab.optimizer.kind == "rowwise_adagrad":
+                    squares = squares.mean(dim=1, keepdim=True)
+                touched[:, dim:] += squares
+                touched[:, :dim] -= rates[s] * gradient / (touched[:, dim:].sqrt() + dict(slab.optimizer.fixed)["eps"])
+            records[rows_U] = touched
+        self.step += 1
+        self._keep()
+
+    def _check_training(self) -> None:
+        if self.opened != 1:
+            raise RuntimeError("training has not begun: every trainer calls `loaded` once, before its first step")
+
+    def _keep(self) -> None:
+        self.after[self.step - 1] = [records.clone() for records in self.records]
+
+    def read(self, slab: int, rows: Tensor) -> Tensor:
+        return self.records[slab][rows]
+
+    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
+        if self.restarted:
+            return
+        if self.trainer != 0 or self.opened:
+            raise ValueError("only trainer 0 loads initial values, before the first step")
+        if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < self.job.slabs[slab].rows)).all()):
+            raise ValueError("`rows` must be ascending and unique")
+        assert records.shape == (len(rows), self.job.slabs[slab].schema.width)
+        self.loads += 1
+        self.records[slab][rows] = records
+
+    def loaded(self) -> None:
+        self.opened += 1
+        if self.trainers > 1:
+            for records in self.records:
+                dist.broadcast(records, 0, group=self.group)
+        self._keep()
+
+    def snapshot(self, payload: Tensor, header: list[int]) -> None:
+        if not all(isinstance(number, int) for number in header):
+            raise TypeError(f"`header` must be a list of int, got {header!r}")
+        assert self.step - 1 not in self.snapshots
+        assert header[0] == self.step - 1
+        self.snapshots[self.step - 1] = (payload, header)
+
+    def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
+        assert self.restarted
+        return self.step - 1, self.parts
+
+    def report(self, **figures: float) -> None:
+        self.reports.append(figures)
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def weights(self, table: str) -> Tensor:
+        slab, first = self.job.place_of_table[table]
+        rows = next(t.rows for t in self.job.tables if t.name == table)
+        return self.records[slab][first : first + rows, : self.job.slabs[slab].dim]

@@ -1,0 +1,95 @@
+"""Initial values, on the user's thread: trainer 0 overwrites records before the first step, and everybody waits for it.
+
+    trainer 0   load(...), load(...), end()
+    others                             end()    returns once trainer 0's does: training begins
+
+Before trainer 0 loads, what one that was lost may have loaded is taken back (`Client.left_behind`). In a cluster that
+has trained before, everything here does nothing but wait until the step is known that training goes on after.
+
+How a load travels, as a step of the protocol, is the client's business.
+
+Shape legend: U unique rows of a slab, W record width in floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_ecrec.client.client import Client
+
+
+class Wait(Protocol):
+    """`Session._wait`."""
+
+    def __call__(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None: ...
+
+
+class Loading:
+    """The loading of one trainer's session.
+
+    Args:
+        client: the protocol.
+        wait: returns once a condition holds.
+        restarted: the cluster has trained before.
+    """
+
+    def __init__(self, client: Client, wait: Wait, restarted: bool) -> None:
+        self._client, self._wait, self._restarted = client, wait, restarted
+        self._begun = False  # trainer 0 has begun to load
+
+    def before_reading(self) -> None:
+        """Trainer 0 may read while it loads; others once it has loaded all."""
+        if self._client.trainer == 0 and not self._restarted:
+            self._begin()
+        else:
+            self._await_origin()
+
+    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
+        """See `Session.load`: rows (U,) int64, records (U, W) float32."""
+        client = self._client
+        if self._restarted:
+            return
+        if client.trainer != 0:
+            raise ValueError(f"only trainer 0 loads initial values, this is trainer {client.trainer}")
+        if client.origin is not None:
+            step = client.training_step
+            raise ValueError(f"initial values are loaded before the first step: loading has ended, at step {step}")
+        most = client.layouts[slab].rows
+        if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < most)).all()):
+            raise ValueError(f"`rows` must be ascending and unique, from 0 to {most - 1}")
+        self._begin()
+        self._send(slab, rows, records.contiguous().view(torch.uint8))
+
+    def end(self) -> None:
+        """See `Session.loaded`."""
+        client = self._client
+        if client.trainer == 0 and not self._restarted:
+            self._begin()
+            self._wait(client.all_acknowledged, "loading initial values")
+            client.run(client.end_loading)
+        self._await_origin()
+
+    def _await_origin(self) -> None:
+        """Until trainer 0 has loaded all: for as long as its script takes, once the cluster is there."""
+        client = self._client
+        self._wait(lambda: client.resumed, "waiting for the cluster")
+        others = client.trainer != 0
+        self._wait(lambda: client.origin is not None, "waiting for trainer 0 to load initial values", others)
+
+    def _begin(self) -> None:
+        """Trainer 0, before it reads or loads: what a lost trainer 0 may have loaded is taken back."""
+        client = self._client
+        self._wait(lambda: client.resumed, "waiting for the cluster")
+        if client.origin is None and not self._begun:
+            self._begun = True
+            for slab, rows in client.left_behind():
+                self._send(slab, rows, None)
+
+    def _send(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
+        client = self._client
+        self._wait(client.may_push, f"loading initial values: step {client.step} is waited for")
+        client.run(client.load, slab, client.route(slab, rows), records)

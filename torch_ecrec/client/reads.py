@@ -1,0 +1,164 @@
+"""What a trainer asks of slots and changes nothing with: rows of a step, whole records, stored snapshots.
+
+    lookup(routes)   the weights of some rows after step - 1, from every slot that has some: one part from each
+    read(route)      whole records (weights, then optimizer state) after step - 1
+    stored(slot)     the snapshots of the dense model that a slot keeps
+
+Each gives its answer to a callback, once all slots concerned have answered; nothing here waits.
+
+Also here: which answers to believe and which refusals to give up at, since both need the job alone.
+
+Shape legend: U unique rows of a slab, D embedding dim, B record bytes; lists hold one tensor per slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_ecrec.layout.routing import Parts, Route, route
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.encoding import REQUESTS, decode, encode
+from torch_ecrec.protocol.pieces import Gathering
+from torch_ecrec.protocol.wellformed import Judge
+from torch_ecrec.protocol.wire import Answer
+from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.settings import Settings
+from torch_ecrec.transport.node import Exchange, Node, Port
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+class SlotReads(Node):
+    """A node that knows a job and reads its records as of the step before the present one. Call it inside `run`.
+
+    Args:
+        name, port: see `Node`.
+        job: what is trained.
+        settings: `wire` says whether looked-up weights may be bfloat16.
+    """
+
+    def __init__(self, name: str, port: Port, job: JobSpec, settings: Settings) -> None:
+        super().__init__(name, port, settings.call_timeout_s)
+        self.job, self.settings = job, settings
+        self.slots = job.code.slots
+        self.layouts = [Layout(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
+        self.judge = Judge(job, self.layouts)
+        self.bfloat16 = settings.wire == "bfloat16"
+        self.step = 1  # the one being worked on, as the messages count
+        self._lookups: list[Exchange] = []  # of this step
+        self.on_error: Callable[[BaseException], None] = _raise  # called, inside run, with what cannot be answered
+
+    def fault_of_answer(self, request: wire.Request, answer: Answer) -> str | None:
+        placement = self.placement
+        assert placement is not None, "it has asked somebody"
+        return self.judge.fault_of_answer(request, answer, lambda slot: placement.slots[slot].incarnation)
+
+    def gives_up(self, request: wire.Request, refusal: wire.Malformed) -> bool:
+        """One that is malformed as it was sent would be refused for ever; what was spoilt on its way is sent again."""
+        placement = self.placement
+        assert placement is not None, "it has asked somebody"
+        try:
+            decode(encode(request)[0], REQUESTS)
+            fault = self.judge.fault_of_request(request, None, lambda slot: placement.slots[slot].incarnation)
+        except (TypeError, ValueError) as error:
+            fault = str(error)
+        if fault is not None:
+            self.on_error(ValueError(f"slot {request.slot} refuses a {type(request).__name__}: {refusal.reason}"))
+        return fault is not None
+
+    def route(self, slab: int, rows_U: Tensor) -> Route:
+        return route(self.layouts[slab], rows_U)
+
+    def lookup(self, routes: Sequence[Route], done: Callable[[list[Parts]], None]) -> None:
+        """Weights of the routed rows after step - 1, per slab, to `done`."""
+        step, waiting = self.step, dict.fromkeys(range(self.slots))
+        answers: dict[int, wire.Rows] = {}
+
+        def ask(slot: int) -> None:
+            positions = [route.positions[slot] for route in routes]
+
+            def on_answer(answer: Answer) -> None:
+                if isinstance(answer, wire.Forgotten):
+                    if step == self.step:  # else it was asked ahead for nothing, and nobody waits for it
+                        self.on_error(LookupError(answer.reason))
+                    return
+                assert isinstance(answer, wire.Rows)
+                answers[slot] = answer
+                if len(answers) == len(waiting):
+                    done(self._in_order(routes, answers))
+
+            self._lookups.append(
+                self.ask(slot, lambda i: wire.Lookup(slot, i, step, positions, self.bfloat16), on_answer)
+            )
+
+        waiting = {s: None for s in waiting if any(len(route.positions[s]) for route in routes)}
+        if not waiting:
+            done(self._in_order(routes, answers))
+        for slot in waiting:
+            ask(slot)
+
+    def _in_order(self, routes: Sequence[Route], answers: dict[int, wire.Rows]) -> list[Parts]:
+        weights = []
+        for s, (slab, there) in enumerate(zip(self.job.slabs, routes, strict=True)):
+            parts = [answers[slot].weights[s] for slot in sorted(answers)]
+            if there.rank is not None or not parts:
+                dtype = torch.bfloat16 if self.bfloat16 else torch.float32
+                out_UD = torch.empty((len(there.rows), slab.dim), dtype=dtype)
+                parts = [there.join(parts, out_UD) if parts else out_UD]
+            weights.append(parts)
+        return weights
+
+    def end_lookups(self) -> None:
+        """Gives up the lookups of this step that are under way: later they could not be answered any more."""
+        for lookup in self._lookups:
+            lookup.cancel()
+        self._lookups = []
+
+    def read(self, slab: int, route: Route, done: Callable[[Tensor], None]) -> None:
+        """(U, B) record bytes of the routed rows after step - 1, to `done`."""
+        step = self.step - 1
+        asked = [slot for slot in range(self.slots) if len(route.positions[slot])]
+        answers: dict[int, Tensor] = {}
+
+        def finish() -> None:
+            out_UB = torch.empty((len(route.rows), self.job.slabs[slab].schema.nbytes), dtype=torch.uint8)
+            done(route.join([answers[s] for s in asked], out_UB) if asked else out_UB)
+
+        def ask(slot: int) -> None:
+            def on_answer(answer: Answer) -> None:
+                if isinstance(answer, wire.Forgotten):
+                    self.on_error(LookupError(answer.reason))
+                    return
+                assert isinstance(answer, wire.Records)
+                answers[slot] = answer.records
+                if len(answers) == len(asked):
+                    finish()
+
+            self.ask(slot, lambda i: wire.Export(slot, i, slab, step, route.positions[slot]), on_answer)
+
+        if not asked:
+            finish()
+        for slot in asked:
+            ask(slot)
+
+    def stored(self, slot: int, step: int, done: Callable[[wire.Snapshots], None]) -> None:
+        """The snapshot of a step that a snapshot slot holds (-1: all of them), to `done`."""
+        got = Gathering(step)
+
+        def ask() -> None:
+            self.ask(slot, lambda i: wire.FetchSnapshots(slot, i, step, begin=got.begin(i)), on_answer)
+
+        def on_answer(answer: Answer) -> None:
+            assert isinstance(answer, wire.Snapshots)
+            if got.take(answer):
+                done(got.all())
+            else:
+                ask()
+
+        ask()

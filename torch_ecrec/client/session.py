@@ -1,0 +1,324 @@
+"""A trainer's session of the cluster: what a model's sharded modules talk to, on the user's thread.
+
+`Client` is driven by messages and never waits. A `Session` runs its methods and waits for what they lead to, with a
+time limit, and raises what went wrong in the background meanwhile. It counts steps of training, from 1, where the
+client counts loads of initial values, too.
+
+Threads: the user's calls all methods but `fail`, `on_control` and `known`, which any thread may call.
+
+Shape legend: U unique rows of a slab, D embedding dim, W record width in floats; lists hold one tensor per slab. Rows
+are slab rows: first row of the table in its slab, plus the id.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ecrec.client.client import Client
+from torch_ecrec.client.loading import Loading
+from torch_ecrec.errors import ClusterUnavailable, TrainersLost
+from torch_ecrec.layout.routing import Parts, Route, arrange
+from torch_ecrec.protocol import wire
+from torch_ecrec.runtime.lifetime import belongs_here
+
+log = logging.getLogger(__name__)
+
+ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
+
+
+@dataclass(eq=False)
+class _Ahead:
+    """A lookup made ahead of its time: of the step it belongs to, and the weights once they are here."""
+
+    step: int
+    rows: list[Tensor]
+    answer: list[list[Parts]] = field(default_factory=list)
+
+    def is_of(self, rows: Sequence[Tensor]) -> bool:
+        return all(a is b for a, b in zip(self.rows, rows, strict=True))
+
+
+class Session:
+    """What a model's sharded modules talk to: blocking calls on one trainer's thread.
+
+    Args:
+        client: the protocol.
+        tell: sends a message to the coordinator.
+        on_close: called once by `close`.
+        restarted: the cluster has trained before: `resume` says from where on. Loading does nothing then.
+
+    Every wait ends within `settings.give_up_s` seconds of the last progress with `ClusterUnavailable` (stacks of all
+    threads go to stderr), or with the error that the background reported. Only that ends the wait for another trainer's
+    script, which may load for hours: that the trainer is lost, or has left, or that the cluster has ended.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        tell: Callable[[dict[str, Any]], None],
+        on_close: Callable[[], None],
+        restarted: bool = False,
+    ) -> None:
+        self.client = client
+        self.restarted = restarted
+        self.job, self.trainer, self.trainers = client.job, client.trainer, client.job.trainers
+        self._tell, self._on_close = tell, on_close
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._awaited: Callable[[], bool] | None = None  # what the user's thread waits for
+        self._error: BaseException | None = None
+        self.told = False  # what went wrong in the background has been raised to the user
+        self._closed = False
+        self._routes: deque[Route] = deque(maxlen=ROUTES_KEPT)
+        self._ahead: list[_Ahead] = []
+        self._loading = Loading(client, self._wait, restarted)
+        client.on_change, client.on_error = self._notify, self.fail
+        belongs_here(self)
+
+    # the background -----------------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        """Something changed. Wakes the user's thread only if it can go on: most changes are not what it waits for."""
+        with self._changed:
+            self._changes += 1
+            if self._awaited is not None and (self._error is not None or self._awaited()):
+                self._changed.notify_all()
+
+    def known(self) -> dict[str, Any]:
+        """What a coordinator that was started again must know."""
+        return self.client.known()
+
+    def fail(self, error: BaseException) -> None:
+        """Something went wrong in the background: the next or present wait raises it."""
+        if self._error is None:
+            self._error = error
+        self._notify()
+
+    def on_control(self, message: dict[str, Any]) -> None:
+        """A message of the coordinator to this trainer."""
+        self.client.on_control(message)
+        if self.restarted and self.client.resumed and self.client.origin is None:
+            self.fail(TrainersLost("nobody is left who knows that initial values had been loaded; start again"))
+
+    def _wait(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None:
+        """Returns once `condition` holds. `patient`: without progress it says so in the log, and waits on."""
+        limit_s = self.client.settings.give_up_s
+        begin_s = time.monotonic()
+        deadline = begin_s + limit_s
+        with self._changed:
+            seen, self._awaited = self._changes, condition
+            try:
+                while self._error is None and not condition():
+                    if self._changes != seen:
+                        seen, deadline = self._changes, time.monotonic() + limit_s
+                    if time.monotonic() > deadline and patient:
+                        deadline = time.monotonic() + limit_s
+                        log.warning("%s: for %g s so far", what, time.monotonic() - begin_s)
+                    elif time.monotonic() > deadline:
+                        faulthandler.dump_traceback(file=sys.stderr)
+                        raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s")
+                    self._changed.wait(0.5)
+            finally:
+                self._awaited = None
+        if self._error is not None:
+            self.told = True
+            raise self._error
+
+    def on_forked(self) -> None:
+        """In a forked child: this session is its parent's."""
+        self._changed, self.client._lock = threading.Condition(), threading.Lock()
+        self._error = RuntimeError("a session cannot be used in a forked child of its process")
+
+    def _run_and_wait(self, action: Callable[..., None], *args: Any, what: str) -> Any:
+        """Runs a client method whose last argument is a callback; returns what the callback gets."""
+        result: list[Any] = []
+
+        def done(*values: Any) -> None:
+            result.append(values[0] if values else None)
+            self._notify()
+
+        self.client.run(action, *args, done)
+        self._wait(lambda: bool(result), what)
+        return result[0]
+
+    # steps --------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The step of training being worked on, from 1."""
+        return self.client.training_step
+
+    def _check_training(self) -> None:
+        if self.client.origin is None:
+            raise RuntimeError("training has not begun: every trainer calls `loaded` before its first step")
+
+    def _route(self, rows: Sequence[Tensor]) -> list[Route]:
+        """Routes rows, those that `arrange` gave at no cost."""
+        routes = []
+        for slab, rows_U in enumerate(rows):
+            known = next((route for route in self._routes if route.rows is rows_U), None)
+            routes.append(known if known is not None else self.client.route(slab, rows_U))
+        return routes
+
+    def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The different ones among some rows, in the order that costs least to look up and push.
+
+        Args:
+            slab: which.
+            rows: (N,) int64, with repetitions.
+
+        Returns:
+            unique (U,) and inverse (N,), int64: unique[inverse] is `rows`.
+        """
+        found, inverse_N = arrange(self.client.layouts[slab], rows)
+        self._routes.append(found)
+        return found.rows, inverse_N
+
+    def lookup_parts(self, rows: Sequence[Tensor]) -> list[Parts]:
+        """Weights of rows as they are after the previous step.
+
+        Args:
+            rows: per slab, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
+
+        Returns:
+            Per slab, one part (u, D) from each slot, float32, or bfloat16 if that is the `wire`; end to end they are
+            in the order of `rows`. Not to be written: they may lie in a server's memory.
+        """
+        self._check_training()
+        what = f"lookup of step {self.step}"
+        ahead = next((a for a in self._ahead if a.step == self.step and a.is_of(rows)), None)
+        if ahead is not None:
+            self._ahead.remove(ahead)
+            self._wait(lambda: bool(ahead.answer), what)
+            return ahead.answer[0]
+        weights: list[Parts] = self._run_and_wait(self.client.lookup, self._route(rows), what=what)
+        return weights
+
+    def look_ahead(self, rows: Sequence[Tensor]) -> None:
+        """Asks for rows that a `lookup_parts` of this step will ask for; does not wait.
+
+        Args:
+            rows: the very tensors that `lookup_parts` will be called with. If it is not, the answer is dropped.
+        """
+        self._check_training()
+        ahead = _Ahead(self.step, list(rows))
+
+        def done(weights: list[Parts]) -> None:
+            ahead.answer.append(weights)
+            self._notify()
+
+        self._ahead.append(ahead)
+        self.client.run(self.client.lookup, self._route(rows), done)
+
+    def push(self, rows: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
+        """Sends this trainer's gradients and ends the step.
+
+        Args:
+            rows: per slab, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
+            gradients: per slab, (U, D) float32, summed over this trainer's batch.
+            rates: learning rate per slab.
+
+        Waits only if `window_steps` steps are not acknowledged yet.
+        """
+        self._check_training()
+        routes = self._route(rows)
+        self.client.run(self.client.without_snapshot)
+        self._wait(self.client.may_push, f"push of step {self.step}: earlier steps are not acknowledged")
+        self.client.run(self.client.push, routes, list(gradients), list(rates))
+        self._routes.clear()
+        self._ahead.clear()
+
+    @property
+    def snapshot_every(self) -> int:
+        """A snapshot is expected after each step that is a multiple of it; 0: never. Set it after a `flush` only."""
+        return self.client.snapshot_every
+
+    @snapshot_every.setter
+    def snapshot_every(self, steps: int) -> None:
+        self.client.snapshot_every = steps
+
+    def snapshot(self, payload: Tensor, header: list[int]) -> None:
+        """Replicates this trainer's part of the dense model after the previous step; does not wait."""
+        if not all(isinstance(number, int) for number in header):
+            raise TypeError(f"`header` must be a list of int, got {header!r}")
+        self.client.run(self.client.snapshot, payload, header)
+
+    def _stored(self, slot: int, step: int) -> list[tuple[int, int, list[int], Tensor]]:
+        have: wire.Snapshots = self._run_and_wait(self.client.stored, slot, step, what=f"snapshots of slot {slot}")
+        steps = [wire.training_step(step, self.client.origin) for step in have.steps]
+        return list(zip(steps, have.trainers, have.headers, have.payloads, strict=True))
+
+    def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
+        """Where training goes on, in a session that was `restarted`.
+
+        Returns:
+            The last step that counts, and the dense model after it: payload and header of every trainer's part, in
+            their order. Without parts if it is step 0: the model as it was made.
+        """
+        client = self.client
+        self._wait(lambda: client.resumed, "waiting for the servers to go back to a step that all know")
+        step = wire.training_step(client.resume_step, client.origin)
+        stored = self._stored(0, client.resume_step) if step else ()
+        return step, [(payload, header) for _, _, header, payload in stored]
+
+    def flush(self) -> None:
+        """Waits until everything sent is acknowledged: survives r losses."""
+        self._wait(lambda: not self.client.exchanges, f"flush after step {self.step - 1}")
+
+    # whole records, and initial values ------------------------------------------------------------
+
+    def read(self, slab: int, rows: Tensor) -> Tensor:
+        """(U, W) float32 records (weights, then optimizer state) of slab rows (U,) as of the previous step.
+
+        Before training, on trainer 0: with all that it has loaded so far. Other trainers wait until it has loaded all;
+        in a session that was `restarted` it is as of the step that training goes on after.
+        """
+        self._loading.before_reading()
+        route = self.client.route(slab, rows)
+        records_UB: Tensor = self._run_and_wait(self.client.read, slab, route, what="reading records")
+        return records_UB.view(torch.float32)
+
+    def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
+        """Overwrites records before the first step. Trainer 0 only; does nothing in a session that was `restarted`.
+
+        Does not wait until it survives a loss: `loaded` does.
+
+        Args:
+            slab: which.
+            rows: (U,) int64, ascending and unique. Rows may be loaded again: the last values count.
+            records: (U, W) float32. Copied.
+
+        Raises:
+            ValueError: on another trainer, after `loaded`, or `rows` are not as they must be.
+        """
+        self._loading.load(slab, rows, records)
+
+    def loaded(self) -> None:
+        """Ends the loading of initial values; every trainer calls it once and waits for trainer 0.
+
+        What was loaded survives r losses from then on.
+        """
+        self._loading.end()
+
+    # the rest -----------------------------------------------------------------------------------
+
+    def report(self, **figures: Any) -> None:
+        """Tells the coordinator how training goes (step, loss, samples_per_s ...), for status and progress lines."""
+        self._tell({"type": "progress", "trainer": self.trainer, **figures})
+
+    def close(self) -> None:
+        """Leaves the cluster. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._on_close()

@@ -1,0 +1,153 @@
+"""What a loop may not do with what it has attached, since a restart would bring back something else.
+
+    check_sealed      what is attached moved between `attach` and the first step: that would happen once more
+    check_schedulers  a scheduler of an attached optimizer is not attached itself
+    check_tracing     a pipeline that traced the model changed it
+    check_groups      an optimizer was given parameters after `attach`
+    (on every step)   an optimizer that is not attached steps parameters of the model
+
+All are found while training runs undisturbed, long before a restart needs it. `attachment.py` says when each is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torch_ecrec.nn import optimizer_steps
+from torch_ecrec.nn.dense import dense_parameters
+from torch_ecrec.nn.module_settings import ModuleSettings
+from torch_ecrec.nn.trainer_state import TrainerState
+
+log = logging.getLogger(__name__)
+
+_attached_somewhere: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to any model of this process
+
+
+class AttachmentChecks:
+    """The checks of one attachment. Each raises a RuntimeError that says what to do instead, or warns in the log.
+
+    Args:
+        model: held weakly.
+        state: what is attached.
+        settings: of the model.
+    """
+
+    def __init__(self, model: nn.Module, state: TrainerState, settings: ModuleSettings) -> None:
+        self._model, self._state, self._settings = weakref.ref(model), state, settings
+        self._closed = False
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(state.dense_optimizers)
+        _attached_somewhere.update(state.dense_optimizers)
+        optimizer_steps.watch(self._check_known)
+        self._sealed = self._seal()
+        self._groups = self._groups_now()
+
+    def close(self) -> None:
+        """Looks at optimizers no more. Twice is once."""
+        self._closed = True
+
+    def _seal(self) -> dict[str, object]:
+        """Changes when something that is attached does, by name: values, and versions of tensors."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model that this was attached to is gone")
+        found: dict[str, object] = dict(self._state.encoded())
+        for name, parameter in dense_parameters(model):
+            found[name] = parameter._version
+        for i, optimizer in enumerate(self._state.dense_optimizers):
+            tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+            rates = [str(group.get("lr")) for group in optimizer.param_groups]
+            found[f"optimizer {i} ({type(optimizer).__name__})"] = rates, [(id(t), t._version) for t in tensors]
+        return found
+
+    def seal(self) -> None:
+        """From now on nothing that is attached may move until `check_sealed`."""
+        self._sealed = self._seal()
+
+    def check_sealed(self, restored: bool) -> None:
+        """Nothing that is attached may have moved since `attach`: after a restart that happens once more.
+
+        Args:
+            restored: this is after a restart: an error, and not a warning.
+        """
+        now, before, self._sealed = self._seal(), self._sealed, {}
+        names = [name.removeprefix("stateful/") for name in now if now[name] != before.get(name)]
+        if not names:
+            return
+        what = f"{', '.join(names)} changed between `attach` and the first step"
+        if restored:
+            raise RuntimeError(
+                f"{what}, although training goes on from before: what a loop does there happens once more after each"
+                " restart. Do it before `attach`, or at the end of a step or a pass; or set it to a value that depends"
+                " on nothing but what was brought back"
+            )
+        log.warning("%s: after a restart that would happen again, and is refused if the values then differ", what)
+
+    def check_schedulers(self) -> None:
+        """A scheduler that changes what is attached is attached, too."""
+        held: list[Any] = list(self._state.stateful.values())
+        for thing in list(held):  # what is attached may keep a scheduler for the user
+            held += getattr(thing, "__dict__", {}).values()
+        known = {id(getattr(thing, "optimizer", None)) for thing in held}
+        for optimizer in self._state.all_optimizers:
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in known:
+                raise RuntimeError(
+                    f"a scheduler was made for {type(optimizer).__name__}, but not attached: it would begin anew after"
+                    " a restart. Name it in `attach(lr_scheduler=...)`"
+                )
+
+    def check_tracing(self, before: Mapping[str, Mapping[str, Any]]) -> None:
+        """A pipeline runs the model's Python code when it is made: what that counts, it would count again."""
+        now = self._settings.changed()
+        moved = sorted(
+            f"{path}.{name}"
+            for path in now.keys() | before.keys()
+            for name in now.get(path, {}).keys() | before.get(path, {}).keys()
+            if now.get(path, {}).get(name) != before.get(path, {}).get(name)
+        )
+        if moved:
+            raise RuntimeError(
+                f"{', '.join(moved)} changed while a pipeline was made, which traces"
+                " the model, and would change once more after each restart. Keep counts in a buffer"
+                " (`register_buffer`), which tracing leaves alone, and draw from the global generators"
+            )
+
+    def check_groups(self) -> None:
+        """Parameters that an optimizer was given later would not be brought back."""
+        if self._groups != self._groups_now():
+            raise RuntimeError(
+                "an optimizer was given parameters after `attach`: it would not have them after a restart, where"
+                " `attach` comes first again. Add them before `attach`, with `requires_grad` False until they train"
+            )
+
+    def _groups_now(self) -> list[list[int]]:
+        return [[len(group["params"]) for group in o.param_groups] for o in self._state.dense_optimizers]
+
+    def _check_known(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        if self._closed or optimizer in self._known or isinstance(optimizer, KeyedOptimizer):
+            return
+        model = self._model()
+        if model is None:
+            return
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        name = next((name for name, parameter in dense_parameters(model) if id(parameter) in owned), None)
+        if name is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps {name}, but was not attached: its state would be lost when trainers"
+                " are started again. Name every optimizer of dense parameters in `attach(optimizer=[...])`"
+            )
+        self._known.add(optimizer)
+        named = any(thing is optimizer for thing in self._state.stateful.values())
+        if not named and optimizer not in _attached_somewhere:
+            log.warning(
+                "%s steps parameters outside the model, and was not attached: neither they nor its state are brought"
+                " back after a restart. Attach both by name, `attach(..., other=module, other_optimizer=optimizer)`",
+                type(optimizer).__name__,
+            )

@@ -1,0 +1,59 @@
+"""The lookup of a batch in training, as an autograd function: rows pooled going forward, their gradients going back.
+
+    forward    the step's backend is asked for the rows; they are pooled
+    backward   the gradients of the bags become those of rows, and go to the step; it sends them once it has all
+
+Shape legend: F features, B batch size, N ids, U unique rows, D embedding dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torch_ecrec.nn.slices import Bags
+from torch_ecrec.nn.staging import Crossing
+from torch_ecrec.nn.step import SparseStep
+
+
+class PooledLookup(torch.autograd.Function):
+    """Pooled rows from the backend on the way forward, gradients of the rows to the step on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        step: SparseStep,
+        rows: list[Tensor],
+        bags: list[Bags],
+        crossings: list[Crossing],
+        *per_id: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        weights = step.lookup(rows)
+        ctx.step, ctx.rows, ctx.bags, ctx.crossings, ctx.ticket = step, rows, bags, crossings, step.ticket()
+        ctx.weights = weights if any(ctx.needs_input_grad[5:]) else None
+        return tuple(part.pool(weights[part.slab], crossing) for part, crossing in zip(bags, crossings, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_rows: list[Tensor | None] = [None] * len(ctx.rows)
+        of_ids: list[Tensor | None] = [None] * len(gradients)
+        all_finite = True
+        for i, (part, gradient_BFD) in enumerate(zip(ctx.bags, gradients, strict=True)):
+            if gradient_BFD is None:
+                continue
+            ctx.crossings[i].wait()
+            gradient_BFD = gradient_BFD.contiguous()
+            of_rows[part.slab], finite = part.rows_backward(
+                gradient_BFD, len(ctx.rows[part.slab]), ctx.step.gradient_divisor
+            )
+            all_finite &= finite
+            if ctx.needs_input_grad[5 + i]:
+                of_ids[i] = part.ids_backward(gradient_BFD, ctx.weights[part.slab])
+        ctx.step.receive(ctx.ticket, ctx.rows, of_rows, all_finite)
+        return (None, None, None, None, None, *of_ids)

@@ -1,0 +1,64 @@
+"""The optimizer that the servers run, in the form that TorchRec's schedulers and checkpoints expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.optim.fused import FusedOptimizer
+
+from torch_ecrec.nn.tables_state import TablesState, whole
+from torch_ecrec.records.schema import Field
+
+
+class ServerOptimizer(FusedOptimizer):
+    """The optimizer that the servers run, as TorchRec's schedulers and checkpoints expect it: one group per slab.
+
+    `param_groups[i]["lr"]` at the time of a backward is the learning rate of that step. `state_dict` and
+    `load_state_dict` read and load the state on the servers, under TorchRec's names (`<table>.momentum1`).
+    """
+
+    def __init__(self, state: TablesState) -> None:
+        slabs, tables = state.step.session.job.slabs, state.tables
+        params = {
+            f"embedding_bags.{table.name}.weight": torch.empty(table.rows, table.dim, device="meta")
+            for table in tables.values()
+        }
+        keyed = list(zip(tables.values(), params.values(), strict=True))
+        fields = {
+            param: {f"{table.name}.{field.name}": TableField(state, table.name, field) for field in table.schema.state}
+            for table, param in keyed
+        }
+        self.slabs = sorted({table.slab for table in tables.values()})
+        groups = []
+        for slab in self.slabs:
+            spec = slabs[slab].optimizer
+            mine = [param for table, param in keyed if table.slab == slab]
+            groups.append({"params": mine, "lr": spec.lr, **dict(spec.fixed)})
+        super().__init__(params, fields, groups)
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing: the servers have stepped in the backward."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Nothing: no gradient stays here."""
+
+
+class TableField:
+    """A field of optimizer state of one table. `KeyedOptimizer` calls the two methods when it saves and loads."""
+
+    def __init__(self, state: TablesState, name: str, field: Field) -> None:
+        self._state, self._name, self._per_row = state, name, field.per_row
+        self._columns = state.tables[name].schema.columns(field.name)
+
+    def state_dict(self) -> Tensor:
+        """(rows,) if there is one value per row, else (rows, D)."""
+        columns = self._state.read_columns(self._name, *self._columns)
+        return columns.squeeze(1) if self._per_row else columns
+
+    def load_state_dict(self, values: Tensor) -> None:
+        """Of the shape that `state_dict` gives; a sharded or distributed tensor is gathered first."""
+        values = whole(values, self._state.step.session.trainer)
+        columns = values.unsqueeze(1) if values.dim() == 1 else values
+        self._state.load_columns(self._name, *self._columns, columns)

@@ -1,0 +1,155 @@
+"""Where the features of a sharded module live, and how their bags are pooled on the host.
+
+    Table   one table of a module and its place in the job: slab, first row
+    Slice   the features of a module that live in one slab; makes bags of a batch
+    Bags    the bags of one slice of a batch: pools rows into features, and takes their gradients apart
+
+    table `a`: 100 rows, table `b`: 50 rows, same dim and optimizer: one slab of 150 rows
+    batch      a: [[7], [7, 2]]   b: [[3], []]       bags of two samples
+    asked for  slab rows [2, 7, 103]                 unique, in whatever order the backend likes; first row plus id
+    pooled     a: [w7], [w7 + w2]   b: [w103], [0]   sum; mean divides by the number of ids
+
+The arithmetic is `client/pooling.py`'s. Asks nobody for rows.
+
+Shape legend: F features, B batch size, N ids, U unique rows, D embedding dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torch_ecrec.client import pooling
+from torch_ecrec.layout.routing import Parts
+from torch_ecrec.nn.staging import Crossing
+from torch_ecrec.records.schema import Schema
+from torch_ecrec.runtime import shared
+from torch_ecrec.runtime.tensors import as_array
+
+_NO_WEIGHTS = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of a sharded module: `name` in the module, `job_name` in the job."""
+
+    name: str
+    job_name: str
+    slab: int
+    first_row: int
+    rows: int
+    dim: int
+    schema: Schema
+    features: tuple[str, ...]
+    pooling: PoolingType
+    optimizer: str
+
+
+class Slice:
+    """The features of one module that live in one slab, in the order of the module's output."""
+
+    def __init__(self, slab: int, dim: int, places: Sequence[tuple[int, str, Table]]) -> None:
+        self.slab, self.dim = slab, dim
+        self.columns = [column for column, _, _ in places]  # position of each feature among the module's outputs
+        self.features = [feature for _, feature, _ in places]
+        self.tables = [table for _, _, table in places]
+        self.first_F = np.array([table.first_row for table in self.tables], np.int64)
+        self.rows_F = np.array([table.rows for table in self.tables], np.int64)
+        self.mean_F = np.array([table.pooling is PoolingType.MEAN for table in self.tables])
+
+    def bags(
+        self, features: KeyedJaggedTensor, weighted: bool, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Bags]:
+        """Unique slab rows (U,) of the ids of `features` (in the order of this slice), and how they are pooled.
+
+        Raises:
+            ValueError: an id is not a row of its table.
+        """
+        ids_N = features.values().detach().cpu().contiguous()  # here already, but for ids with weights
+        lengths_FB = features.lengths().detach().cpu().contiguous().view(len(self.features), -1).numpy()
+        rows_N = np.empty(len(ids_N), np.int64)
+        at = pooling.to_slab_rows(ids_N.numpy(), lengths_FB, self.first_F, self.rows_F, rows_N)
+        if at >= 0:
+            feature = int((lengths_FB.sum(axis=1).cumsum() <= at).sum())
+            table = self.tables[feature]
+            raise ValueError(
+                f"id {int(ids_N[at])} of feature {self.features[feature]} is out of range:"
+                f" table {table.name} has {table.rows} rows"
+            )
+        per_id_N = features.weights().float().cpu().contiguous() if weighted else None
+        rows_U, inverse_N = arrange(self.slab, torch.from_numpy(rows_N))
+        return rows_U, Bags(self.slab, self.dim, inverse_N.numpy(), lengths_FB, per_id_N, self.mean_F)
+
+
+@dataclass
+class Bags:
+    """The bags of one slice of a batch.
+
+    Args:
+        slab, dim: of the slice.
+        inverse_N: index of each id's row among the rows looked up.
+        lengths_FB: ids per bag.
+        per_id_N: weight of each id, or None.
+        mean_F: bool, whether a feature is averaged.
+    """
+
+    slab: int
+    dim: int
+    inverse_N: np.ndarray
+    lengths_FB: np.ndarray
+    per_id_N: Tensor | None
+    mean_F: np.ndarray
+
+    def _weights(self) -> np.ndarray:
+        return _NO_WEIGHTS if self.per_id_N is None else self.per_id_N.detach().numpy()
+
+    def pool(self, weights: Parts, crossing: Crossing) -> Tensor:
+        """Pooled embeddings (B, F, D) of the rows that were looked up, in memory of the crossing."""
+        features, batch = self.lengths_FB.shape
+        out_BFD = crossing.empty(batch, features, self.dim)
+        weighted = self.per_id_N is not None
+        pooling.pool(
+            [as_array(part) for part in weights],
+            self.inverse_N,
+            self.lengths_FB,
+            self._weights(),
+            weighted,
+            self.mean_F,
+            out_BFD.numpy(),
+        )
+        return out_BFD
+
+    def rows_backward(self, gradient_BFD: Tensor, rows: int, divisor: int) -> tuple[Tensor, bool]:
+        """Gradients (U, D) of the rows, over `divisor`, and whether all are finite."""
+        out_UD = torch.from_numpy(shared.empty((rows, self.dim), np.float32))  # sent
+        finite = pooling.pool_backward(
+            gradient_BFD.numpy(),
+            self.inverse_N,
+            self.lengths_FB,
+            self._weights(),
+            self.per_id_N is not None,
+            self.mean_F,
+            np.float32(divisor),
+            np.zeros(rows, np.bool_),
+            out_UD.numpy(),
+        )
+        return out_UD, bool(finite)
+
+    def ids_backward(self, gradient_BFD: Tensor, weights: Parts) -> Tensor:
+        """Gradients (N,) of the weights of the ids."""
+        out_N = torch.empty(len(self.inverse_N))
+        pooling.per_id_backward(
+            gradient_BFD.numpy(),
+            as_array(torch.cat(weights)),
+            self.inverse_N,
+            self.lengths_FB,
+            self.mean_F,
+            out_N.numpy(),
+        )
+        return out_N

@@ -1,0 +1,199 @@
+"""One optimizer step of the embeddings: from the lookups of its forward to the one push of its backward.
+
+`SparseStep` is shared by all sharded modules of a model: an optimizer step ends once per backward, however many modules
+took part. A *lookup in training* is one made with grad enabled; others read and change nothing.
+
+Invariants. One backward pass is one push, of every trainer, also when it has no rows. A refused step (non-finite
+gradients) is refused by all trainers, before anything is sent.
+
+Does not pool, and knows no modules: `lookup.py` and `bags.py` do.
+
+Shape legend: U unique rows, D embedding dim; lists hold one tensor per slab.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torchrec.distributed.comm_ops import get_gradient_division
+
+from torch_ecrec.errors import NonFiniteGradient
+from torch_ecrec.layout.routing import Parts
+from torch_ecrec.nn.backend import EmbeddingBackend
+
+NAN_GRADIENTS = ("raise", "pass")
+
+
+class LearningRates(Protocol):
+    """The optimizer of some tables, as far as a step needs it: group i has the learning rate of `slabs[i]`."""
+
+    slabs: list[int]
+
+    @property
+    def param_groups(self) -> Sequence[Any]:
+        """Groups as in `torch.optim`, each with an `lr`."""
+
+
+class Ticket:
+    """One training lookup. Its graph holds it: a forward that was thrown away does not keep a step open."""
+
+    answered = False
+
+
+class SparseStep:
+    """What the sharded modules of one model gather in an optimizer step.
+
+    A backward pass ends the step: as soon as every lookup that is still waiting for its gradient has got it, so that
+    the servers work while the rest of the backward runs; or else (some output was not used in the loss) when the pass
+    is over.
+
+    Args:
+        session: the backend.
+        group: a process group of the trainers, used for nothing else; None with one trainer.
+        nan_gradients: "raise" refuses a step in which any trainer has a NaN or infinite gradient: `NonFiniteGradient`
+            on every trainer when its backward is over, nothing sent. "pass" sends them, as TorchRec does.
+    """
+
+    def __init__(self, session: EmbeddingBackend, group: dist.ProcessGroup | None = None, nan_gradients: str = "raise"):
+        if nan_gradients not in NAN_GRADIENTS:
+            raise ValueError(f"`nan_gradients` must be one of {', '.join(NAN_GRADIENTS)}, got {nan_gradients!r}")
+        self.session = session
+        self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
+        self.optimizers: list[LearningRates] = []
+        self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
+        self._group = group
+        self._refuses_nan = nan_gradients == "raise"
+        self._open = False
+        self._waiting: weakref.WeakSet[Ticket] = weakref.WeakSet()  # training lookups without a gradient so far
+        self._pass = -1  # id of the backward pass that the fields below belong to
+        self._gathered: list[tuple[list[Tensor], Sequence[Tensor | None]]] = []
+        self._finite = True  # all that was gathered
+        self._sent = False
+        self._repeated = False  # it runs a graph again (retain_graph): nothing tells when it is complete
+        self._refusal: NonFiniteGradient | None = None
+
+    def open(self) -> None:
+        """Ends the loading of weights, once; a barrier of all trainers."""
+        if not self._open:
+            self.session.loaded()
+            self._open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether loading has ended."""
+        return self._open
+
+    def lookup(self, rows: list[Tensor]) -> list[Parts]:
+        """Weights (U, D) per slab, in parts."""
+        self.open()
+        return self.session.lookup_parts(rows)
+
+    def ticket(self) -> Ticket:
+        """A new training lookup that waits for its gradient, until its graph is gone."""
+        ticket = Ticket()
+        self._waiting.add(ticket)
+        return ticket
+
+    @property
+    def gradient_divisor(self) -> int:
+        """What TorchRec divides gradients of rows by: the number of trainers, unless the user has switched that off."""
+        return self.session.trainers if get_gradient_division() else 1
+
+    def receive(self, ticket: Ticket, rows: list[Tensor], gradients: Sequence[Tensor | None], finite: bool) -> None:
+        """Inside a backward: gradients (U, D) of one lookup, per slab; None where the loss does not use the slab.
+
+        Args:
+            finite: whether they all are.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._pass:
+            self._pass, self._gathered, self._sent, self._repeated, self._refusal = task, [], False, False, None
+            self._finite = True
+            # Callbacks run in the order of their arrival. DDP adds its own during the pass; being last leaves DDP ready
+            # for the next forward when this one raises.
+            engine = Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(self._end_pass))
+        self._repeated |= ticket.answered
+        ticket.answered = True
+        self._waiting.discard(ticket)
+        self._gathered.append((rows, gradients))
+        self._finite &= finite
+        if not self._waiting and not self._repeated:
+            self._send()
+
+    def _end_pass(self) -> None:
+        self._send()
+        self._pass = -1
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
+
+    def _send(self) -> None:
+        if self._sent:
+            return
+        self._sent = True
+        rows, gradients = self._merge()
+        finite = self._finite and len(self._gathered) < 2  # a sum may overflow
+        self._gathered = []
+        if self._refuses_nan:
+            self._refusal = self._check_finite(rows, gradients, finite)
+            if self._refusal is not None:
+                return
+        self.session.push(rows, gradients, self.rates())
+        for look_ahead in self.on_pushed:
+            look_ahead()
+
+    def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Rows and gradients per slab; where several lookups asked for a row, its gradients are summed as they came."""
+        rows, gradients = [], []
+        for s, slab in enumerate(self.session.job.slabs):
+            parts = [(r[s], g) for r, gradients_S in self._gathered if (g := gradients_S[s]) is not None and len(r[s])]
+            if len(parts) == 1:
+                rows_U, gradient_UD = parts[0][0], parts[0][1].contiguous()
+            elif parts:
+                rows_U, inverse_N = torch.unique(torch.cat([r for r, _ in parts]), return_inverse=True)
+                gradient_UD = torch.zeros(len(rows_U), slab.dim)
+                gradient_UD.index_add_(0, inverse_N, torch.cat([g for _, g in parts]))
+            else:
+                rows_U, gradient_UD = torch.empty(0, dtype=torch.int64), torch.empty(0, slab.dim)
+            rows.append(rows_U)
+            gradients.append(gradient_UD)
+        return rows, gradients
+
+    def _check_finite(self, rows: list[Tensor], gradients: list[Tensor], finite: bool) -> NonFiniteGradient | None:
+        """The reason to refuse the step, the same on every trainer; `finite` if this trainer's are known to be."""
+        job = self.session.job
+        flags = torch.zeros(len(job.tables), dtype=torch.int32)
+        for slab, rows_U, gradient_UD in zip(job.slabs, rows, gradients, strict=True):
+            if not finite:
+                bad_rows = rows_U[~torch.isfinite(gradient_UD).all(dim=1)]
+                at = torch.bucketize(bad_rows, torch.tensor(slab.first_rows), right=True) - 1
+                flags[torch.tensor(slab.table_indices)[at]] = 1
+        if self._group is not None:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        names = [table.name for table, flag in zip(job.tables, flags.tolist(), strict=True) if flag]
+        if not names:
+            return None
+        return NonFiniteGradient(
+            f"step {self.session.step}: gradients of {', '.join(names)} hold NaN or infinity;"
+            " nothing of the step was applied"
+        )
+
+    def rates(self) -> list[float]:
+        """The learning rate in force, per slab."""
+        rates: dict[int, float] = {}
+        for optimizer in self.optimizers:
+            for slab, group in zip(optimizer.slabs, optimizer.param_groups, strict=True):
+                lr = float(group["lr"])
+                if rates.setdefault(slab, lr) != lr:
+                    names = ", ".join(table.name for table in self.session.job.slabs[slab].tables)
+                    raise ValueError(
+                        f"tables {names} share one optimizer but got learning rates {rates[slab]} and {lr}"
+                    )
+        return [rates[slab] for slab in range(len(self.session.job.slabs))]

@@ -1,0 +1,121 @@
+"""What the servers keep of a module's tables, read and loaded by column: weights first, then optimizer state.
+
+A record of a table with D = 4 and row-wise Adagrad has columns [0, 4) of weights and [4, 5) of `momentum1`. Both
+`state_dict` of the module and that of its optimizer are made of such columns, in chunks of rows.
+
+Loading ends with the first lookup or read of any module of the model (`SparseStep.open`).
+
+Shape legend: D embedding dim, W record width in floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from torch_ecrec.nn.slices import Table
+from torch_ecrec.nn.step import SparseStep
+
+CHUNK_BYTES = 4 << 20  # of records read or loaded at a time
+
+
+class TablesState:
+    """The tables of one sharded module.
+
+    Args:
+        step: shared by all modules of the model; has the backend.
+        tables: by their names in the module.
+    """
+
+    def __init__(self, step: SparseStep, tables: Mapping[str, Table]) -> None:
+        self.step, self.tables = step, tables
+
+    def read_columns(self, name: str, first: int, last: int) -> Tensor:
+        """Columns [first, last) of the records of a table, (rows, last - first). Every trainer calls it."""
+        self.step.open()
+        table = self.tables[name]
+        out = torch.empty(table.rows, last - first)
+        for begin, end in chunks(table):
+            records = self.step.session.read(table.slab, torch.arange(begin, end) + table.first_row)
+            out[begin:end] = records[:, first:last]
+        return out
+
+    def load_columns(self, name: str, first: int, last: int, values: Tensor) -> None:
+        """Overwrites columns [first, last) with `values` (rows, last - first). Every trainer calls it, before step 1.
+
+        Raises:
+            ValueError: another shape, or training has begun.
+        """
+        table, session = self.tables[name], self.step.session
+        values = whole(values, session.trainer)
+        if tuple(values.shape) != (table.rows, last - first):
+            raise ValueError(f"table {name} takes shape {(table.rows, last - first)} here, got {tuple(values.shape)}")
+        if self.step.is_open:
+            raise ValueError(f"table {name} cannot be loaded any more: training or reading has begun")
+        if session.trainer != 0 or session.restarted:
+            return
+        for begin, end in chunks(table):
+            rows = torch.arange(begin, end) + table.first_row
+            records = session.read(table.slab, rows).clone()
+            records[:, first:last] = values[begin:end]
+            session.load(table.slab, rows, records)
+
+    def load_initial(self, name: str, weights: Tensor) -> None:
+        """Trainer 0: gives a table its first weights (rows, D), with fresh optimizer state."""
+        table, session = self.tables[name], self.step.session
+        for begin, end in chunks(table):
+            records = torch.zeros(end - begin, table.schema.width)
+            records[:, : table.dim] = weights[begin:end]
+            session.load(table.slab, torch.arange(begin, end) + table.first_row, records)
+
+    def save_weights(self, destination: dict[str, Any], prefix: str) -> None:
+        """Puts the weights of every table, (rows, D), into a state dict. Every trainer calls it."""
+        for name, table in self.tables.items():
+            destination[f"{prefix}embedding_bags.{name}.weight"] = self.read_columns(name, 0, table.dim)
+
+    def load_weights(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Loads the weights that a state dict has, and adds to the three lists as `nn.Module` wants it."""
+        keys = {f"{prefix}embedding_bags.{name}.weight": name for name in self.tables}
+        for key, name in keys.items():
+            if key in state_dict:
+                try:
+                    self.load_columns(name, 0, self.tables[name].dim, state_dict[key])
+                except ValueError as error:
+                    error_msgs.append(str(error))
+            elif strict:
+                missing_keys.append(key)
+        if strict:
+            unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in keys)
+
+
+def chunks(table: Table) -> Iterator[tuple[int, int]]:
+    """Row ranges of a table, each of at most `CHUNK_BYTES` of records."""
+    rows = max(1, CHUNK_BYTES // table.schema.nbytes)
+    for begin in range(0, table.rows, rows):
+        yield begin, min(begin + rows, table.rows)
+
+
+def whole(value: Any, trainer: int) -> Tensor:
+    """The full tensor of a plain, sharded or distributed one; a sharded one is gathered, in full on trainer 0 only."""
+    if isinstance(value, ShardedTensor):
+        out = torch.empty(value.size()) if trainer == 0 else None
+        value.gather(0, out)
+        return torch.empty(value.size(), device="meta") if out is None else out
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if not isinstance(value, Tensor):
+        raise TypeError(f"a tensor is needed to load a table, got {type(value).__name__}")
+    return value.detach().cpu() if value.device.type != "meta" else value
