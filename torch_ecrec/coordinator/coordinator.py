@@ -56,7 +56,7 @@ from torch_ecrec.spec.settings import WITHOUT_SPARE
 
 
 class Coordinator:
-    """The decisions. Every `on_*` returns nothing; what is to be sent goes to `send(name, message)`.
+    """The decisions. What is to be sent goes to `send(name, message)`, what has happened to `announce(event)`.
 
     Args:
         code: code parameters of the cluster; a job brings its tables, not its code.
