@@ -133,7 +133,7 @@ def training(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], *word
     for name in ROLES[:-1]:
         role, number = name.split("-")
         one._on_message(event("joined", member=name, role=role, rank=int(number), pid=sleepers[name].pid))
-    one._on_message(event("placed", slots=[[f"server-{i}", 0] for i in range(3)]))
+    one._on_message(event("placed", epoch=1, slots=[[f"server-{i}", 0] for i in range(3)]))
     progress(one, 1)
     return one
 

@@ -13,6 +13,8 @@ from torch_ecrec.coordinator.admission import FENCED
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.world import FORMING_LIMIT_S
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import BadMessage, Join, Rejoin
 from torch_ecrec.protocol.wire import Placement
@@ -29,12 +31,15 @@ class Harness:
         self.job = JobSpec(TABLES, self.code, trainers)
         self.sent: list[tuple[str, dict[str, Any]]] = []
         self.events: list[dict[str, Any]] = []
-        self.core = Coordinator(self.code, spares, ("here", 1), self._send, self.events.append, **options)
+        self.core = Coordinator(self.code, spares, ("here", 1), self._send, self._announce, **options)
         self.now_s = 0.0
         self.births = 0
 
     def _send(self, name: str, message: messages.FromCoordinator) -> None:
         self.sent.append((name, messages.json_of(message)))
+
+    def _announce(self, event: Event) -> None:
+        self.events.append(events.json_of(event))
 
     def message(self, **fields: Any) -> dict[str, Any]:
         self.births += 1

@@ -146,7 +146,7 @@ JOINED = [
     *(joined(0.0, f"server-{i}", 100 + i) for i in range(4)),
     *(joined(0.4, f"trainer-{i}", 200 + i) for i in range(2)),
 ]
-PLACED = event(0.5, "placed", slots=[["server-0", 0], ["server-1", 0], ["server-2", 0]])
+PLACED = event(0.5, "placed", epoch=1, slots=[["server-0", 0], ["server-1", 0], ["server-2", 0]])
 
 
 def recovery(at_s: float, lost: str, slot: int, to: str, slots: list[list[Any]]) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ def recovery(at_s: float, lost: str, slot: int, to: str, slots: list[list[Any]])
     incarnation = slots[slot][1]
     return [
         event(at_s + 0.02, "lost", member=lost, why="its connection ended", slots=[slot]),
-        event(at_s + 0.03, "re-placed", slots=slots),
+        event(at_s + 0.03, "re-placed", epoch=1, slots=slots),
         event(at_s + 0.05, "re-hosted", slot=slot, incarnation=incarnation),
         event(at_s + 0.50, "slot rebuilt", slot=slot, incarnation=incarnation),
     ]
@@ -201,13 +201,13 @@ def test_throughput_before_during_and_after() -> None:
 
 def test_a_process_with_two_slots_is_one_loss_of_both() -> None:
     record = Record(trainers=1, slots=3)
-    for message in [*JOINED, event(0.5, "placed", slots=[["server-0", 0], ["server-1", 0], ["server-1", 0]])]:
+    for message in [*JOINED, event(0.5, "placed", epoch=1, slots=[["server-0", 0], ["server-1", 0], ["server-1", 0]])]:
         record.on_message(message)
     record.on_message({"type": "progress", "trainer": 0, "step": 1, "time_s": 1.0})
     record.on_kill("server:1@1", "server", 1, time_s=1.0)
     record.on_message(event(1.1, "lost", member="server-1", why="", slots=[1, 2]))
     record.on_kill("server:2@1", "server", 2, time_s=1.1)
-    record.on_message(event(1.2, "re-placed", slots=[["server-0", 0], ["server-3", 1], ["server-3", 1]]))
+    record.on_message(event(1.2, "re-placed", epoch=1, slots=[["server-0", 0], ["server-3", 1], ["server-3", 1]]))
     record.on_message(event(1.3, "re-hosted", slot=1, incarnation=1))
     assert record.kills[0].rehosted_s is None, "slot 2 is not there yet"
     record.on_message(event(1.4, "re-hosted", slot=2, incarnation=1))
@@ -222,10 +222,10 @@ def test_a_new_host_that_is_lost_too_ends_the_first_recovery_later() -> None:
         record.on_message(message)
     record.on_kill("server:1@1", "server", 1, time_s=1.0)
     record.on_message(event(1.1, "lost", member="server-1", why="", slots=[1]))
-    record.on_message(event(1.1, "re-placed", slots=[["server-0", 0], ["server-3", 1], ["server-2", 0]]))
+    record.on_message(event(1.1, "re-placed", epoch=1, slots=[["server-0", 0], ["server-3", 1], ["server-2", 0]]))
     record.on_kill("server:1@2", "server", 1, time_s=1.2)
     record.on_message(event(1.3, "lost", member="server-3", why="", slots=[1]))
-    record.on_message(event(1.3, "re-placed", slots=[["server-0", 0], ["server-2", 2], ["server-2", 0]]))
+    record.on_message(event(1.3, "re-placed", epoch=1, slots=[["server-0", 0], ["server-2", 2], ["server-2", 0]]))
     record.on_message(event(1.9, "slot rebuilt", slot=1, incarnation=2))
     assert [kill.member for kill in record.kills] == ["server-1", "server-3"]
     assert [kill.rebuilt_s for kill in record.kills] == [1.9, 1.9]
@@ -426,7 +426,7 @@ def test_a_kill_with_a_tilde_waits_until_no_server_holds_two_slots(tmp_path: Pat
         one._on_message(message)
     assert killed == [101] and one.record.whole and not one.record.settled
     rebuilt = event(3.1, "slot rebuilt", slot=1, incarnation=2)
-    for message in [event(3.0, "moved", slots=moved), *steps(6, 6, 3.0), rebuilt, *steps(7, 7, 3.2)]:
+    for message in [event(3.0, "moved", epoch=1, slots=moved), *steps(6, 6, 3.0), rebuilt, *steps(7, 7, 3.2)]:
         one._on_message(message)
     assert killed == [101, 100] and one.record.kills[1].step == 7
 

@@ -45,6 +45,8 @@ from torch_ecrec.coordinator.going_back import GoingBack
 from torch_ecrec.coordinator.members import MemberRecord
 from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.coordinator.status import status_of
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import FromCoordinator, Join, OfMember, OfSlot, Rejoin
 from torch_ecrec.protocol.wire import SlotPlace
@@ -52,18 +54,16 @@ from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import WITHOUT_SPARE
 
-Message = dict[str, Any]
-
 
 class Coordinator:
-    """The decisions. Every `on_*` returns nothing; what is to be sent goes to `send(name, message)`.
+    """The decisions. What is to be sent goes to `send(name, message)`, what has happened to `announce(event)`.
 
     Args:
         code: code parameters of the cluster; a job brings its tables, not its code.
         spares: servers that are waited for beyond one per slot before the first generation is formed.
         store: (host, port) of the store that RPC generations meet at.
         send: sends a message to a member by name.
-        announce: tells observers and the log of an event, with its time.
+        announce: tells observers and the log of an event.
         without_spare: "survivor" or "wait": who gets the slots of a lost server when there is no spare.
         lease_s: a member that was not heard of for so long is taken for lost.
         transport: what carries the data plane, "sockets" or "rpc": members are told.
@@ -75,7 +75,7 @@ class Coordinator:
         spares: int,
         store: tuple[str, int],
         send: Callable[[str, FromCoordinator], None],
-        announce: Callable[[Message], None],
+        announce: Callable[[Event], None],
         without_spare: str = "survivor",
         lease_s: float = 10.0,
         transport: messages.TransportName = "sockets",
@@ -163,7 +163,7 @@ class Coordinator:
         """Members of the one before are telling what they know. Whoever joins now would get a name of theirs."""
         return self._state.regathering.active
 
-    def status(self, now_s: float) -> Message:
+    def status(self, now_s: float) -> dict[str, Any]:
         """Everything that `torch-ecrec status` shows."""
         return status_of(self._state, now_s)
 
@@ -190,7 +190,7 @@ class Coordinator:
             departures.lose_trainers(state, f"trainer {rank} was started again", now_s)
         state.members.add(name, join, now_s)
         self._welcome(name)
-        self._announce({"event": "joined", "member": name, "role": role, "rank": rank, "pid": join.pid})
+        self._announce(events.Joined(name, role, rank, join.pid))
         if state.table.placed:
             state.table.send_to(name)
             if again:
@@ -230,7 +230,7 @@ class Coordinator:
         member = state.members.by_name.get(name)
         if not self.regathering and member is not None and member.birth == rejoin.birth:
             member.heard_s = now_s
-            self._announce({"event": "back", "member": name, "pid": member.pid})
+            self._announce(events.Back(name, member.pid))
             self._send(name, messages.Rejoined(self.life))
             if rejoin.generation == state.world.generation != member.generation:
                 self._on_entered(name, rejoin.generation, now_s)
@@ -239,11 +239,10 @@ class Coordinator:
         if not self.regathering:
             state.regathering.begin(now_s)
             state.world.pause()
-            self._announce({"event": "regathering"})
+            self._announce(events.Regathering())
         state.members.add(name, rejoin, now_s, rejoin.generation)
         state.regathering.add(rejoin)
-        joined = {"event": "joined", "member": name, "role": rejoin.role, "rank": rejoin.rank, "pid": rejoin.pid}
-        self._announce(joined)
+        self._announce(events.Joined(name, rejoin.role, rejoin.rank, rejoin.pid))
         succession.go_on(state, now_s)
 
     # what members say ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_ecrec.coordinator.state import ClusterState
+from torch_ecrec.observe import events
 from torch_ecrec.protocol import messages
 
 
@@ -19,7 +20,7 @@ def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
     if member.left or state.job.fatal is not None:
         return
     slots = table.hosted_by(name)
-    state.announce({"event": "lost", "member": name, "why": why, "slots": slots})
+    state.announce(events.Lost(name, why, slots))
     if member.role == "trainer":
         if table.placed:
             lose_trainers(state, f"{name} was lost ({why})", now_s)
@@ -70,7 +71,7 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
     if member.rank == 0 and table.placed and state.job.origin is None:
         reason = f"{name} left before it had loaded the initial values"
         members.tell(messages.Fatal("trainers_lost", reason), "trainer")
-    state.announce({"event": "left", "member": name})
+    state.announce(events.Left(name))
     state.world.give_up(name, now_s, table.placed)
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.wire import training_step
-
-Message = dict[str, Any]
 
 
 @dataclass
@@ -71,7 +70,7 @@ class Eras:
         going_back: None once that step is durable everywhere.
     """
 
-    def __init__(self, job: RunningJob, members: Members, announce: Callable[[Message], None]) -> None:
+    def __init__(self, job: RunningJob, members: Members, announce: Callable[[Event], None]) -> None:
         self._job, self._members, self._announce = job, members, announce
         self.number = 0
         self.resume_step = 0
@@ -82,7 +81,7 @@ class Eras:
         self.number += 1
         self.going_back = GoingBack()
         trainers = [member.name for member in self._members.present("trainer")]  # of the new era, here already
-        self._announce({"event": "era", "era": self.number, "trainers": trainers})
+        self._announce(events.EraBegun(self.number, trainers))
         self._tell_all("server")
 
     def send_to(self, name: str) -> None:
@@ -119,7 +118,7 @@ class Eras:
             return
         back.step = chosen
         step = training_step(chosen, job.origin)
-        self._announce({"event": "going back", "era": self.number, "step": step, "applied": last})
+        self._announce(events.GoingBack(self.number, step, last))
         self._tell_all("server")
 
     def on_durable(self, message: messages.Durable) -> bool:
@@ -136,7 +135,7 @@ class Eras:
             return False
         self.resume_step, self.going_back = back.step, None
         job.step = training_step(back.step, job.origin)
-        self._announce({"event": "resumable", "era": self.number, "step": job.step})
+        self._announce(events.Resumable(self.number, job.step))
         self._tell_all("trainer")
         return True
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Rejoin
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-
-Message = dict[str, Any]
 
 
 class RunningJob:
@@ -29,7 +28,7 @@ class RunningJob:
         fatal, fatal_kind: why the job has ended for everybody, and which kind of end it is; None: it has not.
     """
 
-    def __init__(self, code: CodeSpec, members: Members, announce: Callable[[Message], None]) -> None:
+    def __init__(self, code: CodeSpec, members: Members, announce: Callable[[Event], None]) -> None:
         self.code = code
         self._members, self._announce = members, announce
         self.spec: JobSpec | None = None
@@ -64,5 +63,5 @@ class RunningJob:
     def stop(self, reason: str, kind: str) -> None:
         """Ends the job for everybody: kinds are data_loss and stopped."""
         self.fatal, self.fatal_kind = reason, kind
-        self._announce({"event": "fatal", "kind": kind, "reason": reason})
+        self._announce(events.Fatal(kind, reason))
         self._members.tell(messages.Fatal(kind, reason))

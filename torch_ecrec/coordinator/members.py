@@ -16,7 +16,6 @@ from typing import Any
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
 
-Message = dict[str, Any]
 NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
 TICK_MOST_S = 2.0  # between two calls of `Members.silent`, unless the coordinator itself was stopped
 GONE_MOST = 100  # servers that are gone and still shown
@@ -42,7 +41,7 @@ class MemberRecord:
     generation: int = 0
     alive: bool = True
     left: bool = False
-    report: Message = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
 
     @property
     def present(self) -> bool:

@@ -9,7 +9,6 @@ several of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
@@ -17,11 +16,11 @@ from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.wire import NO_HOST, SlotPlace
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-
-Message = dict[str, Any]
 
 
 def data_loss(code: CodeSpec, job: JobSpec, gone: Collection[int]) -> str | None:
@@ -61,7 +60,7 @@ class SlotTable:
         members: Members,
         world: World,
         eras: Eras,
-        announce: Callable[[Message], None],
+        announce: Callable[[Event], None],
     ) -> None:
         self.without_spare = without_spare
         self._job, self._members, self._world, self._eras = job, members, world, eras
@@ -105,7 +104,7 @@ class SlotTable:
         if len(servers) < self._job.code.slots:
             return
         self.slots = [SlotPlace(servers[i], 0, True) for i in range(self._job.code.slots)]
-        self.new_epoch("placed")
+        self.new_epoch(events.Placed)
 
     def lose(self, slots: Collection[int]) -> None:
         """Slots whose host is gone: checks that the code can repair them, then finds them new hosts."""
@@ -113,7 +112,7 @@ class SlotTable:
             return
         for i in slots:
             self.slots[i] = SlotPlace(self._choose_host(), self.slots[i].incarnation + 1, False)
-        self.new_epoch("re-placed")
+        self.new_epoch(events.PlacedAnew)
         if self._eras.going_back is not None:
             self._eras.begin()
 
@@ -136,7 +135,7 @@ class SlotTable:
                 self.slots[i] = SlotPlace(host, place.incarnation, False)
                 changed = True
         if changed:
-            self.new_epoch("re-placed")
+            self.new_epoch(events.PlacedAnew)
 
     def rebalance(self) -> None:
         """A spare takes a slot from a server that holds several, once nothing is being rebuilt."""
@@ -148,7 +147,7 @@ class SlotTable:
             return
         i = crowded[-1]
         self.slots[i] = SlotPlace(spares[0], self.slots[i].incarnation + 1, False)
-        self.new_epoch("moved")
+        self.new_epoch(events.Moved)
 
     def take_back(self, epoch: int, slots: list[SlotPlace]) -> None:
         """The newest placement that members of the coordinator before know. Nobody is told yet."""
@@ -156,10 +155,10 @@ class SlotTable:
 
     # words of it --------------------------------------------------------------------------------
 
-    def new_epoch(self, why: str) -> None:
-        """What has changed becomes a version that everybody is told. `why`: the event's name."""
+    def new_epoch(self, event: type[events.NewEpoch]) -> None:
+        """What has changed becomes a version that everybody is told. `event`: what kind of change it is."""
         self.epoch += 1
-        self._announce({"event": why, "epoch": self.epoch, "slots": [[p.server, p.incarnation] for p in self.slots]})
+        self._announce(event(self.epoch, [(place.server, place.incarnation) for place in self.slots]))
         for member in self._members.present():
             self.send_to(member.name)
 
@@ -183,7 +182,8 @@ class SlotTable:
 
     def on_ready(self, slot: int, incarnation: int) -> None:
         """A slot's new host serves."""
-        self._announce({"event": "re-hosted" if incarnation else "ready", "slot": slot, "incarnation": incarnation})
+        event = events.Rehosted if incarnation else events.Ready
+        self._announce(event(slot, incarnation))
 
     def on_rebuilt(self, slot: int, incarnation: int) -> None:
         """All records of a slot are there again."""
@@ -191,8 +191,8 @@ class SlotTable:
         if place.healthy:
             return
         self.slots[slot] = SlotPlace(place.server, incarnation, True)
-        self.new_epoch("rebuilt")
-        self._announce({"event": "slot rebuilt", "slot": slot, "incarnation": incarnation})
+        self.new_epoch(events.Rebuilt)
+        self._announce(events.SlotRebuilt(slot, incarnation))
         self.rebalance()
 
     def on_unrecoverable(self, slot: int) -> None:

@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 from torch_ecrec.coordinator.admission import FENCED
 from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Address, BadMessage, FromCoordinator, Join, Rejoin
 from torch_ecrec.spec.job import CodeSpec
@@ -72,7 +74,7 @@ class Router:
     Args:
         code, spares, store, without_spare, lease_s, transport: see `Coordinator`.
         probe: `probe(name, number, address)` asks whether a process listens there; its answer is a call of `on_probed`.
-        announce: gets every event, for the log.
+        announce: gets every event as an object of JSON (`observe/events.py`), for the log.
         stop: the coordinator is to end, soon.
         stamp: adds the time of day to what people see.
         joins_from_s: until then, joins are held.
@@ -115,10 +117,11 @@ class Router:
     def _say(peer: Peer, message: FromCoordinator) -> None:
         peer.send(messages.json_of(message))
 
-    def _tell_watchers(self, event: Message) -> None:
-        self._announce(event)
+    def _tell_watchers(self, event: Event) -> None:
+        shown = events.json_of(event)
+        self._announce(shown)
         for watcher in list(self._watchers):
-            watcher.send(self._stamp({"type": "event", **event}))
+            watcher.send(self._stamp({"type": "event", **shown}))
 
     # in -----------------------------------------------------------------------------------------
 
@@ -167,7 +170,7 @@ class Router:
         if now_s >= self._told_s + REFUSED_SHOWN_S:
             self._told_s, count, self._refusals = now_s, self._refusals, 0
             who = self._names.get(peer, peer.peer)
-            self._tell_watchers({"event": "refused", "from": who, "why": reason, "messages": count})
+            self._tell_watchers(events.Refused(who, reason, count))
 
     def on_closed(self, peer: Peer, now_s: float) -> None:
         """A connection has ended."""

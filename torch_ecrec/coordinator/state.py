@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
@@ -11,10 +10,9 @@ from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.regathering import Knowledge, Regathering
 from torch_ecrec.coordinator.world import World
+from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol.messages import FromCoordinator, TransportName
 from torch_ecrec.spec.job import CodeSpec
-
-Message = dict[str, Any]
 
 
 class ClusterState:
@@ -30,7 +28,7 @@ class ClusterState:
         spares: int,
         store: tuple[str, int],
         send: Callable[[str, FromCoordinator], None],
-        announce: Callable[[Message], None],
+        announce: Callable[[Event], None],
         without_spare: str,
         lease_s: float,
         transport: TransportName,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.regathering import Knowledge
 from torch_ecrec.coordinator.state import ClusterState
+from torch_ecrec.observe import events
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.wire import NO_HOST
 
@@ -17,7 +18,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
         return
     known = state.regathering.end()
     state.learn(known)
-    state.announce({"event": "regathered", "epoch": state.table.epoch, "members": sorted(known.said)})
+    state.announce(events.Regathered(state.table.epoch, sorted(known.said)))
     for name in known.said:
         state.members.send(name, messages.Rejoined(state.members.life))
     if known.placement is not None:
@@ -37,10 +38,10 @@ def _take_back(state: ClusterState, known: Knowledge, epoch: int, now_s: float) 
         departures.lose_trainers(state, "trainers were lost while there was no coordinator", now_s)
     gone = sorted({*state.table.hosted_by_others(said), *lost})
     if not gone:
-        state.table.new_epoch("kept")
+        state.table.new_epoch(events.Kept)
         return
     for server in sorted({slots[i].server for i in gone}):
         hosted = [i for i in gone if slots[i].server == server]
         name = UNKNOWN_HOST if server == NO_HOST else server
-        state.announce({"event": "lost", "member": name, "why": "it did not rejoin", "slots": hosted})
+        state.announce(events.Lost(name, "it did not rejoin", hosted))
     state.table.lose(gone)

@@ -8,14 +8,14 @@ so when it has entered, and the world is *complete* when all have.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Rejoin
 
-Message = dict[str, Any]
 FORMING_LIMIT_S = 20.0
 SPARES_AWAITED_S = 5.0  # before the first generation, after the last who has joined
 
@@ -39,7 +39,7 @@ class World:
         store: tuple[str, int],
         job: RunningJob,
         members: Members,
-        announce: Callable[[Message], None],
+        announce: Callable[[Event], None],
     ) -> None:
         self.spares, self.store = spares, store
         self._job, self._members, self._announce = job, members, announce
@@ -107,7 +107,7 @@ class World:
         if generation != self.generation or any(m.alive and m.generation != generation for m in members):
             return False
         self._forming_until_s = None
-        self._announce({"event": "generation", "generation": generation, "members": self.names})
+        self._announce(events.GenerationFormed(generation, list(self.names)))
         return True
 
     def give_up(self, name: str, now_s: float, placed: bool) -> None:

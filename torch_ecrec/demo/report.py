@@ -31,6 +31,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import AnyEvent
+
 Message = dict[str, Any]
 KINDS = ("lookup", "push", "fold", "rebuild", "snapshot")
 WARM_STEPS = 5  # not counted in the throughput before a kill
@@ -149,7 +152,7 @@ class Record:
         if kind == "progress":
             self._on_progress(message)
         elif kind == "event":
-            self._on_event(message)
+            self._on_event(events.of_message(message), message["time_s"])
         elif kind == "status":
             self._on_status(message)
 
@@ -160,48 +163,56 @@ class Record:
             self.step += 1
             self.step_times.append(message["time_s"])
 
-    def _on_event(self, message: Message) -> None:
-        event, time_s = message["event"], message["time_s"]
-        if event == "joined":
-            rejoins = self.pids.get(message["member"]) == message["pid"]  # at another coordinator
-            self.pids[message["member"]] = message["pid"]
-            if message["role"] == "trainer":
-                if not rejoins and message["rank"] in self._ranks and not self._trainers_may_be_lost:
-                    self.unexpected.append(f"a trainer ended by itself: {message['member']} was started again")
-                self._ranks.add(message["rank"])
-                self.trainers[message["rank"]] = message["member"]
-                if len(self.trainers) == len(self.steps):
-                    self._mark("rejoined_s", time_s, after="detected_s")
-        elif event == "regathered":
+    def _on_event(self, event: AnyEvent, time_s: float) -> None:
+        if isinstance(event, events.Joined):
+            self._on_joined(event, time_s)
+        elif isinstance(event, events.Regathered):
             self._mark("rejoined_s", time_s, "coordinator")
-        elif event == "era":
-            self.trainers = {rank: name for rank, name in self.trainers.items() if name in message["trainers"]}
+        elif isinstance(event, events.EraBegun):
+            self.trainers = {rank: name for rank, name in self.trainers.items() if name in event.trainers}
             self._mark("detected_s", time_s)
-        elif event == "resumable":
+        elif isinstance(event, events.Resumable):
             for kill in self._mark("resumable_s", time_s):
-                kill.resumed_after = message["step"]
-        elif event in ("placed", "re-placed", "moved"):
-            for slot, (server, incarnation) in enumerate(message["slots"]):
+                kill.resumed_after = event.step
+        elif isinstance(event, (events.Placed, events.PlacedAnew, events.Moved)):
+            for slot, (server, incarnation) in enumerate(event.slots):
                 if incarnation > self.places[slot][1]:
-                    self.healthy[slot], self.rebuilt[slot] = event == "placed", 0.0
+                    self.healthy[slot], self.rebuilt[slot] = isinstance(event, events.Placed), 0.0
                 self.places[slot] = (server, incarnation)
-        elif event == "lost":
-            for kill in self.kills:
-                if kill.member == message["member"] and kill.detected_s is None:
-                    kill.detected_s = time_s
-            expected = {kill.member for kill in self.kills} | self.may_be_lost
-            if message["slots"] and message["member"] not in expected:
-                self.unexpected.append(f"{message['member']} was lost though nobody killed it: {message['why']}")
-        elif event in ("re-hosted", "slot rebuilt"):
-            slot, incarnation = message["slot"], message["incarnation"]
-            if event == "slot rebuilt" and self.places[slot][1] == incarnation:
-                self.healthy[slot] = True
-            for kill in self.kills:
-                times = kill.rehosted if event == "re-hosted" else kill.rebuilt
-                if incarnation > kill.lost.get(slot, incarnation):
-                    times.setdefault(slot, time_s)
-        elif event == "fatal":
-            self.fatal = self.fatal or {"kind": message["kind"], "reason": message["reason"]}
+        elif isinstance(event, events.Lost):
+            self._on_lost(event, time_s)
+        elif isinstance(event, (events.Rehosted, events.SlotRebuilt)):
+            self._on_slot(event, time_s)
+        elif isinstance(event, events.Fatal):
+            self.fatal = self.fatal or {"kind": event.kind, "reason": event.reason}
+
+    def _on_joined(self, event: events.Joined, time_s: float) -> None:
+        rejoins = self.pids.get(event.member) == event.pid  # at another coordinator
+        self.pids[event.member] = event.pid
+        if event.role == "trainer":
+            if not rejoins and event.rank in self._ranks and not self._trainers_may_be_lost:
+                self.unexpected.append(f"a trainer ended by itself: {event.member} was started again")
+            self._ranks.add(event.rank)
+            self.trainers[event.rank] = event.member
+            if len(self.trainers) == len(self.steps):
+                self._mark("rejoined_s", time_s, after="detected_s")
+
+    def _on_lost(self, event: events.Lost, time_s: float) -> None:
+        for kill in self.kills:
+            if kill.member == event.member and kill.detected_s is None:
+                kill.detected_s = time_s
+        expected = {kill.member for kill in self.kills} | self.may_be_lost
+        if event.slots and event.member not in expected:
+            self.unexpected.append(f"{event.member} was lost though nobody killed it: {event.why}")
+
+    def _on_slot(self, event: events.Rehosted | events.SlotRebuilt, time_s: float) -> None:
+        rebuilt = isinstance(event, events.SlotRebuilt)
+        if rebuilt and self.places[event.slot][1] == event.incarnation:
+            self.healthy[event.slot] = True
+        for kill in self.kills:
+            times = kill.rebuilt if rebuilt else kill.rehosted
+            if event.incarnation > kill.lost.get(event.slot, event.incarnation):
+                times.setdefault(event.slot, time_s)
 
     def _on_status(self, message: Message) -> None:
         self.status = message

@@ -1,0 +1,72 @@
+"""Events of the coordinator: what is declared is what is told, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import pytest
+
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import AnyEvent, Event
+
+EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
+    (
+        events.Joined("trainer-1", "trainer", 1, 7),
+        {"event": "joined", "member": "trainer-1", "role": "trainer", "rank": 1, "pid": 7},
+    ),
+    (events.Back("server-0", 7), {"event": "back", "member": "server-0", "pid": 7}),
+    (events.Left("server-0"), {"event": "left", "member": "server-0"}),
+    (
+        events.Lost("server-0", "it left", [0, 2]),
+        {"event": "lost", "member": "server-0", "why": "it left", "slots": [0, 2]},
+    ),
+    (
+        events.GenerationFormed(2, ["server-0", "trainer-0"]),
+        {"event": "generation", "generation": 2, "members": ["server-0", "trainer-0"]},
+    ),
+    (events.Regathering(), {"event": "regathering"}),
+    (events.Regathered(3, ["server-0"]), {"event": "regathered", "epoch": 3, "members": ["server-0"]}),
+    (events.Placed(1, [("server-0", 0)]), {"event": "placed", "epoch": 1, "slots": [["server-0", 0]]}),
+    (events.PlacedAnew(2, [("", 1)]), {"event": "re-placed", "epoch": 2, "slots": [["", 1]]}),
+    (events.Moved(2, [("server-1", 1)]), {"event": "moved", "epoch": 2, "slots": [["server-1", 1]]}),
+    (events.Kept(2, [("server-1", 1)]), {"event": "kept", "epoch": 2, "slots": [["server-1", 1]]}),
+    (events.Rebuilt(2, [("server-1", 1)]), {"event": "rebuilt", "epoch": 2, "slots": [["server-1", 1]]}),
+    (events.Ready(1, 0), {"event": "ready", "slot": 1, "incarnation": 0}),
+    (events.Rehosted(1, 2), {"event": "re-hosted", "slot": 1, "incarnation": 2}),
+    (events.SlotRebuilt(1, 2), {"event": "slot rebuilt", "slot": 1, "incarnation": 2}),
+    (events.EraBegun(1, ["trainer-0_2"]), {"event": "era", "era": 1, "trainers": ["trainer-0_2"]}),
+    (events.GoingBack(1, 5, 6), {"event": "going back", "era": 1, "step": 5, "applied": 6}),
+    (events.Resumable(1, 5), {"event": "resumable", "era": 1, "step": 5}),
+    (events.Fatal("data_loss", "gone"), {"event": "fatal", "kind": "data_loss", "reason": "gone"}),
+    (
+        events.Refused("127.0.0.1:9", "no type", 3),
+        {"event": "refused", "from": "127.0.0.1:9", "why": "no type", "messages": 3},
+    ),
+)
+
+
+def test_every_event_has_an_example() -> None:
+    assert {type(event) for event, _ in EXAMPLES} == set(get_args(AnyEvent))
+
+
+@pytest.mark.parametrize(("event", "shown"), EXAMPLES)
+def test_an_event_is_shown_and_read_again(event: Event, shown: dict[str, Any]) -> None:
+    """Lines of the log and messages to watchers stay what they are: tools of others may read them."""
+    line = json.dumps(events.json_of(event))
+    assert line == json.dumps(shown), "field by field, in this order"
+    assert events.of_message({"type": "event", **json.loads(line), "time_s": 1.5}) == event
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"type": "event", "event": "lots", "member": "server-0"}, "lots"),
+        ({"type": "event", "event": "left"}, "member"),
+        ({"type": "event", "event": "left", "member": 7}, "str"),
+        ({"type": "event"}, "event"),
+    ],
+)
+def test_anything_else_is_no_event(message: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        events.of_message(message)

@@ -1,0 +1,207 @@
+"""What a coordinator tells those who watch it, declared: every event, its fields and their types.
+
+An event is an object of JSON whose "event" names its struct. It stands in the coordinator's log as it is, and goes to
+watchers as a message of type "event" with the time of day:
+
+    json_of(Left("server-1"))                       # {"event": "left", "member": "server-1"}
+    of_message({"type": "event", "event": "left", "member": "server-1", "time_s": 1.5})     # Left("server-1")
+
+Nothing that the cluster does follows from an event: they are for logs, figures and people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+Host = tuple[str, int]  # of a slot: server, incarnation
+
+
+class Event(Struct, frozen=True, tag_field="event"):
+    """Base: something that has happened, as the coordinator sees it."""
+
+
+# members ----------------------------------------------------------------------------------------------
+
+
+class Joined(Event, frozen=True, tag="joined"):
+    """A process has joined, or has rejoined at a coordinator that was started again. `rank`: -1 for a server."""
+
+    member: str
+    role: str
+    rank: int
+    pid: int
+
+
+class Back(Event, frozen=True, tag="back"):
+    """A member whose connection had ended is there again, and has lost nothing."""
+
+    member: str
+    pid: int
+
+
+class Left(Event, frozen=True, tag="left"):
+    """A member is done."""
+
+    member: str
+
+
+class Lost(Event, frozen=True, tag="lost"):
+    """A member is gone, or was taken for lost. `slots`: those that it hosted."""
+
+    member: str
+    why: str
+    slots: list[int]
+
+
+class GenerationFormed(Event, frozen=True, tag="generation"):
+    """All members of a generation have entered its world."""
+
+    generation: int
+    members: list[str]
+
+
+class Regathering(Event, frozen=True, tag="regathering"):
+    """This coordinator was started again: members begin to tell it what they know."""
+
+
+class Regathered(Event, frozen=True, tag="regathered"):
+    """It goes on with those who have. `epoch`: its own before it takes over theirs."""
+
+    epoch: int
+    members: list[str]
+
+
+# placement --------------------------------------------------------------------------------------------
+
+
+class NewEpoch(Event, frozen=True):
+    """Base: the placement has changed. `slots`: by slot."""
+
+    epoch: int
+    slots: list[Host]
+
+
+class Placed(NewEpoch, frozen=True, tag="placed"):
+    """Every slot has a server, for the first time."""
+
+
+class PlacedAnew(NewEpoch, frozen=True, tag="re-placed"):
+    """Slots whose hosts were lost have others, or wait for one."""
+
+
+class Moved(NewEpoch, frozen=True, tag="moved"):
+    """A spare has relieved a server that hosted several slots of one."""
+
+
+class Kept(NewEpoch, frozen=True, tag="kept"):
+    """A coordinator that was started again goes on with the placement of before."""
+
+
+class Rebuilt(NewEpoch, frozen=True, tag="rebuilt"):
+    """A slot is healthy again; `SlotRebuilt` says which."""
+
+
+class OfSlot(Event, frozen=True):
+    """Base: the host of a slot has said something."""
+
+    slot: int
+    incarnation: int
+
+
+class Ready(OfSlot, frozen=True, tag="ready"):
+    """The first host of a slot serves."""
+
+
+class Rehosted(OfSlot, frozen=True, tag="re-hosted"):
+    """A new host of a slot serves; records that are not there yet are repaired when they are touched."""
+
+
+class SlotRebuilt(OfSlot, frozen=True, tag="slot rebuilt"):
+    """All records of a slot are there again."""
+
+
+# lost trainers ----------------------------------------------------------------------------------------
+
+
+class EraBegun(Event, frozen=True, tag="era"):
+    """Trainers were lost, or a server while all went back. `trainers`: those of the new era that are there already."""
+
+    era: int
+    trainers: list[str]
+
+
+class GoingBack(Event, frozen=True, tag="going back"):
+    """Servers go back to a step of training. `applied`: the last one that all of them had applied."""
+
+    era: int
+    step: int
+    applied: int
+
+
+class Resumable(Event, frozen=True, tag="resumable"):
+    """That step is durable everywhere: trainers may go on after it."""
+
+    era: int
+    step: int
+
+
+# ends -------------------------------------------------------------------------------------------------
+
+
+class Fatal(Event, frozen=True, tag="fatal"):
+    """The job has ended for everybody."""
+
+    kind: str
+    reason: str
+
+
+class Refused(Event, frozen=True, tag="refused"):
+    """Messages that counted for nothing: the last one's sender and what was wrong, and how many since the last word."""
+
+    sender: str = field(name="from")
+    why: str
+    messages: int
+
+
+AnyEvent = (
+    Joined
+    | Back
+    | Left
+    | Lost
+    | GenerationFormed
+    | Regathering
+    | Regathered
+    | Placed
+    | PlacedAnew
+    | Moved
+    | Kept
+    | Rebuilt
+    | Ready
+    | Rehosted
+    | SlotRebuilt
+    | EraBegun
+    | GoingBack
+    | Resumable
+    | Fatal
+    | Refused
+)
+
+
+def json_of(event: Event) -> dict[str, Any]:
+    """An event as an object of JSON."""
+    found: dict[str, Any] = msgspec.to_builtins(event)
+    return found
+
+
+def of_message(message: Mapping[str, Any]) -> AnyEvent:
+    """The event in a message of type "event"; what else is in it (the time) is left out.
+
+    Raises:
+        ValueError: it is none of those above; the text says which field, what was wanted and what came.
+    """
+    event: AnyEvent = msgspec.convert(message, AnyEvent)
+    return event
