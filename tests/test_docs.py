@@ -1,8 +1,10 @@
-"""The links of the documents lead somewhere: relative ones to a file of the repository, #anchors to a heading.
+"""The links of the documents lead somewhere: relative ones to a file of the repository, #anchors to a heading; and
+what the guides name of the code is there.
 
 Addresses on the web are not fetched. A link out of the repository (`../shared/...`) is broken for whoever clones it.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -68,3 +70,67 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken(document, root=tmp_path) == ["none.md: no such file"]
     document.write_text("# A\n[b](#b) [c](../d.md)\n", encoding="utf-8")
     assert broken(document, root=tmp_path) == ["#b: no such heading", "../d.md: outside the repository"]
+
+
+# --- names of the code -----------------------------------------------------------------------------------------------
+
+GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "glossary.md"]
+FILE = re.compile(r"(?<![\w/])([\w/]+\.py)(?::([\w.]*\w))?")
+MEMBER = re.compile(r"(?<![\w./:])([A-Z][A-Za-z]+)\.([a-z_]\w*)\b(?!\.md)")  # Class.method, wherever the class lives
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    """Functions, classes, constants, and `Class.member` of classes: methods, properties and fields."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.add(f"{node.name}.{inner.name}")
+                elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+                    found.add(f"{node.name}.{inner.target.id}")
+                elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                    found.add(f"{node.name}.{inner.attr}")
+    return found
+
+
+CODE_NAMES = {
+    str(path.relative_to(ROOT)): names_in(ast.parse(path.read_text(encoding="utf-8")))
+    for folder in ("torch_ecrec", "tests", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+} | {"setup.py": set()}
+
+
+def unknown_names(text: str) -> list[str]:
+    """What a guide names that is not there: `path.py`, as in the repository or below torch_ecrec; `path.py:name`;
+    `Class.member` of any class of the package. NAME stands for any name."""
+    members = set().union(*(names for path, names in CODE_NAMES.items() if path.startswith("torch_ecrec/")))
+    missing = []
+    for path, name in FILE.findall(text):
+        there = next((at for at in (path, f"torch_ecrec/{path}") if at in CODE_NAMES), None)
+        if "NAME" in path:
+            continue
+        if there is None or (name and name not in CODE_NAMES[there]):
+            missing.append(f"{path}:{name}" if name else path)
+    return missing + [f"{cls}.{name}" for cls, name in MEMBER.findall(text) if f"{cls}.{name}" not in members]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
+def test_what_a_guide_names_is_there(guide: Path) -> None:
+    text = guide.read_text(encoding="utf-8")
+    assert FILE.search(text)
+    assert not unknown_names(text)
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    text = "`layout/stripes.py:Layout.locate` tests/test_docs.py `StepRule.settled` StepRule.applied"
+    assert not unknown_names(text)
+    text = "`layout/none.py`, layout/stripes.py:None_, `layout/stripes.py:Layout.none`, StepRule.none"
+    wanted = ["layout/none.py", "layout/stripes.py:None_", "layout/stripes.py:Layout.none", "StepRule.none"]
+    assert unknown_names(text) == wanted

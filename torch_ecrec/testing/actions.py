@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch_ecrec.testing.cluster_states import COORDINATOR, ClusterState
+from torch_ecrec.testing.global_states import COORDINATOR, GlobalState
 from torch_ecrec.testing.local_states import LocalStates
 from torch_ecrec.testing.scenario import Scenario
 from torch_ecrec.testing.transitions import Action
@@ -22,7 +22,7 @@ class Actions:
     def __init__(self, scenario: Scenario, states: LocalStates, free: frozenset[str]) -> None:
         self.scenario, self.states, self.free = scenario, states, free
 
-    def enabled(self, state: ClusterState, is_end: bool) -> list[Action]:
+    def enabled(self, state: GlobalState, is_end: bool) -> list[Action]:
         """Every action that may come next; crashes last, and none once the end is reached."""
         crashes = [] if is_end else list(self._crashes(state))
         urgent = self._first_urgent(state)
@@ -44,7 +44,7 @@ class Actions:
             actions.append(("time",))
         return actions + crashes
 
-    def _first_urgent(self, state: ClusterState) -> Action | None:
+    def _first_urgent(self, state: GlobalState) -> Action | None:
         for number in state.flight:
             if not self.states.is_free[number]:
                 return "message", number
@@ -54,7 +54,7 @@ class Actions:
                 return "word", origin, to
         return None
 
-    def _crashes(self, state: ClusterState) -> Iterator[Action]:
+    def _crashes(self, state: GlobalState) -> Iterator[Action]:
         left = state.left
         names = [name for name, _ in state.processes]
         if left.servers:
@@ -70,7 +70,7 @@ class Actions:
         if left.leases and COORDINATOR in names:
             yield from self._ends_of_leases(state)
 
-    def _ends_of_leases(self, state: ClusterState) -> Iterator[Action]:
+    def _ends_of_leases(self, state: GlobalState) -> Iterator[Action]:
         """Within the contract: at most r slots are lost or not whole, as the coordinator will see it."""
         code = self.scenario.code
         views = {name: self.states.view(number) for name, number in state.processes}

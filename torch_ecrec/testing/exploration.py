@@ -44,7 +44,7 @@ import numpy as np
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 from torch_ecrec.testing.actions import Actions
-from torch_ecrec.testing.cluster_states import COORDINATOR, Budget, ClusterState
+from torch_ecrec.testing.global_states import COORDINATOR, Budget, GlobalState
 from torch_ecrec.testing.local_states import LocalStates
 from torch_ecrec.testing.pair_checks import check_client, check_slots
 from torch_ecrec.testing.processes import Oracle
@@ -120,7 +120,7 @@ class Explorer:
 
     # what must hold -----------------------------------------------------------------------------
 
-    def is_end(self, state: ClusterState) -> bool:
+    def is_end(self, state: GlobalState) -> bool:
         """Training is over, and every slot is whole and settled."""
         if state.flight or state.lines:
             return False
@@ -134,7 +134,7 @@ class Explorer:
         steps = len(self.scenario.loads) + self.scenario.steps
         return all(slot["whole"] and slot["applied"] == slot["settled"] == steps for slot in slots)
 
-    def check(self, state: ClusterState) -> None:
+    def check(self, state: GlobalState) -> None:
         """What no process can see alone. Raises AssertionError."""
         servers = [number for name, number in state.processes if name.startswith("server")]
         trainers = [number for name, number in state.processes if name.startswith("trainer")]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_ecrec.protocol.wire import training_step
-from torch_ecrec.testing.cluster_states import Table
 from torch_ecrec.testing.fingerprint import fingerprint
+from torch_ecrec.testing.global_states import Table
 from torch_ecrec.testing.processes import Call, Center, Process, Server, Trainer
 
 LIVE_PROCESSES = 4000  # kept as they are, so that not every one is made again

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch_ecrec.processes.member import join_message
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing.cluster_states import COORDINATOR, Budget, ClusterState, Draft
+from torch_ecrec.testing.global_states import COORDINATOR, Budget, Draft, GlobalState
 from torch_ecrec.testing.local_states import LocalStates
 from torch_ecrec.testing.processes import Call, Center, Oracle, Server, Trainer
 from torch_ecrec.testing.scenario import Scenario
@@ -28,17 +28,17 @@ class Transitions:
         self.scenario, self.budget, self.states, self.oracle = scenario, budget, states, oracle
         self.settings = Settings(rebuild_chunk_bytes=scenario.rebuild_chunk_bytes, rebuild_bytes_per_s=0)
 
-    def begin(self) -> ClusterState:
+    def begin(self) -> GlobalState:
         """All have joined and are placed; trainers have asked for the rows of their first step."""
         scenario = self.scenario
-        draft = Draft(ClusterState((), (), (), (), self.budget, 0))
+        draft = Draft(GlobalState((), (), (), (), self.budget, 0))
         self._start_coordinator(draft)
         for _ in range(scenario.code.slots + scenario.spares):
             self._at(draft, COORDINATOR, "join", join_message(role="server", birth="one"), 0)
         self._at(draft, COORDINATOR, "start", None, 0)
         return self._all_words_heard(draft.finish())
 
-    def _all_words_heard(self, state: ClusterState) -> ClusterState:
+    def _all_words_heard(self, state: GlobalState) -> GlobalState:
         while state.lines:
             origin, to, _ = state.lines[0]
             state = self.after(state, ("word", origin, to))
@@ -76,7 +76,7 @@ class Transitions:
             make = lambda: Trainer(name, rank, restarted, scenario, settings, oracle)  # noqa: E731
             draft.processes[name] = self.states.birth(name, make)
 
-    def after(self, state: ClusterState, action: Action) -> ClusterState:
+    def after(self, state: GlobalState, action: Action) -> GlobalState:
         """The state after an action that is enabled."""
         draft = Draft(state)
         kind = action[0]

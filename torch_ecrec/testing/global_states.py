@@ -35,7 +35,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class ClusterState:
+class GlobalState:
     """A state of the whole cluster; numbers are those of the explorer's tables.
 
     Attributes:
@@ -58,7 +58,7 @@ class ClusterState:
 class Draft:
     """A state in the making."""
 
-    def __init__(self, state: ClusterState) -> None:
+    def __init__(self, state: GlobalState) -> None:
         self.processes = dict(state.processes)
         self.flight = list(state.flight)
         self.lines = {(origin, to): list(words) for origin, to, words in state.lines}
@@ -76,8 +76,8 @@ class Draft:
         """One crash less may still come."""
         self.left = replace(self.left, **{kind: getattr(self.left, kind) - 1})
 
-    def finish(self) -> ClusterState:
-        return ClusterState(
+    def finish(self) -> GlobalState:
+        return GlobalState(
             tuple(sorted(self.processes.items())),
             tuple(sorted(self.flight)),
             tuple((*ends, tuple(words)) for ends, words in sorted(self.lines.items()) if words),
