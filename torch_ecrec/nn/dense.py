@@ -41,7 +41,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torch_ecrec.nn import optimizer_steps, values
-from torch_ecrec.nn.values import TensorsIn, TensorsOut, bytes_of
+from torch_ecrec.nn.tensor_bytes import TensorsIn, TensorsOut, bytes_of
 from torch_ecrec.runtime import shared
 
 NUMBERS_MOST = 1 << 48  # of a header; the transport takes no larger ones

@@ -106,11 +106,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             owns_session = False
         _check_session(session, tables, env)
         session, recorder = recorded(session, self)
-        group = None
-        if env.world_size > 1:
-            ranks = dist.get_process_group_ranks(env.process_group)
-            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        step = SparseStep(session, group, nan_gradients)
+        step = SparseStep(session, _group_of_steps(env), nan_gradients)
         others = get_default_sharders() if sharders is None else sharders
         super().__init__(
             module,
@@ -319,6 +315,14 @@ def _plan(collections: dict[str, EmbeddingBagCollection], given: ShardingPlan | 
             }
         )
     return ShardingPlan(plan)
+
+
+def _group_of_steps(env: ShardingEnv) -> dist.ProcessGroup | None:
+    """A group of the trainers for what `SparseStep` agrees on; every trainer makes it. None with one trainer."""
+    if env.world_size == 1:
+        return None
+    ranks = dist.get_process_group_ranks(env.process_group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: ShardingEnv) -> None:

@@ -282,18 +282,11 @@ class Reader(Iterator[Any]):
         if not self._has_indices:
             current.add(checksum)
         if expected is not None and checksum != expected:
-            raise self._other(f"batch {current.drawn - 1} of pass {current.epoch} is another one")
+            raise _other(self._reader, f"batch {current.drawn - 1} of pass {current.epoch} is another one")
         self._ahead.append(_Draw(Position(**{**vars(self._now), "random": begin}), checksum))
         if on_batch is not None:
             on_batch(None if again else checksum)
         return batch
-
-    def _other(self, what: str) -> RuntimeError:
-        return RuntimeError(
-            f"{what} than before the restart: the reader ({type(self._reader).__name__}) depends on something that was"
-            " not brought back. Give it state_dict and load_state_dict that cover it, or random generators that are"
-            " seeded from its position"
-        )
 
     def _state(self) -> bytes | None:
         """Of a reader that has one, as of now: what it gives may change later."""
@@ -304,7 +297,7 @@ class Reader(Iterator[Any]):
         target, self._target = self._target, None
         if self._current is not None and target is None:
             left = self._current
-            self._judge.on_pass_over(left.epoch, left.drawn, left.whole, self._length())
+            self._judge.on_pass_over(left.epoch, left.drawn, left.whole, _length(self._reader))
             if self._kind == "all":
                 self._history.append((left.drawn, left.whole, left.sum, left.began if left.depends else None))
         if target is not None:
@@ -321,13 +314,6 @@ class Reader(Iterator[Any]):
         current.batches = iter(self._reader)
         if self._has_indices:
             current.watch_indices()
-
-    def _length(self) -> int:
-        """Batches in a pass; -1 if the reader does not say."""
-        try:
-            return len(self)
-        except TypeError:
-            return -1
 
     def _next(self, current: Pass, begin: Mapping[str, Any]) -> Any:
         """Draws. If it will have to be drawn again, it leaves the global generators alone after the first batch."""
@@ -432,27 +418,45 @@ class Reader(Iterator[Any]):
                 self._generators.set_(began)
             before = Pass(self)
             self._iterate(before)
-            self._skip(before, drawn, total)
+            _skip(self._reader, before, drawn, total)
             assert before.batches is not None
             if whole and next(before.batches, self) is not self:
                 raise RuntimeError(f"a pass of the reader has more than the {drawn} batches that it had before")
         assert target.began is not None
         self._generators.set_(target.began)
         self._iterate(current)
-        self._skip(current, target.drawn, target.sum)
+        _skip(self._reader, current, target.drawn, target.sum)
 
-    def _skip(self, current: Pass, number: int, total: int) -> None:
-        """Draws what was trained on before, and looks whether it is that."""
-        batches: Any = current.batches
-        for drawn in range(number):
-            try:
-                if self._has_indices:
-                    batches._next_index()
-                else:
-                    current.add(checksum_of(next(batches)))
-            except StopIteration:
-                raise RuntimeError(
-                    f"the reader ended after {drawn} of the {number} batches that were drawn before"
-                ) from None
-        if current.sum != total:
-            raise self._other(f"one of the {number} batches that were drawn before in a pass is another one")
+
+def _length(reader: Any) -> int:
+    """Batches in a pass; -1 if the reader does not say."""
+    try:
+        return len(reader)
+    except TypeError:
+        return -1
+
+
+def _other(reader: object, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} than before the restart: the reader ({type(reader).__name__}) depends on something that was"
+        " not brought back. Give it state_dict and load_state_dict that cover it, or random generators that are"
+        " seeded from its position"
+    )
+
+
+def _skip(reader: object, current: Pass, number: int, total: int) -> None:
+    """Draws `number` batches of a pass that were trained on before; their sum must be `total` again."""
+    batches: Any = current.batches
+    indices = has_indices(reader)
+    for drawn in range(number):
+        try:
+            if indices:
+                batches._next_index()
+            else:
+                current.add(checksum_of(next(batches)))
+        except StopIteration:
+            raise RuntimeError(
+                f"the reader ended after {drawn} of the {number} batches that were drawn before"
+            ) from None
+    if current.sum != total:
+        raise _other(reader, f"one of the {number} batches that were drawn before in a pass is another one")

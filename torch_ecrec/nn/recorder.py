@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.dense import Header, dense_parameters, own_of
-from torch_ecrec.nn.values import bytes_of, decode
+from torch_ecrec.nn.tensor_bytes import bytes_of
+from torch_ecrec.nn.values import decode
 from torch_ecrec.observe import trace
 from torch_ecrec.observe.trace import Ended, Held, Kept, Resumed, Trained, Writer
 from torch_ecrec.spec.settings import record_folder, restarts

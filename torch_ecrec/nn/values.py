@@ -38,6 +38,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from torch_ecrec.nn.tensor_bytes import TensorsIn, TensorsOut, bytes_of, from_bytes, order_of
+
 DEPTH_MOST = 100  # of containers within containers; also what ends a value that contains itself
 
 # Tags. Their numbers are the format: new ones are added at the end.
@@ -92,81 +94,6 @@ _T = TypeVar("_T")
 # Depth, path of the container, the value; and its place: how places there are spelled, which, among which items.
 _Spell = Callable[[int, list[Any]], str]
 _Path = tuple[int, Any, object, _Spell, int, list[Any]]
-
-
-# tensors kept apart -------------------------------------------------------------------------------
-
-
-class TensorsOut:
-    """Tensors that `encode` leaves out: their bytes follow each other in the order of `tensors`, without padding.
-
-    One tensor that is met twice is kept once, and comes back as one.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.offsets: list[int] = []
-        self.bytes = 0
-        self._known: dict[int, int] = {}  # id of a tensor in `tensors` -> offset
-
-    def add(self, tensor: Tensor) -> int:
-        """Where its bytes begin."""
-        offset = self._known.get(id(tensor))
-        if offset is None:
-            offset = self._known[id(tensor)] = self.bytes
-            self.tensors.append(tensor)
-            self.offsets.append(offset)
-            self.bytes += tensor.nbytes
-        return offset
-
-
-class TensorsIn:
-    """The bytes of `TensorsOut`, to decode from.
-
-    Args:
-        stream: (bytes,) uint8, on the CPU. Tensors are copies of what it holds.
-    """
-
-    def __init__(self, stream: Tensor) -> None:
-        self.stream = stream
-        self.made: dict[tuple[Any, ...], Tensor] = {}  # whatever describes a tensor -> the tensor
-        self._left = len(stream)
-
-    def bytes_at(self, offset: int, size: int) -> Tensor:
-        """Of one tensor. Raises ValueError if they are not there, or more are taken together than there are."""
-        self._left -= size  # tensors do not overlap: a few bytes that say otherwise would fill all memory
-        if self._left < 0:
-            raise ValueError(f"tensors of more than {len(self.stream)} bytes in as many")
-        if not 0 <= offset <= offset + size <= len(self.stream):
-            raise ValueError(f"a tensor at bytes {offset} to {offset + size} of {len(self.stream)}")
-        return self.stream[offset : offset + size]
-
-
-def order_of(tensor: Tensor) -> tuple[int, ...]:
-    """Its dimensions from the slowest in memory to the fastest; () if they are in that order, or have gaps."""
-    if tensor.is_contiguous():
-        return ()
-    order = tuple(sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), -d), reverse=True))
-    return order if tensor.permute(order).is_contiguous() else ()
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Its bytes (uint8, one dimension) in the order of its memory, where it is: a view, or a copy if it has gaps."""
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    if not tensor.is_contiguous():
-        order = order_of(tensor)
-        tensor = (tensor.permute(order) if order else tensor).contiguous()
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _from_bytes(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of its own memory."""
-    out = torch.empty(shape, dtype=dtype)
-    if out.nbytes:
-        out.view(-1).view(torch.uint8).copy_(data)
-    return out
 
 
 # encoding -----------------------------------------------------------------------------------------
@@ -533,13 +460,13 @@ class _Decoder:
         if type(data) is int and self.tensors is not None:
             known = (data, size, name, flags, tuple(order), shape)
             if known not in self.tensors.made or not size:
-                tensor = _from_bytes(self.tensors.bytes_at(data, size), dtype, shape)
+                tensor = from_bytes(self.tensors.bytes_at(data, size), dtype, shape)
                 self.tensors.made[known] = self._placed(tensor, flags, order)
             return self.tensors.made[known]
         array = np.frombuffer(bytearray(_checked(data, bytes)), np.uint8)
         if size != len(array):
             raise ValueError(f"a tensor of shape {shape}, {dtype}, of {len(array)} bytes")
-        return self._placed(_from_bytes(torch.from_numpy(array), dtype, shape), flags, order)
+        return self._placed(from_bytes(torch.from_numpy(array), dtype, shape), flags, order)
 
     def _placed(self, tensor: Tensor, flags: int, order: list[int]) -> Tensor:
         if order:
