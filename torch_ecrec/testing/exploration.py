@@ -696,8 +696,8 @@ def _view(process: Process) -> dict[str, Any]:
             slot.index: {
                 "incarnation": slot.incarnation,
                 "ready": slot.ready,
-                "reported": slot.rebuild.reported,
-                "whole": slot.rebuild.whole and slot.going_back_to is None,
+                "reported": slot.reported,
+                "whole": slot.whole and slot.going_back_to is None,
                 "applied": slot.rule.applied,
                 "settled": slot.rule.settled,
                 "acknowledged": slot.rule.acknowledged,
