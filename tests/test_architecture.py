@@ -2,6 +2,7 @@
 
     ranks        a module imports lower ranks or its own package; deferred imports count, and those for types too
     cycles       none at run time, deferred imports included, and none for types but through the root
+    step rule    only `StepRule` changes the numbers of a slot's steps
     seams        `torch.distributed.rpc` in transport/rpc.py only; environment variables read in config.py only
     pure rules   no threads, clocks, sockets or torch.distributed
     size, names  at most 900 lines, a docstring of at most 40, absolute imports, no `utils`
@@ -19,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torch_ecrec"
 
 # A unit (module or package directly under torch_ecrec) imports strictly lower ranks or itself. Equal ranks do not know
-# each other: records and layout; server, client and coordinator, which meet in `protocol` only (`processes/member.py`
-# carries either of the first two, and is given it).
+# each other: records and layout; transport and durability; server, client and coordinator, which meet in `protocol`
+# only (`processes/member.py` carries either of the first two, and is given it).
 # "__init__" is `torch_ecrec` itself, the public names (all may read its `__version__`); "examples" is the top-level
 # folder, a user's code.
 RANKS = {
@@ -33,6 +34,7 @@ RANKS = {
     "spec": 4,
     "protocol": 5,
     "transport": 6,
+    "durability": 6,
     "server": 7,
     "client": 7,
     "coordinator": 7,
@@ -64,6 +66,7 @@ PURE = {
     "torch_ecrec.protocol.pieces",
     "torch_ecrec.layout.repair",
     "torch_ecrec.protocol.step_rule",
+    "torch_ecrec.server.inbox",
     "torch_ecrec.protocol.wire",
     "torch_ecrec.protocol.wellformed",
     "torch_ecrec.coordinator.admission",
@@ -81,14 +84,7 @@ PURE = {
     "torch_ecrec.coordinator.world",
 }
 # Whose imports for types alone may close a circle: the root shows type checkers every public name.
-CIRCLES_FOR_TYPES = {
-    "torch_ecrec",
-    # until they are cut: a slot and its parts know each other
-    "torch_ecrec.server.protection",
-    "torch_ecrec.server.rebuild",
-    "torch_ecrec.server.slot",
-    "torch_ecrec.server.snapshots",
-}
+CIRCLES_FOR_TYPES = {"torch_ecrec"}
 IMPURE = ("asyncio", "concurrent", "multiprocessing", "socket", "subprocess", "threading", "time", "torch.distributed")
 
 VAGUE = {"utils", "util", "common", "helpers", "helper", "misc"}
@@ -312,6 +308,7 @@ def test_server_client_and_coordinator_are_strangers() -> None:
     """Their equal rank is what keeps them apart; this fails if someone 'repairs' the table."""
     assert RANKS["server"] == RANKS["client"] == RANKS["coordinator"]
     assert RANKS["records"] == RANKS["layout"]
+    assert RANKS["durability"] == RANKS["transport"], "what makes steps survive does not know how messages travel"
 
 
 @each_module
@@ -328,6 +325,38 @@ def test_no_import_cycle(for_types: bool) -> None:
         graph[name] = {target for target in targets if target is not None and target != name}
     found = cycle(graph)
     assert found is None, " -> ".join(found or [])
+
+
+def writes_of_steps(tree: ast.AST) -> list[str]:
+    """Assignments to what a `StepRule` keeps, made through whoever has one: `x.rule.applied = 3`."""
+    found = []
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else [getattr(node, "target", None)]
+        for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete) else []:
+            for inner in ast.walk(target) if target is not None else ():
+                if isinstance(inner, ast.Attribute) and ast.unparse(inner.value).rpartition(".")[2] == "rule":
+                    found.append(f"line {inner.lineno}: {ast.unparse(inner)}")
+    return found
+
+
+@each_module
+def test_only_the_step_rule_changes_steps(name: str) -> None:
+    assert not writes_of_steps(TREES[name])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "self.rule.applied = 3",
+        "slot.rule.applied = slot.rule.acknowledged = 3",
+        "rule.folded[source] -= 1",
+        "del held.rule.confirmed[2]",
+        "a, rule.applied = 1, 2",
+    ],
+)
+def test_a_write_to_the_step_rule_is_found(source: str) -> None:
+    assert writes_of_steps(ast.parse(source))
+    assert not writes_of_steps(ast.parse("self.rule = StepRule()\nx = self.rule.applied\nrule = slot.rule"))
 
 
 @each_module

@@ -22,8 +22,8 @@ from torch_ecrec.client import client as client_module
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import table_specs
 from torch_ecrec.protocol import step_rule
+from torch_ecrec.server import apply, snapshots
 from torch_ecrec.server import slot as slot_module
-from torch_ecrec.server import snapshots
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, check_parity, simulate
 from torch_ecrec.testing.scenario import LOADS, Load
@@ -205,7 +205,7 @@ def lose(cluster: SimulatedCluster, index: int) -> None:
 
 def until_whole(cluster: SimulatedCluster) -> None:
     for _ in range(20_000):
-        if cluster.whole() and all(slot.rebuild.whole for slot in cluster.slots()) and len(cluster.slots()) == 3:
+        if cluster.whole() and all(slot.whole for slot in cluster.slots()) and len(cluster.slots()) == 3:
             return
         cluster.network.clock.advance()
     raise AssertionError(f"not whole: {cluster.describe()}")
@@ -341,13 +341,13 @@ def no_reset(patch):
 
 def no_delta(patch):
     """Records are overwritten, and nobody is told of the change."""
-    load_ = slot_module.Slot._load_
+    load_ = apply.Applier.load_
 
-    def silent(self, at):
-        change = load_(self, at)
+    def silent(self, load):
+        change = load_(self, load)
         return change and (change[0], [np.zeros_like(deltas_UB) for deltas_UB in change[1]])
 
-    patch.setattr(slot_module.Slot, "_load_", silent)
+    patch.setattr(apply.Applier, "load_", silent)
 
 
 def not_waited_for(patch):
@@ -389,7 +389,7 @@ def loads_as_they_come(patch):
 
     def eager(self, request, reply):
         if request.step > self.rule.applied + 1:
-            self.loads[self.rule.applied + 1] = dataclasses.replace(request, step=self.rule.applied + 1)
+            self.inbox.loads[self.rule.applied + 1] = dataclasses.replace(request, step=self.rule.applied + 1)
         on_load(self, request, reply)
 
     on_load = slot_module.Slot._on_load

@@ -19,13 +19,15 @@ import pytest
 import torch
 
 from torch_ecrec.client import client as client_module
+from torch_ecrec.durability import adoption, folding, holdings, rebuild, streams
+from torch_ecrec.durability.parity import Parity
 from torch_ecrec.layout import repair
 from torch_ecrec.protocol import pieces, step_rule, wire
-from torch_ecrec.records import merge
+from torch_ecrec.records import delta_log, merge
 from torch_ecrec.records.pages import HUGE_PAGE_BYTES, LEAST_BYTES
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.runtime.tensors import as_array
-from torch_ecrec.server import protection, rebuild, service, slot, snapshots
+from torch_ecrec.server import apply, service, slot, snapshots
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, SimulationResult, simulate
 from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, FAULTS, LOSSES, Line
@@ -274,7 +276,7 @@ def test_a_server_dies_that_has_gone_back_when_the_others_have_not_yet(lost):
 
 
 def test_a_cut_made_of_what_was_said_before_and_after_going_back_is_found(monkeypatch):
-    handle, freeze = service.Host._handle, protection.Protection.freeze
+    handle, freeze = service.Host._handle, Parity.freeze
 
     def any_time(self, request, reply):
         if isinstance(request, (wire.Adopt, wire.Cut)):
@@ -288,7 +290,7 @@ def test_a_cut_made_of_what_was_said_before_and_after_going_back_is_found(monkey
 
     runs = [run for lost in (2, 1, 0) for run in dies_first(lost)]
     monkeypatch.setattr(service.Host, "_handle", any_time)
-    monkeypatch.setattr(protection.Protection, "freeze", go_on)
+    monkeypatch.setattr(Parity, "freeze", go_on)
     for text, run in runs:
         try:
             run()
@@ -377,7 +379,7 @@ def test_the_memory_of_a_new_host_is_merged_as_the_background_fills_it(monkeypat
             assert 0 <= begin < end <= (self.parity_rows if parity else self.data_rows)
             merged[id(self), parity] += end - begin
 
-    monkeypatch.setattr(slot, "Shard", Spied)
+    monkeypatch.setattr(holdings, "Shard", Spied)
     cluster = SimulatedCluster(Scenario(kills=((0, 1),), spares=1))
     run = cluster.go()
     run.check_against(healthy)
@@ -547,7 +549,7 @@ def found(mutate, schedules) -> int:
 
 
 def no_undo(patch):
-    patch.setattr(protection.Protection, "undo_after", lambda self, source, cut: None)
+    patch.setattr(folding.Folds, "undo_after", lambda self, source, cut: None)
 
 
 def early_ack(patch):
@@ -563,7 +565,7 @@ class Newest(dict):
 
 
 def newest(patch, parity: bool):
-    version_vector, on_fetch = repair.version_vector, protection.Protection.on_fetch
+    version_vector, on_fetch = repair.version_vector, Parity.on_fetch
 
     def vector(plan, folded_by):
         steps = version_vector(plan, folded_by)
@@ -572,11 +574,11 @@ def newest(patch, parity: bool):
 
     def fetch(self, request, reply):
         if isinstance(request.as_of, Newest) and not request.parity:
-            request.as_of = {self.slot.index: self.slot.rule.applied}
+            request.as_of = {self.held.index: self.held.rule.applied}
         on_fetch(self, request, reply)
 
     patch.setattr(rebuild.repair, "version_vector", vector)
-    patch.setattr(protection.Protection, "on_fetch", fetch)
+    patch.setattr(Parity, "on_fetch", fetch)
 
 
 def encode_newest(patch):
@@ -607,7 +609,7 @@ def stale_confirmation(patch):
 
     node_ask = Node.ask
     patch.setattr(step_rule.StepRule, "on_confirmed", on_confirmed)
-    patch.setattr(protection.FoldStream, "stop", stop)
+    patch.setattr(streams.FoldStream, "stop", stop)
     patch.setattr(Node, "ask", ask)
 
 
@@ -628,16 +630,16 @@ def snapshots_from_an_empty_holder(patch):
 
 
 def fold_twice(patch):
-    on_fold = protection.Protection.on_fold
+    on_fold = folding.Folds.on_fold
 
     def fold(self, request, reply):
-        rule = self.slot.rule
+        rule = self.held.rule
         verdict = rule.judge_fold(request.source, request.source_incarnation, request.step)
         if verdict is step_rule.FoldVerdict.DUPLICATE:
             self._fold_in(request.source, [p.numpy() for p in request.positions], [d.numpy() for d in request.deltas])
         on_fold(self, request, reply)
 
-    patch.setattr(protection.Protection, "on_fold", fold)
+    patch.setattr(folding.Folds, "on_fold", fold)
 
 
 def fold_unordered(patch):
@@ -652,17 +654,17 @@ def fold_unordered(patch):
         return verdict
 
     patch.setattr(step_rule.StepRule, "judge_fold", eager)
-    patch.setattr(protection.DeltaLog, "append", lambda self, at, positions, deltas: None)
+    patch.setattr(delta_log.DeltaLog, "append", lambda self, at, positions, deltas: None)
 
 
 def merge_as_they_come(patch):
     def merged(self, got):
         return [
             merge.merge([(push.positions[s].numpy(), as_array(push.gradients[s])) for push in got.values()])
-            for s in range(len(self.shards))
+            for s in range(len(self.held.shards))
         ]
 
-    patch.setattr(slot.Slot, "_merge", merged)
+    patch.setattr(apply.Applier, "_merge", merged)
 
 
 def no_window(patch):
@@ -680,13 +682,13 @@ def forget_nothing(patch):
 
 def cut_again(patch):
     """A late copy of a cut is obeyed, although the new host has sent folds since."""
-    on_cut = protection.Protection.on_cut
+    on_cut = folding.Folds.on_cut
 
     def cut(self, request, reply):
         self.attached = {}
         on_cut(self, request, reply)
 
-    patch.setattr(protection.Protection, "on_cut", cut)
+    patch.setattr(folding.Folds, "on_cut", cut)
 
 
 def not_caught_up_counts(patch):
@@ -695,7 +697,7 @@ def not_caught_up_counts(patch):
     def choose(reports):
         return min((folded for folded, _ in reports if folded is not None), default=None)
 
-    patch.setattr(protection, "choose_cut", choose)
+    patch.setattr(adoption, "choose_cut", choose)
 
 
 def rebuilt_too_early(patch):
@@ -758,7 +760,7 @@ def records_not_undone(patch):
 
 
 def parities_not_undone(patch):
-    patch.setattr(protection.Protection, "undo_all_after", lambda self, to: None)
+    patch.setattr(folding.Folds, "undo_all_after", lambda self, to: None)
 
 
 def not_made_durable(patch):
@@ -781,13 +783,13 @@ def short_log(patch):
 
 def start_at_settled(patch):
     """A new holder gets the steps that are not settled, rather than all that may be undone."""
-    on_attach = protection.Protection.on_attach
+    on_attach = folding.Folds.on_attach
 
     def attach(self, request, reply):
         request.base = max(request.base, request.acknowledged)
         on_attach(self, request, reply)
 
-    patch.setattr(protection.Protection, "on_attach", attach)
+    patch.setattr(folding.Folds, "on_attach", attach)
 
 
 LOSING = dict(random_trainer_kills=3, trainers_return=True, steps=8, kill_probability=0.01)

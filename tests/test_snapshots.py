@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,15 +28,12 @@ class Holder:
 
     def __init__(self, index: int, trainers: int) -> None:
         self.index, self.incarnation, self.dead, self.ready = index, 1, False, True
-        self.host: Any = self
         self.snapshot_slots = (0, 1)
-        self.job = SimpleNamespace(trainers=trainers)
+        self.origin = None
         self.met: list[tuple[int, int]] = []
-        self.protection = SimpleNamespace(meet=lambda slot, incarnation: self.met.append((slot, incarnation)))
-        self.rebuild = SimpleNamespace(check_done=lambda: None)
         self.answers: list[Any] = []
         self.lock = threading.RLock()
-        self.store = SnapshotStore(self)  # type: ignore[arg-type]
+        self.store = SnapshotStore(self, self, index, self.incarnation, trainers)
         self.transport = SocketTransport(str(index), self.handle)
 
     def handle(self, request: Any, reply: Callable[[Any], None]) -> None:
@@ -65,7 +61,13 @@ class Holder:
         timer.daemon = True
         timer.start()
 
-    def check_durable(self) -> None:
+    def known_incarnations(self) -> list[int]:
+        return [1, 1]
+
+    def meet(self, slot: int, incarnation: int) -> None:
+        self.met.append((slot, incarnation))
+
+    def on_snapshots_copied(self) -> None:
         pass
 
 

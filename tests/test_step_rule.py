@@ -31,9 +31,9 @@ def test_a_step_is_settled_when_the_last_holder_has_folded_it() -> None:
     r = rule()
     apply(r, 3)
     r.on_confirmed(1, 0, 3)
-    assert r.settled == 0 and not r.acknowledge()
+    assert r.settled == 0 and not r.acknowledge(r.settled)
     r.on_confirmed(2, 0, 2)
-    assert r.settled == 2 and r.acknowledge() and r.acknowledged == 2
+    assert r.settled == 2 and r.acknowledge(r.settled) and r.acknowledged == 2
     assert r.is_acknowledged(2) and not r.is_acknowledged(3)
 
 
@@ -50,14 +50,14 @@ def test_the_worked_example_of_the_module() -> None:
     apply(r, 7)
     r.on_confirmed(1, 0, 7)
     r.on_confirmed(2, 0, 5)
-    r.acknowledge()
+    r.acknowledge(r.settled)
     assert (r.settled, r.acknowledged) == (5, 5)
     assert r.learn(2, 1, floor=4)
     assert (r.settled, r.acknowledged) == (4, 5)
     r.on_confirmed(2, 0, 7)
     assert r.settled == 4, "the old incarnation's confirmation counts for nothing"
     r.on_confirmed(2, 1, 6)
-    assert r.settled == 6 and r.acknowledge() and r.acknowledged == 6
+    assert r.settled == 6 and r.acknowledge(r.settled) and r.acknowledged == 6
 
 
 def test_an_incarnation_is_news_once() -> None:
@@ -96,7 +96,8 @@ def test_a_holder_catches_up_with_what_the_source_had_acknowledged() -> None:
     assert not r.is_caught_up(1)
     assert r.on_attached(1, base=4, acknowledged=6) and r.folded[1] == 4
     assert not r.is_caught_up(1)
-    r.folded[1] = 6
+    r.on_folded(1, 5)
+    r.on_folded(1, 6)
     assert r.is_caught_up(1)
     assert not r.on_attached(1, base=9, acknowledged=7), "it knows the source: the base is not its"
     assert r.folded[1] == 6 and not r.is_caught_up(1)
@@ -105,7 +106,7 @@ def test_a_holder_catches_up_with_what_the_source_had_acknowledged() -> None:
 def test_without_holders_a_step_is_settled_at_once() -> None:
     r = rule(holders=(), confirmed={})
     apply(r, 2)
-    assert r.settled == 2 and r.acknowledge()
+    assert r.settled == 2 and r.acknowledge(r.settled)
 
 
 def test_the_cut_counts_only_holders_that_have_caught_up() -> None:
@@ -123,7 +124,7 @@ def test_acknowledged_never_falls_and_never_leads(confirmations: list[tuple[int,
         r.learn(holder, incarnation, floor=0)
         before = r.acknowledged
         r.on_confirmed(holder, incarnation, step)
-        r.acknowledge()
+        r.acknowledge(r.settled)
         assert before <= r.acknowledged <= r.applied
         assert r.settled <= r.applied
         assert r.may_forget() <= r.settled
@@ -133,7 +134,7 @@ def test_going_back_takes_everything_back_that_came_later() -> None:
     """Words of the trainers, too: what they called complete later would let the logs be forgotten too early."""
     r = rule(sources=(1,), folded={1: 5}, catch_up={1: 4}, confirmed={1: 5, 2: 3})
     apply(r, 6)
-    r.acknowledge()
+    r.acknowledge(r.settled)
     r.on_resumable(0, 3)
     r.on_resumable(1, 5)
     r.go_back(4)

@@ -9,7 +9,7 @@ import os
 import signal
 
 if os.environ.get("ECREC_TEST_STOP"):
-    from torch_ecrec.server import protection
+    from torch_ecrec.durability import folding
 
     holder, source, step = map(int, os.environ["ECREC_TEST_STOP"].split())
     stopped = False
@@ -23,12 +23,12 @@ if os.environ.get("ECREC_TEST_STOP"):
                     os.kill(os.getpid(), signal.SIGSTOP)
                 yield part
 
-    def fold(self, request, _fold=protection.Protection._fold):  # type: ignore[no-untyped-def]
+    def fold(self, request, _fold=folding.Folds._fold):  # type: ignore[no-untyped-def]
         global stopped
-        here = self.slot.index, self.slot.incarnation, request.source, request.step
+        here = self.held.index, self.held.incarnation, request.source, request.step
         if here == (holder, 0, source, step) and not stopped:
             stopped = True
             request.positions = Parts(request.positions)
         _fold(self, request)
 
-    protection.Protection._fold = fold
+    folding.Folds._fold = fold

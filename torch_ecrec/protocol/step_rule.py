@@ -36,7 +36,10 @@ class FoldVerdict(enum.Enum):
 
 @dataclass
 class StepRule:
-    """The state of the rule. `incarnations[x]` is the lowest incarnation of slot x that is still listened to [2]."""
+    """The state of the rule, which only its own methods change.
+
+    `incarnations[x]` is the lowest incarnation of slot x that is still listened to [2].
+    """
 
     slot: int
     holders: tuple[int, ...]
@@ -78,14 +81,19 @@ class StepRule:
             self.confirmed[holder] = max(self.confirmed[holder], step)
 
     def on_resumable(self, trainer: int, step: int) -> None:
-        """A trainer says that it may go on from `step`: all that it sent up to there survives. Late words do nothing."""
+        """A trainer says that it may go on from `step`, as all that it sent till there survives; late words do nothing."""
         self.resumable[trainer] = max(self.resumable.get(trainer, 0), step)
 
-    def acknowledge(self) -> bool:
-        """Advances `acknowledged`; true if it did."""
+    def acknowledge(self, through: int) -> bool:
+        """Steps up to `through` survive: advances `acknowledged`, to what is applied at most; true if it did."""
         before = self.acknowledged
-        self.acknowledged = max(before, min(self.settled, self.applied))
+        self.acknowledged = max(before, min(through, self.applied))
         return self.acknowledged > before
+
+    def adopt(self, cut: int, floor: int) -> None:
+        """The new host of a lost slot goes on after the cut; holders are known to have what is before its log [3]."""
+        self.applied = self.acknowledged = cut
+        self.confirmed = dict.fromkeys(self.holders, floor)
 
     def go_back(self, step: int) -> None:
         """Takes back every step after `step`, own ones and those of the sources: the trainers start again there [9]."""
@@ -108,6 +116,14 @@ class StepRule:
         if step <= self.folded[source]:
             return FoldVerdict.DUPLICATE
         return FoldVerdict.NEXT if step == self.folded[source] + 1 else FoldVerdict.EARLY
+
+    def on_folded(self, source: int, step: int) -> None:
+        """The next step of a source is folded."""
+        self.folded[source] = step
+
+    def on_undone(self, source: int) -> None:
+        """The last step of a source that was folded is taken back."""
+        self.folded[source] -= 1
 
     def is_caught_up(self, source: int) -> bool:
         return source in self.catch_up and self.folded.get(source, -1) >= self.catch_up[source]

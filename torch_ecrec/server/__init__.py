@@ -1,8 +1,11 @@
-"""Shard servers: a process hosts slots; a slot applies steps, keeps parity for others and repairs itself after a loss.
+"""Shard servers: a process hosts slots; a slot applies steps, answers readers, and keeps parts of the dense model.
 
-step.py        the pure rule: which steps are applied, folded, acknowledged, settled
-slot.py        one incarnation of a slot: records, pushes, lookups, snapshots
-protection.py  folds sent and received, the cut of a lost slot
-rebuild.py     the new host of a lost slot: adoption, decode on first touch, background rebuild
-service.py     a server process: its slots, their messages, the placement
+service.py     a server process: its slots, their messages, the placement, the era
+slot.py        one incarnation of a slot: requests, steps, its life, what it tells the coordinator
+inbox.py       pushes and loads that wait for their step
+apply.py       what a step does to the records
+reads.py       lookups and exports
+snapshots.py   parts of the dense model
+
+What makes a step survive, and brings a lost slot back, is in `torch_ecrec/durability`.
 """

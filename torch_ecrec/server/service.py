@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.durability import POLICIES
+from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wellformed import Judge
@@ -65,7 +67,7 @@ class Host(Node):
                 frozen=self.frozen,
                 resume_step=self.resume_step,
                 origin=self.origin,
-                whole=[[slot.index, slot.incarnation] for slot in self.slots.values() if slot.rebuild.reported],
+                whole=[[slot.index, slot.incarnation] for slot in self.slots.values() if slot.reported],
                 incarnations=[max(lives) for lives in zip(*known, strict=True)],
             )
 
@@ -104,7 +106,7 @@ class Host(Node):
         for slot in self.slots.values():
             for other, incarnation in enumerate(incarnations):
                 if other != slot.index:
-                    slot.protection.meet(other, incarnation)
+                    slot.meet(other, incarnation)
         for index, place in enumerate(placement.slots):
             mine = self.slots.get(index)
             if mine is not None and place.incarnation > mine.incarnation:
@@ -113,13 +115,17 @@ class Host(Node):
             if place.server == self.name and index not in self.slots:
                 fresh = place.incarnation == 0
                 born = [0] * len(incarnations) if fresh else incarnations
-                slot = self.slots[index] = Slot(self, self.job, index, place.incarnation, born, fresh)
+                slot = self.slots[index] = self._new_slot(self.job, index, place.incarnation, born, fresh)
                 if fresh:  # the placement may come late: others were replaced meanwhile, trainers lost
                     for other, incarnation in enumerate(incarnations):
                         if other != index:
-                            slot.protection.meet(other, incarnation)
+                            slot.meet(other, incarnation)
                     slot.tell("ready")
                     slot.report_reach()
+
+    def _new_slot(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool) -> Slot:
+        held = Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh)
+        return Slot(self, held, POLICIES[job.code.protection], self.settings, fresh)
 
     # from other processes -----------------------------------------------------------------------
 

@@ -9,22 +9,61 @@ Steps before the watermark are forgotten: nobody goes back further.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from torch_ecrec.durability.policy import AsksOnce, Reply
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.pieces import Gathering, Key, Part, cut
 from torch_ecrec.protocol.wire import Answer, Malformed, Refused
 from torch_ecrec.transport.node import RETRY_S
 
-if TYPE_CHECKING:
-    from torch_ecrec.server.slot import Reply, Slot
+
+class SnapshotHost(AsksOnce, Protocol):
+    """What a store needs of the process that hosts its slot."""
+
+    @property
+    def snapshot_slots(self) -> tuple[int, ...]:
+        """The r + 1 slots whose hosts keep the dense snapshots."""
+
+    @property
+    def origin(self) -> int | None:
+        """The step that training begins after; None: initial values are being loaded."""
+
+
+class SnapshotSlot(Protocol):
+    """What a store needs of its slot."""
+
+    @property
+    def ready(self) -> bool:
+        """It serves."""
+
+    @property
+    def dead(self) -> bool:
+        """This life has been replaced."""
+
+    def known_incarnations(self) -> list[int]:
+        """Of every slot, the life that this one listens to."""
+
+    def meet(self, slot: int, incarnation: int) -> None:
+        """Another slot has this incarnation, perhaps a new one: the one before is not listened to any more."""
+
+    def on_snapshots_copied(self) -> None:
+        """Nothing is missing here any more that other holders may have."""
 
 
 class SnapshotStore:
-    """What one incarnation of a slot keeps of the dense model."""
+    """What one incarnation of a slot keeps of the dense model.
 
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
+    Args:
+        slot: whose it is.
+        host: reaches other slots.
+        index, incarnation: of the slot.
+        trainers: how many parts a whole snapshot has.
+    """
+
+    def __init__(self, slot: SnapshotSlot, host: SnapshotHost, index: int, incarnation: int, trainers: int) -> None:
+        self.slot, self.host = slot, host
+        self.index, self.incarnation, self.trainers = index, incarnation, trainers
         self.parts: dict[Key, Part] = {}
         self.lacks_all = False  # what other holders have is not here yet
         self.most: int | None = None  # the trainers start again after this step: later ones are not taken from others
@@ -43,8 +82,8 @@ class SnapshotStore:
 
     def is_whole(self, step: int) -> bool:
         """Whether every trainer's part is here. Nobody needs any before training: that is the model as it was made."""
-        before_training = wire.training_step(step, self.slot.host.origin) == 0
-        return before_training or all((step, trainer) in self.parts for trainer in range(self.slot.job.trainers))
+        before_training = wire.training_step(step, self.host.origin) == 0
+        return before_training or all((step, trainer) in self.parts for trainer in range(self.trainers))
 
     def forget(self, watermark: int) -> None:
         for key in [key for key in self.parts if key[0] < watermark]:
@@ -67,13 +106,13 @@ class SnapshotStore:
     def on_fetch(self, request: wire.FetchSnapshots, reply: Reply) -> None:
         if request.holder >= 0:
             # From now on this slot tells trainers that an earlier life of the holder counts for nothing.
-            self.slot.protection.meet(request.holder, request.holder_incarnation)
+            self.slot.meet(request.holder, request.holder_incarnation)
         lacks_some = self.lacks_all if request.of < 0 else request.holder < 0 and not self.is_whole(request.of)
         if len(request.begin) not in (0, 3):
             reply(Malformed(f"`begin` must be 3 integers or none, got {request.begin}"))
             return
         if not self.slot.ready or lacks_some:
-            reply(Refused(f"slot {self.slot.index} has not got them all itself"))
+            reply(Refused(f"slot {self.index} has not got them all itself"))
             return
         reply(cut(self.parts, request.of, request.begin))
 
@@ -81,7 +120,7 @@ class SnapshotStore:
 
     def copy_all(self) -> None:
         """The new host of a lost slot: asks the other holders in turn for all they have."""
-        if self._is_holder and len(self.slot.host.snapshot_slots) > 1:
+        if self._is_holder and len(self.host.snapshot_slots) > 1:
             self.lacks_all = True
             self._copy()
 
@@ -92,11 +131,11 @@ class SnapshotStore:
 
     @property
     def _is_holder(self) -> bool:
-        return self.slot.index in self.slot.host.snapshot_slots
+        return self.index in self.host.snapshot_slots
 
     def _copy(self) -> None:
         """One of the others has everything, as long as at most r are lost."""
-        others = [h for h in self.slot.host.snapshot_slots if h != self.slot.index]
+        others = [h for h in self.host.snapshot_slots if h != self.index]
         if others and not self._asking:
             self._asking = True
             self._ask(others, 0, self._gathering())
@@ -110,14 +149,14 @@ class SnapshotStore:
         It meets this slot's incarnation before it gives the first one: what is stored there later, trainers bring here,
         too. So one holder's answers are enough together, also if some come much later.
         """
-        slot, holder = self.slot, others[turn % len(others)]
+        holder = others[turn % len(others)]
 
         def make(incarnation: int) -> wire.Request:
             begin = got.begin(incarnation)
-            return wire.FetchSnapshots(holder, incarnation, got.of, slot.index, slot.incarnation, begin)
+            return wire.FetchSnapshots(holder, incarnation, got.of, self.index, self.incarnation, begin)
 
         def done(answer: Answer | None) -> None:
-            if slot.dead:
+            if self.slot.dead:
                 return
             if isinstance(answer, wire.Snapshots):
                 try:
@@ -131,13 +170,12 @@ class SnapshotStore:
                     self._keep(got)
             if self.complete:
                 self._asking = False
-                slot.rebuild.check_done()
-                slot.check_durable()
+                self.slot.on_snapshots_copied()
             else:
                 again = self._gathering()
-                slot.host.later(RETRY_S, lambda: None if slot.dead else self._ask(others, turn + 1, again))
+                self.host.later(RETRY_S, lambda: None if self.slot.dead else self._ask(others, turn + 1, again))
 
-        slot.host.ask_once(holder, make, done)
+        self.host.ask_once(holder, make, done)
 
     def _keep(self, got: Gathering) -> None:
         for (step, trainer), part in got.parts.items():

@@ -176,8 +176,8 @@ def view_of(process: Process) -> dict[str, Any]:
             slot.index: {
                 "incarnation": slot.incarnation,
                 "ready": slot.ready,
-                "reported": slot.rebuild.reported,
-                "whole": slot.rebuild.whole and slot.going_back_to is None,
+                "reported": slot.reported,
+                "whole": slot.whole and slot.going_back_to is None,
                 "applied": slot.rule.applied,
                 "settled": slot.rule.settled,
                 "acknowledged": slot.rule.acknowledged,

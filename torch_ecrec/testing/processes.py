@@ -208,18 +208,19 @@ class Server(Process):
 
     def _check_records(self, slot: Slot, slab: int, layout: Layout) -> None:
         positions = np.arange(layout.data_rows(slot.index), dtype=np.int64)
-        if slot.rebuild.remaining:
-            positions = np.flatnonzero(~slot.rebuild.missing[slab, False]).astype(np.int64)
+        present = slot.missing.present(slab, False, positions)
+        if present is not None:
+            positions = np.flatnonzero(present).astype(np.int64)
         rows = layout.row_at(slot.index, positions)
         for step in range(min(slot.log.floor, slot.rule.applied), slot.rule.applied + 1):
-            here, right = slot.records_as_of(slab, positions, step), self._oracle.records[step][slab][rows]
+            here, right = slot.held.records_as_of(slab, positions, step), self._oracle.records[step][slab][rows]
             assert np.array_equal(here, right), f"slot {slot.index}: records as of step {step} are wrong"
 
     def _check_parities(self, slot: Slot, slab: int, layout: Layout) -> None:
         code, shard = slot.code, slot.shards[slab]
         every = np.arange(shard.parity_rows, dtype=np.int64)
         for group in layout.group(slot.index, True, every):
-            present = slot.rebuild.parity_present(slab, every[group.where])
+            present = slot.missing.present(slab, True, every[group.where])
             sources = [int(layout.member_slot[group.base, member]) for member in range(code.k)]
             if not all(source in slot.rule.folded for source in sources):
                 continue  # counts from the time that the source is known

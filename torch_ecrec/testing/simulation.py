@@ -237,8 +237,7 @@ class SimulatedCluster:
             return False
         slots = self.slots()
         return len(slots) == self.scenario.code.slots and all(
-            s.ready and s.rebuild.whole and s.rule.applied == s.rule.settled == self.origin + self.scenario.steps
-            for s in slots
+            s.whole and s.rule.applied == s.rule.settled == self.origin + self.scenario.steps for s in slots
         )
 
     @property
@@ -321,7 +320,7 @@ class SimulatedCluster:
     def describe(self) -> str:
         """State of every slot, for messages."""
         clients = [(c.name, c.step, c.complete, len(c.exchanges)) for c in self.clients.values()]
-        rules = [(s.index, s.incarnation, s.ready, s.rule, s.rebuild.remaining, len(s.waiting)) for s in self.slots()]
+        rules = [(s.index, s.incarnation, s.ready, s.rule, s.missing.remaining, len(s.waiting)) for s in self.slots()]
         return f"trainers {clients}; slots {rules}; placement {self.coordinator.slots}"
 
     def verify(self) -> None:

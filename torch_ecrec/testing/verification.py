@@ -118,13 +118,11 @@ def knows(slot: Slot | None, other: Slot | None) -> TypeGuard[Slot]:
 
 def steps_kept(slot: Slot) -> dict[str, int]:
     """For how many steps a slot keeps each thing that `BOUNDS` limits."""
-    folds = [log.last - log.floor for log in slot.protection.fold_logs.values()]
     return {
         "log": slot.log.last - slot.log.floor,
-        "fold log": max(folds, default=0),
-        "early folds": max((len(early) for early in slot.protection.early.values()), default=0),
-        "kept pushes": len(slot.pushes) + len(slot.loads),
+        "kept pushes": len(slot.inbox),
         "snapshots": len(slot.snapshots.trainers_of()),
+        **slot.durability.steps_kept(),
     }
 
 
@@ -147,7 +145,7 @@ def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
     for slab, shard in enumerate(holder.shards):
         layout, code = holder.layouts[slab], holder.code
         for group in layout.group(holder.index, True, np.arange(shard.parity_rows, dtype=np.int64)):
-            here = holder.rebuild.parity_present(slab, group.where)
+            here = holder.missing.present(slab, True, group.where)
             there = np.ones(len(group.where), dtype=bool) if here is None else here
             records = []
             for member in range(code.k):
@@ -162,9 +160,10 @@ def check_parity_as_of(holder: Slot, slots: dict[int, Slot]) -> None:
                     break
                 exists = layout.exists(group.base, member, group.rotations)
                 positions = layout.position(group.base, member, group.rotations)[exists]
-                if source.rebuild.remaining:
-                    there[exists] &= ~source.rebuild.missing[slab, False][positions]
-                records.append(source.records_as_of(slab, positions, step))
+                present = source.missing.present(slab, False, positions)
+                if present is not None:
+                    there[exists] &= present
+                records.append(source.held.records_as_of(slab, positions, step))
             else:
                 right = (parity_of(holder, slab, group, records) == shard.gather(group.where, parity=True)).all(axis=1)
                 assert (right | ~there).all(), (

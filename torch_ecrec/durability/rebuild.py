@@ -1,9 +1,9 @@
 """Repair of a lost slot on its new host: on first touch, and the rest in the background.
 
-Owns which records and parities are missing. A `_Repair` is one attempt for records whose stripes share a base: ask the
-parities that will be read what they stand for, read k members as of one version vector, decode what is still missing
-into place, roll it forward by the own logs (`recovery.py` has the rules). An attempt that is refused (a log no longer
-reaches back, a member is not rebuilt itself) is planned anew after a pause; installing is idempotent.
+A `_Repair` is one attempt for records whose stripes share a base: ask the parities that will be read what they stand
+for, read k members as of one version vector, decode what is still missing into place, roll it forward by the own logs
+(`layout/repair.py` has the rules). An attempt that is refused (a log no longer reaches back, a member is not rebuilt
+itself) is planned anew after a pause; installing is idempotent.
 
 The background goes through the slot in portions, some of them at once. Every byte that is read counts against the
 limit, also for records that a request waits for; but only the background waits for the limit.
@@ -19,112 +19,119 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from torch_ecrec.durability.folding import Folds
+from torch_ecrec.durability.holdings import Change, Holdings
+from torch_ecrec.durability.policy import AsksOnce
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Answer
-from torch_ecrec.transport.node import RETRY_S
+from torch_ecrec.spec.settings import Settings
 
-if TYPE_CHECKING:
-    from torch_ecrec.server.protection import Change
-    from torch_ecrec.server.slot import Slot
-
+RETRY_S = 0.02  # pause before the first new attempt; later ones wait for longer
+RETRY_MOST_S = 0.5
 PORTIONS_AT_ONCE = 3  # so that a new host and those it reads from work at the same time
 NOBODY, REPAIRED, AWAITED = range(3)  # of a missing record: whether its repair is under way, and a request waits for it
 
 
+class RebuildHost(AsksOnce, Protocol):
+    """What a rebuild needs of the process that hosts the slot."""
+
+    @property
+    def history(self) -> tuple[int, bool]:
+        """Changes whenever steps may have been taken back: what was read before then counts for nothing."""
+
+    def unhealthy_slots(self) -> list[int]:
+        """Slots that are lost, or not rebuilt yet."""
+
+    def emit(self, effect: Callable[[], None]) -> None:
+        """Runs `effect` after the node's lock is released."""
+
+
+class RebuildOwner(Protocol):
+    """What a rebuild needs of the slot."""
+
+    @property
+    def dead(self) -> bool:
+        """This life has been replaced."""
+
+    def progress(self) -> None:
+        """Records are there again that somebody waits for."""
+
+    def check_rebuilt(self) -> None:
+        """Less is missing than before."""
+
+
 class Rebuild:
-    """What is missing of a slot, and its repair.
+    """The repair of what is missing of a slot.
 
     Args:
-        slot: the slot.
-        whole: true if nothing is missing (a slot at the start of a job).
+        owner: the slot.
+        host: the process that hosts it.
+        held: of the slot; `held.missing` says what is missing.
+        folds: of the slot.
+        settings: chunk size and limit of the background rebuild.
     """
 
-    def __init__(self, slot: Slot, whole: bool) -> None:
-        self.slot = slot
-        self.reported = whole
-        # (slab, parity) -> per position; only loses entries while the slot lives
-        self.missing: dict[tuple[int, bool], np.ndarray] = {}
-        self.state: dict[tuple[int, bool], np.ndarray] = {}  # likewise; it counts only where something is missing
-        self.total = self.remaining = 0
-        if not whole:
-            for slab, shard in enumerate(slot.shards):
-                for parity, count in ((False, shard.data_rows), (True, shard.parity_rows)):
-                    self.missing[slab, parity] = np.ones(count, dtype=bool)
-                    self.state[slab, parity] = np.full(count, NOBODY, dtype=np.uint8)
-                    self.total += count
-            self.remaining = self.total
+    def __init__(
+        self, owner: RebuildOwner, host: RebuildHost, held: Holdings, folds: Folds, settings: Settings
+    ) -> None:
+        self.owner, self.host, self.held, self.folds, self.settings = owner, host, held, folds, settings
+        self.missing = held.missing
+        # (slab, parity) -> per position; it counts only where something is missing
+        self.state = {kind: np.full(len(self.missing.of(*kind)), NOBODY, dtype=np.uint8) for kind in self.missing.kinds}
         self.portions = deque(self._portions())
         self.portions_under_way = 0
         self.pausing = False
         self.unpaid_bytes = 0  # read since the last pause
 
-    @property
-    def whole(self) -> bool:
-        return self.remaining == 0 and self.slot.ready
-
-    @property
-    def done_fraction(self) -> float:
-        return 1.0 if self.total == 0 else 1.0 - self.remaining / self.total
-
-    # what is there ------------------------------------------------------------------------------
-
-    def lacks(self, slab: int, parity: bool, positions: np.ndarray) -> bool:
-        return self.remaining > 0 and bool(self.missing[slab, parity][positions].any())
-
-    def parity_present(self, slab: int, positions: np.ndarray) -> np.ndarray | None:
-        """(U,) bool, or None if all are."""
-        return None if self.remaining == 0 else ~self.missing[slab, True][positions]
-
     def is_missing(self, positions: list[np.ndarray]) -> bool:
         """Whether any of these data records (per slab) is missing; if so, their repair starts now."""
-        if self.remaining == 0:
+        if self.missing.remaining == 0:
             return False
         missing = False
         for slab, positions_U in enumerate(positions):
-            gone = positions_U[self.missing[slab, False][positions_U]]
+            gone = positions_U[self.missing.of(slab, False)[positions_U]]
             if len(gone):
                 missing = True
                 state = self.state[slab, False]
                 new = np.unique(gone[state[gone] == NOBODY])
                 state[gone] = AWAITED
-                for group in self.slot.layouts[slab].group(self.slot.index, False, new):
+                for group in self.held.layouts[slab].group(self.held.index, False, new):
                     _Repair(self, slab, False, new[group.where], group)
         return missing
 
     # repair -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """The slot is ready: copies the dense snapshots of other holders and starts the background rebuild."""
-        self.slot.snapshots.copy_all()
+        """The slot is ready: starts the background rebuild."""
         self._next_portions()
 
     def _portions(self) -> Iterator[tuple[int, bool, int, int]]:
         """Everything, in runs of positions that share a rank, so a base."""
-        chunk = self.slot.settings.rebuild_chunk_bytes
-        for slab, parity in self.missing:
-            layout, width = self.slot.layouts[slab], self.slot.job.slabs[slab].schema.nbytes
-            firsts = (layout.parity_first if parity else layout.data_first)[self.slot.index].tolist()
+        chunk = self.settings.rebuild_chunk_bytes
+        for slab, parity in self.missing.kinds:
+            layout, width = self.held.layouts[slab], self.held.shards[slab].schema.nbytes
+            firsts = (layout.parity_first if parity else layout.data_first)[self.held.index].tolist()
             for begin, behind in itertools.pairwise(firsts):
                 for first, end in repair.portions(behind - begin, width, chunk):
                     yield slab, parity, begin + first, begin + end
 
     def _next_portions(self) -> None:
         """Starts as many portions as may be under way, no faster than the limit allows."""
-        rate = self.slot.settings.rebuild_bytes_per_s
-        while not self.slot.dead and not self.pausing and self.portions_under_way < PORTIONS_AT_ONCE:
+        rate = self.settings.rebuild_bytes_per_s
+        while not self.owner.dead and not self.pausing and self.portions_under_way < PORTIONS_AT_ONCE:
             if not self._start_portion():
-                self.check_done()
+                self.owner.check_rebuilt()
                 return
             if rate:
                 self.pausing = True
-                self.slot.host.later(self.unpaid_bytes / rate, self._after_pause)
+                self.host.later(self.unpaid_bytes / rate, self._after_pause)
                 self.unpaid_bytes = 0
 
     def _after_pause(self) -> None:
@@ -136,14 +143,14 @@ class Rebuild:
         while self.portions:
             slab, parity, first, end = self.portions.popleft()
             state = self.state[slab, parity][first:end]
-            positions = first + np.flatnonzero(self.missing[slab, parity][first:end] & (state == NOBODY))
+            positions = first + np.flatnonzero(self.missing.of(slab, parity)[first:end] & (state == NOBODY))
             if len(positions):
                 state[positions - first] = REPAIRED
-                (group,) = self.slot.layouts[slab].group(self.slot.index, parity, positions)
+                (group,) = self.held.layouts[slab].group(self.held.index, parity, positions)
                 self.portions_under_way += 1
                 _Repair(self, slab, parity, positions, group, self._on_portion)
                 # while its records are on their way, and with the node's lock released: milliseconds on a busy host
-                self.slot.host.emit(partial(self.slot.shards[slab].merge_pages, first, end, parity))
+                self.host.emit(partial(self.held.shards[slab].merge_pages, first, end, parity))
                 return True
         return False
 
@@ -156,24 +163,10 @@ class Rebuild:
         state = self.state[slab, parity]
         is_awaited = bool((state[positions] == AWAITED).any())
         state[positions] = NOBODY
-        self.remaining -= count
-        if is_awaited or self.remaining == 0:
-            self.slot.progress()
-        self.check_done()
-
-    def check_done(self) -> None:
-        """Rebuilt: nothing missing, and caught up with all that the sources have acknowledged (rule 5)."""
-        if self.reported or self.slot.dead or not self.whole or self.slot.snapshots.lacks_all:
-            return
-        rule = self.slot.rule
-        if all(rule.is_caught_up(source) for source in rule.sources):
-            self.reported = True
-            self.tell_again()
-
-    def tell_again(self) -> None:
-        """Tells the coordinator that the slot is rebuilt, if it is."""
-        if self.reported:
-            self.slot.tell("rebuilt")
+        self.missing.on_installed(count)
+        if is_awaited or self.missing.remaining == 0:
+            self.owner.progress()
+        self.owner.check_rebuilt()
 
 
 class _Repair:
@@ -188,19 +181,20 @@ class _Repair:
         group: StripeGroup,
         then: Callable[[], None] | None = None,
     ) -> None:
-        self.rebuild, self.slot, self.slab, self.parity = rebuild, rebuild.slot, slab, parity
+        self.rebuild, self.owner, self.host, self.held = rebuild, rebuild.owner, rebuild.host, rebuild.held
+        self.slab, self.parity = slab, parity
         self.positions, self.group, self.then = positions, group, then
-        self.layout = self.slot.layouts[slab]
-        self.width = self.slot.job.slabs[slab].schema.nbytes
+        self.layout = self.held.layouts[slab]
+        self.width = self.held.shards[slab].schema.nbytes
         self.failures = 0
         self.attempt = 0
         self.begin()
 
     def begin(self) -> None:
-        if self.slot.dead:
+        if self.owner.dead:
             return
         self.attempt += 1
-        host = self.slot.host
+        host = self.host
         self.plan = repair.plan_repair(self.layout, self.group.base, self.group.member, host.unhealthy_slots())
         self.rebuild.unpaid_bytes += self.plan.read_bytes(len(self.positions), self.width)
         self.folded: dict[int, wire.VersionsAre] = {}
@@ -212,12 +206,12 @@ class _Repair:
 
     def _unless_over(self, then: Callable[[Any], None]) -> Callable[[Answer | None], None]:
         """An answer counts only for the attempt that asked for it; a refusal ends the attempt."""
-        attempt, history = self.attempt, self.slot.host.history
+        attempt, history = self.attempt, self.host.history
 
         def done(answer: Answer | None) -> None:
-            if attempt != self.attempt or self.slot.dead:
+            if attempt != self.attempt or self.owner.dead:
                 return
-            if answer is None or history != self.slot.host.history:
+            if answer is None or history != self.host.history:
                 self._again()
             else:
                 then(answer)
@@ -238,12 +232,12 @@ class _Repair:
         """What it read did not fit together or was not there: a new attempt, a little later."""
         self.attempt += 1
         self.failures += 1
-        self.slot.host.later(min(RETRY_S * self.failures, 0.5), self.begin)
+        self.host.later(min(RETRY_S * self.failures, RETRY_MOST_S), self.begin)
 
     def _fetch(self) -> None:
         known = [answer.folded for answer in self.folded.values()]
         if self.parity:
-            known.append(dict(self.slot.rule.folded))
+            known.append(dict(self.held.rule.folded))
         vector = repair.version_vector(self.plan, known)
         if vector is None:
             self._again()
@@ -258,7 +252,7 @@ class _Repair:
             if len(positions):
                 parity, at = member >= self.layout.k, torch.from_numpy(positions)
                 make = partial(self._fetch_of, holder, parity=parity, positions=at)
-                self.slot.host.ask_once(holder, make, done)
+                self.host.ask_once(holder, make, done)
             else:
                 done(wire.Records(torch.empty((0, self.width), dtype=torch.uint8)))
 
@@ -271,14 +265,14 @@ class _Repair:
             self._again()
             return
         self.attempt += 1  # nothing that still arrives counts
-        slot, positions, missing = self.slot, self.positions, self.rebuild.missing[self.slab, self.parity]
-        shard = slot.shards[self.slab]
+        held, positions, missing = self.held, self.positions, self.held.missing.of(self.slab, self.parity)
+        shard = held.shards[self.slab]
         # of those that are not missing any more, what is there already stands for the newest step
         moved = [np.where(missing[positions[rows_M]], positions[rows_M], -1) for rows_M, _, _ in changes]
         reads, values = self.plan.reads, [self._values(member) for member in self.plan.reads]
-        count = shard.install_(slot.code, positions, missing, reads, values, self.group.member, self.parity)
+        count = shard.install_(held.code, positions, missing, reads, values, self.group.member, self.parity)
         for rows_M, (_, deltas_MB, coefficients_M) in zip(moved, changes, strict=True):
-            shard.fold_(slot.code, rows_M, deltas_MB, coefficients_M, self.parity)
+            shard.fold_(held.code, rows_M, deltas_MB, coefficients_M, self.parity)
         self.rebuild.on_installed(self.slab, self.parity, positions, count)
         if self.then is not None:
             self.then()
@@ -294,8 +288,7 @@ class _Repair:
 
     def _roll_forward(self) -> list[Change] | None:
         """From the steps it was read as of to where this slot stands, by its own logs; None if they do not reach."""
-        protection = self.slot.protection
         if self.parity:
-            return protection.parity_changes(self.slab, self.group, self.vector)
+            return self.rebuild.folds.parity_changes(self.slab, self.group, self.vector)
         # only steps up to the cut can have changed a record that is still missing
-        return protection.data_changes(self.slab, self.positions, self.vector[self.slot.index])
+        return self.held.data_changes(self.slab, self.positions, self.vector[self.held.index])

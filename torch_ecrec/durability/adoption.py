@@ -1,0 +1,135 @@
+"""The new host of a lost slot finds out where the slot stands: the cut, and the slot's own log up to it.
+
+It asks every holder what it has folded of the slot (`Adopt`). The cut is the last step that all who are caught up have
+folded; holders undo what they folded later and hand their logs over (`Cut`). From these the slot's log is put together,
+and the slot serves (docs/design.md, rule 3).
+
+Shape legend: U records; lists hold one array per slab and run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.durability.policy import Asks, Pending
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.step_rule import choose_cut
+from torch_ecrec.protocol.wire import Answer
+from torch_ecrec.records.delta_log import DeltaLog
+
+logger = logging.getLogger(__name__)
+
+
+class AdoptingHost(Asks, Protocol):
+    """What an adoption needs of the process that hosts the slot."""
+
+    @property
+    def frozen(self) -> bool:
+        """The trainers were lost, and where they start again is not known yet."""
+
+
+class AdoptingOwner(Protocol):
+    """What an adoption needs of the slot."""
+
+    def become_ready(self, cut: int, floor: int, log: DeltaLog) -> None:
+        """The slot goes on after step `cut`; its log holds the steps `floor + 1 .. cut`."""
+
+    def give_up(self) -> None:
+        """No holder that has caught up knows this slot."""
+
+
+class Adoption:
+    """Of one life of a slot; idle until it begins."""
+
+    def __init__(self, owner: AdoptingOwner, host: AdoptingHost, held: Holdings) -> None:
+        self.owner, self.host, self.held = owner, host, held
+        self.asked: list[Pending] = []
+
+    def cancel(self) -> None:
+        for exchange in self.asked:
+            exchange.cancel()
+
+    def begin(self) -> None:
+        """Asks every holder what it has folded of this slot; the cut follows from that.
+
+        Asks again when an era begins meanwhile: all that counts for one cut is said before anybody goes back, or after.
+        """
+        held, reports = self.held, {}
+        self.cancel()
+        holders = held.rule.holders
+
+        def ask(holder: int) -> Pending:
+            def done(answer: Answer) -> None:
+                assert isinstance(answer, wire.Adopted)
+                reports[holder] = (answer.folded, answer.caught_up)
+                if len(reports) == len(holders):
+                    cut = choose_cut(reports.values())
+                    if cut is None:
+                        self.owner.give_up()
+                    else:
+                        self._cut(cut)
+
+            def make(incarnation: int) -> wire.Request:
+                return wire.Adopt(holder, incarnation, held.index, held.incarnation, self.host.frozen)
+
+            return self.host.ask(holder, make, done)
+
+        logger.info("slot %d: new host, asks slots %s what they have folded", held.index, list(holders))
+        self.asked = [ask(holder) for holder in holders]
+
+    def _cut(self, cut: int) -> None:
+        held, logs = self.held, {}
+        holders = held.rule.holders
+
+        def ask(holder: int) -> Pending:
+            def done(answer: Answer) -> None:
+                assert isinstance(answer, wire.CutLog)
+                logs[holder] = answer
+                if len(logs) == len(holders):
+                    self._on_logs(cut, {h: log for h, log in logs.items() if log.caught_up})
+
+            def make(incarnation: int) -> wire.Request:
+                return wire.Cut(holder, incarnation, held.index, held.incarnation, self.host.frozen, cut)
+
+            return self.host.ask(holder, make, done)
+
+        logger.info("slot %d: cut at step %d", held.index, cut)
+        self.asked = [ask(holder) for holder in holders]
+
+    def _on_logs(self, cut: int, logs: dict[int, wire.CutLog]) -> None:
+        """Puts this slot's own log together: each holder has the deltas of the records it keeps parity of."""
+        held = self.held
+        if self._members(logs) < self._members(held.rule.holders):
+            self.owner.give_up()
+            return
+        floor = min(cut, max(log.floor for log in logs.values()))
+        own = DeltaLog(len(held.shards), floor=floor)
+        for step in range(floor + 1, cut + 1):
+            at = [(h, log, log.steps.index(step)) for h, log in logs.items()]
+            positions, deltas = [], []
+            for slab in range(len(held.shards)):
+                of_slab = {h: self._of_slab(h, slab) for h in logs}
+                every = np.concatenate([part.numpy() for h, log, i in at for part in log.positions[i][of_slab[h]]])
+                parts = np.concatenate([part.numpy() for h, log, i in at for part in log.deltas[i][of_slab[h]]])
+                positions_U, first = np.unique(every, return_index=True)  # with r > 1 several holders have the same
+                positions.append(positions_U)
+                deltas.append(np.ascontiguousarray(parts[first]))
+            own.append(step, positions, deltas)
+        self.asked = []
+        logger.info("slot %d: serves, %d recent steps in its log", held.index, cut - floor)
+        self.owner.become_ready(cut, floor, own)
+
+    def _members(self, holders: Iterable[int]) -> set[int]:
+        """As which members of their stripes this slot has records whose parities are on these holders."""
+        runs = [run for layout in self.held.layouts for h in holders for run in layout.runs(self.held.index, h)]
+        return {run.member for run in runs if run.first < run.end}
+
+    def _of_slab(self, holder: int, slab: int) -> slice:
+        """Which parts of a fold to a holder are of one slab."""
+        runs = len(self.held.layouts[slab].runs(self.held.index, holder))
+        return slice(slab * runs, (slab + 1) * runs)

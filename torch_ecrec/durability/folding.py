@@ -1,0 +1,205 @@
+"""Folds received: what a slot keeps of other slots' records, and how it takes folds back.
+
+A slot is a holder of its sources: it folds their deltas into its parities and keeps them, per source, in a fold log:
+redo for nobody, undo for cuts, for going back, and for readers.
+
+Shape legend: U records, M of them that changed, B record bytes; lists hold one array per slab and run.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from torch_ecrec.durability.holdings import Change, Holdings, with_coefficient
+from torch_ecrec.durability.policy import Reply
+from torch_ecrec.layout.stripes import StripeGroup
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.step_rule import FoldVerdict
+from torch_ecrec.protocol.wire import Refused
+from torch_ecrec.records.delta_log import DeltaLog
+
+
+class FoldsHost(Protocol):
+    """What folds need of the process that hosts the slot."""
+
+    @property
+    def frozen(self) -> bool:
+        """The trainers were lost, and where they start again is not known yet."""
+
+
+class FoldsOwner(Protocol):
+    """What folds need of the slot."""
+
+    def check_rebuilt(self) -> None:
+        """More is caught up with."""
+
+
+class Folds:
+    """Other slots' steps, as far as their parities are on this slot."""
+
+    def __init__(self, owner: FoldsOwner, host: FoldsHost, held: Holdings) -> None:
+        self.owner, self.host, self.held = owner, host, held
+        rule = held.rule
+        self.runs = {source: [layout.runs(source, held.index) for layout in held.layouts] for source in rule.sources}
+        self.logs = {source: self._new_log(source, 0) for source in rule.folded}
+        self.early: dict[int, dict[int, tuple[wire.Fold, Reply]]] = {}
+        self.attached: dict[int, int] = {}  # source -> its incarnation that attached last; only grows
+
+    def _new_log(self, source: int, floor: int) -> DeltaLog:
+        return DeltaLog(sum(len(runs) for runs in self.runs[source]), floor=floor)
+
+    # folds ----------------------------------------------------------------------------------------
+
+    def on_attach(self, request: wire.Attach, reply: Reply) -> None:
+        rule = self.held.rule
+        if not rule.is_current(request.source, request.source_incarnation):
+            reply(Refused(f"slot {request.source} has been replaced"))
+            return
+        if self.host.frozen:  # steps of the source may still have to be undone here
+            reply(Refused("the trainers were lost"))
+            return
+        if rule.on_attached(request.source, request.base, request.acknowledged):
+            self.logs[request.source] = self._new_log(request.source, request.base)
+        self.attached[request.source] = max(request.source_incarnation, self.attached.get(request.source, 0))
+        reply(wire.Attached(rule.folded[request.source]))
+        self.owner.check_rebuilt()
+
+    def on_fold(self, request: wire.Fold, reply: Reply) -> None:
+        rule, source = self.held.rule, request.source
+        if self.host.frozen:
+            reply(Refused("the trainers were lost"))
+            return
+        verdict = rule.judge_fold(source, request.source_incarnation, request.step)
+        if verdict is FoldVerdict.NEXT:
+            self._fold(request)
+            reply(wire.Folded(request.step))
+            while (turn := self.early.get(source, {}).pop(rule.folded[source] + 1, None)) is not None:
+                self._fold(turn[0])
+                turn[1](wire.Folded(turn[0].step))
+            self.owner.check_rebuilt()
+        elif verdict is FoldVerdict.DUPLICATE:
+            reply(wire.Folded(rule.folded[source]))
+        elif verdict is FoldVerdict.EARLY:
+            waiting = self.early.setdefault(source, {})
+            if request.step in waiting:
+                waiting[request.step][1](Refused("sent again"))
+            waiting[request.step] = (request, reply)
+        else:
+            reply(Refused(f"fold of step {request.step} is {verdict.value}"))
+
+    def _fold(self, request: wire.Fold) -> None:
+        source = request.source
+        positions = [p.numpy() for p in request.positions]
+        deltas = [d.numpy() for d in request.deltas]
+        self._fold_in(source, positions, deltas)
+        log = self.logs[source]
+        log.append(request.step, positions, deltas)
+        log.forget(request.floor)
+        self.held.rule.on_folded(source, request.step)
+
+    def _fold_in(self, source: int, positions: list[np.ndarray], deltas: list[np.ndarray]) -> None:
+        """XORs a source's deltas, times their coefficients, into the parities that are there. Its own inverse."""
+        held = self.held
+        parts = [(slab, run) for slab, runs in enumerate(self.runs[source]) for run in runs]
+        for (slab, run), positions_U, deltas_UB in zip(parts, positions, deltas, strict=True):
+            if len(positions_U):
+                parities = positions_U + run.shift
+                present = held.missing.present(slab, True, parities)
+                if present is not None:
+                    parities = np.where(present, parities, -1)
+                coefficient = held.code.coefficients[run.parity, run.member]
+                coefficients = np.full(len(parities), coefficient, dtype=np.uint8)
+                held.shards[slab].fold_(held.code, parities, deltas_UB, coefficients)
+
+    def drop_early(self, source: int) -> None:
+        """Folds of a source that wait for their turn will not get it."""
+        for _, reply in self.early.pop(source, {}).values():
+            reply(Refused(f"fold of slot {source} is void"))
+
+    def drop_all_early(self) -> None:
+        """Likewise of all sources."""
+        for source in list(self.early):
+            self.drop_early(source)
+
+    def undo_after(self, source: int, cut: int) -> None:
+        """Takes back what was folded of a source after `cut`: its new host applies those steps again."""
+        rule, log = self.held.rule, self.logs[source]
+        while rule.folded[source] > cut:
+            entry = log.pop()
+            self._fold_in(source, [p for p, _ in entry], [d for _, d in entry])
+            rule.on_undone(source)
+
+    def undo_all_after(self, step: int) -> None:
+        """Likewise of all sources: the trainers start again after `step`."""
+        for source in self.logs:
+            self.undo_after(source, step)
+
+    # the cut of a lost slot -----------------------------------------------------------------------
+
+    def on_adopt(self, request: wire.Adopt, reply: Reply) -> None:
+        rule, lost = self.held.rule, request.lost
+        if not rule.is_current(lost, request.lost_incarnation):
+            reply(Refused(f"slot {lost} has been replaced"))
+        elif lost not in rule.folded:
+            reply(wire.Adopted(None, False))
+        else:
+            reply(wire.Adopted(rule.folded[lost], rule.is_caught_up(lost)))
+
+    def on_cut(self, request: wire.Cut, reply: Reply) -> None:
+        rule, lost = self.held.rule, request.lost
+        if not rule.is_current(lost, request.lost_incarnation):
+            reply(Refused(f"slot {lost} has been replaced"))
+            return
+        if self.attached.get(lost, 0) >= request.lost_incarnation:
+            # It has had its answer: this is a late copy, and to undo now would take back what it sent since.
+            reply(Refused(f"slot {lost} has its cut already"))
+            return
+        if lost not in rule.folded:
+            reply(wire.CutLog([], [], [], floor=0, caught_up=False))
+            return
+        log = self.logs[lost]
+        if request.cut < log.floor:
+            reply(Refused(f"a cut at step {request.cut}, before the log, which begins after step {log.floor}"))
+            return
+        self.undo_after(lost, request.cut)
+        steps = list(range(log.floor + 1, log.last + 1))
+        entries = [log.get(step) for step in steps]
+        reply(
+            wire.CutLog(
+                steps,
+                [[torch.from_numpy(positions_U) for positions_U, _ in entry] for entry in entries],
+                [[torch.from_numpy(deltas_UB) for _, deltas_UB in entry] for entry in entries],
+                floor=log.floor,
+                caught_up=rule.is_caught_up(lost),
+            )
+        )
+
+    # for readers ----------------------------------------------------------------------------------
+
+    def parity_changes(self, slab: int, group: StripeGroup, other: dict[int, int]) -> list[Change] | None:
+        """What moves parities between what is folded now and the steps `other` (either direction: XOR).
+
+        Returns:
+            None where the fold logs do not reach.
+        """
+        held = self.held
+        layout, code = held.layouts[slab], held.code
+        changes = []
+        for member in range(code.k):
+            source = int(layout.member_slot[group.base, member])
+            folded = held.rule.folded.get(source)
+            if folded is None or not self.logs[source].floor <= other[source] <= folded:
+                return None
+            if other[source] == folded:
+                continue
+            runs = self.runs[source][slab]
+            run = next(i for i, run in enumerate(runs) if run.member == member)
+            exists = layout.exists(group.base, member, group.rotations)
+            positions = np.where(exists, layout.position(group.base, member, group.rotations), -1)
+            parts = self.logs[source].parts(slab * len(runs) + run, positions, other[source], folded)
+            coefficient = code.coefficients[group.member - code.k, member]
+            changes += [with_coefficient(part, coefficient) for part in parts]
+        return changes

@@ -1,0 +1,194 @@
+"""What one life of a slot has: its records and parities, the log of its recent steps, the step it stands at, and which
+records are missing, on the new host of a lost slot.
+
+Owned by the slot and shared with its parts, so that none of them needs to know the slot itself. Records and parities
+change by the verbs of `Shard` only, steps by those of `StepRule`.
+
+Shape legend: P records of a slab, U of them asked for, M of them that changed, B record bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.protocol.step_rule import StepRule
+from torch_ecrec.records.delta_log import DeltaLog
+from torch_ecrec.records.shard import Shard
+from torch_ecrec.spec.job import JobSpec
+
+# To be folded into some records: (M,) int64 indices of those that changed, (M, B) deltas, (M,) coefficients
+Change = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def with_coefficient(part: tuple[np.ndarray, np.ndarray], coefficient: int) -> Change:
+    """A change that all goes with one coefficient; `part` is (M,) int64 indices and (M, B) uint8 deltas."""
+    rows_M, deltas_MB = part
+    return rows_M, deltas_MB, np.full(len(rows_M), coefficient, dtype=np.uint8)
+
+
+class Missing:
+    """Which records and parities are missing. They only get fewer while the slot lives.
+
+    Args:
+        shards: of the slot, one of each slab.
+        whole: true if nothing is missing (a slot at the start of a job).
+    """
+
+    def __init__(self, shards: Sequence[Shard], whole: bool) -> None:
+        self._flags: dict[tuple[int, bool], np.ndarray] = {}
+        self.total = self.remaining = 0  # records and parities
+        if not whole:
+            for slab, shard in enumerate(shards):
+                for parity, count in ((False, shard.data_rows), (True, shard.parity_rows)):
+                    self._flags[slab, parity] = np.ones(count, dtype=bool)
+                    self.total += count
+            self.remaining = self.total
+
+    @property
+    def kinds(self) -> list[tuple[int, bool]]:
+        """(slab, whether parities) of all that was missing at first."""
+        return list(self._flags)
+
+    @property
+    def done_fraction(self) -> float:
+        return 1.0 if self.total == 0 else 1.0 - self.remaining / self.total
+
+    def of(self, slab: int, parity: bool) -> np.ndarray:
+        """(P,) bool, whether each record (or parity) is missing; only while anything was missing from the start."""
+        return self._flags[slab, parity]
+
+    def lacks(self, slab: int, parity: bool, positions_U: np.ndarray) -> bool:
+        """Whether any of these is missing; (U,) int64."""
+        return self.remaining > 0 and bool(self._flags[slab, parity][positions_U].any())
+
+    def present(self, slab: int, parity: bool, positions_U: np.ndarray) -> np.ndarray | None:
+        """(U,) bool, whether each of these is there; None if nothing of the slot is missing."""
+        return None if self.remaining == 0 else ~self._flags[slab, parity][positions_U]
+
+    def on_installed(self, count: int) -> None:
+        """So many are there now; `Shard.install_` has cleared their flags."""
+        self.remaining -= count
+
+
+class Holdings:
+    """What one life of a slot has.
+
+    Args:
+        job: what is trained.
+        code: of its stripes.
+        layouts: of its slabs.
+        index: which slot.
+        incarnation: which life of it.
+        incarnations: the incarnation of every slot, known from birth.
+        fresh: true at the start of a job: records get their initial values, parities encode them. False on the new
+            host of a lost slot: everything is missing.
+
+    Attributes:
+        shards: records and parities, one `Shard` per slab.
+        log: the deltas of the slot's recent steps: redo for others, undo for readers.
+        rule: which steps are applied, folded, acknowledged.
+        missing: which records and parities are.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        code: LinearCode,
+        layouts: tuple[Layout, ...],
+        index: int,
+        incarnation: int,
+        incarnations: Sequence[int],
+        fresh: bool,
+    ) -> None:
+        self.job, self.code, self.layouts = job, code, layouts
+        self.index, self.incarnation = index, incarnation
+        holders, sources = layouts[0].holders(index), layouts[0].sources(index)
+        self.rule = StepRule(
+            slot=index,
+            holders=holders,
+            sources=sources,
+            trainers=job.trainers,
+            incarnations=dict(enumerate(incarnations)),
+            confirmed=dict.fromkeys(holders, 0),
+            folded=dict.fromkeys(sources, 0) if fresh else {},
+            catch_up=dict.fromkeys(sources, 0) if fresh else {},
+        )
+        self.shards = [
+            Shard(slab.schema, layout.data_rows(index), layout.parity_rows(index), scattered=not fresh)
+            for slab, layout in zip(job.slabs, layouts, strict=True)
+        ]
+        self.log = DeltaLog(len(job.slabs))
+        self.missing = Missing(self.shards, fresh)
+        if fresh:
+            self._initialise_()
+
+    def _initialise_(self) -> None:
+        """Gives every record its initial value and every parity the code of its stripe's initial values."""
+        for slab, layout, shard in zip(self.job.slabs, self.layouts, self.shards, strict=True):
+            positions = np.arange(layout.data_rows(self.index), dtype=np.int64)
+            initial = slab.initial(self.job.seed)
+            shard.initialise_(layout.row_at(self.index, positions), initial)
+            parities = np.arange(layout.parity_rows(self.index), dtype=np.int64)
+            for group in layout.group(self.index, True, parities):
+                j = group.member - layout.k
+                for member in range(layout.k):
+                    exists = layout.exists(group.base, member, group.rotations)
+                    stripes = group.rotations[exists] * layout.slots + group.base
+                    coefficient = self.code.coefficients[j, member]
+                    shard.fold_(
+                        self.code,
+                        np.ascontiguousarray(parities[group.where][exists]),
+                        initial.of(stripes * layout.k + member),
+                        np.full(len(stripes), coefficient, dtype=np.uint8),
+                    )
+
+    def initial(self, slab: int, positions_U: np.ndarray) -> np.ndarray:
+        """(U, B) uint8, what some data records were before anything was loaded; positions (U,) int64."""
+        initial = self.job.slabs[slab].initial(self.job.seed)
+        return initial.of(self.layouts[slab].row_at(self.index, positions_U))
+
+    def records_as_of(self, slab: int, positions_U: np.ndarray, step: int) -> np.ndarray:
+        """Some data records as they were after a step.
+
+        Args:
+            slab: index of the slab.
+            positions_U: (U,) int64.
+            step: at most what is applied.
+
+        Returns:
+            (U, B) uint8, fresh.
+
+        Raises:
+            LookupError: the log does not go back that far.
+        """
+        records_UB = self.shards[slab].gather(positions_U)
+        if step < self.rule.applied:
+            undo_UB = self.log.changes(slab, positions_U, step, self.rule.applied)
+            if undo_UB is not None:
+                np.bitwise_xor(records_UB, undo_UB, out=records_UB)
+        return records_UB
+
+    def data_changes(self, slab: int, positions_U: np.ndarray, step: int) -> list[Change] | None:
+        """What moves data records between what is applied now and `step`; None where the log does not reach."""
+        applied = self.rule.applied
+        if step == applied:
+            return []
+        if not self.log.floor <= step < applied:
+            return None
+        return [with_coefficient(part, 1) for part in self.log.parts(slab, positions_U, step, applied)]
+
+    def undo_after(self, step: int) -> None:
+        """Takes the slot's own steps after `step` out of its records and its log.
+
+        What is missing is left alone: it is decoded as of a step that is left.
+        """
+        while self.log.last > step:
+            for slab, (positions_U, deltas_UB) in enumerate(self.log.pop()):
+                there_U = self.missing.present(slab, False, positions_U)
+                if there_U is not None:
+                    positions_U = np.where(there_U, positions_U, -1)
+                self.shards[slab].undo_(positions_U, deltas_UB)

@@ -1,0 +1,147 @@
+"""The policy "parity": a step counts once every holder has folded its deltas into the parities that it keeps.
+
+Each slot is a source (its records' deltas go to the holders of their parities, `streams.py`) and a holder (it folds
+other slots' deltas into its parities and keeps them for a while, `folding.py`). The new host of a lost slot learns from
+the holders where the slot stands (`adoption.py`), and decodes its records and parities from what others have
+(`rebuild.py`).
+
+Shape legend: U records, M of them that changed, B record bytes.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import numpy as np
+import torch
+
+from torch_ecrec.durability.adoption import Adoption
+from torch_ecrec.durability.folding import Folds
+from torch_ecrec.durability.holdings import Change, Holdings
+from torch_ecrec.durability.policy import Owner, PeerRequest, Peers, Reply
+from torch_ecrec.durability.rebuild import Rebuild
+from torch_ecrec.durability.streams import FoldStream
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.wire import Refused
+from torch_ecrec.spec.settings import Settings
+
+
+class Parity:
+    """The `Durability` of a slot whose records are protected by parities on other slots."""
+
+    def __init__(self, owner: Owner, peers: Peers, held: Holdings, settings: Settings) -> None:
+        self.owner, self.peers, self.held = owner, peers, held
+        self.streams = {
+            holder: FoldStream(held, peers, holder, owner.ready, owner.on_settled) for holder in held.rule.holders
+        }
+        self.folds = Folds(owner, peers, held)
+        self.adoption = Adoption(owner, peers, held)
+        self.rebuild = Rebuild(owner, peers, held, self.folds, settings)
+
+    @property
+    def caught_up(self) -> bool:
+        """With all that the sources have acknowledged (rule 5)."""
+        rule = self.held.rule
+        return all(rule.is_caught_up(source) for source in rule.sources)
+
+    @property
+    def log_bytes(self) -> int:
+        return sum(log.bytes for log in self.folds.logs.values())
+
+    def steps_kept(self) -> dict[str, int]:
+        return {
+            "fold log": max((log.last - log.floor for log in self.folds.logs.values()), default=0),
+            "early folds": max((len(early) for early in self.folds.early.values()), default=0),
+        }
+
+    # the slot's own steps -------------------------------------------------------------------------
+
+    def on_applied(self, step: int) -> None:
+        for stream in self.streams.values():
+            stream.pump()
+        self.owner.on_settled(self.held.rule.settled)
+
+    # the slot's life ------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        self.adoption.begin()
+
+    def connect(self) -> None:
+        if not self.peers.frozen:
+            for stream in self.streams.values():
+                stream.attach()
+
+    def restore(self) -> None:
+        self.rebuild.start()
+
+    def is_missing(self, positions: list[np.ndarray]) -> bool:
+        return self.rebuild.is_missing(positions)
+
+    def freeze(self) -> None:
+        """Nothing is sent any more, and what waits for its turn will not get it: those steps may be taken back."""
+        if not self.owner.ready and not self.owner.hopeless:
+            self.adopt()
+        for stream in self.streams.values():
+            stream.stop()
+        self.folds.drop_all_early()
+
+    def go_back(self, step: int) -> None:
+        self.folds.undo_all_after(step)
+
+    def die(self) -> None:
+        for stream in self.streams.values():
+            stream.stop()
+        self.adoption.cancel()
+        self.folds.drop_all_early()
+
+    # other slots ----------------------------------------------------------------------------------
+
+    def meet(self, slot: int, incarnation: int) -> None:
+        """Another slot has a new incarnation: the old one is fenced, on both sides."""
+        if not self.held.rule.learn(slot, incarnation, self.held.log.floor):
+            return
+        self.folds.drop_early(slot)
+        if slot in self.streams:
+            self.streams[slot].stop()
+            if self.owner.ready and not self.peers.frozen:
+                self.streams[slot].attach()
+
+    def handle(self, request: PeerRequest, reply: Reply) -> None:
+        match request:
+            case wire.Fold():
+                self.folds.on_fold(request, reply)
+            case wire.Attach():
+                self.meet(request.source, request.source_incarnation)
+                self.folds.on_attach(request, reply)
+            case wire.Adopt():
+                self.meet(request.lost, request.lost_incarnation)
+                self.folds.on_adopt(request, reply)
+            case wire.Cut():
+                self.folds.on_cut(request, reply)
+            case wire.Versions():
+                reply(wire.VersionsAre(dict(self.held.rule.folded)))
+            case wire.Fetch():
+                self.on_fetch(request, reply)
+            case _:
+                assert_never(request)
+
+    def on_fetch(self, request: wire.Fetch, reply: Reply) -> None:
+        """Records of one member of some stripes (all with the same base) as of given steps."""
+        held, positions = self.held, request.positions.numpy()
+        slab, is_parity = request.slab, request.parity
+        if not self.owner.ready or held.missing.lacks(slab, is_parity, positions):
+            reply(Refused("not rebuilt yet"))
+            return
+        changes: list[Change] | None
+        if is_parity:
+            group = held.layouts[slab].group(held.index, True, positions)[0]
+            changes = self.folds.parity_changes(slab, group, request.as_of)
+        else:
+            changes = held.data_changes(slab, positions, request.as_of[held.index])
+        if changes is None:
+            reply(Refused("cannot present these steps"))
+            return
+        records_UB = held.shards[slab].gather(positions, parity=is_parity)
+        for rows_M, deltas_MB, coefficients_M in changes:
+            held.code.fold_(records_UB, rows_M, deltas_MB, coefficients_M)
+        reply(wire.Records(torch.from_numpy(records_UB)))

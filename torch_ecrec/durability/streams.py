@@ -1,0 +1,106 @@
+"""Folds sent: the ordered stream of one slot's deltas to one holder of its parities.
+
+A stream sends steps in order once the holder is attached. A new incarnation on either side detaches it; the source then
+attaches again, and the holder says from where (docs/design.md, rules 1 to 5).
+
+A fold carries one part for each slab and each `Run` of the pair (`layout/stripes.py`), slab by slab: the records of a
+run lie side by side in the source's log, and so do their parities at the holder, so nothing is copied to split a step.
+
+Shape legend: U records, B record bytes; lists hold one array per slab and run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.durability.policy import Asks, Pending
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.wire import Answer
+
+
+class FoldStream:
+    """The ordered stream of one slot's deltas to one holder.
+
+    Args:
+        held: of the slot.
+        peers: reaches the holder.
+        holder: which slot.
+        attached: true at the start of a job, when both know all there is.
+        settled: called with the last step that all holders have folded, whenever this one has confirmed some.
+    """
+
+    def __init__(
+        self, held: Holdings, peers: Asks, holder: int, attached: bool, settled: Callable[[int], None]
+    ) -> None:
+        self.held, self.peers, self.holder, self.attached, self.settled = held, peers, holder, attached, settled
+        self.sent = 0
+        self.under_way: dict[int, Pending] = {}
+        self.attaching: Pending | None = None
+        self.runs = [layout.runs(held.index, holder) for layout in held.layouts]
+
+    def stop(self) -> None:
+        """Nothing is sent any more until it is attached again."""
+        self.attached = False
+        for exchange in [*self.under_way.values(), self.attaching]:
+            if exchange is not None:
+                exchange.cancel()
+        self.under_way, self.attaching = {}, None
+
+    def attach(self) -> None:
+        """Meets the holder's present incarnation; folds flow once it has answered."""
+        self.stop()
+        held = self.held
+        incarnation = held.rule.incarnations[self.holder]
+
+        def make(_: int) -> wire.Request:
+            floor, acknowledged = held.log.floor, held.rule.acknowledged
+            return wire.Attach(self.holder, incarnation, held.index, held.incarnation, floor, acknowledged)
+
+        def done(answer: Answer) -> None:
+            assert isinstance(answer, wire.Attached)
+            self.attaching = None
+            self.attached, self.sent = True, answer.folded
+            self._on_folded(incarnation, answer.folded)
+            self.pump()
+
+        self.attaching = self.peers.ask(self.holder, make, done, bound_to=incarnation)
+
+    def pump(self) -> None:
+        """Sends every applied step that the holder was not sent yet."""
+        while self.attached and self.sent < self.held.rule.applied:
+            self.sent += 1
+            self._send(self.sent)
+
+    def _send(self, step: int) -> None:
+        held = self.held
+        incarnation = held.rule.incarnations[self.holder]
+        positions, deltas = self._part(step)
+        fold = wire.Fold(
+            self.holder, incarnation, held.index, held.incarnation, step, held.log.floor, positions, deltas
+        )
+
+        def done(answer: Answer) -> None:
+            assert isinstance(answer, wire.Folded)
+            self._on_folded(incarnation, answer.step)
+
+        self.under_way[step] = self.peers.ask(self.holder, lambda _: fold, done, bound_to=incarnation)
+
+    def _part(self, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The deltas of a step whose parities the holder has: views of the log."""
+        positions, deltas = [], []
+        for runs, (positions_U, deltas_UB) in zip(self.runs, self.held.log.get(step), strict=True):
+            for run in runs:
+                begin, end = np.searchsorted(positions_U, (run.first, run.end))
+                positions.append(torch.from_numpy(positions_U[begin:end]))
+                deltas.append(torch.from_numpy(deltas_UB[begin:end]))
+        return positions, deltas
+
+    def _on_folded(self, incarnation: int, step: int) -> None:
+        for done in [t for t in self.under_way if t <= step]:
+            self.under_way.pop(done).cancel()
+        self.held.rule.on_confirmed(self.holder, incarnation, step)
+        self.settled(self.held.rule.settled)

@@ -1,0 +1,77 @@
+"""What a step does to the records of a slot: gradients merged and handed to the optimizer, or initial values loaded.
+
+Returns what changed, `old XOR new`, which is the redo for others and the undo for readers. Touches nothing while a
+record that the step needs is missing: then the step is tried again later.
+
+Shape legend: U records, B record bytes; lists hold one array per slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.protocol import wire
+from torch_ecrec.records import merge
+from torch_ecrec.runtime.tensors import as_array
+
+Changed = tuple[list[np.ndarray], list[np.ndarray]]  # by a step, per slab: (U,) positions and (U, B) deltas
+
+
+class Applier:
+    """Applies steps to the records of one slot.
+
+    Args:
+        held: of the slot.
+        is_missing: whether any of some data records, (U,) int64 positions of each slab, is missing.
+    """
+
+    def __init__(self, held: Holdings, is_missing: Callable[[list[np.ndarray]], bool]) -> None:
+        self.held, self.is_missing = held, is_missing
+        self._merged: tuple[int, list[merge.Merged]] | None = None  # of a step that waits for records
+
+    def forget(self) -> None:
+        """The step that waits for records will come again with other pushes."""
+        self._merged = None
+
+    def update_(self, step: int, pushes: Mapping[int, wire.Push]) -> Changed | None:
+        """Applies a step of training; None if records are missing.
+
+        Args:
+            step: which.
+            pushes: of every trainer.
+        """
+        if self._merged is None or self._merged[0] != step:
+            self._merged = (step, self._merge(pushes))
+        merged = self._merged[1]
+        positions, deltas = [part.positions for part in merged], []
+        if self.is_missing(positions):
+            return None
+        held = self.held
+        for slab, shard, rate, part in zip(held.job.slabs, held.shards, pushes[0].rates, merged, strict=True):
+            deltas.append(shard.apply_(slab.optimizer.optimizer, part, rate, dict(slab.optimizer.fixed)))
+        self._merged = None
+        return positions, deltas
+
+    def load_(self, load: wire.Load) -> Changed | None:
+        """Applies a step that loads initial values; None if records are missing."""
+        held, nothing = self.held, np.empty(0, dtype=np.int64)
+        positions = [load.positions.numpy() if s == load.slab else nothing for s in range(len(held.shards))]
+        if self.is_missing(positions):
+            return None
+        deltas = []
+        for slab, (positions_U, shard) in enumerate(zip(positions, held.shards, strict=True)):
+            values_UB = np.empty((0, shard.schema.nbytes), dtype=np.uint8)
+            if slab == load.slab:
+                values_UB = held.initial(slab, positions_U) if load.records is None else load.records.numpy()
+            deltas.append(shard.overwrite_(positions_U, values_UB))
+        return positions, deltas
+
+    def _merge(self, pushes: Mapping[int, wire.Push]) -> list[merge.Merged]:
+        """Gradients of the same record are summed in trainer order: the bits do not depend on who came first."""
+        return [
+            merge.merge([(pushes[i].positions[s].numpy(), as_array(pushes[i].gradients[s])) for i in sorted(pushes)])
+            for s in range(len(self.held.shards))
+        ]
