@@ -40,7 +40,7 @@ class SlotReads(Node):
     Args:
         name, port: see `Node`.
         job: what is trained.
-        settings: `wire` says whether looked-up weights may be bfloat16.
+        settings: `wire` says whether weights that are looked up are rounded to bfloat16.
     """
 
     def __init__(self, name: str, port: Port, job: JobSpec, settings: Settings) -> None:
@@ -73,11 +73,13 @@ class SlotReads(Node):
         return fault is not None
 
     def route(self, slab: int, rows_U: Tensor) -> Route:
+        """Where different rows (U,) int64 of a slab live."""
         return route(self.layouts[slab], rows_U)
 
     def lookup(self, routes: Sequence[Route], done: Callable[[list[Parts]], None]) -> None:
         """Weights of the routed rows after step - 1, per slab, to `done`."""
-        step, waiting = self.step, dict.fromkeys(range(self.slots))
+        step = self.step
+        asked = [slot for slot in range(self.slots) if any(len(route.positions[slot]) for route in routes)]
         answers: dict[int, wire.Rows] = {}
 
         def ask(slot: int) -> None:
@@ -90,17 +92,16 @@ class SlotReads(Node):
                     return
                 assert isinstance(answer, wire.Rows)
                 answers[slot] = answer
-                if len(answers) == len(waiting):
+                if len(answers) == len(asked):
                     done(self._in_order(routes, answers))
 
             self._lookups.append(
                 self.ask(slot, lambda i: wire.Lookup(slot, i, step, positions, self.bfloat16), on_answer)
             )
 
-        waiting = {s: None for s in waiting if any(len(route.positions[s]) for route in routes)}
-        if not waiting:
+        if not asked:
             done(self._in_order(routes, answers))
-        for slot in waiting:
+        for slot in asked:
             ask(slot)
 
     def _in_order(self, routes: Sequence[Route], answers: dict[int, wire.Rows]) -> list[Parts]:
