@@ -81,7 +81,7 @@ class StepRule:
             self.confirmed[holder] = max(self.confirmed[holder], step)
 
     def on_resumable(self, trainer: int, step: int) -> None:
-        """A trainer says that it may go on from `step`, as all that it sent till there survives."""
+        """A trainer says that it may go on from `step`: what it sent up to there survives. Late words do nothing."""
         self.resumable[trainer] = max(self.resumable.get(trainer, 0), step)
 
     def acknowledge(self, through: int) -> bool:
