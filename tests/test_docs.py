@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_architecture import RANKS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -126,6 +127,14 @@ def test_what_a_guide_names_is_there(guide: Path) -> None:
     text = guide.read_text(encoding="utf-8")
     assert FILE.search(text)
     assert not unknown_names(text)
+
+
+def test_the_architecture_has_every_room_with_its_rank() -> None:
+    rows = re.findall(
+        r"^\| (\d+) \| `(\w+)(?:\.py)?` \|", (ROOT / "docs/architecture.md").read_text("utf-8"), re.MULTILINE
+    )
+    not_rooms = ("__init__", "examples")
+    assert {room: int(rank) for rank, room in rows} == {r: n for r, n in RANKS.items() if r not in not_rooms}
 
 
 def test_a_name_that_is_gone_is_found() -> None:

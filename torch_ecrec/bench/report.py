@@ -249,34 +249,42 @@ def of_memcpy(what: str, k: int, r: int) -> Callable[[Contents], Figure]:
     return of
 
 
-def _targets() -> tuple[Target, ...]:
-    rate, cpu = "samples_per_s", "cpu_s_per_step"
+def _of_training(
+    what: str,
+    figure: str,
+    shape: str,
+    system: str,
+    other: str,
+    least: float | None = None,
+    most: float | None = None,
+) -> Target:
+    """A target of one system beside another."""
+    name = f"{what}, {system} / {other}, {shape}"
+    return Target(name, f"train-{shape}", ratio(figure, shape, system, other), least, most)
 
-    def of_training(
-        what: str,
-        figure: str,
-        shape: str,
-        system: str,
-        other: str,
-        least: float | None = None,
-        most: float | None = None,
-    ) -> Target:
-        name = f"{what}, {system} / {other}, {shape}"
-        return Target(name, f"train-{shape}", ratio(figure, shape, system, other), least, most)
+
+def _of_recovery(name: str, figure: Callable[[Contents], Figure], **bounds: float) -> Target:
+    """A target of `bench recovery`."""
+    return Target(name, "recovery", figure, **bounds)
+
+
+def _targets() -> tuple[Target, ...]:
+    """What was promised of each figure."""
+    rate, cpu = "samples_per_s", "cpu_s_per_step"
 
     found = []
     for host in ("", "-epyc"):
         shape = f"embedding-heavy{host}"
         found += [
-            of_training("samples/s", rate, shape, "k2r1", "none", least=0.92),
-            of_training("CPU per step", cpu, shape, "k2r1", "none", most=1.10),
+            _of_training("samples/s", rate, shape, "k2r1", "none", least=0.92),
+            _of_training("CPU per step", cpu, shape, "k2r1", "none", most=1.10),
         ]
         for system, wanted in (("k2r1", (1.1, 1.1, 1.0)), ("k2r1:bf16", (1.3, 1.3, 1.05))):
             for shape, least in zip(AGAINST_TORCHREC, wanted, strict=True):
-                found.append(of_training("samples/s", rate, f"{shape}{host}", system, "torchrec", least=least))
+                found.append(_of_training("samples/s", rate, f"{shape}{host}", system, "torchrec", least=least))
     found += [
-        of_training("samples/s", rate, "embedding-heavy-codes", "k4r2", "k2r1", least=0.85),
-        of_training("samples/s", rate, "embedding-heavy-servers", "k4r2", "k2r1@6", least=0.85),
+        _of_training("samples/s", rate, "embedding-heavy-codes", "k4r2", "k2r1", least=0.85),
+        _of_training("samples/s", rate, "embedding-heavy-servers", "k4r2", "k2r1@6", least=0.85),
     ]
     found.append(
         Target(
@@ -287,23 +295,20 @@ def _targets() -> tuple[Target, ...]:
         )
     )
 
-    def of_recovery(name: str, figure: Callable[[Contents], Figure], **bounds: float) -> Target:
-        return Target(name, "recovery", figure, **bounds)
-
     found += [
-        of_recovery("first step after a kill, s, median", of_kills("first_step_s", _in_training), most=0.5),
-        of_recovery("first step after a kill, s, worst", of_kills("first_step_s", _in_training, worst=True), most=1.5),
-        of_recovery("samples/s from the kill to rebuilt / before, no limit", of_kills("during_share", _unlimited)),
+        _of_recovery("first step after a kill, s, median", of_kills("first_step_s", _in_training), most=0.5),
+        _of_recovery("first step after a kill, s, worst", of_kills("first_step_s", _in_training, worst=True), most=1.5),
+        _of_recovery("samples/s from the kill to rebuilt / before, no limit", of_kills("during_share", _unlimited)),
         *(
-            of_recovery(
+            _of_recovery(
                 f"samples/s from the kill to rebuilt / before, {limit} MB/s",
                 of_kills("during_share", functools.partial(_limited, limit)),
                 least=0.90,
             )
             for limit in (50, 100)
         ),
-        of_recovery("rebuild, MB/s lost, in training, no limit", of_kills("lost_mb_per_s", _unlimited)),
-        of_recovery("rebuild, MB/s lost, trainers idle", of_kills("lost_mb_per_s", _idle), least=250),
+        _of_recovery("rebuild, MB/s lost, in training, no limit", of_kills("lost_mb_per_s", _unlimited)),
+        _of_recovery("rebuild, MB/s lost, trainers idle", of_kills("lost_mb_per_s", _idle), least=250),
     ]
     for what in ("fold", "encode"):
         for k, r, bound in ((2, 1, 0.8), (4, 2, None)):

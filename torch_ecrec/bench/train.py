@@ -352,8 +352,8 @@ def plot(shape: str, lines: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the benchmark; see the module's docstring."""
+def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[System]]:
+    """What is trained, by which systems. Raises ValueError or TypeError if an argument is wrong."""
     shape = workload.resized(
         workload.SHAPES[arguments.shape],
         rows=arguments.rows,
@@ -371,32 +371,53 @@ def run(arguments: argparse.Namespace) -> int:
     require(arguments.device == "cpu" or torch.cuda.is_available(), "`--device cuda`: torch sees no GPU here")
     require_int("blocks", arguments.blocks, 1)
     require_int("trainers", arguments.trainers, 1)
-    header = record.header()
+    return shape, systems
+
+
+def measure(
+    arguments: argparse.Namespace, shape: workload.Shape, systems: Sequence[System], folder: Path
+) -> tuple[dict[str, int], dict[str, list[dict[str, Any]]]]:
+    """Starts all systems, and lets them take turns.
+
+    Returns:
+        Of each system by its name: steps of a block, and the figures of its blocks.
+
+    Raises:
+        RuntimeError: a trainer has ended, or gives no answer.
+    """
     blocks: dict[str, list[dict[str, Any]]] = {system.name: [] for system in systems}
     steps: dict[str, int] = {}
+    groups: dict[str, Group] = {}
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torch-ecrec-bench-", dir=arguments.out)))
-        groups: dict[str, Group] = {}
+        for system in systems:
+            if system.group not in groups:
+                print(f"starting {system.group}", flush=True)
+                place = folder / system.group
+                group = Group(system, shape, arguments.trainers, arguments.seed, place, arguments.device)
+                groups[system.group] = stack.enter_context(group)
+        for system in systems:
+            warm = groups[system.group].run(arguments.warmup, system, 0)
+            timed = groups[system.group].run(arguments.warmup, system, 0)
+            steps[system.name] = max(arguments.least_steps, round(1e3 * arguments.seconds / timed["step_ms"]))
+            print(f"{system.name:16} warm: {warm['step_ms']:.1f}, then {timed['step_ms']:.1f} ms/step", flush=True)
+        for block in range(arguments.blocks):
+            for system in systems:
+                figures = groups[system.group].run(steps[system.name], system, arguments.checkpoint_every)
+                blocks[system.name].append(figures)
+            rates = "  ".join(f"{s.name} {blocks[s.name][-1]['samples_per_s']:,.0f}" for s in systems)
+            print(f"block {block + 1}/{arguments.blocks}  samples/s  {rates}", flush=True)
+    return steps, blocks
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the benchmark; see the module's docstring."""
+    shape, systems = check(arguments)
+    header = record.header()
+    with tempfile.TemporaryDirectory(prefix="torch-ecrec-bench-", dir=arguments.out) as place:
         try:
-            for system in systems:
-                if system.group not in groups:
-                    print(f"starting {system.group}", flush=True)
-                    place = folder / system.group
-                    group = Group(system, shape, arguments.trainers, arguments.seed, place, arguments.device)
-                    groups[system.group] = stack.enter_context(group)
-            for system in systems:
-                warm = groups[system.group].run(arguments.warmup, system, 0)
-                timed = groups[system.group].run(arguments.warmup, system, 0)
-                steps[system.name] = max(arguments.least_steps, round(1e3 * arguments.seconds / timed["step_ms"]))
-                print(f"{system.name:16} warm: {warm['step_ms']:.1f}, then {timed['step_ms']:.1f} ms/step", flush=True)
-            for block in range(arguments.blocks):
-                for system in systems:
-                    figures = groups[system.group].run(steps[system.name], system, arguments.checkpoint_every)
-                    blocks[system.name].append(figures)
-                rates = "  ".join(f"{s.name} {blocks[s.name][-1]['samples_per_s']:,.0f}" for s in systems)
-                print(f"block {block + 1}/{arguments.blocks}  samples/s  {rates}", flush=True)
+            steps, blocks = measure(arguments, shape, systems, Path(place))
         except RuntimeError:
-            for log in sorted(folder.rglob("*.log")):
+            for log in sorted(Path(place).rglob("*.log")):
                 text = log.read_text(errors="replace").strip()
                 if text:
                     print(f"--- {log.parent.name}/{log.name}\n{text[-2000:]}", file=sys.stderr)
