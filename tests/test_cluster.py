@@ -23,14 +23,14 @@ from typing import Any
 import psutil
 import pytest
 from cluster_child import Orders
-from conftest import ROOT
+from conftest import ROOT, wait_until
 
 import torch_ecrec
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import TRANSPORTS
-from torch_ecrec.transport.control import ControlClient
+from torch_ecrec.transport.control import ControlClient, request
 
 LIMIT_S = 300.0  # for anything that is waited for: only a hang reaches it
 STEPS = 100
@@ -297,27 +297,28 @@ def test_servers_lost_while_values_are_loaded_are_replaced(tmp_path: Path) -> No
 
 def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> None:
     """The coordinator does not know before the end which names its predecessor gave."""
-    said: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+    said: dict[str, queue.Queue[dict[str, Any]]] = {who: queue.Queue() for who in ("old", "new")}
     command = [sys.executable, "-m", "torch_ecrec", "coordinator", "--servers", "3", "-k", "2", "-r", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert process.stdout is not None
         host, port = json.loads(process.stdout.readline())["address"]
-        clients = {
-            who: ControlClient(host, port, lambda m, who=who: said.put((who, m)), lambda _: None, LIMIT_S)
-            for who in ("old", "new")
-        }
+        clients = {who: ControlClient(host, port, said[who].put, lambda _: None, LIMIT_S) for who in said}
         hello = {"version": torch_ecrec.__version__, "pid": os.getpid(), "role": "server", "rank": -1, "birth": "one"}
         known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "origin": None}
         known |= {"whole": [], "incarnations": []}
         world = {"life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
         plain = {"slots": 3, "k": 2, "r": 1, "protection": "parity"}
         clients["old"].send({**hello, **known, **world, "type": "rejoin", "name": "server-0", "code": plain})
+        wait_until(
+            lambda: "server-0" in str(request(host, port, {"type": "status"}, timeout_s=LIMIT_S)),
+            LIMIT_S,
+            "the coordinator has heard of the member that rejoins",
+        )
         clients["new"].send({**hello, "type": "join", "birth": "another"})
-        first, rejoined = said.get(timeout=LIMIT_S)
-        second, welcome = said.get(timeout=LIMIT_S)
-        assert (first, rejoined["type"], rejoined["life"]) == ("old", "rejoined", 1)
-        assert (second, welcome["type"], welcome["name"]) == ("new", "welcome", "server-1000")
+        rejoined, welcome = said["old"].get(timeout=LIMIT_S), said["new"].get(timeout=LIMIT_S)
+        assert (rejoined["type"], rejoined["life"]) == ("rejoined", 1)
+        assert (welcome["type"], welcome["name"]) == ("welcome", "server-1000")
         for client in clients.values():
             client.close()
     finally:
