@@ -101,7 +101,8 @@ def test_bad_arguments_start_nothing(words: list[str], says: str, tmp_path: Path
 # --- a real run ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trainers", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trainers", ["1", "2"])
 def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], trainers: str) -> None:
     words = ["--systems", ",".join(SYSTEMS), "--rows", "200", "--batch-size", "32", "--blocks", "1", "--seconds", "0.2"]
     words += ["--trainers", trainers]

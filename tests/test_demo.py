@@ -697,6 +697,7 @@ def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     assert "EQUAL" in done.stdout and "re-hosted" in done.stdout
 
 
+@pytest.mark.slow  # what a script sees of it: test_exit_codes.py
 def test_more_losses_than_parities_end_with_exit_code_3(tmp_path: Path) -> None:
     done = demo(tmp_path, "--kill", "server:0@10", "--kill", "server:1@10", "--spares", "0", "--trainers", "1")
     assert done.returncode == 3, done.stderr

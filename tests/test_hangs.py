@@ -32,7 +32,7 @@ def host_of(running: Cluster, slot: int) -> int:
     ("seconds", "in_fold"),
     [
         (1.0, False),
-        (5.0, True),
+        pytest.param(5.0, True, marks=pytest.mark.slow),
         pytest.param(1.0, True, marks=pytest.mark.slow),
         pytest.param(5.0, False, marks=pytest.mark.slow),
     ],

@@ -110,12 +110,20 @@ CAUGHT = "TrainersLost"
     ("how", "number", "code", "says"),
     [
         ("catches", signal.SIGKILL, 0, [{"caught": CAUGHT}, {"saved": True}]),
-        ("catches_a_collective", signal.SIGKILL, 0, [{"caught": "RuntimeError"}, {"saved": True}]),
-        ("is_busy_with_its_own", signal.SIGKILL, 0, [{"caught": CAUGHT}, {"saved": True}]),
+        pytest.param(
+            "catches_a_collective",
+            signal.SIGKILL,
+            0,
+            [{"caught": "RuntimeError"}, {"saved": True}],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "is_busy_with_its_own", signal.SIGKILL, 0, [{"caught": CAUGHT}, {"saved": True}], marks=pytest.mark.slow
+        ),
         ("saves_at_its_end", signal.SIGKILL, TrainersLost.exit_code, [{"caught": "NoneType"}, {"saved": True}]),
         ("hangs_in_a_collective", signal.SIGSTOP, TrainersLost.exit_code, []),
         pytest.param("hangs_in_a_backward", signal.SIGSTOP, TrainersLost.exit_code, [], marks=pytest.mark.slow),
-        ("hangs_at_its_end", signal.SIGSTOP, TrainersLost.exit_code, []),
+        pytest.param("hangs_at_its_end", signal.SIGSTOP, TrainersLost.exit_code, [], marks=pytest.mark.slow),
     ],
 )
 def test_a_trainer_that_has_lost_another(

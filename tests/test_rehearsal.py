@@ -258,7 +258,7 @@ def test_each_value_tells_of_its_own(spoil: str, name: str, tmp_path: Path, monk
         one = made(Loop(reader="list", batches=5, schedule=frozenset()))
         attach(one)
         optimizer = one.optimizers[0]
-        for number, batch in enumerate(one.batches, 1):
+        for number, batch in one.batches.enumerate(1):
             here = spoilt and number == 3
             if here and spoil == "rate":
                 one.model.fused_optimizer.param_groups[0]["lr"] *= 0.5

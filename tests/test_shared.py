@@ -199,7 +199,7 @@ def test_what_is_left_at_the_end_does_no_harm() -> None:
     """The interpreter ends with arrays alive, and no name of a file was ever there."""
     code = (
         "import numpy as np, torch\n"
-        "from torch_ecrec import shared\n"
+        "from torch_ecrec.runtime import shared\n"
         "shared.enable(1 << 26)\n"
         "kept = [torch.from_numpy(shared.empty((100_000,), np.uint8)) for _ in range(5)]\n"
         "kept[0].fill_(1)\n"

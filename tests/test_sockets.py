@@ -450,7 +450,7 @@ import sys, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
-from torch_ecrec.transport import wire
+from torch_ecrec.protocol import wire
 from torch_ecrec.transport.sockets import SocketTransport
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

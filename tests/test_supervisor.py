@@ -140,6 +140,7 @@ def test_logs_that_cannot_be_written(tmp_path: Path, what: str) -> None:
         assert line.startswith(f"torch-ecrec: the logs cannot be written to {logs}: ") and not up.living()
 
 
+@pytest.mark.slow
 def test_logs_without_room(tmp_path: Path) -> None:
     """A full disk: what cannot be written is lost, and nothing else."""
     with cluster(tmp_path, fakes="room 0 100") as running:
