@@ -22,7 +22,7 @@ from torch_ecrec.client.session import Session
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.recorder import Recorded
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing import Cluster, Scenario
+from torch_ecrec.testing import Scenario, SimulatedCluster
 
 JOB = JobSpec(
     (
@@ -49,7 +49,7 @@ class Lives(Protocol):
 
 class Real:
     def __init__(self) -> None:
-        self.cluster = Cluster(Scenario(tables=JOB.tables, code=JOB.code, trainers=1, spares=2))
+        self.cluster = SimulatedCluster(Scenario(tables=JOB.tables, code=JOB.code, trainers=1, spares=2))
         self.session = self._joined("", restarted=False)
 
     def _joined(self, before: str, restarted: bool) -> VirtualSession:
