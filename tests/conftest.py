@@ -42,7 +42,7 @@ def pytest_configure() -> None:
 
 TURNS = 16
 """So many runs with `--turn` visit all slow tests but those that may take longer than `TURN_LIMIT_S` each."""
-TURN_LIMIT_S = 3600.0
+TURN_LIMIT_S = 1800.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
