@@ -10,7 +10,7 @@ Names of optimizer state are TorchRec's, under which checkpoints have it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from torch_ecrec.runtime.checks import require, require_int
 
@@ -66,6 +66,7 @@ class Schema:
         require(len(set(names)) == len(names), f"fields must have different names, got {names}")
 
     @staticmethod
+    @cache  # an optimizer asks for it in every step
     def of(dim: int, state: tuple[StateField, ...] = ()) -> Schema:
         """Of a table with `dim` weights in a row and an optimizer with this state."""
         return Schema((Field(WEIGHT, dim), *(field.of(dim) for field in state)))
