@@ -51,7 +51,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the slow tests whose turn it is not."""
+    """Leaves out the slow tests whose turn it is not.
+
+    Raises:
+        pytest.UsageError: a test's name is another in each process (the text of a set, of an object at an address),
+            by luck equal in most runs: then the workers of pytest-xdist do not agree on which tests there are.
+    """
+    if changing := [item.nodeid for item in items if "set({" in item.nodeid or " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"names that are not the same in every process, give them `ids`: {changing}")
     turn = config.getoption("--turn")
     if turn is None:
         return

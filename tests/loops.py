@@ -7,6 +7,7 @@ comes back with the rest: two runs are the same if trace and final state are, bi
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,13 @@ class Loop:
     nan_at: int = 0  # the batch of the run whose labels are NaN
     zero: str = "before"  # gradients: "before" the forward, "late" between forward and backward, "after" the step
     snapshot_every: int = 1
+
+    @property
+    def name(self) -> str:
+        """What differs from the plainest loop; the same text in every process, as the order of a set's text is not."""
+        fields = {one.name: (getattr(self, one.name), one.default) for one in dataclasses.fields(self)}
+        text = {key: sorted(mine) if isinstance(mine, frozenset) else mine for key, (mine, _) in fields.items()}
+        return ", ".join(f"{key}={text[key]}" for key, (mine, plain) in fields.items() if mine != plain) or "plainest"
 
 
 @dataclass

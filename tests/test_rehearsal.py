@@ -220,7 +220,7 @@ def noting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         Loop(reader="torchdata", nan_at=2, losses=2, batches=4),
         Loop(reader="stateful", driver="base", leave_after=0, style="counter", counts=frozenset({"before", "pass"})),
     ],
-    ids=str,
+    ids=lambda loop: loop.name,
 )
 def test_a_loop_that_comes_back_notes_the_same(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with noting(tmp_path / "calm", monkeypatch) as read:
