@@ -8,7 +8,7 @@ checkpoints work.
 
 Subclassed, not imitated: TorchRec checks for its own class in many places.
 
-Does not shard other module types: they are data-parallel unless the given plan names them.
+What is neither served nor data-parallel is refused where the model is built (`coverage.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ import torchrec.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -36,6 +39,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torch_ecrec.nn.attachment import Attachment
 from torch_ecrec.nn.backend import EmbeddingBackend
+from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_inside
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
@@ -47,15 +51,20 @@ from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
 
 DIGEST_CHUNK_ROWS = 65_536
+NO_TRACKER = (
+    "trackers of TorchRec (`model_tracker_configs`, `init_torchrec_delta_tracker`) look for tables in the trainers, and"
+    " would find none; leave them out"
+)
 
 
 class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
     """Drop-in for `torchrec.distributed.DistributedModelParallel`.
 
     Args:
-        module, env, device, plan, sharders, init_data_parallel: as in TorchRec. A plan made with stock sharders is
-            taken; its entries for `EmbeddingBagCollection`s are replaced. Of `sharders`, those for other modules are
-            used.
+        module, env, device, plan, sharders, init_data_parallel, init_parameters, data_parallel_wrapper: as in TorchRec.
+            A plan made with stock sharders is taken; its entries for what the servers serve are replaced. Of
+            `sharders`, those for other modules are used.
+        model_tracker_configs: refused: the trackers of TorchRec look into tables that are not in the trainers.
         session: the backend to use. None connects to the cluster that `settings` names, or starts a local one.
         settings: time limits and the cluster's address; None reads the environment.
         code: k, r and number of slots; None takes the cluster's, or the defaults for a local one.
@@ -64,10 +73,13 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             with `NonFiniteGradient` out of its backward: no row has changed, and a trainer that skips its optimizer
             step may go on. "pass" applies them, as TorchRec does.
         snapshot_every: the dense part is replicated to the servers after each step that is a multiple of it; 0: never.
-        **kwargs: passed to TorchRec.
+        unprotected: what becomes of modules with tables that the servers do not serve. "refuse" names them; "allow"
+            leaves them to TorchRec, as the plan says or, without one, its planner: lost with a trainer, and not
+            brought back.
 
     Raises:
         ValueError: no `EmbeddingBagCollection` in the module, or one that cannot be served (see `table_specs`); a
+            module that nobody would protect, a sharder with a wish that the servers do not serve (`coverage.py`); a
             `session` of another job.
     """
 
@@ -79,6 +91,9 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         plan: ShardingPlan | None = None,
         sharders: Sequence[ModuleSharder[nn.Module]] | None = None,
         init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: DataParallelWrapper | None = None,
+        model_tracker_configs: object | None = None,
         *,
         session: EmbeddingBackend | None = None,
         settings: Settings | None = None,
@@ -86,16 +101,20 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         seed: int = 0,
         nan_gradients: str = "raise",
         snapshot_every: int = 1,
-        **kwargs: Any,
+        unprotected: str = "refuse",
     ) -> None:
         require_int("snapshot_every", snapshot_every, 0)
+        if model_tracker_configs is not None:
+            raise ValueError(NO_TRACKER)
         if env is None:
             if not dist.is_initialized():
                 raise ValueError("no process group: call torch.distributed.init_process_group first, or pass `env`")
             env = ShardingEnv.from_process_group(dist.group.WORLD)
-        collections = {path: child for path, child in module.named_modules() if type(child) is EmbeddingBagCollection}
-        if not collections:
-            raise ValueError("the module holds no EmbeddingBagCollection: there is nothing to serve")
+        others = [s for s in get_default_sharders() if sharders is None] + list(sharders or ())
+        check_sharders(others)
+        covered = coverage_of(module, plan, others)
+        covered.check(unprotected)
+        collections = covered.served
         names = job_names(collections)
         tables = tuple(spec for path, child in collections.items() for spec in table_specs(child, names[path]))
         if session is None:
@@ -107,18 +126,18 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         _check_session(session, tables, env)
         session, recorder = recorded(session, self)
         step = SparseStep(session, _group_of_steps(env), nan_gradients)
-        others = get_default_sharders() if sharders is None else sharders
+        others = [sharder for sharder in others if sharder.module_type is not EmbeddingBagCollection]
+        if plan is None and covered.unprotected:
+            plan = _planned(module, env, device, others)
         super().__init__(
             module,
             env=env,
             device=device,
-            plan=_plan(collections, plan, env.world_size),
-            sharders=[
-                ErasureCodedSharder(step, names),
-                *(s for s in others if s.module_type is not EmbeddingBagCollection),
-            ],
+            plan=_plan(covered, plan, env.world_size),
+            sharders=[ErasureCodedSharder(step, names), *others],
             init_data_parallel=init_data_parallel,
-            **kwargs,
+            init_parameters=init_parameters,
+            data_parallel_wrapper=data_parallel_wrapper,
         )
         self._step = step
         self._recorder = recorder  # None but in a rehearsal
@@ -231,6 +250,10 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             )
         return super().load_state_dict(*args, **kwargs)
 
+    def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
+        """Refused: it would track nothing."""
+        raise ValueError(NO_TRACKER)
+
     @property
     def session(self) -> EmbeddingBackend:
         """The backend."""
@@ -303,18 +326,30 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             self._snapshotted = step
 
 
-def _plan(collections: dict[str, EmbeddingBagCollection], given: ShardingPlan | None, world_size: int) -> ShardingPlan:
-    """The given plan with our modules' entries replaced."""
-    ranks = list(range(world_size))
-    plan = dict(given.plan) if given is not None else {}
-    for path, module in collections.items():
+def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> ShardingPlan:
+    """What the given plan says of unprotected modules, and our entries for those that are served."""
+    planned = given.plan.items() if given is not None else ()
+    plan = {path: entry for path, entry in planned if is_inside(path, covered.unprotected)}
+    for path, module in covered.served.items():
         plan[path] = EmbeddingModuleShardingPlan(
             {
-                config.name: ParameterSharding("erasure_coded", "parameter_server", ranks=ranks)
+                config.name: ParameterSharding("erasure_coded", "parameter_server", ranks=list(range(world_size)))
                 for config in module.embedding_bag_configs()
             }
         )
     return ShardingPlan(plan)
+
+
+def _planned(
+    module: nn.Module, env: ShardingEnv, device: torch.device | None, sharders: list[ModuleSharder[nn.Module]]
+) -> ShardingPlan:
+    """What TorchRec's planner proposes for the modules of these sharders."""
+    topology = Topology(
+        world_size=env.world_size,
+        local_world_size=get_local_size(env.world_size),
+        compute_device="cpu" if device is None else device.type,
+    )
+    return EmbeddingShardingPlanner(topology=topology).collective_plan(module, sharders, env.process_group)
 
 
 def _group_of_steps(env: ShardingEnv) -> dist.ProcessGroup | None:

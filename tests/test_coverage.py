@@ -1,0 +1,247 @@
+"""What of a model the servers serve, and that everything else is refused by name where the model is built."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torchrec.distributed
+from fake_session import FakeSession
+from test_nn import CPU, Net, batch_of, collection, job_of, shard, table
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    get_default_sharders,
+    row_wise,
+)
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from torch_ecrec.nn.parallel import DistributedModelParallel
+
+pytestmark = pytest.mark.usefixtures("process_group")
+warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+
+class Beside(nn.Module):
+    """A collection that is served, another module, and a dense layer."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.bags = collection("sgd", [table("t", 20, 4, "f0")])
+        self.other = other
+        self.over = nn.Linear(4, 1)
+
+
+def sequences() -> EmbeddingCollection:
+    configs = [EmbeddingConfig(name="s", num_embeddings=10, embedding_dim=4, feature_names=["f1"])]
+    made = EmbeddingCollection(tables=configs, device=CPU)
+    apply_optimizer_in_backward(torch.optim.SGD, made.parameters(), {"lr": 0.1})
+    return made
+
+
+def remapped() -> ManagedCollisionEmbeddingBagCollection:
+    configs = [table("m", 10, 4, "f1")]
+    policy = DistanceLFU_EvictionPolicy()
+    module = MCHManagedCollisionModule(10, CPU, eviction_policy=policy, eviction_interval=1, input_hash_size=100)
+    return ManagedCollisionEmbeddingBagCollection(
+        collection("sgd", configs), ManagedCollisionCollection({"m": module}, configs)
+    )
+
+
+def fused() -> FusedEmbeddingBagCollection:
+    return FusedEmbeddingBagCollection([table("m", 10, 4, "f1")], torch.optim.SGD, {"lr": 0.1}, device=CPU)
+
+
+class Clipped(EmbeddingBagCollection):
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        return super().forward(features)
+
+
+def subclassed() -> EmbeddingBagCollection:
+    return Clipped(tables=[table("m", 10, 4, "f1")], device=CPU)
+
+
+def attached_dense() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.1})
+    return layer
+
+
+def sharded_before() -> nn.Module:
+    session = FakeSession(job_of(collection("sgd", [table("u", 10, 4, "f1")])))
+    model = DistributedModelParallel(collection("sgd", [table("u", 10, 4, "f1")]), session=session)
+    return model.module
+
+
+UNPROTECTED = {
+    "sequences": (sequences, "other: EmbeddingCollection is not served"),
+    "remapped": (remapped, "other: ManagedCollisionEmbeddingBagCollection remaps ids on each trainer for itself"),
+    "fused": (fused, "other: FusedEmbeddingBagCollection is not served"),
+    "a subclass": (subclassed, "other: Clipped is a subclass of EmbeddingBagCollection"),
+    "a dense optimizer": (attached_dense, "other.weight: an optimizer that steps in the backward is attached to it"),
+    "sharded": (sharded_before, "other: ErasureCodedEmbeddingBagCollection is sharded already"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), UNPROTECTED.values(), ids=UNPROTECTED)
+def test_what_nobody_protects_is_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        DistributedModelParallel(Beside(make()), session=FakeSession(job_of(Beside(nn.Identity()))))
+    assert 'unprotected="allow"' in str(caught.value)
+
+
+def test_all_that_is_unprotected_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"(?s)other\.0: EmbeddingCollection.*other\.1: FusedEmbeddingBag"):
+        DistributedModelParallel(
+            Beside(nn.ModuleList([sequences(), fused()])), session=FakeSession(job_of(Beside(nn.Identity())))
+        )
+
+
+def table_wise_plan(name: str, rows: int) -> EmbeddingModuleShardingPlan:
+    return EmbeddingModuleShardingPlan({name: ParameterSharding("table_wise", "dense", ranks=[0])})
+
+
+def test_a_plan_for_what_is_around_a_collection_is_refused() -> None:
+    plan = ShardingPlan({"collections": table_wise_plan("wide", 50)})
+    with pytest.raises(ValueError, match="collections: the plan shards this ModuleList over the trainers"):
+        shard(Net(collection()), plan=plan)
+
+
+def test_a_plan_for_a_dense_layer_is_refused() -> None:
+    plan = ShardingPlan({"over": table_wise_plan("weight", 1)})
+    with pytest.raises(ValueError, match="over: the plan shards this Linear over the trainers"):
+        shard(Net(collection()), plan=plan)
+
+
+def test_what_is_allowed_is_torchrecs_planned_by_its_planner() -> None:
+    module = Beside(sequences())
+    model = DistributedModelParallel(
+        module, session=FakeSession(job_of(Beside(nn.Identity()))), unprotected="allow", device=CPU
+    )
+    assert isinstance(model.module.other, torchrec.distributed.embedding.ShardedEmbeddingCollection)
+    assert set(model.plan.plan) == {"bags", "other"}
+    features = KeyedJaggedTensor.from_lengths_sync(["f0", "f1"], torch.tensor([1, 2, 3]), torch.tensor([1, 2]))
+    rows = model.module.other(features)["f1"].values()
+    (model.module.bags(features)["f0"].sum() + rows.sum()).backward()
+    assert model.session.step == 2
+
+
+def test_what_is_allowed_is_sharded_by_the_plan_that_is_given() -> None:
+    module = Beside(remapped())
+    sharder = ManagedCollisionEmbeddingBagCollectionSharder()
+    entry = construct_module_sharding_plan(module.other, {"m": row_wise()}, sharder, local_size=1, device_type="cpu")
+    plan = ShardingPlan({"other": entry})
+    job = job_of(Beside(nn.Identity()))
+    model = DistributedModelParallel(module, session=FakeSession(job), plan=plan, unprotected="allow", device=CPU)
+    assert [t.name for t in model.session.job.tables] == ["t"]  # the collection inside is not ours
+    assert type(model.module.other).__name__ == "ShardedManagedCollisionEmbeddingBagCollection"
+
+
+def test_unprotected_is_one_of_two() -> None:
+    with pytest.raises(ValueError, match="`unprotected` must be one of refuse, allow, got 'yes'"):
+        shard(Net(collection()), unprotected="yes")
+
+
+# feature processors: served -------------------------------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tables = FeatureProcessedEmbeddingBagCollection(
+            collection("sgd", [table("t", 20, 8, "f0", "f1")], device=device, is_weighted=True),
+            {"f0": PositionWeightedModule(4), "f1": PositionWeightedModule(4)},
+        )
+        self.over = nn.Linear(16, 1)
+        with torch.no_grad():
+            for processor in self.tables._feature_processors.values():
+                processor.position_weight.uniform_(0.5, 1.5)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.over(self.tables(features).values()).square().mean()
+
+
+def two_features(seed: int) -> KeyedJaggedTensor:
+    features = batch_of(6, seed).sparse_features
+    return KeyedJaggedTensor.from_jt_dict({name: features[name] for name in ("f0", "f1")})
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_feature_processors_are_trained_as_unsharded(planned: bool) -> None:
+    oracle, module = Weighted(), Weighted()
+    plan = None
+    if planned:  # as TorchRec's planner makes it: the wrapper is named, not the collection in it
+        topology = Topology(world_size=1, compute_device="cpu")
+        plan = EmbeddingShardingPlanner(topology=topology).plan(module, get_default_sharders())
+        assert set(plan.plan) == {"tables"}
+    model, _ = shard(module, plan=plan)
+    assert set(model.plan.plan) == {"tables._embedding_bag_collection"}
+    dense = [p for name, p in oracle.named_parameters() if "embedding_bags" not in name]
+    weight = oracle.tables._embedding_bag_collection.embedding_bags["t"].weight
+    theirs = [torch.optim.SGD(dense, lr=0.1), torch.optim.SGD([weight], lr=0.05)]
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(5):
+        expected, loss = oracle(two_features(seed)), model(two_features(seed))
+        torch.testing.assert_close(loss, expected)
+        for optimizer in (*theirs, mine):
+            optimizer.zero_grad()
+        expected.backward()
+        loss.backward()
+        for optimizer in (*theirs, mine):
+            optimizer.step()
+    for name in ("f0", "f1"):
+        torch.testing.assert_close(
+            model.module.tables._feature_processors[name].position_weight,
+            oracle.tables._feature_processors[name].position_weight,
+        )
+    key = "tables._embedding_bag_collection.embedding_bags.t.weight"
+    torch.testing.assert_close(model.state_dict()[key], weight.detach())
+
+
+# sharders and trackers ------------------------------------------------------------------------------------
+
+
+class Custom(EmbeddingBagCollectionSharder):
+    pass
+
+
+def test_wishes_of_a_sharder_are_not_passed_over() -> None:
+    with pytest.raises(ValueError, match="sharder Custom is not TorchRec's own"):
+        shard(Net(collection()), sharders=[Custom()])
+    codec: Any = {"forward": object()}
+    with pytest.raises(ValueError, match="has a `qcomm_codecs_registry`"):
+        shard(Net(collection()), sharders=[EmbeddingBagCollectionSharder(qcomm_codecs_registry=codec)])
+
+
+def test_trackers_are_refused() -> None:
+    with pytest.raises(ValueError, match="trackers of TorchRec"):
+        shard(Net(collection()), model_tracker_configs=object())
+    model, _ = shard(Net(collection()))
+    with pytest.raises(ValueError, match="trackers of TorchRec"):
+        model.init_torchrec_delta_tracker(object())
+
+
+def test_a_collection_at_two_paths_is_one() -> None:
+    shared = collection()
+    net = Net(shared)
+    net.again = shared
+    model, session = shard(net)
+    assert model.module.again is model.module.collections[0]
+    assert [t.name for t in session.job.tables] == ["wide", "small", "shared", "last"]
