@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torchrec.distributed
 from fake_session import FakeSession
 from test_nn import CPU, Net, batch_of, collection, job_of, shard, table
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -46,13 +45,6 @@ class Beside(nn.Module):
         self.bags = collection("sgd", [table("t", 20, 4, "f0")])
         self.other = other
         self.over = nn.Linear(4, 1)
-
-
-def sequences() -> EmbeddingCollection:
-    configs = [EmbeddingConfig(name="s", num_embeddings=10, embedding_dim=4, feature_names=["f1"])]
-    made = EmbeddingCollection(tables=configs, device=CPU)
-    apply_optimizer_in_backward(torch.optim.SGD, made.parameters(), {"lr": 0.1})
-    return made
 
 
 def remapped() -> ManagedCollisionEmbeddingBagCollection:
@@ -90,7 +82,6 @@ def sharded_before() -> nn.Module:
 
 
 UNPROTECTED = {
-    "sequences": (sequences, "other: EmbeddingCollection is not served"),
     "remapped": (remapped, "other: ManagedCollisionEmbeddingBagCollection remaps ids on each trainer for itself"),
     "fused": (fused, "other: FusedEmbeddingBagCollection is not served"),
     "a subclass": (subclassed, "other: Clipped is a subclass of EmbeddingBagCollection"),
@@ -107,9 +98,9 @@ def test_what_nobody_protects_is_refused_by_name(make: Any, message: str) -> Non
 
 
 def test_all_that_is_unprotected_is_named_at_once() -> None:
-    with pytest.raises(ValueError, match=r"(?s)other\.0: EmbeddingCollection.*other\.1: FusedEmbeddingBag"):
+    with pytest.raises(ValueError, match=r"(?s)other\.0: Clipped.*other\.1: FusedEmbeddingBag"):
         DistributedModelParallel(
-            Beside(nn.ModuleList([sequences(), fused()])), session=FakeSession(job_of(Beside(nn.Identity())))
+            Beside(nn.ModuleList([subclassed(), fused()])), session=FakeSession(job_of(Beside(nn.Identity())))
         )
 
 
@@ -130,15 +121,13 @@ def test_a_plan_for_a_dense_layer_is_refused() -> None:
 
 
 def test_what_is_allowed_is_torchrecs_planned_by_its_planner() -> None:
-    module = Beside(sequences())
-    model = DistributedModelParallel(
-        module, session=FakeSession(job_of(Beside(nn.Identity()))), unprotected="allow", device=CPU
-    )
-    assert isinstance(model.module.other, torchrec.distributed.embedding.ShardedEmbeddingCollection)
-    assert set(model.plan.plan) == {"bags", "other"}
+    """A subclass: its planner shards none, so that it is data-parallel."""
+    module = Beside(subclassed())
+    job = job_of(Beside(nn.Identity()))
+    model = DistributedModelParallel(module, session=FakeSession(job), unprotected="allow", device=CPU)
+    assert isinstance(model.module.other, Clipped) and set(model.plan.plan) == {"bags"}
     features = KeyedJaggedTensor.from_lengths_sync(["f0", "f1"], torch.tensor([1, 2, 3]), torch.tensor([1, 2]))
-    rows = model.module.other(features)["f1"].values()
-    (model.module.bags(features)["f0"].sum() + rows.sum()).backward()
+    (model.module.bags(features)["f0"].sum() + model.module.other(features)["f1"].sum()).backward()
     assert model.session.step == 2
 
 

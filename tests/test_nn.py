@@ -42,6 +42,7 @@ from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.dense import load_, unpack
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import job_names, optimizer_spec, table_specs
+from torch_ecrec.nn.unsharded import COLLECTIONS
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -119,7 +120,7 @@ def collection(
 
 
 def job_of(module: nn.Module, trainers: int = 1, seed: int = 0) -> JobSpec:
-    collections = {p: m for p, m in module.named_modules() if isinstance(m, EmbeddingBagCollection)}
+    collections = {p: m for p, m in module.named_modules() if type(m) in COLLECTIONS}
     names = job_names(collections)
     specs = tuple(spec for path, child in collections.items() for spec in table_specs(child, names[path]))
     return JobSpec(tables=specs, code=CodeSpec(), trainers=trainers, seed=seed)

@@ -1,52 +1,21 @@
 """Erasure-coded embedding bags: TorchRec's sharded `EmbeddingBagCollection` whose rows live on the servers.
 
-TorchRec runs a sharded module in stages, and its pipelines run them apart:
-
-    input_dist    the batch is known: its ids begin to travel to the host
-    compute       rows are asked for, and pooled there
-    output_dist   pooled features are put side by side
-
-Invariants. Rows are looked up in `compute`, never in `input_dist`, which pipelines run one batch ahead: a row is never
-a step old. A batch that a pipeline has announced that way is asked for as soon as the push before it is sent, so that
-its rows travel while the rest of the backward and the dense optimizer run; the servers answer once they have applied
-that push.
-
-Does not hold weights, talk to servers (`backend.EmbeddingBackend` does) or change the dense part of the model. What a
-training step is, `step.py` says; pooling is in `slices.py`, the autograd function in `lookup.py`, and what is saved and
-loaded in `tables_state.py`.
-
-Shape legend: F features, B batch size, N ids, U unique rows, D embedding dim.
+Shape legend: F features, B batch size, U unique rows, D embedding dim.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
-from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import (
-    LazyAwaitable,
-    LazyGetItemMixin,
-    NoWait,
-    NullShardedModuleContext,
-    ShardedModule,
-)
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
-from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torch_ecrec.nn.lookup import PooledLookup
-from torch_ecrec.nn.server_optimizer import ServerOptimizer
-from torch_ecrec.nn.slices import Bags, Slice, Table
-from torch_ecrec.nn.staging import HostIds, Staging
+from torch_ecrec.nn.served import Context, ServedModule
+from torch_ecrec.nn.slices import Bags, Slice
 from torch_ecrec.nn.step import SparseStep
-from torch_ecrec.nn.tables_state import TablesState
-
-PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3
 
 
 class _Ready(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
@@ -60,132 +29,26 @@ class _Ready(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
         return self._value
 
 
-class ErasureCodedEmbeddingBagCollection(
-    ShardedModule[KJTList, list[Tensor], KeyedTensor, NullShardedModuleContext], FusedOptimizerModule
-):
+class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
     """An `EmbeddingBagCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSharder`.
 
-    Takes a `KeyedJaggedTensor` and returns a `KeyedTensor` with the keys, order and values of the unsharded module. It
-    has no parameters: `state_dict` reads every row from the servers, on every trainer.
-
-    Args:
-        module: the collection to serve. Not kept.
-        step: shared by all sharded modules of the model.
-        job_names: name of each of its tables in the job.
-        device: where its output goes. Ids may be there or on the host.
+    Returns a `KeyedTensor` with the keys, order and values of the unsharded module. Arguments as of `ServedModule`.
     """
 
     def __init__(
-        self,
-        module: EmbeddingBagCollection,
-        step: SparseStep,
-        job_names: Mapping[str, str],
-        device: torch.device,
+        self, module: EmbeddingBagCollection, step: SparseStep, job_names: Mapping[str, str], device: torch.device
     ) -> None:
-        super().__init__()
-        self._step = step
-        self._staging = Staging(device)
-        self._weighted = module.is_weighted()
-        self._anchor = torch.zeros((), requires_grad=True)  # makes autograd run the backward of a lookup
-        job = step.session.job
-        configs = module.embedding_bag_configs()
-        self._tables: dict[str, Table] = {}
-        for config in configs:
-            slab, first_row = job.place_of_table[job_names[config.name]]
-            self._tables[config.name] = Table(
-                name=config.name,
-                job_name=job_names[config.name],
-                slab=slab,
-                first_row=first_row,
-                rows=config.num_embeddings,
-                dim=config.embedding_dim,
-                schema=job.slabs[slab].schema,
-                features=tuple(config.feature_names),
-                pooling=config.pooling,
-                optimizer=job.slabs[slab].optimizer.kind,
-            )
-        places = [(feature, table) for table in self._tables.values() for feature in table.features]
-        self._keys = [name for names in get_embedding_names_by_table(configs) for name in names]
-        self._dims = [table.dim for _, table in places]
-        self._slices = [
-            Slice(
-                slab,
-                job.slabs[slab].dim,
-                [(i, feature, table) for i, (feature, table) in enumerate(places) if table.slab == slab],
-            )
-            for slab in sorted({table.slab for _, table in places})
-        ]
-        self._state = TablesState(step, self._tables)
-        self._optimizer = ServerOptimizer(self._state)
-        step.optimizers.append(self._optimizer)
-        self._coming: deque[HostIds] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
-        self._ready: tuple[KeyedJaggedTensor, list[Tensor], list[Bags]] | None = None  # looked up ahead
-        step.on_pushed.append(self._look_ahead)
+        super().__init__(module, step, job_names, device, module.is_weighted())
+        self._dims = [table.dim for table in self._tables.values() for _ in table.features]
 
-    # TorchRec's stages ----------------------------------------------------------------------------
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
+        return EmbeddingBagCollection
 
-    def create_context(self) -> NullShardedModuleContext:
-        return NullShardedModuleContext()
+    def _bags(self, part: Slice, features: KeyedJaggedTensor) -> tuple[Tensor, Bags]:
+        return part.bags(features, self._weighted, self._step.session.arrange)
 
-    def input_dist(self, ctx: NullShardedModuleContext, features: KeyedJaggedTensor) -> KJTListSplitsAwaitable:
-        """Nothing to distribute: every trainer looks its own rows up."""
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            raise ValueError("a batch size per feature (variable stride, inverse indices) is not supported")
-        missing = [name for part in self._slices for name in part.features if name not in features.keys()]
-        if missing:
-            raise ValueError(f"the batch lacks features {', '.join(missing)}; it has {', '.join(features.keys())}")
-        if torch.is_grad_enabled():
-            self._coming.append(self._staging.ids(features))
-        return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
-
-    def _look_ahead(self) -> None:
-        """Asks for the rows of the batch that a pipeline will compute next."""
-        if self._coming and not self._weighted:  # weights of ids have a graph, which a backward must not start
-            ids = self._coming[0]
-            try:
-                rows, bags = self._prepare(ids)
-            except ValueError:  # an id that is no row: `compute` says so, where it belongs
-                return
-            self._ready = (ids.features, rows, bags)
-            self._step.session.look_ahead(rows)
-
-    def _prepare(self, ids: HostIds) -> tuple[list[Tensor], list[Bags]]:
-        """Unique rows (U,) per slab of the job, and the bags per slab of this module."""
-        session = self._step.session
-        features = ids.features if self._weighted else ids.wait()  # weights of ids have a graph
-        rows = [torch.empty(0, dtype=torch.int64) for _ in session.job.slabs]
-        bags = []
-        for part in self._slices:
-            order = [features.keys().index(name) for name in part.features]
-            in_order = features if order == list(range(len(features.keys()))) else features.permute(order)
-            rows[part.slab], some = part.bags(in_order, self._weighted, session.arrange)
-            bags.append(some)
-        return rows, bags
-
-    def compute(self, ctx: NullShardedModuleContext, dist_input: KJTList) -> list[Tensor]:
-        """Looks the rows up and pools them, on the host: (B, F, D) for each slab of this module, on the device."""
-        (features,) = dist_input
-        step = self._step
-        step.open()
-        if torch.is_grad_enabled():
-            step.on_training_lookup()
-        ids = None
-        while any(other.features is features for other in self._coming):
-            ids = self._coming.popleft()
-        ready, self._ready = self._ready, None
-        if ready is not None and ready[0] is features:
-            rows, bags = ready[1:]
-        else:
-            rows, bags = self._prepare(ids or self._staging.ids(features))
-        crossings = [self._staging.crossing() for _ in bags]
-        if torch.is_grad_enabled():
-            pooled = PooledLookup.apply(self._anchor, step, rows, bags, crossings, *(part.per_id_N for part in bags))
-        else:
-            weights = step.lookup(rows)
-            pooled = [part.pool(weights[part.slab], crossing) for part, crossing in zip(bags, crossings, strict=True)]
-        return [crossing.over(pooled_BFD) for crossing, pooled_BFD in zip(crossings, pooled, strict=True)]
-
-    def output_dist(self, ctx: NullShardedModuleContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
+    def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Puts the pooled features side by side: (B, sum of dims)."""
         if len(output) == 1:
             values = output[0].flatten(1)
@@ -197,40 +60,5 @@ class ErasureCodedEmbeddingBagCollection(
             values = torch.cat(columns, dim=1)
         return _Ready(KeyedTensor(keys=self._keys, length_per_key=self._dims, values=values))
 
-    @property
-    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
-        return EmbeddingBagCollection
-
-    @property
-    def fused_optimizer(self) -> ServerOptimizer:
-        return self._optimizer
-
-    # state dicts ------------------------------------------------------------------------------------
-
-    @property
-    def tables(self) -> TablesState:
-        """What the servers keep of its tables."""
-        return self._state
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self._state.save_weights(destination, prefix)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        self._state.load_weights(state_dict, prefix, strict, missing_keys, unexpected_keys, error_msgs)
-
     def extra_repr(self) -> str:
-        lines = [
-            f"({table.name}): {table.rows} x {table.dim}, {table.pooling.value.lower()}, {table.optimizer},"
-            f" features={list(table.features)}"
-            for table in self._tables.values()
-        ]
-        return "\n".join([f"is_weighted={self._weighted}", *lines])
+        return f"is_weighted={self._weighted}\n{super().extra_repr()}"

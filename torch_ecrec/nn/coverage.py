@@ -1,6 +1,6 @@
 """Which modules of a model the servers serve, and which nobody would protect: said before anything is built.
 
-    served       `EmbeddingBagCollection`, also inside a `FeatureProcessedEmbeddingBagCollection`
+    served       `EmbeddingBagCollection`, also inside a `FeatureProcessedEmbeddingBagCollection`; `EmbeddingCollection`
     dense        every other parameter: data-parallel, in the snapshot
     unprotected  what TorchRec would keep in the trainers, one part in each: lost with a trainer
 
@@ -12,19 +12,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingPlan
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
 
+from torch_ecrec.nn.unsharded import COLLECTIONS, Collection
+
 UNPROTECTED = ("refuse", "allow")
+_STOCK: dict[type[nn.Module], type] = {
+    EmbeddingBagCollection: EmbeddingBagCollectionSharder,
+    FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder,
+    EmbeddingCollection: EmbeddingCollectionSharder,
+}
+"""TorchRec's own sharders for what is served; of others nobody knows what they would do."""
 _REMAPPING = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
 
 
@@ -37,7 +48,7 @@ class Coverage:
         unprotected: path -> why nobody protects it; "" is the model itself.
     """
 
-    served: dict[str, EmbeddingBagCollection]
+    served: dict[str, Collection]
     unprotected: dict[str, str]
 
     def check(self, unprotected: str) -> None:
@@ -55,7 +66,8 @@ class Coverage:
                 + '\nTo train it without protection, as TorchRec does, say unprotected="allow"'
             )
         if not self.served:
-            raise ValueError("the module holds no EmbeddingBagCollection: there is nothing to serve")
+            names = " and no ".join(cls.__name__ for cls in COLLECTIONS)
+            raise ValueError(f"the module holds no {names}: there is nothing to serve")
 
 
 def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence[ModuleSharder[nn.Module]]) -> Coverage:
@@ -68,16 +80,16 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
     """
     planned = plan.plan if plan is not None else {}
     tables_of = {sharder.module_type for sharder in (*get_default_sharders(), *sharders)}
-    served: dict[str, EmbeddingBagCollection] = {}
+    served: dict[str, Collection] = {}
     unprotected: dict[str, str] = {}
 
     def look(path: str, child: nn.Module) -> None:
         reason = None if _is_served(child) else _reason(child, tables_of, path in planned)
         if reason is not None:
             unprotected[path] = reason
-        elif type(child) is EmbeddingBagCollection:
+        elif type(child) in COLLECTIONS:
             if id(child) not in map(id, served.values()):  # at two paths it is one
-                served[path] = child
+                served[path] = cast(Collection, child)
         else:
             for name, parameter in child.named_parameters(recurse=False):
                 if getattr(parameter, "_optimizer_classes", None):
@@ -98,7 +110,7 @@ def _join(path: str, name: str) -> str:
 
 def _is_served(module: nn.Module) -> bool:
     """Whether it is served, or nothing but a wrapper of what is: whatever a plan says of it."""
-    return type(module) in (EmbeddingBagCollection, FeatureProcessedEmbeddingBagCollection)
+    return type(module) in (*COLLECTIONS, FeatureProcessedEmbeddingBagCollection)
 
 
 def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -> str | None:
@@ -108,37 +120,38 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
         return f"{name} is sharded already; give the model as it was before"
     if isinstance(module, _REMAPPING):
         return f"{name} remaps ids on each trainer for itself, so trainers would not mean the same rows"
-    if isinstance(module, EmbeddingBagCollection):
-        return (
-            f"{name} is a subclass of EmbeddingBagCollection, and the servers would not do what it does otherwise;"
-            " use EmbeddingBagCollection itself"
-        )
+    for served in COLLECTIONS:
+        if isinstance(module, served):
+            return (
+                f"{name} is a subclass of {served.__name__}, and the servers would not do what it does otherwise;"
+                f" use {served.__name__} itself"
+            )
     if type(module) in tables_of:
-        return f"{name} is not served; EmbeddingBagCollection is"
+        return f"{name} is not served; {' and '.join(cls.__name__ for cls in COLLECTIONS)} are"
     if planned:
         return f"the plan shards this {name} over the trainers; leave it out of the plan"
     return None
 
 
 def check_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
-    """Refuses what a sharder for `EmbeddingBagCollection` wants and the servers do not do.
+    """Refuses what a sharder for a served module wants and the servers do not do.
 
     Raises:
         ValueError: names the sharder and its wish.
     """
     for sharder in sharders:
-        if sharder.module_type is not EmbeddingBagCollection:
+        if sharder.module_type not in _STOCK:
             continue
         name = type(sharder).__name__
-        if type(sharder) is not EmbeddingBagCollectionSharder:
+        if type(sharder) is not _STOCK[sharder.module_type]:
             raise ValueError(
-                f"sharder {name} is not TorchRec's own for EmbeddingBagCollection: the servers would not do what it"
-                " does otherwise; leave it out"
+                f"sharder {name} is not TorchRec's own for {sharder.module_type.__name__}: the servers would not do"
+                " what it does otherwise; leave it out"
             )
-        if sharder.qcomm_codecs_registry:
+        if getattr(sharder, "qcomm_codecs_registry", None):
             raise ValueError(
                 f"sharder {name} has a `qcomm_codecs_registry`: nothing of the tables goes through collectives here;"
-                " leave it out (TORCH_ECREC_WIRE_DTYPE=bfloat16 makes lookups and gradients smaller)"
+                ' leave it out (`Settings(wire="bfloat16")` halves what lookups and gradients send)'
             )
 
 

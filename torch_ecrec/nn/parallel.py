@@ -2,9 +2,9 @@
 
     model = torch_ecrec.DistributedModelParallel(DLRMTrain(...), device=torch.device("cpu"))
 
-It lists the tables of all `EmbeddingBagCollection`s in a `JobSpec`, gets a session of the cluster, replaces the
-collections' entries in the plan, and leaves the rest to TorchRec: the dense part becomes data-parallel, pipelines and
-checkpoints work.
+It lists the tables of all collections (of bags, of sequences) in a `JobSpec`, gets a session of the cluster, replaces
+the collections' entries in the plan, and leaves the rest to TorchRec: the dense part becomes data-parallel, pipelines
+and checkpoints work.
 
 Subclassed, not imitated: TorchRec checks for its own class in many places.
 
@@ -35,7 +35,6 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingPlan,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torch_ecrec.nn.attachment import Attachment
 from torch_ecrec.nn.backend import EmbeddingBackend
@@ -44,8 +43,9 @@ from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
-from torch_ecrec.nn.sharder import ErasureCodedSharder, job_names, table_specs
+from torch_ecrec.nn.sharder import ErasureCodedSequenceSharder, ErasureCodedSharder, job_names, table_specs
 from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
@@ -78,7 +78,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             brought back.
 
     Raises:
-        ValueError: no `EmbeddingBagCollection` in the module, or one that cannot be served (see `table_specs`); a
+        ValueError: no collection in the module, or one that cannot be served (see `table_specs`); a
             module that nobody would protect, a sharder with a wish that the servers do not serve (`coverage.py`); a
             `session` of another job.
     """
@@ -126,7 +126,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         _check_session(session, tables, env)
         session, recorder = recorded(session, self)
         step = SparseStep(session, _group_of_steps(env), nan_gradients)
-        others = [sharder for sharder in others if sharder.module_type is not EmbeddingBagCollection]
+        others = [sharder for sharder in others if sharder.module_type not in COLLECTIONS]
         if plan is None and covered.unprotected:
             plan = _planned(module, env, device, others)
         super().__init__(
@@ -134,7 +134,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             env=env,
             device=device,
             plan=_plan(covered, plan, env.world_size),
-            sharders=[ErasureCodedSharder(step, names), *others],
+            sharders=[ErasureCodedSharder(step, names), ErasureCodedSequenceSharder(step, names), *others],
             init_data_parallel=init_data_parallel,
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,
@@ -334,7 +334,7 @@ def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> Sha
         plan[path] = EmbeddingModuleShardingPlan(
             {
                 config.name: ParameterSharding("erasure_coded", "parameter_server", ranks=list(range(world_size)))
-                for config in module.embedding_bag_configs()
+                for config in configs_of(module)
             }
         )
     return ShardingPlan(plan)

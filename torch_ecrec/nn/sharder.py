@@ -1,4 +1,4 @@
-"""Turns TorchRec's `EmbeddingBagCollection`s into tables of a job, and into their sharded form.
+"""Turns TorchRec's collections (of bags, of sequences) into tables of a job, and into their sharded form.
 
 Optimizers are given the TorchRec way, attached to the parameters before sharding:
 
@@ -18,17 +18,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection
+from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection
+from torch_ecrec.nn.served import ServedModule
 from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.nn.unsharded import Collection, check_config, configs_of, weight_of
 from torch_ecrec.records.optimizers import NAMES, by_class, optimizer
 from torch_ecrec.spec.job import OptimizerSpec, TableSpec
 
@@ -66,20 +69,15 @@ def optimizer_spec(table: str, parameter: nn.Parameter) -> OptimizerSpec:
     return OptimizerSpec(found.name, **{name: float(value) for name, value in given.items() if value is not None})
 
 
-def table_specs(module: EmbeddingBagCollection, job_names: Mapping[str, str]) -> list[TableSpec]:
+def table_specs(module: Collection, job_names: Mapping[str, str]) -> list[TableSpec]:
     """The tables of a collection, under their names in the job.
 
     Raises:
         ValueError: a data type, a pooling or an optimizer that is not supported.
     """
     specs = []
-    for config in module.embedding_bag_configs():
-        if config.data_type is not DataType.FP32:
-            raise ValueError(f"table {config.name}: data type {config.data_type} is not supported; supported is FP32")
-        if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
-            raise ValueError(
-                f"table {config.name}: pooling {config.pooling} is not supported; supported are SUM and MEAN"
-            )
+    for config in configs_of(module):
+        check_config(config)
         specs.append(
             TableSpec(
                 name=job_names[config.name],
@@ -87,26 +85,26 @@ def table_specs(module: EmbeddingBagCollection, job_names: Mapping[str, str]) ->
                 dim=config.embedding_dim,
                 low=config.get_weight_init_min(),
                 high=config.get_weight_init_max(),
-                optimizer=optimizer_spec(config.name, module.embedding_bags[config.name].weight),
+                optimizer=optimizer_spec(config.name, weight_of(module, config.name)),
             )
         )
     return specs
 
 
-def job_names(modules: Mapping[str, EmbeddingBagCollection]) -> dict[str, dict[str, str]]:
+def job_names(modules: Mapping[str, Collection]) -> dict[str, dict[str, str]]:
     """Path -> table -> its name in the job: its own where that is unique in the model, else with the path before it."""
     count: dict[str, int] = {}
     for module in modules.values():
-        for config in module.embedding_bag_configs():
+        for config in configs_of(module):
             count[config.name] = count.get(config.name, 0) + 1
     return {
-        path: {c.name: c.name if count[c.name] == 1 else f"{path}.{c.name}" for c in module.embedding_bag_configs()}
+        path: {c.name: c.name if count[c.name] == 1 else f"{path}.{c.name}" for c in configs_of(module)}
         for path, module in modules.items()
     }
 
 
-class ErasureCodedSharder(ModuleSharder[EmbeddingBagCollection]):
-    """Puts the tables of `EmbeddingBagCollection`s on the servers.
+class _TablesSharder(ModuleSharder[Any]):
+    """Puts the tables of collections on the servers.
 
     Args:
         step: shared by all modules that this sharder makes.
@@ -116,23 +114,25 @@ class ErasureCodedSharder(ModuleSharder[EmbeddingBagCollection]):
     servers.
     """
 
+    made: Callable[[Any, SparseStep, Mapping[str, str], torch.device], ServedModule[Any]]
+
     def __init__(self, step: SparseStep, names: Mapping[str, Mapping[str, str]]) -> None:
         super().__init__()
         self._step, self._names = step, names
 
     def shard(
         self,
-        module: EmbeddingBagCollection,
+        module: Any,
         params: EmbeddingModuleShardingPlan,
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> ErasureCodedEmbeddingBagCollection:
+    ) -> ServedModule[Any]:
         names = self._names[module_fqn or ""]
-        sharded = ErasureCodedEmbeddingBagCollection(module, self._step, names, device or torch.device("cpu"))
+        sharded = type(self).made(module, self._step, names, device or torch.device("cpu"))
         session = self._step.session
-        for config in module.embedding_bag_configs():
-            parameter = module.embedding_bags[config.name].weight
+        for config in configs_of(module):
+            parameter = weight_of(module, config.name)
             if session.trainer == 0:
                 weights = _first_weights(config, parameter, session.job.seed, names[config.name])
                 if weights is not None:
@@ -143,12 +143,8 @@ class ErasureCodedSharder(ModuleSharder[EmbeddingBagCollection]):
                 parameter.data = parameter.data.new_empty(0, config.embedding_dim)
         return sharded
 
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        return EmbeddingBagCollection
-
-    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        return {name.split(".")[0]: parameter for name, parameter in module.embedding_bags.named_parameters()}
+    def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
+        return {config.name: weight_of(module, config.name) for config in configs_of(module)}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return ["erasure_coded"]
@@ -157,7 +153,27 @@ class ErasureCodedSharder(ModuleSharder[EmbeddingBagCollection]):
         return ["parameter_server"]
 
 
-def _first_weights(config: EmbeddingBagConfig, parameter: nn.Parameter, seed: int, job_name: str) -> Tensor | None:
+class ErasureCodedSharder(_TablesSharder):
+    """Puts the tables of `EmbeddingBagCollection`s on the servers."""
+
+    made = ErasureCodedEmbeddingBagCollection
+
+    @property
+    def module_type(self) -> type[EmbeddingBagCollection]:
+        return EmbeddingBagCollection
+
+
+class ErasureCodedSequenceSharder(_TablesSharder):
+    """Puts the tables of `EmbeddingCollection`s on the servers."""
+
+    made = ErasureCodedEmbeddingCollection
+
+    @property
+    def module_type(self) -> type[EmbeddingCollection]:
+        return EmbeddingCollection
+
+
+def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: int, job_name: str) -> Tensor | None:
     """Weights (rows, D) to load, or None where the servers' own uniform initialisation is meant."""
     if parameter.device.type != "meta":
         return parameter.detach().cpu()
@@ -171,7 +187,7 @@ def _first_weights(config: EmbeddingBagConfig, parameter: nn.Parameter, seed: in
     return weights
 
 
-def _is_default(config: EmbeddingBagConfig) -> bool:
+def _is_default(config: BaseEmbeddingConfig) -> bool:
     """Whether `init_fn` is the uniform one that TorchRec's configs fill in."""
     fn: Any = config.init_fn
     bounds = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}

@@ -71,6 +71,22 @@ class Slice:
         Raises:
             ValueError: an id is not a row of its table.
         """
+        per_id_N = features.weights().float().cpu().contiguous() if weighted else None
+        rows_U, inverse_N, lengths_FB = self._unique(features, arrange)
+        return rows_U, Bags(self.slab, self.dim, inverse_N, lengths_FB, per_id_N, self.mean_F)
+
+    def ids(
+        self, features: KeyedJaggedTensor, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Bags]:
+        """As `bags`, but each id is a bag of its own, those of one feature behind those of the one before."""
+        rows_U, inverse_N, _ = self._unique(features, arrange)
+        each_1N = np.ones((1, len(inverse_N)), np.int32)
+        return rows_U, Bags(self.slab, self.dim, inverse_N, each_1N, None, np.zeros(1, np.bool_))
+
+    def _unique(
+        self, features: KeyedJaggedTensor, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, np.ndarray, np.ndarray]:
+        """Unique slab rows (U,), the index of each id's among them (N,), and ids per bag (F, B)."""
         ids_N = features.values().detach().cpu().contiguous()  # here already, but for ids with weights
         lengths_FB = features.lengths().detach().cpu().contiguous().view(len(self.features), -1).numpy()
         rows_N = np.empty(len(ids_N), np.int64)
@@ -82,9 +98,8 @@ class Slice:
                 f"id {int(ids_N[at])} of feature {self.features[feature]} is out of range:"
                 f" table {table.name} has {table.rows} rows"
             )
-        per_id_N = features.weights().float().cpu().contiguous() if weighted else None
         rows_U, inverse_N = arrange(self.slab, torch.from_numpy(rows_N))
-        return rows_U, Bags(self.slab, self.dim, inverse_N.numpy(), lengths_FB, per_id_N, self.mean_F)
+        return rows_U, inverse_N.numpy(), lengths_FB
 
 
 @dataclass

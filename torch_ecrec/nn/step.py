@@ -6,7 +6,7 @@ took part. A *lookup in training* is one made with grad enabled; others read and
 Invariants. One backward pass is one push, of every trainer, also when it has no rows. A refused step (non-finite
 gradients) is refused by all trainers, before anything is sent.
 
-Does not pool, and knows no modules: `lookup.py` and `bags.py` do.
+Does not pool, and knows no modules: `lookup.py` and `served.py` do.
 
 Shape legend: U unique rows, D embedding dim; lists hold one tensor per slab.
 """

@@ -30,10 +30,15 @@ class TablesState:
     Args:
         step: shared by all modules of the model; has the backend.
         tables: by their names in the module.
+        folder: what the module calls the module of its tables, see `key_of`.
     """
 
-    def __init__(self, step: SparseStep, tables: Mapping[str, Table]) -> None:
-        self.step, self.tables = step, tables
+    def __init__(self, step: SparseStep, tables: Mapping[str, Table], folder: str) -> None:
+        self.step, self.tables, self._folder = step, tables, folder
+
+    def key_of(self, name: str) -> str:
+        """Of a table's weights in the module's state dict: `embedding_bags.t.weight`."""
+        return f"{self._folder}.{name}.weight"
 
     def read_columns(self, name: str, first: int, last: int) -> Tensor:
         """Columns [first, last) of the records of a table, (rows, last - first). Every trainer calls it."""
@@ -76,7 +81,7 @@ class TablesState:
     def save_weights(self, destination: dict[str, Any], prefix: str) -> None:
         """Puts the weights of every table, (rows, D), into a state dict. Every trainer calls it."""
         for name, table in self.tables.items():
-            destination[f"{prefix}embedding_bags.{name}.weight"] = self.read_columns(name, 0, table.dim)
+            destination[f"{prefix}{self.key_of(name)}"] = self.read_columns(name, 0, table.dim)
 
     def load_weights(
         self,
@@ -88,7 +93,7 @@ class TablesState:
         error_msgs: list[str],
     ) -> None:
         """Loads the weights that a state dict has, and adds to the three lists as `nn.Module` wants it."""
-        keys = {f"{prefix}embedding_bags.{name}.weight": name for name in self.tables}
+        keys = {f"{prefix}{self.key_of(name)}": name for name in self.tables}
         for key, name in keys.items():
             if key in state_dict:
                 try:

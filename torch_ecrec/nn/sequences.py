@@ -1,0 +1,67 @@
+"""Erasure-coded sequences: TorchRec's sharded `EmbeddingCollection`, a row for each id, whose rows live on the servers.
+
+    batch     f: [[7], [7, 2]]
+    returned  f: rows [w7, w7, w2], lengths [1, 2]
+
+Shape legend: N ids, U unique rows, D embedding dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from torch_ecrec.nn.served import Context, ServedModule
+from torch_ecrec.nn.slices import Bags, Slice
+from torch_ecrec.nn.step import SparseStep
+
+
+class _Ready(LazyAwaitable[dict[str, JaggedTensor]]):
+    """A result that is there already."""
+
+    def __init__(self, value: dict[str, JaggedTensor]) -> None:
+        super().__init__()
+        self._value = value
+
+    def _wait_impl(self) -> dict[str, JaggedTensor]:
+        return self._value
+
+
+class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
+    """An `EmbeddingCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSequenceSharder`.
+
+    Returns a `JaggedTensor` for each feature, with the keys, order and values of the unsharded module. Arguments as of
+    `ServedModule`.
+    """
+
+    def __init__(
+        self, module: EmbeddingCollection, step: SparseStep, job_names: Mapping[str, str], device: torch.device
+    ) -> None:
+        super().__init__(module, step, job_names, device)
+        self._need_indices = module.need_indices()
+
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingCollection]:
+        return EmbeddingCollection
+
+    def _bags(self, part: Slice, features: KeyedJaggedTensor) -> tuple[Tensor, Bags]:
+        return part.ids(features, self._step.session.arrange)
+
+    def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Takes the rows of the features apart: (N, D) each."""
+        assert ctx.features is not None  # of `input_dist`
+        keys, sizes = ctx.features.keys(), ctx.features.length_per_key()
+        lengths = dict(zip(keys, ctx.features.lengths().view(len(keys), -1).unbind(0), strict=True))
+        ids = dict(zip(keys, ctx.features.values().split(sizes), strict=True))
+        found: dict[str, JaggedTensor] = {}
+        for part, rows_N1D in zip(self._slices, output, strict=True):
+            pieces = rows_N1D.flatten(1).split([len(ids[name]) for name in part.features])
+            for column, name, rows_ND in zip(part.columns, part.features, pieces, strict=True):
+                weights = ids[name] if self._need_indices else None
+                found[self._keys[column]] = JaggedTensor(values=rows_ND, lengths=lengths[name], weights=weights)
+        return _Ready({key: found[key] for key in self._keys})
