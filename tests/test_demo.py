@@ -285,6 +285,16 @@ def test_the_timeline_of_the_loss_of_a_trainer() -> None:
     assert "host of slot" not in text and "rebuilt" not in text and "(not)" not in text
 
 
+def test_steps_that_were_complete_by_the_kill_and_heard_of_later_did_not_begin_after_it() -> None:
+    record = watched()
+    record.on_kill("server:1@15", "server", 1, time_s=2.75)
+    for message in steps(16, 20, 2.5):
+        record.on_message(message)
+    entry = record.kills[0].to_json(record.step_times)
+    done = sum(time_s <= 2.75 for time_s in record.step_times)
+    assert 15 < done < 19 and entry["first_step"] == done + 2 and entry["after_kill_s"]["first_step_s"] > 0
+
+
 def test_a_trainer_that_was_started_again_unnoticed_is_detected_by_the_new_era() -> None:
     record = watched()
     kill = record.on_kill("trainer:1@15", "trainer", 1, time_s=2.42)
@@ -724,7 +734,8 @@ def test_kills_of_a_trainer_the_coordinator_and_a_server_change_nothing(tmp_path
     assert [kill["spec"] for kill in result["kills"]] == texts, "every kill fired"
     assert [kill["role"] for kill in result["kills"]] == ["trainer", "coordinator", "server"]
     trainer, coordinator, server = result["kills"]
-    assert 13 <= trainer["resumed_after"] <= 16 and trainer["number"] == 1 and trainer["slots_lost"] == []
+    assert 13 <= trainer["resumed_after"] < 45, "at most a window is taken back; the kill comes when it comes"
+    assert trainer["number"] == 1 and trainer["slots_lost"] == []
     after = trainer["after_kill_s"]
     assert 0 < after["detected_s"] < after["resumable_s"] < after["rejoined_s"] < after["first_step_s"]
     assert coordinator["after_kill_s"]["rejoined_s"] > 0, "another one is there"

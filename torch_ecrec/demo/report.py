@@ -25,6 +25,7 @@ Pure: no clock, no threads, no processes. Whoever calls from several threads hol
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -84,7 +85,8 @@ class Kill:
 
     def to_json(self, step_times: Sequence[float]) -> Message:
         """An entry of `kills` in result.json. `step_times[i]`: when step i + 1 was complete at all trainers."""
-        first_step = self.begun + 1
+        # What was heard by the kill may be late: of steps that were complete by then, the one after may have begun.
+        first_step = max(self.begun, bisect.bisect_right(step_times, self.kill_s) + 1) + 1
         first_step_s = step_times[first_step - 1] if len(step_times) >= first_step else None
         times = {
             "kill_s": self.kill_s,
