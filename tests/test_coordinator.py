@@ -12,6 +12,7 @@ import torch_ecrec
 from torch_ecrec.coordinator.admission import FENCED
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.regathering import REGATHER_S
+from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.coordinator.world import FORMING_LIMIT_S
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
@@ -31,7 +32,7 @@ class Harness:
         self.job = JobSpec(TABLES, self.code, trainers)
         self.sent: list[tuple[str, dict[str, Any]]] = []
         self.events: list[dict[str, Any]] = []
-        self.core = Coordinator(self.code, spares, ("here", 1), self._send, self._announce, **options)
+        self.core = Coordinator(ClusterSettings(self.code, spares, ("here", 1), **options), self._send, self._announce)
         self.now_s = 0.0
         self.births = 0
 

@@ -22,17 +22,19 @@ import threading
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from torch_ecrec import codec, records
 from torch_ecrec.client import pooling
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.coordinator.router import Router
+from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.supervisor import START_S, Supervisor
+from torch_ecrec.protocol.messages import TransportName
 from torch_ecrec.runtime import allocator
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, on_signals
 from torch_ecrec.server.service import Host
@@ -104,17 +106,14 @@ def run_coordinator(
         on_bad_line=lambda connection, reason: router.refuse(connection, reason, time.monotonic()),
     )
     router = Router(
-        code,
-        spares,
-        (host, store.port),
+        ClusterSettings(
+            code, spares, (host, store.port), without_spare, settings.lease_s, cast(TransportName, settings.transport)
+        ),
         probe=probe,
         announce=announce,
         stop=lambda: server.call_later(0.2, server.close),
         stamp=lambda message: {**message, "time_s": time.time()},
         joins_from_s=time.monotonic() + JOINS_HELD_S,
-        without_spare=without_spare,
-        lease_s=settings.lease_s,
-        transport=settings.transport,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.call_soon(end))
