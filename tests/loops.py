@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from fake_session import FakeSession
-from test_nn import CPU, collection, job_of, table
+from models import CPU, collection, job_of, table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves

@@ -78,6 +78,7 @@ PURE = {
     "torch_ecrec.coordinator.placement",
     "torch_ecrec.coordinator.regathering",
     "torch_ecrec.coordinator.router",
+    "torch_ecrec.coordinator.settings",
     "torch_ecrec.coordinator.state",
     "torch_ecrec.coordinator.status",
     "torch_ecrec.coordinator.succession",

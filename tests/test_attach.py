@@ -7,167 +7,25 @@ other seeds, on a session that says it has trained before, and runs to the end, 
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
-from fake_session import FakeSession
-from test_nn import (
+from attached import END, Net, Passes, Trainer, attach, made, same
+from models import (
     CPU,
     LR,
     batch_of,
-    collection,
     dense_parameters,
-    job_of,
 )
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchrec import EmbeddingBagCollection
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from torch_ecrec.errors import NonFiniteGradient
-from torch_ecrec.nn.dense import Header, own_of
-from torch_ecrec.nn.parallel import DistributedModelParallel
-from torch_ecrec.nn.trainer_state import unwrapped
-from torch_ecrec.nn.values import decode, encode
+from torch_ecrec.nn.dense import Header
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-END = 9
-Part = tuple[Tensor, list[int]]
-
-
-class Net(nn.Module):
-    """Draws from every generator: dropout before the lookup, noise after it."""
-
-    def __init__(self, tables: EmbeddingBagCollection) -> None:
-        super().__init__()
-        self.below = nn.Sequential(nn.Linear(2, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
-        self.tables = tables
-        self.over = nn.Linear(6 + 32, 1)
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        below = self.below(batch.dense_features)
-        pooled = self.tables(batch.sparse_features).values()
-        logits = torch.tanh(self.over(torch.cat([below, pooled], dim=1))).squeeze(1)
-        noise = 0.01 * random.random() + 0.01 * float(np.random.rand())
-        loss = nn.functional.mse_loss(logits + noise, batch.labels)
-        return loss, loss.detach()
-
-
-class Losses(list[float]):
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": list(self)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self[:] = state["losses"]
-
-
-class Passes:
-    """Stateful: a pass of `size` batches, each of its own, then another pass."""
-
-    def __init__(self, size: int = 4) -> None:
-        self.size, self.drawn = size, 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        for _ in range(self.drawn % self.size, self.size):
-            self.drawn += 1
-            yield batch_of(6, self.drawn)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.drawn = state["drawn"]
-
-
-@dataclass
-class Trainer:
-    model: DistributedModelParallel
-    session: FakeSession
-    optimizer: CombinedOptimizer
-    scheduler: StepLR
-    losses: Losses
-    batches: Any
-
-    def steps(self, end: int, batches: Iterator[Any] | None = None) -> None:
-        """The plain loop."""
-        batches = batches or passes(self.batches)
-        while self.model.steps_done < end:
-            self.optimizer.zero_grad()
-            loss, _ = self.model(next(batches))
-            try:
-                loss.backward()
-            except NonFiniteGradient:
-                continue
-            self.optimizer.step()
-            self.scheduler.step()
-            self.losses.append(float(loss.detach()))
-
-    def pipeline(self, end: int) -> None:
-        runner = TrainPipelineSparseDist(self.model, self.optimizer, CPU)
-        while self.model.steps_done < end:
-            loss = runner.progress(self.batches)
-            self.scheduler.step()
-            self.losses.append(float(loss))
-
-    def state(self) -> list[Any]:
-        """Everything that training has changed, as leaves."""
-        return tree_leaves(
-            [
-                self.session.records,
-                list(dense_parameters(self.model).values()),
-                list(self.model.buffers()),
-                self.optimizer.state_dict(),
-                [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
-                self.scheduler.state_dict(),
-                list(self.losses),
-            ]
-        )
-
-
-def passes(batches: Iterable[Batch]) -> Iterator[Batch]:
-    while True:
-        yield from batches
-
-
-def made(before: FakeSession | None = None, step: int = 0, seed: int = 1, **more: Any) -> Trainer:
-    """A trainer, not attached yet; after a restart in place of `before` if it is given."""
-    tables = collection("adagrad")  # it seeds
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-    net = Net(tables)
-    session = FakeSession(job_of(net), before=before, step=step)
-    model = DistributedModelParallel(net, device=CPU, session=session, **more)
-    dense = KeyedOptimizerWrapper(dense_parameters(model), lambda p: torch.optim.Adam(p, lr=LR))
-    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
-    return Trainer(model, session, optimizer, StepLR(optimizer, step_size=3, gamma=0.5), Losses(), None)
-
-
-def attach(trainer: Trainer, reader: Any = None) -> Trainer:
-    trainer.batches = trainer.model.attach(
-        optimizer=trainer.optimizer,
-        lr_scheduler=trainer.scheduler,
-        reader=Passes() if reader is None else reader,
-        losses=trainer.losses,
-    )
-    return trainer
-
-
-def same(a: Trainer, b: Trainer) -> bool:
-    """All of the state, bit for bit."""
-    pairs = list(zip(a.state(), b.state(), strict=True))
-    assert len(pairs) > 20 and sum(isinstance(x, Tensor) for x, _ in pairs) > 15
-    return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs)
 
 
 # what comes back --------------------------------------------------------------------------------------
@@ -349,9 +207,6 @@ def test_a_forward_that_nothing_is_trained_on_does_not_move_the_reader() -> None
     assert second.losses == first.losses
 
 
-# where nothing comes back -----------------------------------------------------------------------------
-
-
 def test_nothing_is_restored_at_step_0() -> None:
     first = attach(made())
     first.steps(END)
@@ -400,110 +255,6 @@ def test_a_batch_that_was_drawn_at_random_before_a_forward_is_another_one_after_
         run(made(first.session, 2, seed=2))
 
 
-# what is refused --------------------------------------------------------------------------------------
-
-
-def test_without_attach_a_restarted_trainer_does_not_train() -> None:
-    first = attach(made())
-    first.steps(3)
-    second = made(first.session, 2, seed=2)
-    with torch.no_grad():
-        second.model(batch_of(6, 0))
-    with pytest.raises(RuntimeError, match=r"the servers have trained before.*call `attach` before the first step"):
-        second.model(batch_of(6, 0))
-    with pytest.raises(RuntimeError, match="call `attach`"):
-        second.model.flush()
-    assert second.session.step == 3 and not second.session.snapshots
-
-
-def test_attach_is_called_once() -> None:
-    trainer = attach(made())
-    with pytest.raises(RuntimeError, match="`attach` is called once, before the first step"):
-        attach(trainer)
-
-
-def test_attach_after_a_step_is_refused() -> None:
-    trainer = made()
-    trainer.steps(1, passes(Passes()))
-    with pytest.raises(RuntimeError, match="`attach` is called once, before the first step"):
-        attach(trainer)
-
-
-def test_a_snapshot_taken_without_attach_cannot_be_resumed() -> None:
-    first = made()
-    first.steps(4, passes(Passes()))
-    second = made(first.session, 3, seed=2)
-    with pytest.raises(RuntimeError, match="after step 3: nothing was attached when that snapshot was taken"):
-        attach(second)
-
-
-def test_the_reader_itself_must_not_be_iterated() -> None:
-    trainer, reader = made(), Passes()
-    attach(trainer, reader)
-    with pytest.raises(RuntimeError, match="a batch that was not drawn from what `attach` returned: iterate that"):
-        trainer.model(next(iter(reader)))
-
-
-def refused(match: str, attachments: Callable[[Trainer], dict[str, Any]]) -> None:
-    """What differs from what was attached when the snapshot was taken is said, and nothing is changed."""
-    first = attach(made())
-    first.steps(4)
-    second = made(first.session, 3, seed=2)
-    before = [x.clone() if isinstance(x, Tensor) else x for x in second.state()]
-    with pytest.raises(ValueError, match=match):
-        second.model.attach(**attachments(second))
-    after = second.state()
-    assert len(before) == len(after) and second.losses == []
-    for x, y in zip(before, after, strict=True):
-        assert torch.equal(x, y) if isinstance(x, Tensor) else x == y
-
-
-def test_other_dense_optimizers_are_refused_and_nothing_is_changed() -> None:
-    refused("optimizers", lambda t: {"lr_scheduler": t.scheduler, "reader": Passes(), "losses": t.losses})
-
-
-def test_other_attachments_are_refused_and_nothing_is_changed() -> None:
-    refused(
-        "attached now but not when the snapshot was taken, or the other way: losses, reader",
-        lambda t: {"optimizer": t.optimizer, "lr_scheduler": t.scheduler},
-    )
-
-
-def test_a_thing_without_a_state_is_refused() -> None:
-    trainer = made()
-    with pytest.raises(TypeError, match=r"`losses` must have state_dict .*random generator.*got list"):
-        trainer.model.attach(optimizer=trainer.optimizer, losses=[])
-    attach(trainer)  # it was not attached
-
-
-def test_load_state_dict_comes_before_attach() -> None:
-    trainer = made()
-    state = {"module.over.bias": torch.ones(1)}
-    trainer.model.load_state_dict({f"{k}": v for k, v in state.items()}, strict=False)
-    attach(trainer)
-    with pytest.raises(RuntimeError, match="`load_state_dict` comes before `attach`"):
-        trainer.model.load_state_dict(state, strict=False)
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-def test_what_is_attached_does_not_move_before_the_first_step(
-    restarted: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = attach(made())
-    first.steps(4)
-    trainer = attach(made(first.session, 3, seed=2) if restarted else made())
-    trainer.losses.append(0.5)
-    with torch.no_grad():
-        trainer.model.module.over.bias.add_(1)
-    if restarted:
-        with pytest.raises(RuntimeError, match=r"losses, over.bias changed between `attach` and the first step"):
-            trainer.steps(END)
-        assert trainer.model.steps_done == 3
-    else:
-        trainer.steps(1)
-        assert "changed between `attach` and the first step: after a restart that would happen again" in caplog.text
-
-
 def test_a_value_that_is_set_again_to_the_same_is_no_change() -> None:
     ends = []
     for before, step in [(None, 0), ("first", 4)]:
@@ -513,91 +264,6 @@ def test_a_value_that_is_set_again_to_the_same_is_no_change() -> None:
         trainer.steps(END)
         ends.append(trainer)
     assert ends[0].losses == ends[1].losses and same(*ends)
-
-
-def test_every_optimizer_of_dense_parameters_is_attached() -> None:
-    trainer = made()
-    trainer.model.attach(optimizer=trainer.model.fused_optimizer, reader=Passes())
-    loss, _ = trainer.model(next(trainer.model._attached.reader))  # type: ignore[union-attr]
-    loss.backward()
-    with pytest.raises(RuntimeError, match=r"Adam steps \S*below.0.weight, but was not attached"):
-        trainer.optimizer.step()
-
-
-def test_a_state_that_cannot_be_kept_is_refused_when_it_is_attached() -> None:
-    trainer = made()
-    trainer.losses.append(lambda: 0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"losses\['losses'\]\[0\].*function"):
-        attach(trainer)
-    trainer.losses.clear()
-    attach(trainer).steps(2)
-    trainer.losses.append({1}.__contains__)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"losses\['losses'\]\[2\]"):
-        trainer.steps(3)
-
-
-def test_a_gradient_that_was_stepped_with_is_not_added_to() -> None:
-    trainer = attach(made())
-    trainer.steps(1)
-    loss, _ = trainer.model(next(trainer.batches))
-    with pytest.raises(RuntimeError, match="adds to a gradient that its optimizer has stepped with already"):
-        loss.backward()
-
-
-def test_dense_parameters_that_differ_between_trainers_are_told() -> None:
-    first = attach(made())
-    first.steps(4)
-    payload, header = first.session.snapshots[3]
-    own: Any = decode(own_of(payload, header))
-    other = {**own, "dense": own["dense"] + 1}
-    second = made(first.session, 3, seed=2)
-    second.session.parts = [*second.session.parts, with_own(payload, header, encode(other, "own"))]
-    with pytest.raises(RuntimeError, match="the trainers' dense parameters differed from each other"):
-        attach(second)
-
-
-def with_own(payload: Tensor, header: list[int], own: bytes) -> Part:
-    size = len(own_of(payload, header))
-    made_anew = torch.cat([payload[: payload.numel() - size], torch.frombuffer(bytearray(own), dtype=torch.uint8)])
-    return made_anew, [*header[:-1], len(own)]
-
-
-def test_a_scheduler_that_was_not_attached_is_refused_before_the_first_step() -> None:
-    trainer = made()
-    batches = trainer.model.attach(optimizer=trainer.optimizer, reader=Passes())
-    with pytest.raises(RuntimeError, match="a scheduler was made for CombinedOptimizer, but not attached"):
-        next(batches)
-
-
-def test_a_scheduler_that_something_attached_keeps_is_attached() -> None:
-    class Progress:
-        def __init__(self, scheduler: StepLR) -> None:
-            self.scheduler = scheduler
-            self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
-
-    trainer = made()
-    next(trainer.model.attach(optimizer=trainer.optimizer, reader=Passes(), progress=Progress(trainer.scheduler)))
-
-
-def test_parameters_that_an_optimizer_is_given_later_are_refused_before_the_next_step() -> None:
-    trainer = attach(made())
-    trainer.steps(2)
-    inner = next(o for o in unwrapped([trainer.optimizer]) if isinstance(o, torch.optim.Adam))
-    inner.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(RuntimeError, match="an optimizer was given parameters after `attach`"):
-        trainer.steps(3)
-    assert trainer.model.steps_done == 2
-
-
-def test_an_optimizer_of_parameters_outside_the_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    attach(made())
-    other = nn.Parameter(torch.ones(2))
-    stranger = torch.optim.SGD([other], lr=0.1)
-    other.grad = torch.ones(2)
-    stranger.step()
-    told = caplog.text.count("SGD steps parameters outside the model, and was not attached")
-    stranger.step()
-    assert told and caplog.text.count("SGD steps parameters") == told
 
 
 def test_what_modules_have_beside_tensors_is_brought_back_where_it_has_changed() -> None:

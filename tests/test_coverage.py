@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_session import FakeSession
-from test_nn import CPU, Net, batch_of, collection, job_of, shard, table
+from models import CPU, Net, batch_of, collection, job_of, shard, table
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder

@@ -1,7 +1,7 @@
 """Every state of very small clusters, and rules without which some of them are wrong."""
 
+import mutations
 import pytest
-import test_simulation as simulation
 
 from torch_ecrec.testing import exploration
 from torch_ecrec.testing.exploration import Budget, Exploration, Violation
@@ -34,14 +34,14 @@ def test_all_states_hold(name: str) -> None:
 @pytest.mark.parametrize(
     ("mutate", "explored"),
     [
-        (simulation.stale_confirmation, HEARD_LATE),
-        (simulation.no_fence, SMALL["a zombie"]),
-        (simulation.no_undo, SMALL["a server"]),
-        (simulation.early_ack, SMALL["a server"]),
-        (simulation.no_fence, SMALL["a server, pushes late"]),
-        (simulation.no_era, SMALL["the trainers"]),
-        (simulation.records_not_undone, SMALL["the trainers"]),
-        (simulation.parities_not_undone, SMALL["the trainers"]),
+        (mutations.stale_confirmation, HEARD_LATE),
+        (mutations.no_fence, SMALL["a zombie"]),
+        (mutations.no_undo, SMALL["a server"]),
+        (mutations.early_ack, SMALL["a server"]),
+        (mutations.no_fence, SMALL["a server, pushes late"]),
+        (mutations.no_era, SMALL["the trainers"]),
+        (mutations.records_not_undone, SMALL["the trainers"]),
+        (mutations.parities_not_undone, SMALL["the trainers"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -24,6 +24,7 @@ from conftest import wait_until
 
 import torch_ecrec
 from torch_ecrec.coordinator.router import Router
+from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.processes.member import Member
 from torch_ecrec.protocol import messages
@@ -177,7 +178,9 @@ class Live:
         )
         self.events: list[dict[str, Any]] = []
         self.router = Router(
-            CODE, 0, ("here", 1), probe=lambda *_: self.probes.append(None), announce=self.events.append, lease_s=1e6
+            ClusterSettings(CODE, 0, ("here", 1), lease_s=1e6),
+            probe=lambda *_: self.probes.append(None),
+            announce=self.events.append,
         )
         self.probes: list[None] = []
         self.error: BaseException | None = None

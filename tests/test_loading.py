@@ -11,8 +11,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from faults import CODES, THREE_TWO, WAYS, check, found, hunt_at, oracle
 from test_client import VirtualSession
-from test_simulation import CODES, THREE_TWO, WAYS, check, found, hunt_at, oracle
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward

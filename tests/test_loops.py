@@ -1,7 +1,7 @@
 """The sweep of loops: trainers lost at any step of whatever loop people write go on to the same bits, or are refused.
 
 The session is in memory, so that thousands of loops can be run; `test_attach.py` has the single cases, and
-`test_cluster.py`, `test_demo.py` and chaos the real processes.
+`test_cluster.py`, `test_demo_runs.py` and chaos the real processes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_nn import Net, collection, shard, spawn
+from models import Net, collection, shard, spawn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -10,6 +10,7 @@ import pytest
 import torch_ecrec
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.router import PROBE_AGAIN_S, Router
+from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.protocol.messages import Address
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
@@ -61,17 +62,15 @@ class Process:
 class Running:
     """A router, its probes and its events."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, joins_from_s: float = 0.0, **settings: Any) -> None:
         self.probes: list[tuple[str, int, Address]] = []
         self.events: list[Message] = []
         self.now_s = 0.0
         self.router = Router(
-            CODE,
-            1,
-            ("here", 1),
+            ClusterSettings(CODE, 1, ("here", 1), **settings),
             probe=lambda *probe: self.probes.append(probe),
             announce=self.events.append,
-            **options,
+            joins_from_s=joins_from_s,
         )
         self.core = self.router.core
         self.processes: list[Process] = []

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torchrec.distributed
-from test_nn import (
+from models import (
     CPU,
     EPS,
     LR,

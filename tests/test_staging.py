@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_nn import CPU, LossNet, batch_of, collection, shard, train, train_in_pipeline
+from models import CPU, LossNet, batch_of, collection, shard, train, train_in_pipeline
 from torch import Tensor
 
 from torch_ecrec.nn import staging

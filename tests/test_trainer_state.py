@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_nn import collection, dense_parameters, shard
+from models import collection, dense_parameters, shard
 from torch import nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch_ecrec.bench.recovery_figures import Steps
 from torch_ecrec.demo.report import Record
+from torch_ecrec.observe import events
 from torch_ecrec.processes.children import free_port, tail
 
 START_LIMIT_S = 240.0  # to the first step, and
@@ -136,11 +137,11 @@ class CaseWatch:
 
     def on_message(self, message: dict[str, Any]) -> None:
         with self.changed:
-            self.record.on_message(message)
-            if message.get("event") == "generation":
-                self.world = message["members"]
-            elif message.get("event") == "lost":
-                self.gone.add(message["member"])
+            event = self.record.on_message(message)
+            if isinstance(event, events.GenerationFormed):
+                self.world = event.members
+            elif isinstance(event, events.Lost):
+                self.gone.add(event.member)
             self.changed.notify_all()
 
     def on_closed(self, reason: str) -> None:
@@ -150,8 +151,8 @@ class CaseWatch:
 
     def spares(self) -> int:
         """Servers that could take over now."""
-        hosts = {server for server, _ in self.record.places}
-        return sum(name.startswith("server") and name not in hosts | self.gone for name in self.world)
+        busy = {server for server, _ in self.record.places} | self.gone
+        return sum(self.record.roles.get(name) == "server" and name not in busy for name in self.world)
 
     def trouble(self) -> str | None:
         """Why nothing more can come of this."""

@@ -43,6 +43,7 @@ from torch_ecrec.coordinator import admission, departures, succession
 from torch_ecrec.coordinator.admission import FENCED
 from torch_ecrec.coordinator.going_back import GoingBack
 from torch_ecrec.coordinator.members import MemberRecord
+from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.coordinator.status import status_of
 from torch_ecrec.observe import events
@@ -50,40 +51,25 @@ from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import FromCoordinator, Join, OfMember, OfSlot, Rejoin
 from torch_ecrec.protocol.wire import SlotPlace
-from torch_ecrec.runtime.checks import require
-from torch_ecrec.spec.job import CodeSpec, JobSpec
-from torch_ecrec.spec.settings import WITHOUT_SPARE
+from torch_ecrec.spec.job import JobSpec
 
 
 class Coordinator:
     """The decisions. What is to be sent goes to `send(name, message)`, what has happened to `announce(event)`.
 
     Args:
-        code: code parameters of the cluster; a job brings its tables, not its code.
-        spares: servers that are waited for beyond one per slot before the first generation is formed.
-        store: (host, port) of the store that RPC generations meet at.
+        settings: of the cluster.
         send: sends a message to a member by name.
         announce: tells observers and the log of an event.
-        without_spare: "survivor" or "wait": who gets the slots of a lost server when there is no spare.
-        lease_s: a member that was not heard of for so long is taken for lost.
-        transport: what carries the data plane, "sockets" or "rpc": members are told.
     """
 
     def __init__(
         self,
-        code: CodeSpec,
-        spares: int,
-        store: tuple[str, int],
+        settings: ClusterSettings,
         send: Callable[[str, FromCoordinator], None],
         announce: Callable[[Event], None],
-        without_spare: str = "survivor",
-        lease_s: float = 10.0,
-        transport: messages.TransportName = "sockets",
     ) -> None:
-        require(
-            without_spare in WITHOUT_SPARE, f"`without_spare` must be one of {WITHOUT_SPARE}, got {without_spare!r}"
-        )
-        self._state = ClusterState(code, spares, store, send, announce, without_spare, lease_s, transport)
+        self._state = ClusterState(settings, send, announce)
         self._send, self._announce = send, announce
 
     # what it knows, for who asks ----------------------------------------------------------------

@@ -25,11 +25,11 @@ from typing import Any, Protocol
 
 from torch_ecrec.coordinator.admission import FENCED
 from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Address, BadMessage, FromCoordinator, Join, Rejoin
-from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 
 Message = dict[str, Any]
@@ -72,7 +72,7 @@ class Router:
     """The coordinator with its connections.
 
     Args:
-        code, spares, store, without_spare, lease_s, transport: see `Coordinator`.
+        settings: of the cluster.
         probe: `probe(name, number, address)` asks whether a process listens there; its answer is a call of `on_probed`.
         announce: gets every event as an object of JSON (`observe/events.py`), for the log.
         stop: the coordinator is to end, soon.
@@ -82,18 +82,15 @@ class Router:
 
     def __init__(
         self,
-        code: CodeSpec,
-        spares: int,
-        store: tuple[str, int],
+        settings: ClusterSettings,
         *,
         probe: Callable[[str, int, Address], None],
         announce: Callable[[Message], None],
         stop: Callable[[], None] = lambda: None,
         stamp: Callable[[Message], Message] = lambda message: message,
         joins_from_s: float = 0.0,
-        **options: Any,
     ) -> None:
-        self.core = Coordinator(code, spares, store, self._send, self._tell_watchers, **options)
+        self.core = Coordinator(settings, self._send, self._tell_watchers)
         self.refused = 0  # messages, since the start
         self._probe, self._announce, self._stop, self._stamp = probe, announce, stop, stamp
         self._joins_from_s = joins_from_s

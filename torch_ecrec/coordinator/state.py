@@ -9,36 +9,31 @@ from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.regathering import Knowledge, Regathering
+from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.observe.events import Event
-from torch_ecrec.protocol.messages import FromCoordinator, TransportName
-from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.protocol.messages import FromCoordinator
 
 
 class ClusterState:
     """The parts, each of which owns what it knows, and uses those before it.
 
     Args:
-        code, spares, store, send, announce, without_spare, lease_s, transport: see `Coordinator`.
+        settings, send, announce: see `Coordinator`.
     """
 
     def __init__(
         self,
-        code: CodeSpec,
-        spares: int,
-        store: tuple[str, int],
+        settings: ClusterSettings,
         send: Callable[[str, FromCoordinator], None],
         announce: Callable[[Event], None],
-        without_spare: str,
-        lease_s: float,
-        transport: TransportName,
     ) -> None:
-        self.announce, self.transport = announce, transport
-        self.members = Members(send, lease_s)
-        self.job = RunningJob(code, self.members, announce)
-        self.world = World(spares, store, self.job, self.members, announce)
+        self.announce, self.transport = announce, settings.transport
+        self.members = Members(send, settings.lease_s)
+        self.job = RunningJob(settings.code, self.members, announce)
+        self.world = World(settings.spares, settings.store, self.job, self.members, announce)
         self.eras = Eras(self.job, self.members, announce)
-        self.table = SlotTable(without_spare, self.job, self.members, self.world, self.eras, announce)
+        self.table = SlotTable(settings.without_spare, self.job, self.members, self.world, self.eras, announce)
         self.regathering = Regathering()
 
     def form(self, now_s: float, even_if_complete: bool = False) -> None:

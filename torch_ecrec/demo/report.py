@@ -28,6 +28,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,6 +131,7 @@ class Record:
 
     def __init__(self, trainers: int, slots: int) -> None:
         self.pids: dict[str, int] = {}  # of members, by name
+        self.roles: dict[str, str] = {}  # "server" or "trainer", likewise
         self.trainers: dict[int, str] = {}  # those that are there, by rank
         self.places: list[tuple[str, int]] = [("", -1)] * slots  # server and incarnation per slot
         self.healthy = [False] * slots
@@ -148,15 +150,22 @@ class Record:
 
     # what arrives ---------------------------------------------------------------------------------
 
-    def on_message(self, message: Message) -> None:
-        """A line from a coordinator that is watched: status, event or progress."""
+    def on_message(self, message: Message) -> AnyEvent | None:
+        """A line from a coordinator that is watched: status, event or progress. Returns the event, if it is one.
+
+        Raises:
+            ValueError: it is called an event, but is none (`observe/events.py`).
+        """
         kind = message.get("type")
+        if kind == "event":
+            event = events.of_message(message)
+            self._on_event(event, message["time_s"])
+            return event
         if kind == "progress":
             self._on_progress(message)
-        elif kind == "event":
-            self._on_event(events.of_message(message), message["time_s"])
         elif kind == "status":
             self._on_status(message)
+        return None
 
     def _on_progress(self, message: Message) -> None:
         self.steps[message["trainer"]] = message["step"]
@@ -190,7 +199,7 @@ class Record:
 
     def _on_joined(self, event: events.Joined, time_s: float) -> None:
         rejoins = self.pids.get(event.member) == event.pid  # at another coordinator
-        self.pids[event.member] = event.pid
+        self.pids[event.member], self.roles[event.member] = event.pid, event.role
         if event.role == "trainer":
             if not rejoins and event.rank in self._ranks and not self._trainers_may_be_lost:
                 self.unexpected.append(f"a trainer ended by itself: {event.member} was started again")
@@ -223,7 +232,7 @@ class Record:
             if kill.role == "coordinator" and message["slots"] and message.get("time_s", 0.0) > kill.kill_s:
                 kill.rejoined_s = kill.rejoined_s or message["time_s"]
         for member in message["members"]:
-            self.pids[member["name"]] = member["pid"]
+            self.pids[member["name"]], self.roles[member["name"]] = member["pid"], member["role"]
         for place in message["slots"]:
             slot = place["slot"]
             self.places[slot] = (place["server"], place["incarnation"])
@@ -242,7 +251,7 @@ class Record:
     @property
     def _trainers_may_be_lost(self) -> bool:
         """By our doing, once in this run: torchrun may start them again more than once then."""
-        stopped = any(name.startswith("trainer") for name in self.may_be_lost)
+        stopped = any(self.roles.get(name) == "trainer" for name in self.may_be_lost)
         return stopped or any(kill.role == "trainer" for kill in self.kills)
 
     def target(self, role: str, number: int) -> str | None:
@@ -319,8 +328,8 @@ class Record:
     def progress_line(self, steps: int, samples_per_step: int) -> str:
         """Step, loss, samples per second over the last second, and every slot."""
         if not self.step:
-            servers = sum(name.startswith("server") for name in self.pids)
-            return f"starting: {servers} servers, {len(self.pids) - servers} trainers have joined"
+            joined = Counter(self.roles.values())
+            return f"starting: {joined['server']} servers, {joined['trainer']} trainers have joined"
         recent = [t for t in self.step_times[-1000:] if t >= self.step_times[-1] - 1.0]
         span_s = recent[-1] - recent[0]  # 0 where they came together, after a coordinator was missing
         rate = (len(recent) - 1) * samples_per_step / span_s if span_s > 0 else 0.0

@@ -24,6 +24,8 @@ from torch_ecrec.demo.interrupts import raise_if_interrupted
 from torch_ecrec.demo.kills import KillSpec
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import AnyEvent
 from torch_ecrec.processes.children import tail, torchrun
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
@@ -84,12 +86,12 @@ class DemoRun:
     def _on_message(self, message: dict[str, Any]) -> None:
         with self._lock:
             before = self.record.step
-            self.record.on_message(message)
+            event = self.record.on_message(message)
             if self.record.step > before:
                 self._moved_s = time.monotonic()
                 self._start_kills()
-            if message.get("type") == "event":
-                self._tell(message)
+            if event is not None:
+                self._tell(event)
 
     def _on_closed(self, reason: str) -> None:
         with self._lock:
@@ -146,23 +148,22 @@ class DemoRun:
         hosted = f", host of slot {spec.number}" if spec.role == "server" else ""
         self._news.append(f"step {kill.step}: kill -9 {kill.pid} ({kill.member}{hosted})")
 
-    def _tell(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "lost" and event["slots"]:
-            self._news.append(f"  {event['member']} is lost ({event['why']}), with slots {event['slots']}")
-        elif kind == "re-hosted":
-            server = self.record.places[event["slot"]][0]
-            self._news.append(f"  slot {event['slot']} serves again, on {server}; rebuild begins")
-        elif kind == "slot rebuilt":
-            self._news.append(f"  slot {event['slot']} is rebuilt")
-        elif kind == "lost" and event["member"].startswith("trainer"):
-            self._news.append(f"  {event['member']} is lost ({event['why']})")
-        elif kind == "resumable":
-            self._news.append(f"  servers have gone back to step {event['step']}; torchrun starts all trainers again")
-        elif kind == "regathered":
-            self._news.append(f"  a new coordinator: {len(event['members'])} members have rejoined")
-        elif kind == "joined" and self.record.step:
-            self._news.append(f"  {event['member']} has joined (pid {event['pid']})")
+    def _tell(self, event: AnyEvent) -> None:
+        if isinstance(event, events.Lost):
+            if event.slots or self.record.roles.get(event.member) == "trainer":
+                held = f", with slots {event.slots}" if event.slots else ""
+                self._news.append(f"  {event.member} is lost ({event.why}){held}")
+        elif isinstance(event, events.Rehosted):
+            server = self.record.places[event.slot][0]
+            self._news.append(f"  slot {event.slot} serves again, on {server}; rebuild begins")
+        elif isinstance(event, events.SlotRebuilt):
+            self._news.append(f"  slot {event.slot} is rebuilt")
+        elif isinstance(event, events.Resumable):
+            self._news.append(f"  servers have gone back to step {event.step}; torchrun starts all trainers again")
+        elif isinstance(event, events.Regathered):
+            self._news.append(f"  a new coordinator: {len(event.members)} members have rejoined")
+        elif isinstance(event, events.Joined) and self.record.step:
+            self._news.append(f"  {event.member} has joined (pid {event.pid})")
 
     # the whole of it
 

@@ -22,17 +22,19 @@ import threading
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from torch_ecrec import codec, records
 from torch_ecrec.client import pooling
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.coordinator.router import Router
+from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.supervisor import START_S, Supervisor
+from torch_ecrec.protocol.messages import TransportName
 from torch_ecrec.runtime import allocator
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, on_signals
 from torch_ecrec.server.service import Host
@@ -104,17 +106,14 @@ def run_coordinator(
         on_bad_line=lambda connection, reason: router.refuse(connection, reason, time.monotonic()),
     )
     router = Router(
-        code,
-        spares,
-        (host, store.port),
+        ClusterSettings(
+            code, spares, (host, store.port), without_spare, settings.lease_s, cast(TransportName, settings.transport)
+        ),
         probe=probe,
         announce=announce,
         stop=lambda: server.call_later(0.2, server.close),
         stamp=lambda message: {**message, "time_s": time.time()},
         joins_from_s=time.monotonic() + JOINS_HELD_S,
-        without_spare=without_spare,
-        lease_s=settings.lease_s,
-        transport=settings.transport,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.call_soon(end))
@@ -234,48 +233,60 @@ def connect(
     allocator.keep_freed(settings.keep_freed_bytes)
     warm()
     own: Supervisor | None = None
-    process = os.getpid()
     if settings.join is None:
         own, address = _start_local(job, trainer, code or CodeSpec(), settings)
         settings = dataclasses.replace(settings, join=address)
-    clients: list[Client] = []
-    sessions: list[Session] = []
-    reasons = _exit_with_reason()
+    return _Trainer(job, settings, trainer, snapshot_every, own).join()
 
-    def make(name: str, member: Member, code: CodeSpec) -> Node:
-        agreed = JobSpec(job.tables, code, job.trainers, job.seed)
-        clients.append(Client(name, member, agreed, trainer, settings, snapshot_every))
-        sessions.append(Session(clients[0], member.tell, lambda: close(member), member.restarted))
-        return clients[0]
 
-    def close(member: Member) -> None:
-        if os.getpid() != process:
+class _Trainer:
+    """A trainer process: its membership and its session, and how both end. `own`: the local cluster it has started."""
+
+    def __init__(
+        self, job: JobSpec, settings: Settings, trainer: int, snapshot_every: int, own: Supervisor | None
+    ) -> None:
+        self._job, self._settings, self._trainer, self._snapshot_every = job, settings, trainer, snapshot_every
+        self._own = own
+        self._process, self._thread = os.getpid(), threading.current_thread()
+        self._sessions: list[Session] = []  # one, once the process is welcome
+        self._reasons = _exit_with_reason()
+
+    def join(self) -> Session:
+        """Raises what `Member` raises."""
+        Member(
+            self._settings,
+            {"role": "trainer", "rank": self._trainer, "job": self._job.to_json()},
+            self._make,
+            on_control=lambda message: self._sessions[0].on_control(message),
+            on_end=self._on_end,
+            known=lambda: self._sessions[0].known(),
+        )
+        return self._sessions[0]
+
+    def _make(self, name: str, member: Member, code: CodeSpec) -> Node:
+        agreed = JobSpec(self._job.tables, code, self._job.trainers, self._job.seed)
+        client = Client(name, member, agreed, self._trainer, self._settings, self._snapshot_every)
+        self._sessions.append(Session(client, member.tell, lambda: self._close(member), member.restarted))
+        return client
+
+    def _close(self, member: Member) -> None:
+        if os.getpid() != self._process:
             return  # a forked child: the session is its parent's
-        reasons.clear()
+        self._reasons.clear()
         member.close()
-        if own is not None:
-            _wait_for_trainers(own)
-            own.close()
+        if self._own is not None:
+            _wait_for_trainers(self._own)
+            self._own.close()
 
-    trains = threading.current_thread()
-
-    def on_end(error: BaseException) -> None:
+    def _on_end(self, error: BaseException) -> None:
+        sessions = self._sessions
         if isinstance(error, ClusterError):
-            reasons.append(error)
+            self._reasons.append(error)
         if sessions:
             sessions[0].fail(error)
         if isinstance(error, (TrainersLost, DataLoss, Fenced)):
-            end_if_it_hangs(trains, lambda: bool(sessions) and sessions[0].told, ABORT_S, str(error), error.exit_code)
-
-    Member(
-        settings,
-        {"role": "trainer", "rank": trainer, "job": job.to_json()},
-        make,
-        on_control=lambda message: sessions[0].on_control(message),
-        on_end=on_end,
-        known=lambda: sessions[0].known(),
-    )
-    return sessions[0]
+            told = lambda: bool(sessions) and sessions[0].told  # noqa: E731
+            end_if_it_hangs(self._thread, told, ABORT_S, str(error), error.exit_code)
 
 
 def _exit_with_reason() -> list[ClusterError]:

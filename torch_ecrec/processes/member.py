@@ -102,13 +102,11 @@ class Member:
         self.transport: Transport | None = None
         self._timers = Timers(self.on_error)
         self._answered = threading.Event()  # or the connection has ended
-        self._joining = threading.Event()
         self._failure: Exception | None = None  # why it cannot join
         self._gone = ""  # why the connection ended, before the coordinator had answered
         self._ended = False
-        self._lock = threading.Lock()  # guards _wanted and _ended
-        self._wanted: dict[str, Any] | None = None
-        self._asked = 0  # the highest generation that it was asked to join
+        self._lock = threading.Lock()  # guards _ended
+        self._generations: GenerationFollower | None = None
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
         self._connected, self._cut = threading.Event(), threading.Event()
         self._why_cut = ""
@@ -117,15 +115,15 @@ class Member:
         self._hello = {**hello, "birth": uuid.uuid4().hex}
         try:
             self._address = parse_address(settings.join)
-            self._join()
+            generations = self._join()
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._follow_generations, name="generations", daemon=True).start()
+        generations.start()
         threading.Thread(target=self._stay_connected, name="rejoin", daemon=True).start()
         self._timers.later(settings.heartbeat_s, self._beat)
 
-    def _join(self) -> None:
+    def _join(self) -> GenerationFollower:
         """Asks until a coordinator answers: one that ends meanwhile is replaced, as for a member that has joined."""
         limit_s = self.settings.give_up_s
         deadline_s = time.monotonic() + limit_s
@@ -148,8 +146,8 @@ class Member:
                 raise ClusterUnavailable(f"{where} did not answer in {limit_s:g} s")
             if self._failure is not None:
                 raise self._failure
-            if self.transport is not None:
-                return
+            if self._generations is not None:
+                return self._generations
             gone = self._gone
             if time.monotonic() + pause_s > deadline_s:
                 raise ClusterUnavailable(f"{where} ended before it answered: {gone}")
@@ -204,10 +202,10 @@ class Member:
         elif isinstance(word, messages.Fatal):
             error = ENDS.get(word.kind, ClusterUnavailable)(word.reason)
             self.end(error) if self._answered.is_set() else self._fail_to_join(error)
-        elif self.transport is None:
+        elif self._generations is None:
             raise BadMessage(f"{message['type']}: before a welcome")
         elif isinstance(word, messages.Generation):
-            self._take_generation(word, message)
+            self._generations.take(word, message)
         else:
             if isinstance(word, messages.Rejoined):
                 self._life = word.life
@@ -222,18 +220,8 @@ class Member:
         kind = TRANSPORTS[word.transport]
         shared.enable(self.settings.shared_memory_bytes if kind is SocketTransport else 0)
         self.transport = kind(self.name, self.node.handle, self.on_error)
+        self._generations = GenerationFollower(self.name, self.transport, self.tell, self.on_error)
         self._answered.set()
-
-    def _take_generation(self, word: messages.Generation, message: dict[str, Any]) -> None:
-        if self.name not in word.members or len(set(word.members)) != len(word.members):
-            raise BadMessage(f"generation: `members` must be different, {self.name} among them, got {word.members}")
-        assert self.transport is not None
-        if word.generation <= self._asked:
-            return  # it was asked for before: formed, which `rejoin` says, or on the way
-        with self._lock:
-            self._wanted, self._asked = message, word.generation
-        self.transport.overtake(word.generation)
-        self._joining.set()
 
     def _on_nonsense(self, reason: str) -> None:
         """What arrived is no message of this protocol: whoever sent it is not the coordinator of this cluster."""
@@ -272,7 +260,7 @@ class Member:
         except ClusterUnavailable:
             self.end(ClusterUnavailable(f"the coordinator is gone ({reason}), and none came within {limit_s:g} s"))
             return
-        assert self.transport is not None
+        assert self.transport is not None and self._generations is not None
         with self._telling:  # what is told from now on follows on the new connection, what was told before is known
             world = list(self.transport.members)  # nobody between generations
             message = rejoin_message(
@@ -282,7 +270,7 @@ class Member:
                 code=self._code,
                 life=self._life,
                 generation=self.transport.generation if world else 0,
-                newest=self._asked,
+                newest=self._generations.asked,
                 world=world,
             )
             before, self._control = self._control, control
@@ -296,27 +284,6 @@ class Member:
             control.close()
         elif not self._cut.is_set():
             self._connected.set()
-
-    def _follow_generations(self) -> None:
-        while True:
-            self._joining.wait()
-            self._joining.clear()
-            with self._lock:
-                wanted, self._wanted = self._wanted, None
-                if self._ended:
-                    return
-            if wanted is None:
-                continue
-            assert self.transport is not None
-            try:
-                self.transport.join(
-                    wanted["generation"], wanted["members"], tuple(wanted["store"]), wanted["timeout_s"]
-                )
-                self.tell({"type": "in_generation", "generation": wanted["generation"]})
-            except ClusterUnavailable as error:
-                log.warning("%s: %s", self.name, error)  # the coordinator forms the next one
-            except Exception as error:  # the seam: this thread has no caller
-                self.on_error(error)
 
     def _beat(self) -> None:
         self.tell({"type": "beat", "report": {**self._report(), "bytes_sent": self.bytes_sent()}})
@@ -342,7 +309,8 @@ class Member:
             if self._ended:
                 return
             self._ended = True
-        self._joining.set()
+        if self._generations is not None:
+            self._generations.end()
         self._on_end(error)
 
     def close(self) -> None:
@@ -353,7 +321,8 @@ class Member:
             self._connected.wait(CLOSE_S)  # it may be just coming back
         with self._lock:
             self._ended = True
-        self._joining.set()
+        if self._generations is not None:
+            self._generations.end()
         self._timers.close()
         if self.transport is not None:
             self.tell({"type": "leave", "report": {"bytes_sent": self.bytes_sent()}})
@@ -363,6 +332,75 @@ class Member:
             self._control.close()
         if self._sign is not None:
             self._sign.close()
+
+
+class GenerationFollower:
+    """Enters the generations that the coordinator forms, one after the other, on a thread of its own.
+
+    Args:
+        name: this member's.
+        transport: what joins them.
+        tell: says to the coordinator that one was joined.
+        on_error: gets what else goes wrong.
+
+    Attributes:
+        asked: the highest generation that this member was asked to join.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        tell: Callable[[dict[str, Any]], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._name, self._transport, self._tell, self._on_error = name, transport, tell, on_error
+        self.asked = 0
+        self._changed = threading.Event()
+        self._lock = threading.Lock()  # guards _wanted and _ended
+        self._wanted: dict[str, Any] | None = None
+        self._ended = False
+
+    def start(self) -> None:
+        """From now on it joins what it was asked to, also what came before."""
+        threading.Thread(target=self._follow, name="generations", daemon=True).start()
+
+    def take(self, word: messages.Generation, message: dict[str, Any]) -> None:
+        """The coordinator asks for a generation. Raises BadMessage: this member is not in it, or somebody is twice."""
+        if self._name not in word.members or len(set(word.members)) != len(word.members):
+            raise BadMessage(f"generation: `members` must be different, {self._name} among them, got {word.members}")
+        if word.generation <= self.asked:
+            return  # it was asked for before: formed, which `rejoin` says, or on the way
+        with self._lock:
+            self._wanted, self.asked = message, word.generation
+        self._transport.overtake(word.generation)
+        self._changed.set()
+
+    def end(self) -> None:
+        """It joins no more. May be called again."""
+        with self._lock:
+            self._ended = True
+        self._changed.set()
+
+    def _follow(self) -> None:
+        while True:
+            self._changed.wait()
+            self._changed.clear()
+            with self._lock:
+                wanted, self._wanted = self._wanted, None
+                if self._ended:
+                    return
+            if wanted is None:
+                continue
+            try:
+                self._transport.join(
+                    wanted["generation"], wanted["members"], tuple(wanted["store"]), wanted["timeout_s"]
+                )
+                self._tell({"type": "in_generation", "generation": wanted["generation"]})
+            except ClusterUnavailable as error:
+                log.warning("%s: %s", self._name, error)  # the coordinator forms the next one
+            except Exception as error:  # the seam: this thread has no caller
+                self._on_error(error)
 
 
 def join_message(**hello: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Actions:
         names = dict(state.processes)
         actions: list[Action] = [("message", number) for number in dict.fromkeys(state.flight)]
         actions += [("word", origin, to) for origin, to, _ in state.lines]
-        trainers = any(name.startswith("trainer") for name in names)
+        trainers = self.states.of_role("trainer", state.processes)
         if COORDINATOR not in names:
             actions.append(("start coordinator",))
         else:
@@ -62,7 +62,7 @@ class Actions:
             for name in hosts:
                 yield "crash", name, False
                 yield "crash", name, True
-        if left.trainers and any(name.startswith("trainer") for name in names):
+        if left.trainers and self.states.of_role("trainer", state.processes):
             yield "crash", "trainers", False
             yield "crash", "trainers", True
         if left.coordinators and COORDINATOR in names:

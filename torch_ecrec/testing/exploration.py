@@ -125,7 +125,7 @@ class Explorer:
         if state.flight or state.lines:
             return False
         views = {name: self.states.view(number) for name, number in state.processes}
-        trainers = [view for name, view in views.items() if name.startswith("trainer")]
+        trainers = [view for view in views.values() if view["role"] == "trainer"]
         if len(trainers) < self.scenario.trainers or not all(view["done"] for view in trainers):
             return False
         if COORDINATOR not in views or not views[COORDINATOR]["whole"]:
@@ -136,8 +136,9 @@ class Explorer:
 
     def check(self, state: GlobalState) -> None:
         """What no process can see alone. Raises AssertionError."""
-        servers = [number for name, number in state.processes if name.startswith("server")]
-        trainers = [number for name, number in state.processes if name.startswith("trainer")]
+        numbers = [number for _, number in state.processes]
+        servers = [number for number in numbers if self.states.view(number)["role"] == "server"]
+        trainers = [number for number in numbers if self.states.view(number)["role"] == "trainer"]
         for number in servers:
             for other in (*servers, *trainers):
                 if (number, other) not in self._pairs:

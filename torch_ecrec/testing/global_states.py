@@ -65,10 +65,6 @@ class Draft:
         self.connected = set(state.connected)
         self.left, self.life = state.left, state.life
 
-    @property
-    def trainers(self) -> list[str]:
-        return [name for name in self.processes if name.startswith("trainer")]
-
     def say(self, origin: str, to: str, word: int) -> None:
         self.lines.setdefault((origin, to), []).append(word)
 

@@ -7,7 +7,7 @@ is needed, by giving a new one the events that led there; two states are one if 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,10 @@ class LocalStates:
         view: dict[str, Any] = self.locals.things[number].view
         return view
 
+    def of_role(self, role: str, processes: Iterable[tuple[str, int]]) -> list[str]:
+        """Names of those with a role, of (name, number of its state)."""
+        return [name for name, number in processes if self.view(number)["role"] == role]
+
     def on(self, number: int, kind: str, what: Any, key: int) -> tuple[int, tuple[Any, ...]]:
         """The state after an event (`key` tells it from others of its kind), and what the process says."""
         local: Local = self.locals.things[number]
@@ -147,6 +151,7 @@ class LocalStates:
 def view_of(process: Process) -> dict[str, Any]:
     """What the search needs to know of a process's state."""
     view: dict[str, Any] = {
+        "role": process.role,
         "calls": [(token, peer) for token, (peer, _) in process.calls.items()],
         "over": process.over,
     }

@@ -1,6 +1,6 @@
 """The control channel of the simulated cluster: the real `Router` and `Coordinator`, virtual connections and processes.
 
-    plane = ControlPlane(scenario, clock, handlers)
+    plane = ControlPlane(settings, seed, clock, handlers, announce)
     process = plane.start("server")         # connects, joins; `handlers.on_welcome` follows
     plane.reset([process.connection])       # both sides notice, a moment later, each in its own time
 
@@ -21,10 +21,11 @@ from typing import Any, Protocol
 
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.router import Router
+from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.processes.member import join_message, rejoin_message
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Address
-from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE
 from torch_ecrec.transport.local import EOF_S, Line, VirtualClock
 
@@ -150,7 +151,7 @@ class ControlPlane:
     """All processes' control connections, and the coordinator they lead to.
 
     Args:
-        code, spares, without_spare: see `Coordinator`.
+        settings: of the cluster.
         seed: of the delays.
         clock: the cluster's.
         handlers: the cluster.
@@ -159,15 +160,13 @@ class ControlPlane:
 
     def __init__(
         self,
-        code: CodeSpec,
-        spares: int,
-        without_spare: str,
+        settings: ClusterSettings,
         seed: int,
         clock: VirtualClock,
         handlers: Handlers,
         announce: Callable[[Message], None],
     ) -> None:
-        self.code, self.spares, self.without_spare, self.seed = code, spares, without_spare, seed
+        self.settings, self.seed = settings, seed
         self.clock, self.handlers, self._announce = clock, handlers, announce
         self.random = random.Random(f"control {seed}")
         self.processes: list[VirtualProcess] = []
@@ -201,14 +200,10 @@ class ControlPlane:
             self.clock.later(delays_s[0], arrive)
 
         return Router(
-            self.code,
-            self.spares,
-            ("virtual", 0),
+            self.settings,
             probe=probe,
             announce=self._announce,
             joins_from_s=self.clock.now_s + (HELD_S if life else 0.0),
-            without_spare=self.without_spare,
-            lease_s=1e9,
         )
 
     def _tick(self) -> None:

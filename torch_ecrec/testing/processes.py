@@ -36,6 +36,7 @@ from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing.fingerprint import fingerprint
 from torch_ecrec.testing.result import SimulationResult
 from torch_ecrec.testing.scenario import (
+    NO_LEASE_S,
     Scenario,
     dense_after,
     gradients_of,
@@ -49,7 +50,6 @@ from torch_ecrec.testing.verification import BOUNDS, parity_of, steps_kept
 from torch_ecrec.transport.node import Node
 
 LATER_S = 1000.0  # any limit of the coordinator is over by then
-NO_LEASE_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -328,13 +328,9 @@ class Center(Process):
         super().__init__("coordinator", "coordinator")
         self.scenario, self.first = scenario, life == 0
         self.core = Coordinator(
-            scenario.code,
-            scenario.spares,
-            ("virtual", 0),
+            scenario.cluster,
             send=lambda name, message: self.out.append(("send", name, messages.json_of(message))),
             announce=lambda event: None,
-            without_spare=scenario.without_spare,
-            lease_s=NO_LEASE_S,
         )
 
     def on_join(self, message: dict[str, Any]) -> None:

@@ -12,8 +12,11 @@ import numpy as np
 import torch
 
 from torch_ecrec.client.client import Client
+from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.transport.local import LATE
+
+NO_LEASE_S = 1e9
 
 
 def small_tables() -> tuple[TableSpec, ...]:
@@ -105,6 +108,11 @@ class Scenario:
     @property
     def job(self) -> JobSpec:
         return JobSpec(self.tables, self.code, self.trainers, self.seed)
+
+    @property
+    def cluster(self) -> ClusterSettings:
+        """What its coordinator is told."""
+        return ClusterSettings(self.code, self.spares, ("virtual", 0), self.without_spare, NO_LEASE_S)
 
 
 def touched(scenario: Scenario, step: int, trainer: int) -> list[np.ndarray]:

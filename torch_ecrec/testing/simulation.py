@@ -67,9 +67,7 @@ class SimulatedCluster:
         code, slabs = scenario.code, scenario.job.slabs
         self.layouts = [Layout(code.slots, code.k, code.parities, slab.rows) for slab in slabs]
         self.plane = ControlPlane(
-            code,
-            scenario.spares,
-            scenario.without_spare,
+            scenario.cluster,
             scenario.network_seed,
             self.network.clock,
             handlers=self,

@@ -92,7 +92,7 @@ class Transitions:
         elif kind == "crash":
             _, name, takes_along = action
             draft.spend("trainers" if name == "trainers" else "servers")
-            self._end(draft, draft.trainers if name == "trainers" else [name], takes_along)
+            self._end(draft, self._trainers(draft) if name == "trainers" else [name], takes_along)
         elif kind == "lease":
             draft.spend("leases")
             self._at(draft, COORDINATOR, "lease", action[1], self.states.word({"type": "lease", "name": action[1]}))
@@ -139,15 +139,22 @@ class Transitions:
             else:
                 self._at(draft, to, "heard", (origin, message), self.states.word({"from": origin, "word": word}))
         elif message["type"] == "fenced":
-            self._end(draft, draft.trainers if to in draft.trainers else [to], takes_along=False)
+            trainers = self._trainers(draft)
+            self._end(draft, trainers if to in trainers else [to], takes_along=False)
         else:
             self._at(draft, to, "told", message, word)
         self._end_those_over(draft)
 
+    def _trainers(self, draft: Draft) -> list[str]:
+        return self.states.of_role("trainer", draft.processes.items())
+
     def _end_those_over(self, draft: Draft) -> None:
-        for name in [name for name, number in draft.processes.items() if self.states.view(number)["over"]]:
-            if name.startswith("trainer"):
-                self._end(draft, draft.trainers, takes_along=False)
+        views = {name: self.states.view(number) for name, number in draft.processes.items()}
+        for name, view in views.items():
+            if not view["over"]:
+                continue
+            if view["role"] == "trainer":
+                self._end(draft, self._trainers(draft), takes_along=False)
                 continue
             self._end(draft, [name], takes_along=False)
             if COORDINATOR in draft.processes:  # as a new one

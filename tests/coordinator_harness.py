@@ -1,0 +1,157 @@
+"""A coordinator alone, with members that a test speaks for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch_ecrec
+from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.coordinator.settings import ClusterSettings
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import Event
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import BadMessage, Join, Rejoin
+from torch_ecrec.protocol.wire import Placement
+from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
+
+TABLES = (TableSpec("a", 30, 4, -1.0, 1.0), TableSpec("b", 20, 8, -1.0, 1.0, OptimizerSpec("adagrad")))
+
+
+class Harness:
+    """A coordinator, what it sent and what it announced."""
+
+    def __init__(self, code: CodeSpec | None = None, spares: int = 1, trainers: int = 2, **options: Any) -> None:
+        self.code = code or CodeSpec(3, 2, 1)
+        self.job = JobSpec(TABLES, self.code, trainers)
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[dict[str, Any]] = []
+        self.core = Coordinator(ClusterSettings(self.code, spares, ("here", 1), **options), self._send, self._announce)
+        self.now_s = 0.0
+        self.births = 0
+
+    def _send(self, name: str, message: messages.FromCoordinator) -> None:
+        self.sent.append((name, messages.json_of(message)))
+
+    def _announce(self, event: Event) -> None:
+        self.events.append(events.json_of(event))
+
+    def message(self, **fields: Any) -> dict[str, Any]:
+        self.births += 1
+        return {"type": "join", "version": torch_ecrec.__version__, "pid": 1, "birth": f"birth {self.births}", **fields}
+
+    def join(self, **fields: Any) -> str:
+        join = messages.from_member(self.message(**fields))
+        assert isinstance(join, Join)
+        assert self.core.refusal(join) is None
+        name = self.core.name_for(join)
+        self.core.on_join(name, join, self.now_s)
+        return name
+
+    def why_not(self, **fields: Any) -> str | None:
+        """Why a process may not join: its message is none, or the coordinator does not want it."""
+        try:
+            join = messages.from_member(self.message(**fields))
+        except BadMessage as error:
+            return str(error)
+        assert isinstance(join, Join)
+        return self.core.refusal(join)
+
+    def server(self) -> str:
+        return self.join(role="server")
+
+    def trainer(self, rank: int) -> str:
+        return self.join(role="trainer", rank=rank, job=self.job.to_json())
+
+    def enter(self) -> None:
+        """Everybody who is told of a generation enters it."""
+        for name in self.core.world:
+            if self.core.members[name].alive:
+                self.say(name, type="in_generation", generation=self.core.generation)
+
+    def say(self, name: str, **message: Any) -> str | None:
+        """What a member says; returns why it cannot be, if so."""
+        word = messages.from_member(message)
+        assert isinstance(word, messages.OfMember)
+        return self.core.on_message(name, word, self.now_s)
+
+    def start(self, servers: int = 4) -> Harness:
+        for _ in range(servers):
+            self.server()
+        for rank in range(self.job.trainers):
+            self.trainer(rank)
+        self.now_s += 10
+        self.core.on_tick(self.now_s)
+        self.enter()
+        assert self.core.epoch == 1
+        return self
+
+    def rebuilt(self, slot: int) -> None:
+        self.say(self.places[slot], type="rebuilt", slot=slot, incarnation=self.core.slots[slot].incarnation)
+
+    @property
+    def places(self) -> list[str]:
+        return [place.server for place in self.core.slots]
+
+    def lose(self, name: str) -> None:
+        self.core.on_lost(name, self.now_s, "eof")
+
+
+def reach(h: Harness, slot: int, applied: int, floor: int = 0, **fields: Any) -> None:
+    """A slot says which steps it can go back to; it holds the dense snapshots of the last two that it has applied."""
+    kept = [[step, list(range(h.job.trainers))] for step in range(max(1, applied - 1), applied + 1)]
+    message = {"era": h.core.era, "incarnation": h.core.slots[slot].incarnation, "snapshots": kept, **fields}
+    h.say(h.places[slot], type="reach", slot=slot, applied=applied, floor=floor, **message)
+
+
+def durable(h: Harness, slot: int) -> None:
+    incarnation = h.core.slots[slot].incarnation
+    h.say(h.places[slot], type="durable", era=h.core.era, slot=slot, incarnation=incarnation)
+
+
+def told(h: Harness, name: str, kind: str) -> list[dict[str, Any]]:
+    return [message for member, message in h.sent if member == name and message["type"] == kind]
+
+
+def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
+    """What a member of `h` tells another coordinator."""
+    member = h.core.members[name]
+    placement = Placement(h.core.epoch, tuple(h.core.slots)).to_json() if h.core.slots else None
+    message = {"type": "rejoin", "name": name, "role": member.role, "rank": member.rank, "code": asdict(h.code)}
+    message |= {"generation": member.generation, "newest": member.generation, "world": h.core.world}
+    message |= {
+        "life": h.core.life,
+        "job": h.job.to_json(),
+        "placement": placement,
+        "era": 0,
+        "frozen": False,
+        "resume_step": 0,
+        "whole": [[i, p.incarnation] for i, p in enumerate(h.core.slots) if p.server == name and p.healthy],
+        "incarnations": [p.incarnation for p in h.core.slots] if member.role == "server" else [],
+        "birth": member.birth,
+    }
+    return h.message(**{**message, "origin": 0, **fields})
+
+
+def word_of(message: dict[str, Any]) -> Rejoin:
+    word = messages.from_member(message)
+    assert isinstance(word, Rejoin)
+    return word
+
+
+def rejoin(h: Harness, message: dict[str, Any]) -> None:
+    word = word_of(message)
+    assert h.core.rejoin_refusal(word) is None
+    h.core.on_rejoin(word, h.now_s)
+
+
+MEMBERS = ("server-0", "server-1", "server-2", "server-3", "trainer-0", "trainer-1")
+
+
+def go_back(h: Harness) -> None:
+    """All slots reach step 5, and make it durable."""
+    for slot in range(len(h.places)):
+        reach(h, slot, 5)
+    for slot in range(len(h.places)):
+        durable(h, slot)
+    assert h.core.going_back is None and h.core.resume_step == 5

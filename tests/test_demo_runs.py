@@ -1,0 +1,101 @@
+"""A few real runs of the demo: small, but with processes, SIGKILL and exit codes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import MARK, ROOT, leftover, wait_for_none
+
+from torch_ecrec.demo import criteo, report
+
+RUN_LIMIT_S = 800.0  # only a hang reaches it, and the next
+END_LIMIT_S = 300.0
+
+
+def demo(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command on a few made-up rows, and asserts that nothing is left of it."""
+    criteo.write_synthetic(out / "rows.tsv", rows=1000, seed=3)
+    command = [sys.executable, "-m", "torch_ecrec", "demo", "--data", str(out / "rows.tsv"), "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--steps", "30", "--batch-size", "32", *words],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+    )
+    print(done.stdout, done.stderr)
+    left = wait_for_none(lambda: leftover(os.getpid(), os.environ[MARK]), END_LIMIT_S)
+    assert not left, f"left running: {left}"
+    return done
+
+
+@pytest.mark.slow
+def test_a_kill_changes_nothing(tmp_path: Path) -> None:
+    """Those of all roles, below, include it."""
+    done = demo(tmp_path, "--kill", "server:1@10")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert done.returncode == 0, done.stderr
+    assert len(result["kills"]) == 1, "the kill fired"
+    (kill,) = result["kills"]
+    assert kill["spec"] == "server:1@10" and kill["step"] == 10 and kill["member"] == "server-1"
+    assert (kill["role"], kill["number"], kill["slots_lost"]) == ("server", 1, [1])
+    after = kill["after_kill_s"]
+    assert 0 < after["detected_s"] < after["rehosted_s"] < after["rebuilt_s"]
+    assert after["first_step_s"] > 0
+    assert result["equal"] is True and result["error"] is None and result["differences"] == []
+    assert re.fullmatch("[0-9a-f]{64}", result["digest"]) and result["digest"] == result["undisturbed"]["digest"]
+    assert result["losses"] == result["undisturbed"]["losses"] and len(result["losses"]) == 30
+    assert len({tuple(losses) for losses in result["losses"]}) == 30, "it trains"
+    assert all(result["bytes_sent"][kind] > 0 for kind in report.KINDS)
+    assert sum(server["parity_bytes"] for server in result["servers"]) > 0
+    assert (tmp_path / "recovery.png").stat().st_size > 10_000
+    assert "EQUAL" in done.stdout and "re-hosted" in done.stdout
+
+
+@pytest.mark.slow  # what a script sees of it: test_exit_codes.py
+def test_more_losses_than_parities_end_with_exit_code_3(tmp_path: Path) -> None:
+    done = demo(tmp_path, "--kill", "server:0@10", "--kill", "server:1@10", "--spares", "0", "--trainers", "1")
+    assert done.returncode == 3, done.stderr
+    assert "slots [0, 1] are lost together, which (k, r) = (2, 1) cannot repair" in done.stderr
+    assert re.search(r"\d+ rows of 26 tables \(table_C1, ", done.stderr)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert "cannot repair" in result["error"] and result["equal"] is None
+    assert [kill["spec"] for kill in result["kills"]] == ["server:0@10", "server:1@10"], "both fired"
+    log = (tmp_path / "logs" / "run" / "trainers.log").read_text()
+    assert "failed (exitcode: 3)" in log and "DataLoss: slots [0, 1] are lost together" in log, (
+        "the script catches nothing"
+    )
+
+
+def test_kills_of_a_trainer_the_coordinator_and_a_server_change_nothing(tmp_path: Path) -> None:
+    """The coordinator while trainers start again: later, training might be over before the next one is there."""
+    texts = ["trainer:1@15", "coordinator@15+1000", "server:0@45~"]
+    words = [word for text in texts for word in ("--kill", text)]
+    done = demo(tmp_path, "--steps", "60", "--batch-size", "64", *words)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert done.returncode == 0, done.stderr
+    assert result["equal"] is True and result["error"] is None and result["differences"] == []
+    assert result["digest"] == result["undisturbed"]["digest"] and len(result["losses"]) == 60
+    assert [kill["spec"] for kill in result["kills"]] == texts, "every kill fired"
+    assert [kill["role"] for kill in result["kills"]] == ["trainer", "coordinator", "server"]
+    trainer, coordinator, server = result["kills"]
+    assert 13 <= trainer["resumed_after"] < 45, "at most a window is taken back; the kill comes when it comes"
+    assert trainer["number"] == 1 and trainer["slots_lost"] == []
+    after = trainer["after_kill_s"]
+    assert 0 < after["detected_s"] < after["resumable_s"] < after["rejoined_s"] < after["first_step_s"]
+    assert coordinator["after_kill_s"]["rejoined_s"] > 0, "another one is there"
+    assert "a new coordinator: " in done.stdout
+    assert server["step"] >= 45 and server["slots_lost"] == [0]
+    after = server["after_kill_s"]
+    assert 0 < after["detected_s"] < after["rehosted_s"] < after["rebuilt_s"]
+    assert result["losses"] == result["undisturbed"]["losses"]
+    assert len({tuple(losses) for losses in result["losses"]}) == 60, "it trains"
+    assert all(result["bytes_sent"][kind] > 0 for kind in report.KINDS)
+    assert sum(server["parity_bytes"] for server in result["servers"]) > 0
+    assert (tmp_path / "recovery.png").stat().st_size > 10_000
+    assert "EQUAL" in done.stdout and "re-hosted" in done.stdout

@@ -1,0 +1,125 @@
+"""The coordinator when trainers are lost: servers go back, make a step durable, and training goes on after it."""
+
+from __future__ import annotations
+
+from coordinator_harness import Harness, durable, go_back, reach, told
+
+
+def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
+    h = Harness().start()
+    h.say("trainer-0", type="loaded", origin=0)
+    h.lose("trainer-1")
+    assert h.core.fatal is None and h.core.era == 1
+    assert [m["kind"] for m in told(h, "trainer-0", "fatal")] == ["trainers_lost"], "it cannot go on alone"
+    assert told(h, "server-0", "era")[-1] == {"type": "era", "era": 1, "step": None, "origin": 0}
+    for slot, applied in enumerate((7, 6, 8)):
+        reach(h, slot, applied)
+    assert h.core.going_back is not None and h.core.going_back.step == 6, "all reach it, and a snapshot is kept"
+    assert told(h, "server-2", "era")[-1]["step"] == 6
+    durable(h, 0)
+    durable(h, 1)
+    names = [h.trainer(0), h.trainer(1)]
+    assert names == ["trainer-0_2", "trainer-1_2"]
+    assert all(told(h, name, "welcome")[-1]["restarted"] for name in names)
+    assert not told(h, names[0], "resume"), "slot 2 is not there yet"
+    durable(h, 2)
+    assert told(h, names[0], "resume") == [{"type": "resume", "era": 1, "step": 6, "origin": 0}]
+    assert h.core.going_back is None
+
+
+def test_trainers_that_come_late_are_told_at_once() -> None:
+    h = Harness().start()
+    h.lose("trainer-1")
+    for slot in range(3):
+        reach(h, slot, 5)
+        durable(h, slot)  # too early, for the first two: nobody knows the step yet
+    for slot in range(2):
+        durable(h, slot)
+    assert h.core.going_back is None
+    name = h.trainer(0)
+    assert told(h, name, "resume")[-1]["step"] == 5
+
+
+def test_a_server_lost_meanwhile_begins_another_era() -> None:
+    h = Harness().start()
+    h.lose("trainer-0")
+    for slot in range(3):
+        reach(h, slot, 9)
+    h.lose("server-1")
+    assert h.core.era == 2 and h.core.going_back is not None and h.core.going_back.step is None
+    reach(h, 0, 9)
+    reach(h, 2, 9)
+    reach(h, 1, 4, era=1)  # of the era before
+    reach(h, 1, 4, incarnation=0)  # of a host that was replaced
+    assert h.core.going_back.step is None
+    h.say(h.places[1], type="reach", era=2, slot=1, incarnation=1, applied=4, floor=0, snapshots=[[4, [0, 1]]])
+    assert h.core.going_back.step == 4, "its new host knows no more than four steps"
+
+
+def test_without_a_snapshot_that_all_can_go_back_to_the_job_ends() -> None:
+    h = Harness().start()
+    h.say("trainer-0", type="loaded", origin=0)
+    h.lose("trainer-0")
+    for slot in range(3):
+        reach(h, slot, 20, floor=15, snapshots=[[16, [0]]])  # of one trainer only
+    assert h.core.fatal is not None and "no dense snapshot of the steps 15 to 20" in h.core.fatal
+
+
+def test_trainers_that_left_are_done_and_new_ones_go_on_from_there() -> None:
+    h = Harness().start()
+    for name in ("trainer-0", "trainer-1"):
+        h.say(name, type="leave")
+        h.lose(name)
+    assert h.core.fatal is None and h.core.era == 0
+    h.trainer(0)
+    assert h.core.era == 1 and h.core.going_back is not None
+
+
+def test_others_hear_of_trainer_0_that_leaves_without_loading() -> None:
+    """They wait for what it loads, for as long as it is there."""
+    h = Harness().start()
+    h.say("trainer-0", type="leave")
+    assert [m["kind"] for m in told(h, "trainer-1", "fatal")] == ["trainers_lost"]
+    assert "left before it had loaded" in told(h, "trainer-1", "fatal")[0]["reason"]
+    h.lose("trainer-1")
+    assert h.core.era == 1, "the next ones go on where these were"
+    loaded = Harness().start()
+    loaded.say("trainer-0", type="loaded", origin=2)
+    loaded.say("trainer-0", type="leave")
+    assert not told(loaded, "trainer-1", "fatal")
+
+
+def test_nothing_is_moved_while_the_servers_go_back() -> None:
+    h = Harness(spares=0).start(3)
+    h.lose("server-0")
+    h.rebuilt(0)
+    assert h.places == ["server-1", "server-1", "server-2"]
+    h.lose("trainer-0")
+    h.server()
+    h.enter()
+    assert h.places == ["server-1", "server-1", "server-2"], "a new host would not know how far to go back"
+    for slot in range(3):
+        reach(h, slot, 3)
+    for slot in range(3):
+        durable(h, slot)
+    assert h.places == ["server-1", "server-3", "server-2"]
+
+
+def test_a_server_that_leaves_while_trainers_are_awaited_is_lost() -> None:
+    """They were lost, all is durable: nobody is there, nobody goes back, and the job goes on all the same."""
+    h = Harness().start()
+    h.lose("trainer-0")
+    go_back(h)
+    h.say("server-1", type="leave")
+    assert h.places == ["server-0", "server-3", "server-2"] and h.core.slots[1].incarnation == 1
+    assert h.core.going_back is None and h.core.resume_step == 5, "that step survives r losses"
+
+
+def test_a_server_that_left_after_training_is_missing_when_training_goes_on() -> None:
+    h = Harness().start()
+    for name in ("trainer-0", "trainer-1", "server-1"):
+        h.say(name, type="leave")
+        h.lose(name)
+    assert h.places[1] == "server-1" and not [e for e in h.events if e["event"] == "lost"], "a clean end is quiet"
+    h.trainer(0)
+    assert h.places == ["server-0", "server-3", "server-2"] and h.core.going_back is not None

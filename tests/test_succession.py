@@ -1,0 +1,191 @@
+"""A coordinator that was started again: what members tell it, and what it makes of that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from coordinator_harness import MEMBERS, Harness, known, rejoin, word_of
+
+from torch_ecrec.coordinator.admission import FENCED
+from torch_ecrec.coordinator.regathering import REGATHER_S
+from torch_ecrec.protocol.wire import Placement
+
+
+def test_members_tell_a_new_coordinator_what_they_know() -> None:
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        assert not after.core.slots
+        rejoin(after, known(before, name))
+    assert after.places == before.places and after.core.epoch == before.core.epoch + 1 and after.core.origin == 0
+    assert after.core.generation == before.core.generation, "the RPC world goes on"
+    assert after.core.era == 0 and after.core.fatal is None
+    assert after.server() == "server-1000", "names that were given before may be known to nobody here"
+    assert after.core.rejoin_refusal(word_of(known(before, "server-1", birth="another"))) == ("fenced", FENCED)
+
+
+def test_a_slot_that_was_rebuilt_meanwhile_is_whole() -> None:
+    """Its host knows, the newest placement does not: the loss of another one is within the contract."""
+    before, after = Harness().start(), Harness()
+    stale = Placement(before.core.epoch, tuple(replace(p, healthy=i != 1) for i, p in enumerate(before.core.slots)))
+    for name in MEMBERS:
+        if name != "server-2":
+            rejoin(after, known(before, name, placement=stale.to_json()))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.core.fatal is None and after.places == ["server-0", "server-1", "server-3"]
+    assert [place.healthy for place in after.core.slots] == [True, True, False]
+
+
+def test_a_slot_that_waits_for_a_host_gets_one_of_a_new_coordinator() -> None:
+    """The one before could not place it, as a generation was being formed; for the new one nothing has to be formed."""
+    before, after = Harness().start(), Harness()
+    slots = [
+        replace(p, server="", incarnation=1, healthy=False) if p.server == "server-1" else p for p in before.core.slots
+    ]
+    waiting = Placement(before.core.epoch + 1, tuple(slots)).to_json()
+    for name in MEMBERS:
+        rejoin(after, known(before, name, placement=waiting, whole=[], incarnations=[]))
+    assert "" not in after.places and after.core.slots[1].incarnation == 1 and after.core.fatal is None
+
+
+def test_a_life_that_only_others_know_of_is_not_given_again() -> None:
+    """Slot 1 was placed anew, and its new host has told a holder so; neither the host nor its placement come back."""
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        if name != "server-3":
+            lives = {"incarnations": [0, 4, 0]} if name == "server-2" else {}
+            rejoin(after, known(before, name, **lives))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.core.slots[1].incarnation == 5 and not after.core.slots[1].healthy
+    assert [place.incarnation for place in after.core.slots] == [0, 5, 0] and after.core.fatal is None
+
+
+def test_who_does_not_come_back_is_lost() -> None:
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        if name != "server-1":
+            rejoin(after, known(before, name))
+    assert not after.core.slots
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.places == ["server-0", "server-3", "server-2"] and after.core.slots[1].incarnation == 1
+    assert after.core.era == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trainer-1": None},  # died meanwhile
+        {"server-0": {"frozen": True, "era": 1}},
+        {"server-0": {"era": 1}, "server-1": {"era": 1}, "server-2": {"era": 1}, "server-3": {"era": 1}},
+    ],
+)
+def test_lost_trainers_begin_an_era_at_the_new_coordinator(change: dict[str, dict[str, Any] | None]) -> None:
+    """Also where the servers had gone back, and the trainers had not been told."""
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        fields = change.get(name, {})
+        if fields is not None:
+            rejoin(after, known(before, name, **fields))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.core.going_back is not None and after.core.era > max((f or {}).get("era", 0) for f in change.values())
+    assert not [m for m in after.core.members.values() if m.role == "trainer"]
+
+
+def test_a_member_without_a_world_does_not_end_the_waiting() -> None:
+    before, after = Harness().start(), Harness()
+    rejoin(after, known(before, "server-3", placement=None, job=None, world=[], generation=0, newest=0))
+    after.core.on_tick(after.now_s)
+    for name in MEMBERS:
+        if name != "server-3":
+            rejoin(after, known(before, name))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.places == before.places and after.core.fatal is None
+
+
+def test_a_generation_that_was_being_formed_is_not_asked_for_again() -> None:
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        rejoin(after, known(before, name, newest=2))
+    assert after.core.generation == 3 and after.core.world == list(MEMBERS)
+
+
+def test_the_coordinator_outlives_a_training_whose_servers_have_left() -> None:
+    h = Harness().start()
+    for name in ("trainer-0", "trainer-1", "server-0", "server-1", "server-2", "server-3"):
+        h.say(name, type="leave")
+    h.now_s += 1
+    h.core.on_tick(h.now_s)
+    assert h.core.fatal is None
+
+
+def test_a_server_that_leaves_while_members_come_back_is_not_given_its_slots() -> None:
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS[:-1]:
+        rejoin(after, known(before, name))
+    after.say("server-1", type="leave")
+    rejoin(after, known(before, MEMBERS[-1]))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.places == ["server-0", "server-3", "server-2"] and after.core.fatal is None
+
+
+def test_versions_never_become_less() -> None:
+    """A generation was formed here before members of the one before came, and another regathering follows it."""
+    before, after = Harness(), Harness()
+    for _ in range(4):
+        before.server()
+    for rank in range(2):
+        before.trainer(rank)
+    first = known(before, "server-0", generation=7, newest=7, life=3, era=2, world=["server-0"], placement=None)
+    rejoin(after, first)
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert (after.core.generation, after.core.life, after.core.era) == (7, 4, 2) and after.core.origin is not None
+    late = {
+        "generation": 2,
+        "newest": 2,
+        "life": 0,
+        "era": 0,
+        "world": ["server-1"],
+        "placement": None,
+        "origin": None,
+    }
+    rejoin(after, known(before, "server-1", **late))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert (after.core.generation, after.core.life, after.core.era) == (7, 4, 2) and after.core.origin is not None
+    assert after.server() == "server-4000" and after.trainer(0) == "trainer-0_4001"
+
+
+def test_a_world_that_was_formed_and_not_placed_is_formed_again() -> None:
+    """The coordinator died between the last entry and the word of it: nobody waits for an entry any more."""
+    before, after = Harness(), Harness()
+    for _ in range(4):
+        before.server()
+    for rank in range(2):
+        before.trainer(rank)
+    world = {"generation": 1, "newest": 1, "placement": None, "whole": [], "incarnations": [], "origin": None}
+    for name in MEMBERS:
+        rejoin(after, known(before, name, **world))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.core.generation == 2
+    after.enter()
+    assert after.core.epoch == 1 and "" not in after.places
+
+
+def test_of_two_that_come_back_under_one_name_the_one_that_hosts_stays() -> None:
+    before = Harness().start()
+    nobody = {"birth": "another", "placement": None, "incarnations": [], "generation": 0, "newest": 0}
+    hosts, empty = known(before, "server-1"), known(before, "server-1", **nobody)
+    for first, second, stays in ((hosts, empty, False), (empty, hosts, True)):
+        after = Harness()
+        rejoin(after, known(before, "server-0"))
+        rejoin(after, first)
+        assert (after.core.rejoin_refusal(word_of(second)) is None) == stays

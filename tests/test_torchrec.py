@@ -1,0 +1,167 @@
+"""The sharded module against TorchRec's own model parallelism; two trainers in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_session import FakeSession
+from models import (
+    LR,
+    META,
+    OPTIMIZERS,
+    Net,
+    batch_of,
+    collection,
+    compare_shards,
+    dense_parameters,
+    plain_torchrec,
+    seeded_tables,
+    shard,
+    spawn,
+    train,
+)
+
+from torch_ecrec.errors import NonFiniteGradient
+from torch_ecrec.nn.dense import unpack
+from torch_ecrec.spec.job import JobSpec
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def compare_with_torchrec(trainers: int, trainer: int, kind: str) -> None:
+    """The same losses, rows and optimizer state as TorchRec's own model parallelism, step by step."""
+    batches = [batch_of(6, 100 * seed + trainer) for seed in range(8)]
+    ends = []
+    for ours in (True, False):
+        module = Net(collection(kind, seeded_tables(), device=META))
+        if ours:
+            model, session = shard(module, trainers, trainer)
+        else:
+            model = plain_torchrec(module, trainers)
+        losses = train(model, batches)
+        state = model.fused_optimizer.state_dict()["state"]
+        ends.append((losses, model.state_dict(), state))
+    (our_losses, our_rows, our_state), (losses, rows, state) = ends
+    print(kind, "losses", losses)
+    torch.testing.assert_close(torch.tensor(our_losses), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    assert our_rows.keys() == rows.keys() and our_state.keys() >= state.keys()  # TorchRec: of the rank's own tables
+    for name, theirs in rows.items():
+        compare_shards(our_rows[name], theirs)
+    for name, theirs in state.items():
+        assert our_state[name].keys() == theirs.keys(), name
+        for key in theirs:
+            compare_shards(our_state[name][key], theirs[key])
+    assert session.step == 9
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_one_trainer_equals_torchrec(kind: str) -> None:
+    compare_with_torchrec(1, 0, kind)
+
+
+def refuse_nan(trainers: int, trainer: int) -> None:
+    """NaN on trainer 1 alone: every trainer refuses the step, names the table, and can go on."""
+    model, session = shard(Net(collection("adagrad")), trainers, trainer)
+    optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=LR)
+    before = [records.clone() for records in session.records]
+    good, bad = batch_of(6, trainer), batch_of(6, trainer)
+    if trainer == trainers - 1:
+        bad.labels[2] = float("nan")
+    with pytest.raises(NonFiniteGradient, match=r"step 1: gradients of .*wide.* hold NaN"):
+        model(bad)[0].backward()
+    assert session.step == 1 and not session.pushed
+    optimizer.zero_grad()
+    model(good)[0].backward()
+    optimizer.step()
+    assert session.step == 2
+    assert not any(torch.equal(a, b) for a, b in zip(before, session.records, strict=True))
+    assert all(parameter.isfinite().all() for parameter in dense_parameters(model).values())
+
+
+def test_nan_gradients_are_refused() -> None:
+    refuse_nan(1, 0)
+
+
+def test_nan_gradients_may_pass() -> None:
+    model, session = shard(Net(collection()), nan_gradients="pass")
+    batch = batch_of(6, 0)
+    batch.labels[:] = float("nan")
+    model(batch)[0].backward()
+    assert session.step == 2 and not session.weights("wide").isfinite().all()
+
+
+def two_trainers(trainer: int, folder: str) -> None:
+    """All that is checked with two trainers, in one start."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(trainer), WORLD_SIZE="2", LOCAL_RANK=str(trainer), LOCAL_WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=trainer, world_size=2)
+    for kind in OPTIMIZERS:
+        compare_with_torchrec(2, trainer, kind)
+    refuse_nan(2, trainer)
+    share_snapshot(trainer)
+    run_example(trainer, folder)
+    dist.destroy_process_group()
+
+
+def share_snapshot(trainer: int) -> None:
+    """The parts of both trainers make one snapshot."""
+    model, session = shard(Net(collection()), 2, trainer)
+    train(model, [batch_of(4, trainer), batch_of(4, 10 + trainer)])
+    model.flush()
+    parts: list[Any] = [None, None]
+    dist.all_gather_object(parts, session.snapshots[2])
+    assert abs(parts[0][0].numel() - parts[1][0].numel()) <= 1
+    parameters = unpack(parts).parameters
+    for name, parameter in dense_parameters(model).items():
+        assert torch.equal(parameters[name], parameter)
+
+
+def run_example(trainer: int, folder: str) -> None:
+    """The example gives the same losses over either backend."""
+    from examples import dlrm_criteo
+
+    sessions = []
+
+    def connect(job: JobSpec, settings: Any, trainer: int, code: Any, snapshot_every: int) -> FakeSession:
+        assert settings.join is None and code is None and snapshot_every == 1
+        sessions.append(FakeSession(job, trainer))
+        return sessions[-1]
+
+    sys.modules["torch_ecrec.processes.launch"] = types.SimpleNamespace(connect=connect)
+    reports = {}
+    leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+    enter, dist.init_process_group = dist.init_process_group, lambda backend: None
+    for backend, more in [("ecrec", []), ("torchrec", []), ("piped", ["--pipeline"])]:
+        out = Path(folder) / f"{backend}.json"
+        sys.argv = [
+            "dlrm_criteo.py",
+            "--backend",
+            backend.replace("piped", "ecrec"),
+            "--same-init",
+            "--report",
+            str(out),
+        ]
+        sys.argv += ["--steps", "12", "--batch-size", "64", "--rows-per-table", "300", *more]
+        dlrm_criteo.main()
+        reports[backend] = json.loads(out.with_suffix(f".{trainer}.json").read_text())
+    dist.destroy_process_group, dist.init_process_group = leave, enter
+    ours, theirs = reports["ecrec"], reports["torchrec"]
+    torch.testing.assert_close(torch.tensor(ours["losses"]), torch.tensor(theirs["losses"]), rtol=1e-4, atol=1e-5)
+    assert abs(ours["auc"] - theirs["auc"]) < 1e-3
+    assert {k: reports["piped"][k] for k in ("losses", "auc", "dense_digest")} == {
+        k: ours[k] for k in ("losses", "auc", "dense_digest")
+    }
+    assert [figures["loss"] for figures in sessions[0].reports] == ours["losses"]
+    assert sessions[0].closed == 1 and sorted(sessions[0].snapshots) == list(range(1, 12))
+
+
+def test_two_trainers(tmp_path: Path) -> None:
+    spawn(two_trainers, 2, str(tmp_path))

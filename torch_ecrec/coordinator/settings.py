@@ -1,0 +1,38 @@
+"""What a coordinator is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_ecrec.protocol.messages import TransportName
+from torch_ecrec.runtime.checks import require
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import WITHOUT_SPARE
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """A cluster as its coordinator makes it.
+
+    Args:
+        code: code parameters of the cluster; a job brings its tables, not its code.
+        spares: servers that are waited for beyond one per slot before the first generation is formed.
+        store: (host, port) of the store that RPC generations meet at.
+        without_spare: "survivor" or "wait": who gets the slots of a lost server when there is no spare.
+        lease_s: a member that was not heard of for so long is taken for lost.
+        transport: what carries the data plane, "sockets" or "rpc": members are told.
+
+    Raises:
+        ValueError: `without_spare` is none of these.
+    """
+
+    code: CodeSpec
+    spares: int
+    store: tuple[str, int]
+    without_spare: str = "survivor"
+    lease_s: float = 10.0
+    transport: TransportName = "sockets"
+
+    def __post_init__(self) -> None:
+        wanted = f"`without_spare` must be one of {WITHOUT_SPARE}, got {self.without_spare!r}"
+        require(self.without_spare in WITHOUT_SPARE, wanted)
