@@ -40,6 +40,7 @@ RANKS = {
     "coordinator": 7,
     "processes": 8,
     "nn": 9,
+    "model_parallel": 10,
     "testing": 10,
     "__init__": 10,
     "demo": 11,

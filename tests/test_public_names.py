@@ -57,3 +57,19 @@ def test_type_checkers_see_the_classes(tmp_path: Path) -> None:
         assert line.startswith(f'{number}: note: Revealed type is "def ('), line
         assert line.endswith(f') -> {cls.__module__}.{name}"'), line
     assert told[-1].startswith(f'{len(lines)}: error: Module has no attribute "Nonsense"'), told[-1]
+
+
+def test_one_import_line_is_the_change_from_torchrec() -> None:
+    import torchrec.distributed.model_parallel as theirs
+    from torchrec.distributed.sharding_plan import get_default_sharders
+
+    from torch_ecrec import model_parallel
+
+    assert model_parallel.DistributedModelParallel is torch_ecrec.DistributedModelParallel
+    assert model_parallel.get_default_sharders is get_default_sharders
+    for name in set(model_parallel.__all__) - {"DistributedModelParallel", "get_default_sharders"}:
+        assert getattr(model_parallel, name) is getattr(theirs, name)
+    with pytest.raises(ImportError, match="DMPCollection is not served: its replicas"):
+        from torch_ecrec.model_parallel import DMPCollection  # noqa: F401
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        model_parallel.Nonsense  # noqa: B018

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import NoWait, ShardedModule
@@ -37,6 +37,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from torch_ecrec.nn.lookup import PooledLookup
+from torch_ecrec.nn.placeholder import TableParameter
 from torch_ecrec.nn.server_optimizer import ServerOptimizer
 from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
@@ -62,7 +63,7 @@ class Context(Multistreamable):
 class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedOptimizerModule, Generic[Output]):
     """A sharded module whose tables are served by erasure-coded servers. Takes a `KeyedJaggedTensor`.
 
-    It has no parameters: `state_dict` reads every row from the servers, on every trainer.
+    Its parameters are placeholders without rows; `state_dict` reads every row from the servers, on every trainer.
 
     Args:
         module: the collection to serve. Not kept.
@@ -115,6 +116,10 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         self._state = TablesState(step, self._tables, FOLDERS[self.unsharded_module_type])
         self._optimizer = ServerOptimizer(self._state)
         step.optimizers.append(self._optimizer)
+        self._parameters_of_tables = {
+            self._state.key_of(table.name): TableParameter(table.name, table.rows, table.dim)
+            for table in self._tables.values()
+        }
         self._coming: deque[HostIds] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
         self._ready: tuple[KeyedJaggedTensor, list[Tensor], list[Bags]] | None = None  # looked up ahead
         step.on_pushed.append(self._look_ahead)
@@ -181,6 +186,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         step = self._step
         step.open()
         if torch.is_grad_enabled():
+            self._state.tell_of_lost_writes()
             step.on_training_lookup()
         ids = None
         while any(other.features is features for other in self._coming):
@@ -201,6 +207,26 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
     @property
     def fused_optimizer(self) -> ServerOptimizer:
         return self._optimizer
+
+    # parameters ------------------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The tables as TorchRec names them; their rows are on the servers (`placeholder.py`)."""
+        for name, parameter in self._parameters_of_tables.items():
+            yield f"{prefix}.{name}" if prefix else name, parameter
+
+    def reset_parameters(self) -> None:
+        """Refused: it would change nothing.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"`reset_parameters` of tables {', '.join(self._tables)}: their rows live on the servers, which have given"
+            " them their first weights; others come by `model.load_state_dict(...)` before training begins"
+        )
 
     # state dicts ------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ Shape legend: D embedding dim, W record width in floats.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,6 +37,7 @@ class TablesState:
 
     def __init__(self, step: SparseStep, tables: Mapping[str, Table], folder: str) -> None:
         self.step, self.tables, self._folder = step, tables, folder
+        self._given: list[tuple[str, weakref.ref[Tensor], int]] = []  # weights in state dicts, and their versions
 
     def key_of(self, name: str) -> str:
         """Of a table's weights in the module's state dict: `embedding_bags.t.weight`."""
@@ -80,8 +83,25 @@ class TablesState:
 
     def save_weights(self, destination: dict[str, Any], prefix: str) -> None:
         """Puts the weights of every table, (rows, D), into a state dict. Every trainer calls it."""
+        self._given = [entry for entry in self._given if entry[1]() is not None]
         for name, table in self.tables.items():
-            destination[f"{prefix}{self.key_of(name)}"] = self.read_columns(name, 0, table.dim)
+            weights = self.read_columns(name, 0, table.dim)
+            destination[f"{prefix}{self.key_of(name)}"] = weights
+            self._given.append((name, weakref.ref(weights), weights._version))
+
+    def tell_of_lost_writes(self) -> None:
+        """Warns of weights in a state dict that were written in place: with TorchRec that changes the table."""
+        if not self._given:
+            return
+        kept = [(name, tensor, version) for name, given, version in self._given if (tensor := given()) is not None]
+        for name, tensor, version in kept:
+            if tensor._version != version:
+                warnings.warn(
+                    f"weights of table {name} in a state dict were changed in place, and the table was not: it lives"
+                    " on the servers, and the state dict has a copy. `model.load_state_dict(...)` sets it",
+                    stacklevel=2,
+                )
+        self._given = [(name, weakref.ref(tensor), tensor._version) for name, tensor, _ in kept]
 
     def load_weights(
         self,

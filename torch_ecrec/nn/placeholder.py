@@ -1,0 +1,91 @@
+"""What stands for a table among a model's parameters: shape, dtype and name of it, and no rows.
+
+    for name, parameter in model.named_parameters():
+        print(name, parameter.shape)     # tables too, as in TorchRec
+        parameter.data.normal_()         # a table: RuntimeError, it lives on the servers
+
+So counting, listing and filtering of parameters does what it does with TorchRec, and a write that would go nowhere is
+an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torchrec.optim.fused import EmptyFusedOptimizer
+
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "_version"),
+    *("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_leaf", "is_quantized", "is_nested"),
+    *("requires_grad", "grad", "grad_fn", "retains_grad"),
+)
+_METHODS = (
+    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "requires_grad_"),
+    *("is_floating_point", "is_complex", "is_contiguous", "is_pinned", "__len__", "__hash__"),
+)
+_SET = ("grad", "requires_grad")
+_ALLOWED: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+    *(getattr(Tensor, name).__set__ for name in _SET),
+    *(getattr(Tensor, name) for name in _METHODS),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+"""What may be done with it: all that asks for neither rows nor gradients of them, nor writes any."""
+
+
+class TableParameter(nn.Parameter):
+    """A table of a served module, as far as it is in the trainer: (rows, D) on the meta device.
+
+    Args:
+        table: its name.
+        rows, dim: of the table.
+    """
+
+    table: str
+    _in_backward_optimizers: list[Optimizer]  # what TorchRec's filter of dense parameters looks for
+
+    def __new__(cls, table: str, rows: int, dim: int) -> TableParameter:
+        made: TableParameter = super().__new__(cls, torch.empty(rows, dim, device="meta"))  # type: ignore[assignment]
+        made.table = table
+        made._in_backward_optimizers = [EmptyFusedOptimizer()]
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TableParameter({self.table}: {self.shape[0]} x {self.shape[1]}, on the servers)"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._refusal("save")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
+        return TableParameter(self.table, *self.shape)
+
+    def _refusal(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"`{what}` of table {self.table}: its rows live on the servers, and this is only their placeholder."
+            " Read them with `model.state_dict()`, set them with `model.load_state_dict(...)` before training begins"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):  # of an attribute
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        given = tree_leaves((args, dict(kwargs or {})))
+        raise next(arg for arg in given if isinstance(arg, TableParameter))._refusal(name)
