@@ -24,7 +24,7 @@ TRAINERS, DIM = 2, 2
 def push(step: int, trainer: int, complete: int = 0) -> wire.Push:
     """A gradient of 1 for each weight of the first record."""
     gradients = [torch.ones(1, DIM)]
-    return wire.Push(0, 0, step, trainer, [torch.zeros(1, dtype=torch.int64)], gradients, [0.5], complete)
+    return wire.Push(0, 0, step, trainer, [torch.zeros(1, dtype=torch.int64)], gradients, [0.5], step, complete)
 
 
 def load(step: int) -> wire.Load:

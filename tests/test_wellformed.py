@@ -56,7 +56,7 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
     sources = {source: step for source in range(3)}
     return {
         "Lookup": wire.Lookup(SLOT, 0, step + 5, positions),
-        "Push": wire.Push(SLOT, 0, step + 5, 0, positions, gradients, [0.1, 0.1], 0),
+        "Push": wire.Push(SLOT, 0, step + 5, 0, positions, gradients, [0.1, 0.1], step + 5, 0),
         "Snapshot": wire.Snapshot(SLOT, 0, step, 0, torch.zeros(3, dtype=torch.uint8), []),
         "Export": wire.Export(SLOT, 0, 0, step + 5, positions[0]),
         "Fold": wire.Fold(SLOT, 0, SOURCE, 0, step + 5, step - 1, parts, deltas),
@@ -90,6 +90,8 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Push", {"gradients": [torch.zeros(2, 4), torch.zeros(1, 2)]}, r"must have shape \(2, 3\), got \(2, 4\)"),
     ("Push", {"gradients": [torch.zeros(1, 3), torch.zeros(1, 2)]}, r"must have shape \(2, 3\), got \(1, 3\)"),
     ("Push", {"rates": [0.1]}, "`rates` must be one of each"),
+    ("Push", {"iteration": 0}, r"`iteration` must be in 1\.\."),
+    ("Push", {"iteration": 900}, r"`iteration` must be in 1\.\."),
     ("Snapshot", {"step": HUGE}, "`step` must be at most"),
     ("Snapshot", {"trainer": 7}, "`trainer` must be"),
     ("Export", {"slab": 2}, r"`slab` must be in 0\.\.1, got 2"),

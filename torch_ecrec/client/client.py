@@ -191,7 +191,7 @@ class Client(SlotReads):
         """
         self.end_lookups()
         self.without_snapshot()
-        step = self.step
+        step, iteration, rates = self.step, self.training_step, list(rates)
         if self.bfloat16:
             gradients = [gradient_UD.bfloat16() for gradient_UD in gradients]
         parts = [route.split(gradient) for route, gradient in zip(routes, gradients, strict=True)]
@@ -199,7 +199,7 @@ class Client(SlotReads):
         def make(slot: int, incarnation: int) -> wire.Request:
             positions = [route.positions[slot] for route in routes]
             mine = [part[slot] for part in parts]
-            return wire.Push(slot, incarnation, step, self.trainer, positions, mine, list(rates), self.resumable)
+            return wire.Push(slot, incarnation, step, self.trainer, positions, mine, rates, iteration, self.resumable)
 
         self._send_step(make)
 

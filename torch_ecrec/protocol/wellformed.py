@@ -156,6 +156,8 @@ class Judge:
         self._check_count("positions", request.positions)
         self._check_count("gradients", request.gradients)
         self._check_count("rates", request.rates)
+        most = request.step
+        check(1 <= request.iteration <= most, f"`iteration` must be in 1..{most}, got {request.iteration}")
         for slab, (positions_U, gradients_UD) in enumerate(zip(request.positions, request.gradients, strict=True)):
             self._check_ascending(positions_U, 0, self.layouts[slab].data_rows(request.slot), f"slab {slab}")
             _check_shape("gradients", slab, gradients_UD, (len(positions_U), self.job.slabs[slab].dim))

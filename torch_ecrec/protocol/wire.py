@@ -127,6 +127,7 @@ class Push(Request):
     positions: list[Positions]  # (U,) int64 each, ascending, unique
     gradients: list[Values]  # (U, D) float32 each, or bfloat16
     rates: list[float]  # learning rate per slab
+    iteration: int  # of training, from 1: the step after the origin
     resumable: int  # the last step that this trainer may resume from: acknowledged up to there, its snapshot stored
 
 
