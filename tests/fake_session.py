@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_ecrec.records.merge import Merged
 from torch_ecrec.spec.job import JobSpec
 
 
@@ -87,16 +89,9 @@ class FakeSession:
                 assert len(part_rows[s].unique()) == len(part_rows[s])
             rows_U, inverse = torch.unique(torch.cat([part[0][s] for part in parts]), return_inverse=True)
             gradient = torch.zeros(len(rows_U), slab.dim).index_add_(0, inverse, torch.cat([p[1][s] for p in parts]))
-            touched, dim = records[rows_U], slab.dim
-            if slab.optimizer.kind == "sgd":
-                touched[:, :dim] -= rates[s] * gradient
-            else:
-                squares = gradient.square()
-                if slab.optimizer.kind == "rowwise_adagrad":
-                    squares = squares.mean(dim=1, keepdim=True)
-                touched[:, dim:] += squares
-                touched[:, :dim] -= rates[s] * gradient / (touched[:, dim:].sqrt() + dict(slab.optimizer.fixed)["eps"])
-            records[rows_U] = touched
+            one = Merged(rows_U.numpy(), [gradient.numpy()], np.arange(len(rows_U))[None, :])
+            spec = slab.optimizer
+            spec.optimizer.update_(records.numpy(), one, rates[s], self.step, dict(spec.fixed))
         self.step += 1
         self._keep()
 
