@@ -24,7 +24,7 @@ import torch_ecrec
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import BadMessage
-from torch_ecrec.protocol.wire import Outcome, Request
+from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
@@ -162,7 +162,7 @@ class Member:
 
     # Port ---------------------------------------------------------------------------------------
 
-    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None:
+    def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None:
         assert self.transport is not None
         self.transport.call(peer, request, timeout_s, done)
 

@@ -37,14 +37,14 @@ from collections.abc import Callable, Sequence
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.protocol.encoding import Encoded
+from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import Failed, Unknown
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
 from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader
-from torch_ecrec.transport.generations import Handler, Transport, World, answered, first_line
+from torch_ecrec.transport.generations import Handler, Transport, World, first_line
 from torch_ecrec.transport.lending import Lending
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class Channel:
                 del self._calls[ticket]
         for ticket, frame in late:
             self._connection.drop(frame)
-            self._transport._settle(ticket, lambda: Unknown(f"no answer from {self.peer} in time"))
+            self._transport._settle(ticket, lambda _: Unknown(f"no answer from {self.peer} in time"))
         self._connection.remind()
 
     def end(self) -> None:
@@ -281,13 +281,13 @@ class Channel:
         self._connection.close()
         failure = (Unknown if connected else Failed)(self._ended)
         for ticket in calls:
-            self._transport._settle(ticket, lambda: failure)
+            self._transport._settle(ticket, lambda _: failure)
 
     def _on_answer(self, ticket: int, encoded: Encoded) -> None:
         with self._lock:
             known = self._calls.pop(ticket, None)
         if known is not None:
-            self._transport._settle(ticket, lambda: answered(encoded))
+            self._transport._settle(ticket, lambda kind: self._transport._answered(encoded, kind))
 
     @property
     def ended(self) -> bool:
@@ -348,8 +348,14 @@ def _own_host(store: tuple[str, int]) -> str:
 class SocketTransport(Transport):
     """See `Transport`."""
 
-    def __init__(self, name: str, handle: Handler, on_error: Callable[[BaseException], None] | None = None) -> None:
-        super().__init__(name, handle, on_error)
+    def __init__(
+        self,
+        name: str,
+        handle: Handler,
+        on_error: Callable[[BaseException], None] | None = None,
+        vocabulary: Vocabulary = WIRE,
+    ) -> None:
+        super().__init__(name, handle, on_error, vocabulary)
         self._threads: set[threading.Thread] = set()  # guarded by _gate
         self.sender = Sender(self._sweep, self._report)
         self._door: Door | None = None  # from the first generation on
