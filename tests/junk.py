@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torch_ecrec.protocol.encoding import WIRE, Encoded
+from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import Answer, Request
 
 NUMBERS = (-(1 << 63), -(1 << 31), -7, -2, -1, 0, 1, 2, 3, 5, 17, 99, 255, 1 << 20, 1 << 31, (1 << 48) - 1, 1 << 48)
@@ -83,6 +83,17 @@ def plain(values: Any) -> Encoded:
         return len(tensors) - 1
 
     return msgspec.msgpack.encode(values, enc_hook=leave_out), tensors
+
+
+class Says(Vocabulary):
+    """Sends the same, whatever it is told to."""
+
+    def __init__(self, values: Any) -> None:
+        super().__init__(list(WIRE.requests.values()))
+        self._encoded = plain(values)
+
+    def encode(self, message: Any) -> tuple[Encoded, int]:
+        return self._encoded, 0
 
 
 def mutated(message: Request[Any] | Answer, rng: random.Random) -> Encoded:

@@ -33,6 +33,7 @@ from junk import mutated, read, same
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.wire import Placement, Refused, SlotPlace
 from torch_ecrec.runtime import shared
@@ -281,7 +282,7 @@ def dial(live: Live, rng: random.Random, within_host: bool) -> tuple[socket.sock
     else:
         sock = socket.create_connection(address.place, WAIT_S)
     sock.settimeout(WAIT_S)
-    return sock, HELLO.pack(MAGIC, address.key, 1)
+    return sock, HELLO.pack(MAGIC, address.key, own_build().digest, 1)
 
 
 def bytes_of(message: wire.Request) -> bytes:
@@ -297,7 +298,7 @@ def bad_hello(good: bytes, rng: random.Random) -> bytes:
     if kind == 1:
         return good[: rng.randrange(len(good))]
     if kind == 2:
-        return HELLO.pack(MAGIC, rng.randbytes(16), 1) + rng.randbytes(rng.randrange(2000))
+        return HELLO.pack(MAGIC, rng.randbytes(16), own_build().digest, 1) + rng.randbytes(rng.randrange(2000))
     if kind == 3:
         return good[:-8] + struct.pack("<Q", rng.choice((0, 2, 1 << 63)))
     which = rng.randrange(len(good))
@@ -419,7 +420,7 @@ def fuzz_requests(live: Live, many: int, within_host: bool, rng: random.Random) 
     became: Counter[str] = Counter()
     address = live.ports["s1"].transport._address
     sock = socket.create_connection(address.place, WAIT_S)
-    sock.sendall(HELLO.pack(MAGIC, address.key, 1))
+    sock.sendall(HELLO.pack(MAGIC, address.key, own_build().digest, 1))
     reader = FrameReader(sock)
     host = live.hosts[1]
     while sum(became.values()) - became["lies"] < many:

@@ -24,15 +24,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, free_bytes, wait_until
-from junk import plain
+from junk import Says, plain
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
+from torch_ecrec.protocol.build import Build
+from torch_ecrec.protocol.encoding import WIRE, Vocabulary
 from torch_ecrec.runtime import shared
 from torch_ecrec.transport import door, frames, sockets
 from torch_ecrec.transport.door import HELLO, STRANGERS_MOST
-from torch_ecrec.transport.frames import BUFFER_BYTES, BUFFERS_MOST, DTYPES, HEADER, MAGIC, Frame, FrameReader
+from torch_ecrec.transport.frames import (
+    BUFFER_BYTES,
+    BUFFERS_MOST,
+    DTYPES,
+    HEADER,
+    MAGIC,
+    Frame,
+    FrameReader,
+    OtherBuild,
+)
 from torch_ecrec.transport.lending import FILES_MOST, Lending
 from torch_ecrec.transport.sockets import NO_NAME, Address, SocketTransport
 
@@ -49,6 +59,9 @@ class _Any:
 
     def __contains__(self, item: object) -> bool:
         return True
+
+    def __iter__(self) -> Iterator[torch.dtype]:
+        return iter(())
 
 
 AnyTensor: Any = wire.TensorOf("AnyTensor", _Any(), _Any())  # type: ignore[arg-type]
@@ -110,11 +123,13 @@ class Pair:
     def call(self, request: wire.Request, timeout_s: float = WAIT_S) -> wire.Outcome:
         return self.start(request, timeout_s)()
 
-    def connect(self, key: bytes | None = None, generation: int | None = None) -> socket.socket:
+    def connect(
+        self, key: bytes | None = None, generation: int | None = None, build: bytes | None = None
+    ) -> socket.socket:
         """A connection of a stranger to b."""
         address = self.b._address
         sock = socket.create_connection(address.place, WAIT_S)
-        sock.sendall(HELLO.pack(MAGIC, key or address.key, generation or self.generation))
+        sock.sendall(HELLO.pack(MAGIC, key or address.key, build or self.b.build.digest, generation or self.generation))
         return sock
 
 
@@ -301,6 +316,35 @@ def test_who_has_not_got_the_key_or_the_generation_is_not_heard(pair: Pair, hand
             else:
                 assert read_end(sock) == b""
     assert len(requests) == handled
+
+
+@both
+def test_a_connection_of_another_build_is_told_which_messages_differ(pair: Pair) -> None:
+    handled: list[Any] = []
+    pair.handle = lambda request, reply: handled.append(request)
+    mine = pair.a.build
+    pair.a.build = Build(mine.version, {**mine.messages, "Push": "another", "Pull": "a new one"})
+    outcome = pair.call(wire.Versions(0, 0))
+    assert isinstance(outcome, wire.Failed) and not handled
+    assert f"another build of torch_ecrec: the same version {mine.version}, but other messages: Pull, Push" in (
+        outcome.reason
+    )
+    assert pair.a.complaints.counts["a connection to b is closed"] == 1
+    wait_until(lambda: pair.b.complaints.counts["a stranger's connection is closed"] == 1, WAIT_S, "b has complained")
+    pair.a.build = Build("9.9.9", mine.messages)
+    outcome = pair.call(wire.Versions(0, 0))
+    assert isinstance(outcome, wire.Failed) and f"version {mine.version}, here 9.9.9" in outcome.reason
+    pair.a.build, pair.handle = mine, lambda request, reply: reply(wire.VersionsAre({}))
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+
+
+def test_a_stranger_is_not_told_which_build_is_here(pair: Pair) -> None:
+    with pair.connect(key=bytes(16), build=bytes(16)) as sock:
+        assert read_end(sock) == b""
+    with pair.connect(build=bytes(16)) as sock, pytest.raises(OtherBuild) as told:
+        FrameReader(sock).read()
+    assert pair.a.build.difference_told(told.value.told) == ""
+    assert pair.a.build.difference_told(b"{}") == "it does not say which"
 
 
 def test_a_hello_that_does_not_come_holds_nothing_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -729,7 +773,9 @@ def test_members_connect_while_a_thousand_strangers_come_and_go(pair: Pair) -> N
             sock = stranger(pair, within_host and len(come) % 2 == 0)
             come.append(which)
             with contextlib.suppress(OSError):  # b has made room already
-                sock.send([b"", b"x", b"GET / HTTP/1.0\r\n\r\n", HELLO.pack(MAGIC, bytes(16), 1)][len(come) % 4])
+                sock.send(
+                    [b"", b"x", b"GET / HTTP/1.0\r\n\r\n", HELLO.pack(MAGIC, bytes(16), bytes(16), 1)][len(come) % 4]
+                )
             held.append(sock)
             if len(held) > 100:
                 held.popleft().close()
@@ -774,7 +820,7 @@ def test_a_log_is_not_filled_by_strangers(pair: Pair, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         for _ in range(200):
             with stranger(pair) as sock:
-                sock.sendall(HELLO.pack(MAGIC, bytes(16), 1))
+                sock.sendall(HELLO.pack(MAGIC, bytes(16), bytes(16), 1))
                 read_end(sock)
         counts = pair.b.complaints.counts
     assert counts["a stranger's connection is closed"] == 200
@@ -882,21 +928,10 @@ def test_an_answer_of_other_values_than_declared_makes_the_call_unknown(
 ) -> None:
     errors: list[BaseException] = []
     pair.a._on_error = errors.append
-    monkeypatch.setattr(pair.b, "vocabulary", Mumbling(plain(answer)))
+    monkeypatch.setattr(pair.b, "vocabulary", Says(answer))
     outcome = pair.call(wire.Versions(0, 0))
     assert isinstance(outcome, wire.Unknown) and says in outcome.reason and not errors
     assert pair.a.complaints.counts["an answer is none"] == 1
-
-
-class Mumbling(Vocabulary):
-    """Answers the same to everything."""
-
-    def __init__(self, answer: Encoded) -> None:
-        super().__init__(list(WIRE.requests.values()))
-        self._answer = answer
-
-    def encode(self, message: Any) -> tuple[Encoded, int]:
-        return self._answer, 0
 
 
 def test_a_reader_that_fails_ends_its_channel(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from transport_child import (
 
 from torch_ecrec.processes.member import TRANSPORTS
 from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.transport.rpc import _compact
 
@@ -296,6 +297,41 @@ def test_errors_in_a_handler_are_answered_and_recorded(cluster: Cluster) -> None
     assert "called twice" in error
 
 
+def test_what_is_no_message_is_refused_with_a_reason_and_counted(cluster: Cluster) -> None:
+    """Nobody ends, and the next call is as any."""
+    a, b = cluster.take(2)
+    cluster.form([a, b])
+    before = [child.ask("status")["complaints"] for child in (a, b)]
+    a.ask("say", values=["Versions", "x", 0, 0])
+    result = a.call(b, PROMPT)
+    assert (
+        "Malformed(reason='not a request: not a Versions: Expected `int`, got `str` - at `slot`')" in result["detail"]
+    )
+    assert b.ask("status")["complaints"]["a request is none"] == before[1].get("a request is none", 0) + 1
+    a.ask("say", values=None)
+    b.ask("say", values=["Acknowledged", 1])
+    result = a.call(b, PROMPT)
+    assert result["outcome"] == "Unknown"
+    assert result["detail"] == "Acknowledged is no answer to a Versions: VersionsAre is"
+    assert a.ask("status")["complaints"]["an answer is none"] == before[0].get("an answer is none", 0) + 1
+    b.ask("say", values=None)
+    assert a.call(b, PROMPT)["outcome"] == "Ok"
+    assert a.ask("wait_errors", count=0) == b.ask("wait_errors", count=0) == []
+
+
+def test_members_of_different_builds_form_no_generation(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    cluster.form([a, b])
+    version = b.ask("be_of_version", version="9.9.9")
+    numbers = cluster.start_join([a, b], [a.name, b.name], WAIT_S)
+    results = [child.answer(number) for child, number in zip((a, b), numbers, strict=True)]
+    assert f"{b.name} run another build of torch_ecrec than {a.name}" in results[0]["error"]
+    assert f"{a.name} run another build of torch_ecrec than {b.name} (version 9.9.9)" in results[1]["error"]
+    assert a.call(b, PROMPT)["outcome"] == "Ok", "the generation before goes on"
+    b.ask("be_of_version", version=version)
+    cluster.form([a, b])
+
+
 def test_strangers_are_failed_calls(cluster: Cluster) -> None:
     a, b, c = cluster.take(3)
     cluster.form([a, b])
@@ -377,7 +413,7 @@ def leave_signs(cluster: Cluster, last_sign: str) -> None:
     """
     ghost = dist.PrefixStore(f"generation-{cluster.generation + 1}", cluster.store)
     if last_sign:
-        ghost.set("arrived/ghost", f"127.0.0.1 1 {bytes(16).hex()} -")
+        ghost.set("arrived/ghost", f"{own_build().digest.hex()} 127.0.0.1 1 {bytes(16).hex()} -")
     if last_sign in ("named", "started"):
         ghost.set("names/2", f"ghost:{cluster.generation + 1}")
     if last_sign == "started":

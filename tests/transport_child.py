@@ -28,10 +28,12 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from junk import Says
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.member import TRANSPORTS
 from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.build import Build
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.tensors import as_array
@@ -186,6 +188,14 @@ class Child:
         reason = outcome.answer if isinstance(outcome, wire.Ok) else outcome.reason
         return {"outcome": type(outcome).__name__, "detail": str(reason), "took_s": time.monotonic() - start_s}
 
+    def do_say(self, values: Any) -> Any:
+        """From now on it sends that for each message; None: what it should."""
+        self.transport.vocabulary = WIRE if values is None else Says(values)
+
+    def do_be_of_version(self, version: str) -> Any:
+        mine, self.transport.build = self.transport.build, Build(version, self.transport.build.messages)
+        return mine.version
+
     def do_round_trips(self, peer: str) -> Any:
         """All requests and answers; returns the classes that came through and what did not."""
         through, wrong = set(), []
@@ -244,6 +254,7 @@ class Child:
             "generation": self.transport.generation,
             "members": self.transport.members,
             "bytes_sent": self.transport.bytes_sent,
+            "complaints": self.transport.complaints.counts,
             "calls": len(self.transport._calls),
             "threads": len(os.listdir("/proc/self/task")),
         }

@@ -20,9 +20,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch_ecrec
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
 from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
@@ -405,7 +405,8 @@ class GenerationFollower:
 
 def join_message(**hello: Any) -> dict[str, Any]:
     """What a process says to join; `hello`: its role, and what else the coordinator wants to know of one."""
-    return {"type": "join", "version": torch_ecrec.__version__, "pid": os.getpid(), **hello}
+    build = own_build()
+    return {"type": "join", "version": build.version, "messages": build.messages, "pid": os.getpid(), **hello}
 
 
 def rejoin_message(

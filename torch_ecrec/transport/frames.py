@@ -29,7 +29,8 @@ from torch_ecrec.runtime.tensors import as_array, as_tensor
 from torch_ecrec.transport.generations import first_line
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Places, byte_view
 
-MAGIC = b"ECR4"
+MAGIC = b"ECR4"  # another one for every change to what is said here
+OTHER_BUILD = b"ECR?"  # in its place: the message is the build of who listens, and nothing else comes (door.py)
 HEADER = struct.Struct("<4sIIIQ")  # magic, bytes of the notes, of the table and of the message, ticket
 MESSAGE_MOST_BYTES = 64 << 20  # without tensors, and as much for notes and for the table
 RANK_MOST = 32
@@ -59,6 +60,14 @@ _CONTROL_BYTES = socket.CMSG_SPACE(FILES_MOST * _FILE.size)
 
 class TooLarge(ValueError):
     """A message that nobody would read."""
+
+
+class OtherBuild(ValueError):
+    """Who listens has other messages. `told`: what it says of its build, for `Build.heard`."""
+
+    def __init__(self, told: bytes) -> None:
+        super().__init__("another build of torch_ecrec listens there")
+        self.told = told
 
 
 def _memory(tensor: Tensor) -> memoryview:
@@ -137,14 +146,18 @@ class FrameReader:
 
         Raises:
             OSError: it ended within one.
+            OtherBuild: who listens has said so.
             ValueError: what arrives is not a frame.
         """
         while self._have(HEADER.size):
             magic, of_notes, of_table, of_body, ticket = HEADER.unpack(self._take(HEADER.size))
-            if magic != MAGIC or max(of_notes, of_table, of_body) > MESSAGE_MOST_BYTES or of_table % 8:
+            too_large = max(of_notes, of_table, of_body) > MESSAGE_MOST_BYTES
+            if magic not in (MAGIC, OTHER_BUILD) or too_large or of_table % 8:
                 raise ValueError("not a frame")
             if not self._have(of_notes + of_table + of_body):
                 raise ConnectionError("the connection ended")
+            if magic == OTHER_BUILD:
+                raise OtherBuild(bytes(self._take(of_body)))
             places: Places = {}
             if of_notes:
                 if self._lending is None:

@@ -3,8 +3,8 @@
 Example: n0 to n3 are generation 1; n3 is killed and n4 started; all call `join(2, ["n0", "n1", "n2", "n4"], ...)`.
 What n0 had under way in generation 1 ends as `Unknown` at once, and some milliseconds later n0 reaches n4.
 
-Forming has rounds over the coordinator's store, all under the same deadline: all members have *arrived* (until then
-the generation before goes on), each leaves it and opens the way into the new one, all are *ready*.
+Forming has rounds over the coordinator's store, all under the same deadline: all members have *arrived*, and are of one
+build (until then the generation before goes on), each leaves it and opens the way into the new one, all are *ready*.
 
 Invariants.
 - `done` of a call is called exactly once, whatever happens to the world: every call is in `_calls` until it is settled,
@@ -34,6 +34,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import A, Answer, Failed, Malformed, Ok, Outcome, Refused, Request, Unknown
 from torch_ecrec.transport.complaints import Complaints
@@ -82,6 +83,7 @@ class Transport(ABC):
         self._handle = handle
         self._on_error = on_error
         self.vocabulary = vocabulary
+        self.build = own_build(vocabulary)
         self.complaints = Complaints(log, name)
         self._callback = threading.local()  # .runs: this thread is in `handle` or `done`
         self._joining = threading.Lock()  # held by the join or close under way; taken before _gate
@@ -349,13 +351,14 @@ class Transport(ABC):
             try:
                 connection = self._connect(store, deadline_s)
                 shared = PrefixStore(f"generation-{generation}", connection)
-                self._meet(shared, "arrived", world, mine, deadline_s)  # until then, the present world serves
+                says = f"{self.build.digest.hex()} {mine}"
+                self._meet(shared, "arrived", world, says, deadline_s)  # until then, the present world serves
+                said = self._said(shared, world)
                 self._leave()
                 left = True
                 connection.set_timeout(remaining(deadline_s))
                 with self._gate:
                     self._serving = generation  # before anything is open: a peer may be ready sooner
-                said = [shared.get(f"arrived/{member}").decode() for member in world.members]
                 self._open(world, shared, said, deadline_s)
                 self._meet(shared, "ready", world, "", deadline_s)
                 self._store = (store, connection)
@@ -436,6 +439,18 @@ class Transport(ABC):
             shared.set(f"{place}:all", members)
         elif shared.get(f"{place}:all").decode() != members:
             raise ClusterUnavailable(f"generation {world.generation}: members disagree about who is in it")
+
+    def _said(self, shared: Store, world: World) -> list[str]:
+        """What the members' `_claim`s have returned, by rank. Raises ClusterUnavailable: not all are of this build."""
+        said = [shared.get(f"arrived/{member}").decode().partition(" ") for member in world.members]
+        own = self.build.digest.hex()
+        others = [member for member, (digest, _, _) in zip(world.members, said, strict=True) if digest != own]
+        if others:
+            raise ClusterUnavailable(
+                f"generation {world.generation}: {', '.join(others)} run another build of torch_ecrec than {self.name}"
+                f" (version {self.build.version}): their messages differ"
+            )
+        return [claim for _, _, claim in said]
 
     def _leave(self) -> None:
         with self._gate:

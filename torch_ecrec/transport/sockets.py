@@ -1,7 +1,7 @@
 """The data plane over connections of its own: for each pair of members that talk, one from caller to callee.
 
     caller                                   callee
-    hello: magic, the callee's key, generation
+    hello: magic, the callee's key, digest of the caller's build, generation
     frame: ticket, request          ------>  a reading thread runs `handle`
     a reading thread runs `done`    <------  frame: ticket, answer       (in any order)
 
@@ -43,7 +43,7 @@ from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
-from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader
+from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild
 from torch_ecrec.transport.generations import Handler, Transport, World, first_line
 from torch_ecrec.transport.lending import Lending
 
@@ -259,7 +259,7 @@ class Channel:
                 self._sock.connect(self._address.place)
                 tune(self._sock)
             self._sock.settimeout(None)
-            self._sock.sendall(HELLO.pack(MAGIC, self._address.key, self._generation))
+            self._sock.sendall(HELLO.pack(MAGIC, self._address.key, self._transport.build.digest, self._generation))
             connected = True
             self._connection.start()
             reader = FrameReader(self._sock, self._connection.lending)
@@ -268,6 +268,10 @@ class Channel:
                 del answer
         except OSError as error:
             reason = first_line(error)
+        except OtherBuild as error:
+            connected = False  # nothing of what was sent has been read
+            reason = f"another build of torch_ecrec: {self._transport.build.difference_told(error.told)}"
+            self._transport.complaints.add(f"a connection to {self.peer} is closed", reason)
         except ValueError as error:
             reason = first_line(error)
             self._transport.complaints.add(f"a connection to {self.peer} is closed", reason)
@@ -463,7 +467,7 @@ class SocketTransport(Transport):
                 raise ClusterUnavailable(f"cannot listen for other members: {error}") from error
             port = listeners[0].getsockname()[1]
             self._address = Address(host, port, secrets.token_bytes(KEY_BYTES), name)
-            self._door = Door(listeners, self._address.key, self._admit, self.complaints, self._report)
+            self._door = Door(listeners, self._address.key, self.build, self._admit, self.complaints, self._report)
             self._start(self._door.run, "door")
         return str(self._address)
 
