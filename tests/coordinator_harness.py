@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import torch_ecrec
+from builds import BUILD
+
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.observe import events
@@ -38,7 +39,13 @@ class Harness:
 
     def message(self, **fields: Any) -> dict[str, Any]:
         self.births += 1
-        return {"type": "join", "version": torch_ecrec.__version__, "pid": 1, "birth": f"birth {self.births}", **fields}
+        return {
+            "type": "join",
+            **BUILD,
+            "pid": 1,
+            "birth": f"birth {self.births}",
+            **fields,
+        }
 
     def join(self, **fields: Any) -> str:
         join = messages.from_member(self.message(**fields))

@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 import pytest
+from builds import BUILD
 from conftest import wait_until
 
-import torch_ecrec
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
@@ -39,7 +39,12 @@ MESSAGES = 10_000
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
 CODE = CodeSpec(3, 2, 1)
 JOB = JobSpec((TableSpec("a", 30, 4, -1.0, 1.0),), CODE, 1)
-HELLO = {"version": torch_ecrec.__version__, "pid": 7, "birth": "somebody", "address": ["127.0.0.1", 9]}
+HELLO = {
+    **BUILD,
+    "pid": 7,
+    "birth": "somebody",
+    "address": ["127.0.0.1", 9],
+}
 PLACEMENT = {"epoch": 1, "slots": [["server-0", 0, True], ["server-1", 0, True], ["server-2", 0, False]]}
 REJOIN = {
     **HELLO,

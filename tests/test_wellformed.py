@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from junk import plain
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.encoding import ANSWERS, REQUESTS, decode
+from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.wire import Ok, Placement, Refused, SlotPlace, Unknown
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
@@ -144,7 +145,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
 def test_a_request_that_cannot_be_of_this_job_is_refused(
     kind: str, changes: dict[str, Any], says: str, cluster: SimulatedCluster
 ) -> None:
-    request = dataclasses.replace(valid(cluster)[kind], **changes)
+    request = msgspec.structs.replace(valid(cluster)[kind], **changes)
     host = host_of(cluster, SLOT)
     known = host.known(), [slot.status() for slot in host.slots.values()]
     answers: list[Any] = []
@@ -159,15 +160,16 @@ def test_a_request_that_cannot_be_of_this_job_is_refused(
 def test_requests_of_each_kind_are_let_in(cluster: SimulatedCluster) -> None:
     host = host_of(cluster, SLOT)
     requests = valid(cluster)
-    assert {*requests, "Load"} == set(REQUESTS)
+    assert {*requests, "Load"} == set(WIRE.requests)
     for request in requests.values():
         assert host._fault_of(host.slots[SLOT], request) is None
 
 
 def test_a_base_class_is_no_message() -> None:
-    for kind, classes in (("Request", REQUESTS), ("Answer", ANSWERS)):
-        with pytest.raises(ValueError, match="unknown message"):
-            decode((kind, (0, 0, 0) if kind == "Request" else ()), classes)
+    with pytest.raises(ValueError, match="unknown message 'Request'"):
+        WIRE.decode_request(plain(["Request", 0, 0, 0]))
+    with pytest.raises(ValueError, match="unknown message 'Answer'"):
+        WIRE.decode_answer(plain(["Answer"]), wire.Lookup)
 
 
 def test_who_serves_no_requests_refuses_them(cluster: SimulatedCluster) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch_ecrec.client.reads import SlotReads
 from torch_ecrec.layout.routing import Route
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.wire import Answer, Placement
+from torch_ecrec.protocol.wire import Placement
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import Port
@@ -155,7 +155,7 @@ class Client(SlotReads):
         parts = route.split(records) if records is not None else [None] * self.slots
         step, alone = self.step, self.origin is None
 
-        def make(slot: int, incarnation: int) -> wire.Request:
+        def make(slot: int, incarnation: int) -> wire.Load:
             positions = route.positions[slot]
             return wire.Load(slot, incarnation, step, slab, positions, parts[slot], self.resumable, alone)
 
@@ -165,7 +165,7 @@ class Client(SlotReads):
         """A step in training in which trainer 0 loads: this is another one."""
         step = self.step
 
-        def make(slot: int, incarnation: int) -> wire.Request:
+        def make(slot: int, incarnation: int) -> wire.Pass:
             return wire.Pass(slot, incarnation, step, self.trainer, self.resumable)
 
         self._send_step(make, self._take_over())
@@ -222,7 +222,7 @@ class Client(SlotReads):
             gradients = [gradient_UD.bfloat16() for gradient_UD in gradients]
         parts = [route.split(gradient) for route, gradient in zip(routes, gradients, strict=True)]
 
-        def make(slot: int, incarnation: int) -> wire.Request:
+        def make(slot: int, incarnation: int) -> wire.Push:
             positions = [route.positions[slot] for route in routes]
             mine = [part[slot] for part in parts]
             return wire.Push(
@@ -232,7 +232,7 @@ class Client(SlotReads):
         self.done, self._owed = iteration, False
         self._send_step(make, self.snapshot_due)
 
-    def _send_step(self, make: Callable[[int, int], wire.Request], snapshot_due: bool) -> None:
+    def _send_step(self, make: Callable[[int, int], wire.Part], snapshot_due: bool) -> None:
         """Sends what `make` gives for each slot and incarnation until all have acknowledged it; ends the step."""
         step = self.step
         state = self.open[step] = _StepState(unacknowledged=set(range(self.slots)))
@@ -240,7 +240,7 @@ class Client(SlotReads):
             state.unstored = set()
 
         def send(slot: int) -> None:
-            def on_answer(_: Answer) -> None:
+            def on_answer(_: wire.Acknowledged) -> None:
                 state.unacknowledged.discard(slot)
                 self._advance()
 
@@ -268,13 +268,12 @@ class Client(SlotReads):
         unstored.add(slot)
         sent_to = -1
 
-        def make(incarnation: int) -> wire.Request:
+        def make(incarnation: int) -> wire.Snapshot:
             nonlocal sent_to
             sent_to = incarnation
             return wire.Snapshot(slot, incarnation, step, self.trainer, payload, header)
 
-        def on_answer(answer: Answer) -> None:
-            assert isinstance(answer, wire.Stored)
+        def on_answer(answer: wire.Stored) -> None:
             state.since[slot] = sent_to
             for other, incarnation in enumerate(answer.incarnations):
                 state.least[other] = max(incarnation, state.least.get(other, 0))

@@ -21,6 +21,7 @@ from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import COMPLAINTS, Node, Port
 
+FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
 TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Pass, wire.Export)
 
 
@@ -138,10 +139,10 @@ class Host(Node):
 
     # from other processes -----------------------------------------------------------------------
 
-    def handle(self, request: wire.Request, reply: Callable[[Answer], None]) -> None:
+    def handle(self, request: wire.Request[Any], reply: Callable[[Answer], None]) -> None:
         self.run(self._handle, request, lambda answer: self.emit_answer(lambda: reply(answer)))
 
-    def _handle(self, request: wire.Request, reply: Callable[[Answer], None]) -> None:
+    def _handle(self, request: wire.Request[Any], reply: Callable[[Answer], None]) -> None:
         slot = self.slots.get(request.slot)
         if slot is None:
             reply(Refused(f"slot {request.slot} is not on {self.name}"))
@@ -159,7 +160,7 @@ class Host(Node):
         else:
             slot.handle(request, reply)
 
-    def _fault_of(self, slot: Slot, request: wire.Request) -> str | None:
+    def _fault_of(self, slot: Slot, request: wire.Request[Any]) -> str | None:
         if self.judge is None:
             return None
         applied = slot.rule.applied if slot.ready else None
@@ -168,12 +169,11 @@ class Host(Node):
     def _life_of(self, slot: int) -> int:
         return self.placement.slots[slot].incarnation if self.placement is not None else 0
 
-    def fault_of_answer(self, request: wire.Request, answer: Answer) -> str | None:
+    def fault_of_answer(self, request: wire.Request[Any], answer: Answer) -> str | None:
         if self.judge is None:
             return None
         fault = self.judge.fault_of_answer(request, answer, self._life_of)
-        if fault is None and isinstance(answer, (wire.Folded, wire.Attached)):
-            assert isinstance(request, (wire.Fold, wire.Attach))
+        if fault is None and isinstance(request, wire.Fold | wire.Attach) and isinstance(answer, FOLDED):
             source = self.slots.get(request.source)
             folded = answer.step if isinstance(answer, wire.Folded) else answer.folded
             if source is not None and folded > source.rule.applied:

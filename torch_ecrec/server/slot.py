@@ -66,8 +66,8 @@ class Slot:
         self.code, self.layouts, self.shards = held.code, held.layouts, held.shards
         self.rule, self.missing = held.rule, held.missing
         self.inbox = Inbox(self.job.trainers)
-        self.push_replies: dict[int, list[Reply]] = {}
-        self.waiting: list[tuple[Callable[[], Answer | None], Reply]] = []
+        self.push_replies: dict[int, list[Reply[wire.Acknowledged]]] = {}
+        self.waiting: list[tuple[Callable[[], Any], Reply[Any]]] = []
         self.ready = fresh
         self.dead = False
         self.hopeless = False
@@ -93,7 +93,7 @@ class Slot:
 
     # requests -----------------------------------------------------------------------------------
 
-    def handle(self, request: wire.Request, reply: Reply) -> None:
+    def handle(self, request: wire.Request[Any], reply: Reply[Answer]) -> None:
         """Answers a request; `reply` is called now, or when it can be answered."""
         match request:
             case wire.Lookup():
@@ -115,7 +115,7 @@ class Slot:
             case _:
                 raise TypeError(f"`request` must be one to a slot, got {type(request).__name__}")
 
-    def park(self, attempt: Callable[[], Answer | None], reply: Reply) -> None:
+    def park(self, attempt: Callable[[], Answer | None], reply: Reply[Any]) -> None:
         """Answers now if `attempt` yields an answer, else when it first does."""
         answer = attempt() if self.ready else None
         if answer is None:
@@ -148,17 +148,17 @@ class Slot:
 
     # steps --------------------------------------------------------------------------------------
 
-    def _on_push(self, request: wire.Push | wire.Pass, reply: Reply) -> None:
+    def _on_push(self, request: wire.Push | wire.Pass, reply: Reply[wire.Acknowledged]) -> None:
         self.rule.on_resumable(request.trainer, request.resumable)
         self._take(request, reply)
 
-    def _on_load(self, request: wire.Load, reply: Reply) -> None:
+    def _on_load(self, request: wire.Load, reply: Reply[wire.Acknowledged]) -> None:
         # alone, before training: the others have done nothing yet that could be taken back
         for trainer in range(self.rule.trainers if request.alone else 1):
             self.rule.on_resumable(trainer, request.resumable)
         self._take(request, reply)
 
-    def _take(self, request: wire.Part, reply: Reply) -> None:
+    def _take(self, request: wire.Part, reply: Reply[wire.Acknowledged]) -> None:
         """Keeps it until its step is due; answers once the step counts."""
         if self.rule.is_acknowledged(request.step):
             reply(wire.Acknowledged(request.step))
