@@ -1,7 +1,8 @@
 """A trainer that a user might have written. Run under torchrun: python loop_child.py WAY OUT [STEP]
 
 WAY: `plain` (a loop over `DataLoader(shuffle=True)`), `workers` (with worker processes that draw at random),
-`torchdata` (`StatefulDataLoader`), `pipeline` (`TrainPipelineSparseDist`), `accumulate` (gradients of two batches).
+`torchdata` (`StatefulDataLoader`), `pipeline` (`TrainPipelineSparseDist`), `accumulate` (gradients of two batches),
+`rollback` (now and then, the model and the tables' optimizer are loaded: before a step, within one, after an epoch).
 Three epochs of 6 steps, a scheduler that steps with every epoch, a BatchNorm, dropout, an evaluation after each epoch.
 
 Trainer 1 kills itself after STEP in its first life, once OUT/go is there; OUT/STEP says that it waits for that. What a
@@ -114,6 +115,15 @@ def main() -> None:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def roll_back() -> None:
+        """To something that depends on all that there is."""
+        if way == "rollback":
+            model.load_state_dict({name: value * 0.9 + 0.01 for name, value in model.state_dict().items()})
+            fused = model.fused_optimizer.state_dict()
+            for values in fused["state"].values():
+                values.update({name: value * 0.5 for name, value in values.items()})
+            model.fused_optimizer.load_state_dict(fused)
+
     for _ in batches.epochs(EPOCHS):
         if way == "pipeline":
             pipeline, stream = TrainPipelineSparseDist(model, optimizer, torch.device("cpu")), iter(batches)
@@ -127,8 +137,12 @@ def main() -> None:
             for batch in batches:
                 if way != "accumulate" or batches.drawn % 2 == 1:
                     optimizer.zero_grad()
+                if batches.drawn == 5:
+                    roll_back()
                 loss, seen = model(batch)
                 loss.backward()
+                if batches.drawn == 2:
+                    roll_back()
                 if way != "accumulate" or batches.drawn % 2 == 0:
                     optimizer.step()
                 after_step(seen)
@@ -136,6 +150,7 @@ def main() -> None:
         _, seen = model(collate([(i, 0.5) for i in range(SIZE)]))  # without no_grad, as people forget it
         model.train()
         trace.append(["evaluated", float(seen[0])])
+        roll_back()
         model.flush()
         scheduler.step()
     model.flush()

@@ -20,11 +20,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch_ecrec
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
-from torch_ecrec.protocol.wire import Outcome, Request
+from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
@@ -162,7 +162,7 @@ class Member:
 
     # Port ---------------------------------------------------------------------------------------
 
-    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None:
+    def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None:
         assert self.transport is not None
         self.transport.call(peer, request, timeout_s, done)
 
@@ -405,7 +405,8 @@ class GenerationFollower:
 
 def join_message(**hello: Any) -> dict[str, Any]:
     """What a process says to join; `hello`: its role, and what else the coordinator wants to know of one."""
-    return {"type": "join", "version": torch_ecrec.__version__, "pid": os.getpid(), **hello}
+    build = own_build()
+    return {"type": "join", "version": build.version, "messages": build.messages, "pid": os.getpid(), **hello}
 
 
 def rejoin_message(
