@@ -8,13 +8,15 @@ and checkpoints work.
 
 Subclassed, not imitated: TorchRec checks for its own class in many places.
 
-What is neither served nor data-parallel is refused where the model is built (`coverage.py`).
+What is neither served nor data-parallel is refused where the model is built (`coverage.py`). A model without tables
+is TorchRec's own, and a warning says that nothing of it is kept (`no_tables.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Never
 
@@ -40,6 +42,7 @@ from torch_ecrec.nn.attachment import Attachment
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_inside
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
+from torch_ecrec.nn.no_tables import NO_TABLES, NoTables
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
@@ -78,9 +81,8 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             brought back.
 
     Raises:
-        ValueError: no collection in the module, or one that cannot be served (see `table_specs`); a
-            module that nobody would protect, a sharder with a wish that the servers do not serve (`coverage.py`); a
-            `session` of another job.
+        ValueError: a collection that cannot be served (see `table_specs`); a module that nobody would protect, a
+            sharder with a wish that the servers do not serve (`coverage.py`); a `session` of another job.
     """
 
     def __init__(
@@ -117,7 +119,10 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         collections = covered.served
         names = job_names(collections)
         tables = all_table_specs(module, collections, names, others)
-        if session is None:
+        if session is None and not tables:
+            warnings.warn(NO_TABLES, stacklevel=2)
+            session, owns_session = NoTables(env.rank, env.world_size, snapshot_every), False
+        elif session is None:
             job = JobSpec(tables=tables, code=code or CodeSpec(), trainers=env.world_size, seed=seed)
             session = _connect(job, settings, code, env.rank, snapshot_every)
             owns_session = True
@@ -194,12 +199,15 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             Iterates `reader`, and must be iterated in its place. Without one, it has nothing.
 
         Raises:
-            RuntimeError: called twice, or after the first step.
+            RuntimeError: called twice, or after the first step; the model has no tables.
             TypeError: something has a state that cannot be kept; the message names it.
             ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
         """
+        if not self.session.job.tables:
+            raise RuntimeError(f"`attach` would keep nothing: {NO_TABLES}")
         if self._attached is not None or self._trained:
             raise RuntimeError("`attach` is called once, before the first step")
+        self._step.load_written()
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         schedulers = [lr_scheduler] if isinstance(lr_scheduler, Stateful) else list(lr_scheduler)
         named = {f"lr_scheduler[{i}]": scheduler for i, scheduler in enumerate(schedulers)}
@@ -221,7 +229,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
 
     @property
     def steps_done(self) -> int:
-        """Steps that have ended, those before a restart included."""
+        """Steps that have ended, those before a restart included; 0 of a model without tables."""
         if self._attached is not None and self._attached.reader is not None:
             self._attached.reader.on_steps_done()
         return self.session.step - 1
@@ -308,12 +316,14 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             result.update(name.encode() + parameter.detach().cpu().contiguous().numpy().tobytes())
         return result.hexdigest()
 
-    def _check_load(self) -> None:
+    def _check_load(self) -> bool:
+        """Whether tables are to be loaded: not before `attach` brings them back."""
         if self._attached is not None and not self._attached.begun:
             raise RuntimeError(
                 "`load_state_dict` comes before `attach`: after a restart it would overwrite what `attach` has brought"
                 " back"
             )
+        return self._attached is not None or not self.session.restarted
 
     def _check_attached(self) -> None:
         if self.session.restarted and self._attached is None:

@@ -65,8 +65,9 @@ class SparseStep:
         if nan_gradients not in NAN_GRADIENTS:
             raise ValueError(f"`nan_gradients` must be one of {', '.join(NAN_GRADIENTS)}, got {nan_gradients!r}")
         self.session = session
-        self.on_load: Callable[[], None] = lambda: None  # called before tables are loaded; may refuse
+        self.on_load: Callable[[], bool] = lambda: True  # called before tables are loaded: whether to; may refuse
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
+        self.on_open: list[Callable[[], None]] = []  # called before anything is read: may load
         self.optimizers: list[LearningRates] = []
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
         self._group = group
@@ -81,10 +82,16 @@ class SparseStep:
         self._refusal: NonFiniteGradient | None = None
 
     def open(self) -> None:
-        """Ends the loading of weights, once; a barrier of all trainers."""
+        """Before anything is read. Ends the loading of first weights, once: a barrier of all trainers."""
         if not self._open:
             self.session.loaded()
             self._open = True
+        self.load_written()
+
+    def load_written(self) -> None:
+        """Loads what was written into state dicts in place."""
+        for load in self.on_open:
+            load()
 
     @property
     def is_open(self) -> bool:
@@ -151,14 +158,16 @@ class SparseStep:
         for look_ahead in self.on_pushed:
             look_ahead()
 
-    def begin_load(self, what: str) -> None:
-        """Tables are loaded in training, by every trainer: a step of its own.
+    def begin_load(self, what: str) -> bool:
+        """Tables are loaded in training, by every trainer: a step of its own. Returns whether to.
 
         Raises:
             RuntimeError: not now; or another trainer trains, or loads something else.
         """
-        self.on_load()
+        if not self.on_load():
+            return False
         self._agree(f"loads {what}", [0] * len(self.session.job.tables))
+        return True
 
     def _agree(self, what: str, flags: list[int]) -> list[int]:
         """Of each flag the greatest of all trainers. Raises RuntimeError if they do not all do the same."""
