@@ -311,7 +311,7 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
             "rank": -1,
             "birth": "one",
         }
-        known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "origin": None}
+        known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "done": 0, "origin": None}
         known |= {"whole": [], "incarnations": []}
         world = {"life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
         plain = {"slots": 3, "k": 2, "r": 1, "protection": "parity"}

@@ -238,7 +238,9 @@ class Live:
         self.client.run(self.client.place, placement)
         self.session = Session(self.client, lambda message: None, lambda: None)
         for node in [*self.hosts, self.session]:  # what a coordinator would say
-            node.on_control({"type": "era" if node is not self.session else "resume", "era": 0, "step": 0, "origin": 0})
+            node.on_control(
+                {"type": "era" if node is not self.session else "resume", "era": 0, "step": 0, "origin": 0, "done": 0}
+            )
             node.on_control({"type": "loaded", "origin": 0})
         self.session.loaded()
 
@@ -403,7 +405,7 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
     one = positions[0][:1]
     return [
         wire.Lookup(slot, 0, step, positions),
-        wire.Push(slot, 0, step, 0, positions, gradients, [0.1] * len(positions), step - 1),
+        wire.Push(slot, 0, step, 0, positions, gradients, [0.1] * len(positions), step, step - 1),
         wire.Export(slot, 0, 0, step, positions[0]),
         wire.Fold(slot, 0, source, 0, step, step - 1, parts, deltas),
         wire.Attach(slot, 0, source, 0, 0, 0),

@@ -99,7 +99,8 @@ class Lends(RuleBasedStateMachine):
             ends.reader.take_file(fd)
         places = ends.reader.take_notes(message.notes) if message.notes else {}
         assert places == message.places and not ends.reader.files
-        borrowed = {segment: ends.reader.borrow(segment) for segment, _ in places.values()}
+        lent = dict.fromkeys(segment for segment, _ in places.values())  # a message borrows each of them once
+        borrowed = {segment: ends.reader.borrow(segment) for segment in lent}
         for (segment, offset), stamp, size in zip(places.values(), message.stamps, message.sizes, strict=True):
             self.read.append((borrowed[segment][offset : offset + size], stamp))
 
@@ -205,6 +206,18 @@ def test_a_segment_that_made_room_stays_away() -> None:
     assert larger is not None and free_bytes(pool) == 0, "the first one made room"
     lending.end()
     assert free_bytes(pool) == 0 and pool.take(1 << 20) is None and pool.bytes <= pool.most_bytes
+
+
+def test_two_tensors_of_a_segment_in_one_message_are_one_loan() -> None:
+    state = Lends()
+    state.begin()
+    state.take(GRAIN)
+    state.send(which=0, more=2, over=0, copy=False)
+    state.arrive(0)
+    state.read.clear()
+    state.tell_back(0)
+    state.hear_back(0)
+    state.teardown()
 
 
 @pytest.mark.parametrize("sealed", [False, True])

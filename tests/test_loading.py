@@ -317,6 +317,11 @@ def test_random_kills():
     assert run_schedules("everybody, spares", 0, 20) >= 2
 
 
+def test_hosts_go_back_in_different_eras():
+    """One is told where to in the first era, another only in the second: until then it holds more than was applied."""
+    run_schedules("everybody, survivors, in noise", 1149, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("way", WAYS)

@@ -112,6 +112,7 @@ class Running:
             "era": self.core.era,
             "frozen": False,
             "resume_step": 0,
+            "done": 0,
             "origin": 0,
             "whole": [],
             "incarnations": [0, 0, 0] if server and placed else [],

@@ -866,6 +866,19 @@ def test_what_cannot_travel_fails_at_its_sender(pair: Pair, value: Any) -> None:
     assert len(errors) == 1
 
 
+def test_threads_are_listed_once_they_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` joins those that are listed; one that was not started yet cannot be joined."""
+    start, early = threading.Thread.start, []
+
+    def listed(thread: threading.Thread) -> None:
+        early.append(thread in pair.a._threads | pair.b._threads)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", listed)
+    assert isinstance(pair.call(parcel([1])), wire.Ok)
+    assert early and not any(early)
+
+
 # what is well formed and is no message --------------------------------------------------------------
 
 ONES = torch.ones(1, dtype=torch.int64)

@@ -111,8 +111,22 @@ def test_state_travels_through_a_checkpoint() -> None:
     assert torch.equal(other.state_dict()["over.weight"], saved["over.weight"])
     with torch.no_grad():
         assert torch.equal(other(batch_of(6, 9))[1], model(batch_of(6, 9))[1])
-    with pytest.raises(RuntimeError, match="cannot be loaded any more"):
-        other.load_state_dict(saved)
+
+
+def test_a_model_may_be_put_back_in_training() -> None:
+    """Tables, their optimizer state and dense weights: the same steps come out the same."""
+    model, session = shard(Net(collection("rowwise_adagrad"), collection("adagrad", [table("x", 9, 4, "f1")])))
+    train(model, [batch_of(6, 0)])
+    saved, optimizer = copy.deepcopy((model.state_dict(), model.fused_optimizer.state_dict()))
+    batches = [batch_of(6, seed) for seed in (1, 2)]
+    train(model, batches)
+    first = [records.clone() for records in session.records]
+    assert not torch.equal(model.state_dict()["collections.1.embedding_bags.x.weight"], list(saved.values())[-1])
+    model.load_state_dict(dict(saved))
+    model.fused_optimizer.load_state_dict(optimizer)
+    assert session.step == 4, "a load is no step of training"
+    train(model, batches)
+    assert all(map(torch.equal, session.records, first)) and session.step == 6
 
 
 def test_sharded_tensors_of_torchrec_can_be_loaded() -> None:

@@ -134,6 +134,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     era: Count
     frozen: bool
     resume_step: Count
+    done: Count  # steps of training at `resume_step`
     origin: Count | None  # the step that training begins after, once initial values are loaded
     whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)]
     incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)]
@@ -201,13 +202,13 @@ class Unrecoverable(OfSlot, frozen=True, tag="unrecoverable"):
 
 
 class Reach(OfSlot, frozen=True, tag="reach"):
-    """Which steps a slot can go back to. `snapshots`: (step, trainers whose part of the dense model is kept)."""
+    """Which steps a slot can go back to. `snapshots`: (step, steps of training, trainers whose parts are kept)."""
 
     era: Count
     applied: Count
     floor: Count
     snapshots: Annotated[
-        list[tuple[Count, Annotated[list[Count], Meta(max_length=MEMBERS_MOST)]]], Meta(max_length=1_000_000)
+        list[tuple[Count, Count, Annotated[list[Count], Meta(max_length=MEMBERS_MOST)]]], Meta(max_length=1_000_000)
     ]
 
 
@@ -263,12 +264,14 @@ class Era(Said, frozen=True, tag="era"):
     era: Version
     step: Count | None
     origin: Count | None
+    done: Count  # steps of training at `step`
 
 
 class Resume(Said, frozen=True, tag="resume"):
     era: Version
     step: Count
     origin: Count | None
+    done: Count
 
 
 class Rejoined(Said, frozen=True, tag="rejoined"):

@@ -137,6 +137,8 @@ class Judge:
         self._check_count("positions", request.positions)
         self._check_count("gradients", request.gradients)
         self._check_count("rates", request.rates)
+        good = 1 <= request.iteration <= request.step
+        check(good, f"`iteration` must be in 1..{request.step}, got {request.iteration}")
         for slab, (positions_U, gradients_UD) in enumerate(zip(request.positions, request.gradients, strict=True)):
             self._check_ascending(positions_U, 0, self.layouts[slab].data_rows(request.slot), f"slab {slab}")
             _check_shape("gradients", slab, gradients_UD, (len(positions_U), self.job.slabs[slab].dim))
@@ -147,6 +149,14 @@ class Judge:
         self._check_ascending(request.positions, 0, rows, f"slab {request.slab}")
         if request.records is not None:
             _check_shape("records", request.slab, request.records, self._records(request.slab, request.positions))
+
+    def _check_pass(self, request: wire.Pass) -> None:
+        check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
+        check(request.trainer != 0, "`trainer` must not be 0, which loads")
+
+    def _check_snapshot(self, request: wire.Snapshot) -> None:
+        good = bool(request.header) and 1 <= request.header[0] <= request.step
+        check(good, f"`header` must begin with steps of training, 1 to {request.step}, got {request.header[:1]}")
 
     def _check_export(self, request: wire.Export) -> None:
         self._check_inside(request.slab, request.slot, request.positions, request.parity)
@@ -179,7 +189,7 @@ class Judge:
     def _check_records(self, request: wire.Export | wire.Fetch, answer: wire.Records, lives: Lives) -> None:
         _check_shape("records", request.slab, answer.records, self._records(request.slab, request.positions))
 
-    def _check_acknowledged(self, request: wire.Push, answer: wire.Acknowledged, lives: Lives) -> None:
+    def _check_acknowledged(self, request: wire.Part, answer: wire.Acknowledged, lives: Lives) -> None:
         check(answer.step == request.step, f"`step` must be {request.step}, got {answer.step}")
 
     def _check_stored(self, request: wire.Snapshot, answer: wire.Stored, lives: Lives) -> None:
@@ -260,6 +270,8 @@ _REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {
     wire.Lookup: Judge._check_lookup,
     wire.Push: Judge._check_push,
     wire.Load: Judge._check_load,
+    wire.Pass: Judge._check_pass,
+    wire.Snapshot: Judge._check_snapshot,
     wire.Export: Judge._check_export,
     wire.Fold: Judge._check_fold,
     wire.Fetch: Judge._check_fetch,

@@ -20,7 +20,9 @@ Every request carries its sender's *era*, too: which life of the trainers it bel
 trainers").
 
 Steps here count everything that changes records. The first ones load initial values; training begins after the last of
-them, which is called the *origin*. With three loads, origin is 3, and the first step of training is step 4 here.
+them, which is called the *origin*. With three loads, origin is 3, and the first step of training is step 4 here. Tables
+may be loaded later, too, between steps of training: each such load is a step here and none of training. So how many
+steps of training are *done* does not follow from a step here; pushes and snapshots say it.
 """
 
 from __future__ import annotations
@@ -155,6 +157,7 @@ class Push(Request[Acknowledged]):
     positions: list[Positions]  # (U,) int64 each, ascending, unique
     gradients: list[Values]  # (U, D) float32 each, or bfloat16
     rates: list[float]  # learning rate per slab
+    iteration: Count  # which step of training it is, from 1
     resumable: Count  # the last step that this trainer may resume from: acknowledged up to there, its snapshot stored
 
 
@@ -169,20 +172,33 @@ class Snapshot(Request[Stored]):
     step: Count
     trainer: Count
     payload: Payload  # (bytes,) uint8
-    header: list[int]  # what the payload is, for who reads it (`dense.Header`)
+    header: list[int]  # steps of training that are done; then what the payload is, for who reads it (`dense.Header`)
 
 
 class Load(Request[Acknowledged]):
-    """A step before training, of trainer 0 alone: overwrites some records of a slab; answered as a push is.
+    """A step of trainer 0 that overwrites some records of a slab; answered as a push is.
 
-    Like a push it goes to every slot, also to those of which it changes nothing.
+    Like a push it goes to every slot, also to those of which it changes nothing. Before training (`alone`) it is due
+    when it is here; later, when every other trainer has sent `Pass`.
     """
 
     step: Count
     slab: Count
     positions: Positions  # (U,) int64, ascending, unique
     records: RecordBytes | None  # (U, B) uint8; None: the initial values that the servers give them
-    resumable: Count  # as in `Push`: the word of all trainers, as nobody else loads
+    resumable: Count  # as in `Push`; `alone`: the word of all trainers, as nobody else loads
+    alone: bool
+
+
+class Pass(Request[Acknowledged]):
+    """A trainer's part of a step in which trainer 0 loads: it changes nothing itself. Answered as a push is."""
+
+    step: Count
+    trainer: Count  # not 0
+    resumable: Count  # as in `Push`
+
+
+Part = Push | Load | Pass  # of a step: what one trainer sends of it
 
 
 class Records(Answer):
@@ -325,13 +341,3 @@ class Placement:
     @staticmethod
     def from_json(value: dict[str, Any]) -> Placement:
         return Placement(value["epoch"], tuple(SlotPlace(*p) for p in value["slots"]))
-
-
-def training_step(step: int, origin: int | None) -> int:
-    """Which step of training a step of the protocol is: 0 while initial values are loaded.
-
-    Args:
-        step: as in the messages here.
-        origin: the step that training begins after; None: not known, since loading has not ended.
-    """
-    return 0 if origin is None else max(0, step - origin)

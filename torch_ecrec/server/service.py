@@ -22,7 +22,7 @@ from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import COMPLAINTS, Node, Port
 
 FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
-TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Export)
+TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Pass, wire.Export)
 
 
 class Host(Node):
@@ -35,6 +35,7 @@ class Host(Node):
         self.slots: dict[int, Slot] = {}
         self.frozen = False  # the trainers were lost, and where they start again is not known yet
         self.resume_step = 0  # where the era began
+        self.done = 0  # steps of training until then
         self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.code = LinearCode(1, 0)
         self.layouts: tuple[Layout, ...] = ()
@@ -49,7 +50,7 @@ class Host(Node):
         elif message["type"] == "placement":
             self.run(self._take_placement, Placement.from_json(message["placement"]))
         elif message["type"] == "era":
-            self.run(self._take_era, message["era"], message["step"], message["origin"])
+            self.run(self._take_era, message["era"], message["step"], message["origin"], message["done"])
         elif message["type"] == "loaded":
             self.origin = message["origin"]
         elif message["type"] == "rejoined":
@@ -67,6 +68,7 @@ class Host(Node):
                 era=self.era,
                 frozen=self.frozen,
                 resume_step=self.resume_step,
+                done=self.done,
                 origin=self.origin,
                 whole=[[slot.index, slot.incarnation] for slot in self.slots.values() if slot.reported],
                 incarnations=[max(lives) for lives in zip(*known, strict=True)],
@@ -80,17 +82,24 @@ class Host(Node):
         for slot in self.slots.values():
             slot.tell_again()
 
-    def _take_era(self, era: int, step: int | None, origin: int | None) -> None:
-        """The trainers were lost, for the `era`-th time; `step`: they start again after it (None: not known yet)."""
+    def _take_era(self, era: int, step: int | None, origin: int | None, done: int) -> None:
+        """The trainers were lost, for the `era`-th time.
+
+        Args:
+            era: how often that was.
+            step: they start again after it; None: not known yet.
+            origin: the step that training begins after; None: initial values are being loaded.
+            done: steps of training until `step`.
+        """
         self.origin = origin  # `step` was chosen with it: before training no dense model is needed
         if era > self.era:
             self.era, self.frozen = era, True
             for slot in self.slots.values():
                 slot.freeze()
         if era == self.era and self.frozen and step is not None:
-            self.frozen, self.resume_step = False, step
+            self.frozen, self.resume_step, self.done = False, step, done
             for slot in self.slots.values():
-                slot.go_back(step)
+                slot.go_back(step, done)
 
     def _take_job(self, job: JobSpec) -> None:
         if self.job is not None and self.job.digest != job.digest:

@@ -73,16 +73,16 @@ class SnapshotStore:
     def bytes(self) -> int:
         return sum(payload.numel() for _, payload in self.parts.values())
 
-    def trainers_of(self) -> dict[int, list[int]]:
-        """Step -> the trainers whose parts are here."""
-        found: dict[int, list[int]] = {}
-        for step, trainer in sorted(self.parts):
-            found.setdefault(step, []).append(trainer)
+    def found(self) -> dict[int, tuple[int, list[int]]]:
+        """Step -> the steps of training that are done then, and the trainers whose parts are here."""
+        found: dict[int, tuple[int, list[int]]] = {}
+        for (step, trainer), (header, _) in sorted(self.parts.items()):
+            found.setdefault(step, (header[0], []))[1].append(trainer)
         return found
 
     def is_whole(self, step: int) -> bool:
         """Whether every trainer's part is here. Nobody needs any before training: that is the model as it was made."""
-        before_training = wire.training_step(step, self.host.origin) == 0
+        before_training = self.host.origin is None or step <= self.host.origin
         return before_training or all((step, trainer) in self.parts for trainer in range(self.trainers))
 
     def forget(self, watermark: int) -> None:

@@ -34,12 +34,12 @@ class OptimizerSpec:
     """The sparse optimizer of some tables.
 
     Args:
-        kind: one of `torch_ecrec.records.optimizers`: "sgd", "adagrad", "rowwise_adagrad".
-        lr: learning rate before any scheduler; the rate in force travels with every step.
+        kind: one of `torch_ecrec.records.optimizers.NAMES`, say "sgd" or "adam".
+        lr: learning rate before any scheduler; the rate in force travels with every step, as the iteration does.
         **fixed: its other hyperparameters, say `eps`; FBGEMM's defaults otherwise.
 
     Raises:
-        ValueError: no such optimizer, one that has no such hyperparameter, or a negative value.
+        ValueError: no such optimizer, one that has no such hyperparameter, or a value that it cannot have.
     """
 
     kind: str
@@ -47,13 +47,11 @@ class OptimizerSpec:
     fixed: tuple[tuple[str, float], ...]
 
     def __init__(self, kind: str = "sgd", lr: float = 0.01, **fixed: float) -> None:
-        found = optimizer(kind)
-        found.hyperparameters(fixed)
-        for name, value in {"lr": lr, **fixed}.items():
-            require(value >= 0, f"`{name}` must not be negative, got {value}")
+        complete = optimizer(kind).complete(fixed)
+        require(lr >= 0, f"`lr` must not be negative, got {lr}")
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "lr", lr)
-        object.__setattr__(self, "fixed", tuple({**found.fixed, **fixed}.items()))
+        object.__setattr__(self, "fixed", tuple(complete.items()))
 
     @property
     def optimizer(self) -> SparseOptimizer:

@@ -287,7 +287,7 @@ class Trainer(Process):
             yield from load_all(client, self._scenario.loads)
         yield lambda: client.origin is not None
         assert client.origin is not None
-        done = client.resume_step - client.origin if self.restarted else 0
+        done = client.resume_done
         if done:
             self.phase, self.got = ("restore", done), []
             client.run(client.stored, 0, client.resume_step, self.got.append)
@@ -317,8 +317,8 @@ class Trainer(Process):
             yield lambda step=step: len(self.losses[step]) == job.trainers  # type: ignore[misc]
             self.dense = dense_after(self.dense, self.losses.pop(step))
             assert self.dense == known.dense[step], f"trainer {rank}: dense model after step {step} is wrong"
-            if client.snapshot_due(client.step - 1):
-                client.run(client.snapshot, payload_of(self.dense), [step])
+            if client.snapshot_due:
+                client.run(client.snapshot, payload_of(self.dense), [client.done])
 
 
 class Center(Process):

@@ -380,9 +380,9 @@ class SocketTransport(Transport):
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._gate:
+        with self._gate:  # who joins them must not find one that has not started
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
     # to others --------------------------------------------------------------------------------------
 
