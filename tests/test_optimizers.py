@@ -58,7 +58,7 @@ def test_every_optimizer_is_declared_in_a_file_of_its_name():
     }  # fmt: skip
     classes = [path for kind in NAMES for path in optimizer(kind).classes]
     types = [name for kind in NAMES for name in optimizer(kind).types]
-    assert len(set(classes)) == len(classes) == 11 and len(set(types)) == len(types) == 9
+    assert len(set(classes)) == len(classes) == 11 and len(set(types)) == len(types) == 8
     for path in classes:
         module, _, name = path.rpartition(".")
         found = getattr(importlib.import_module(module), name)

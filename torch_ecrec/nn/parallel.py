@@ -43,7 +43,7 @@ from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
-from torch_ecrec.nn.sharder import ErasureCodedSequenceSharder, ErasureCodedSharder, job_names, table_specs
+from torch_ecrec.nn.sharder import ErasureCodedSequenceSharder, ErasureCodedSharder, all_table_specs, job_names
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
 from torch_ecrec.runtime.checks import require_int
@@ -116,7 +116,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         covered.check(unprotected)
         collections = covered.served
         names = job_names(collections)
-        tables = tuple(spec for path, child in collections.items() for spec in table_specs(child, names[path]))
+        tables = all_table_specs(module, collections, names, others)
         if session is None:
             job = JobSpec(tables=tables, code=code or CodeSpec(), trainers=env.world_size, seed=seed)
             session = _connect(job, settings, code, env.rank, snapshot_every)

@@ -33,5 +33,5 @@ OPTIMIZER = SparseOptimizer(
     state=(),
     kernel=_step,
     classes=("torch.optim.sgd.SGD", "torchrec.optim.optimizers.SGD"),
-    types=("EXACT_SGD", "SGD"),
+    types=("EXACT_SGD",),
 )
