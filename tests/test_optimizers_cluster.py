@@ -4,9 +4,9 @@ Adam and its relatives depend on the number of the step: it must be the same whe
 after going back, after a restart, and however many steps have loaded initial values before.
 """
 
-import dataclasses
 import functools
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_an_iteration_that_is_not_that_of_the_step_would_be_seen(monkeypatch):
 
     def counted(self, step, pushes):
         self.made = getattr(self, "made", 0) + 1
-        first = dataclasses.replace(pushes[0], iteration=self.made)
+        first = msgspec.structs.replace(pushes[0], iteration=self.made)
         assert isinstance(first, wire.Push)
         return update_(self, step, {**pushes, 0: first})
 
