@@ -4,8 +4,8 @@
 
 It reads train-<shape>.json, recovery.json, codec.json, optimizers.json and scaling.json from one folder, whichever are
 there, writes the documents and copies those files, their CSVs and their pictures to OUT/performance, from where it can
-read them again (`--from docs/performance`). Nothing is measured here, and no figure is typed by hand. What is missing is
-said in the document.
+read them again (`--from docs/performance`). Nothing is measured here, and no figure is typed by hand. What is missing
+is said in the document.
 
 performance.md is written whole; OUT/performance-notes.md, by hand, goes to its end. In scaling.md only what is between
 the markers is replaced.
