@@ -110,7 +110,10 @@ def mutated(message: Request[Any] | Answer, rng: random.Random) -> Encoded:
         fields = fields[:-1] if rng.random() < 0.5 else [*fields, junk(rng)]
     if rng.random() < 0.02:
         kind = rng.choice(["", "Nonsense", "Placement", "Refused", "Malformed", *WIRE.requests])
-    body, tensors = plain([kind, *fields])
+    try:
+        body, tensors = plain([kind, *fields])
+    except OverflowError:  # an integer that does not travel
+        return mutated(message, rng)
     if rng.random() < 0.03 and tensors:  # one too few, too many, or none
         tensors = rng.choice([tensors[:-1], [*tensors, tensors[0]], []])
     return body, tensors

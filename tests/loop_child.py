@@ -22,12 +22,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.optimizers import Adagrad, in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torch_ecrec
@@ -57,15 +63,18 @@ def collate(samples: list[tuple[int, float]]) -> Batch:
 
 
 class Net(nn.Module):
-    def __init__(self, tables: EmbeddingBagCollection) -> None:
+    """Of bags and sequences."""
+
+    def __init__(self, tables: EmbeddingBagCollection, sequences: EmbeddingCollection) -> None:
         super().__init__()
-        self.tables = tables
+        self.tables, self.sequences = tables, sequences
         self.below = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
-        self.over = nn.Linear(16, 1)
+        self.over = nn.Linear(20, 1)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         pooled = self.tables(batch.sparse_features).values()
-        logits = self.over(torch.cat([self.below(batch.dense_features), pooled], dim=1)).squeeze(1)
+        rows = self.sequences(batch.sparse_features)["f"].values()
+        logits = self.over(torch.cat([self.below(batch.dense_features), pooled, rows], dim=1)).squeeze(1)
         loss = nn.functional.mse_loss(logits, batch.labels)
         return loss, (loss.detach(), batch.sparse_features.values())
 
@@ -91,7 +100,12 @@ def main() -> None:
         tables=[EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])],
     )
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
-    model = torch_ecrec.DistributedModelParallel(Net(tables), device=torch.device("cpu"))
+    sequences = EmbeddingCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingConfig(name="s", num_embeddings=ROWS, embedding_dim=4, feature_names=["f"])],
+    )
+    apply_optimizer_in_backward(Adagrad, sequences.parameters(), {"lr": 0.05})
+    model = torch_ecrec.DistributedModelParallel(Net(tables, sequences), device=torch.device("cpu"))
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = CombinedOptimizer(
         [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.01))]

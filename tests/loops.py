@@ -82,6 +82,7 @@ class Loop:
     skip_every: int = 0  # every so many batches the optimizer's step is left out
     pass_over_every: int = 0  # every so many batches, one is not trained on
     nan_at: int = 0  # the batch of the run whose labels are NaN
+    begins: frozenset[str] = frozenset()  # what each pass begins with: "zero" the gradients, "evaluate" while training
     zero: str = "before"  # gradients: "before" the forward, "late" between forward and backward, "after" the step
     snapshot_every: int = 1
 
@@ -366,6 +367,7 @@ def go(run: Run) -> Run:
     else:
         for epoch in _epochs(run):
             before_pass(epoch)
+            _begin_pass(run)
             _one_pass(run)
             _after_pass(run)
     run.model.flush()
@@ -408,6 +410,14 @@ def _counted(run: Run) -> Iterator[int]:
     while run.counter.epoch < run.loop.epochs:
         yield run.counter.epoch
         run.counter.epoch += 1
+
+
+def _begin_pass(run: Run) -> None:
+    if "zero" in run.loop.begins:
+        run.optimizers[0].zero_grad()
+    if "evaluate" in run.loop.begins:
+        with torch.no_grad():
+            run.model(batch(1000))  # moves the BatchNorm
 
 
 def _one_pass(run: Run) -> None:

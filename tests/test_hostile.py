@@ -313,6 +313,9 @@ def test_ten_thousand_messages_of_strangers_and_members_change_nothing(live: Liv
             memory = memory or process.memory_info().rss
     print(f"seed {SEED}: {dict(sent)}")
     slow_s = live.status()
+    wait_until(
+        lambda: sum(heard.qsize() for heard in live.heard.values()) >= sent["of members"], WAIT_S, "all are refused"
+    )
     heard = live.drain()
     assert set(heard) == {"refused"} and heard["refused"] == sent["of members"], heard
     assert live.state() == before and live.error is None and not live.probes

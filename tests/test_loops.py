@@ -69,6 +69,12 @@ def test_every_reader_in_every_driver(reader: str, driver: str) -> None:
     check(Loop(reader=reader, driver=driver, schedule=frozenset({"step", "pass"}), draws=frozenset({"after", "pass"})))
 
 
+@pytest.mark.parametrize("begins", ["zero", "evaluate"])
+def test_what_a_pass_begins_with_is_done_once_more_and_changes_nothing(begins: str) -> None:
+    more = frozenset({"generator", "attribute"})
+    check(Loop(begins=frozenset({begins}), batches=4, accumulate=3, zero="after", numbered=True, modules=more))
+
+
 def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
     """Loops that can be brought back exactly."""
 
@@ -109,6 +115,7 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
             skip_every=draw(st.sampled_from([0, 0, 2, 3])) if plain else 0,
             pass_over_every=passed_over,
             nan_at=draw(st.sampled_from([0, 0, 2])) if plain and style != "steps_done" else 0,
+            begins=some(["zero", "evaluate"]),
             zero=zero,
             snapshot_every=draw(st.integers(1, 3)),
         )

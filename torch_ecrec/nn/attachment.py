@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -80,7 +81,10 @@ class Attachment:
         self._random: dict[str, Any] | None = None  # to be put back when the first step begins
         self._expected: int | None = None  # checksum of its batch
         self._restored = False
-        self._settings_then: Mapping[str, Mapping[str, Any]] = {}  # those that training goes on with
+        # what training goes on with; None: nothing was kept of the step that it goes on from
+        self._settings_then: Mapping[str, Mapping[str, Any]] | None = None
+        self._gradients_then: Mapping[str, Tensor] = {}  # those that wait for their optimizer's step
+        self._buffers_then: Mapping[str, Tensor] = {}
         # those at the first draw of this life, until the first forward
         self._settings_at_first: Mapping[str, Mapping[str, Any]] | None = None
         self._gradients = WaitingGradients(self._state.dense_optimizers)
@@ -158,11 +162,26 @@ class Attachment:
     def _begin(self) -> None:
         if not self.begun:
             self.begun = True
-            if self._restored:
-                self._settings.load_(self._settings_then)
+            if self._settings_then is not None:
+                self._load_what_loops_reset(self._settings_then)
             self._settings_at_first = self._settings.changed()
             self._checks.check_sealed(self._restored)
             self._checks.check_schedulers()
+
+    def _load_what_loops_reset(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Once more: before its first step a loop may put gradients to zero, evaluate, switch modes."""
+        self._settings.load_(settings)
+        model = self._live_model
+        parameters = dict(dense_parameters(model))
+        if self._gradients_then:
+            for parameter in parameters.values():
+                parameter.grad = None
+        put_back_(parameters, self._gradients_then)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in self._buffers_then:
+                    buffer.copy_(self._buffers_then[name])
+        self._gradients_then, self._buffers_then = {}, {}
 
     def _is_due(self) -> bool:
         step, every = self._session.step - 1, self._dense.every
@@ -259,8 +278,11 @@ class Attachment:
         load_(model, self._dense.optimizers, parts, self._session.trainer)
         for _, parameter in dense_parameters(model):
             parameter.grad = None
-        put_back_(dict(dense_parameters(model)), own["gradients"])
+        self._gradients_then = own["gradients"]
+        put_back_(dict(dense_parameters(model)), self._gradients_then)
+        self._buffers_then = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         self._state.load_(self._state.decoded(before["state"]))
-        self._settings_then = before["settings"]
-        self._settings.load_(self._settings_then)
+        settings: Mapping[str, Mapping[str, Any]] = before["settings"]
+        self._settings.load_(settings)
+        self._settings_then = settings
         self._checks.seal()
