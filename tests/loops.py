@@ -82,7 +82,7 @@ class Loop:
     skip_every: int = 0  # every so many batches the optimizer's step is left out
     pass_over_every: int = 0  # every so many batches, one is not trained on
     nan_at: int = 0  # the batch of the run whose labels are NaN
-    begins: frozenset[str] = frozenset()  # what each pass begins with: "zero" the gradients, "evaluate" while training
+    begins: frozenset[str] = frozenset()  # what each pass begins with, see `_begin_pass`
     zero: str = "before"  # gradients: "before" the forward, "late" between forward and backward, "after" the step
     snapshot_every: int = 1
 
@@ -418,6 +418,8 @@ def _begin_pass(run: Run) -> None:
     if "evaluate" in run.loop.begins:
         with torch.no_grad():
             run.model(batch(1000))  # moves the BatchNorm
+    if "load" in run.loop.begins:
+        _change_by_load(run)
 
 
 def _one_pass(run: Run) -> None:
@@ -540,6 +542,11 @@ def _load(run: Run, place: str) -> None:
     """Weights of tables and of the rest become a function of what they are; so does the tables' optimizer state."""
     if place not in run.loop.loads or run.counter.add(f"loads {place}") % 2 == 0:
         return
+    _change_by_load(run)
+    run.trace.append(run.session.records[0].double().sum().item())
+
+
+def _change_by_load(run: Run) -> None:
     state = run.model.state_dict()
     run.model.load_state_dict({k: v * 0.5 + 0.1 if v.is_floating_point() else v for k, v in state.items()})
     fused = run.model.fused_optimizer.state_dict()
@@ -547,7 +554,6 @@ def _load(run: Run, place: str) -> None:
         for name, value in values.items():
             values[name] = value * 2 + 0.5
     run.model.fused_optimizer.load_state_dict(fused)
-    run.trace.append(run.session.records[0].double().sum().item())
 
 
 def _draw(run: Run) -> None:

@@ -95,15 +95,6 @@ def test_a_thing_without_a_state_is_refused() -> None:
     attach(trainer)  # it was not attached
 
 
-def test_load_state_dict_comes_before_attach() -> None:
-    trainer = made()
-    state = {"module.over.bias": torch.ones(1)}
-    trainer.model.load_state_dict({f"{k}": v for k, v in state.items()}, strict=False)
-    attach(trainer)
-    with pytest.raises(RuntimeError, match="`load_state_dict` comes before `attach`"):
-        trainer.model.load_state_dict(state, strict=False)
-
-
 @pytest.mark.parametrize("restarted", [False, True])
 def test_what_is_attached_does_not_move_before_the_first_step(
     restarted: bool, caplog: pytest.LogCaptureFixture

@@ -69,10 +69,20 @@ def test_every_reader_in_every_driver(reader: str, driver: str) -> None:
     check(Loop(reader=reader, driver=driver, schedule=frozenset({"step", "pass"}), draws=frozenset({"after", "pass"})))
 
 
-@pytest.mark.parametrize("begins", ["zero", "evaluate"])
+@pytest.mark.parametrize("begins", ["zero", "evaluate", "load"])
 def test_what_a_pass_begins_with_is_done_once_more_and_changes_nothing(begins: str) -> None:
     more = frozenset({"generator", "attribute"})
     check(Loop(begins=frozenset({begins}), batches=4, accumulate=3, zero="after", numbered=True, modules=more))
+
+
+def test_what_is_not_loaded_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(begins=frozenset({"load"}))
+    first = undisturbed(loop)
+    assert "was trained since" not in caplog.text, "the first life loads what it says, after `attach`, too"
+    resumed(loop, first, 0)
+    assert "was trained since" not in caplog.text, "nothing was trained"
+    resumed(loop, first, 2)
+    assert "training goes on after step 2: what is loaded before the next one was trained since" in caplog.text
 
 
 def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
@@ -115,7 +125,7 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
             skip_every=draw(st.sampled_from([0, 0, 2, 3])) if plain else 0,
             pass_over_every=passed_over,
             nan_at=draw(st.sampled_from([0, 0, 2])) if plain and style != "steps_done" else 0,
-            begins=some(["zero", "evaluate"]),
+            begins=some(["zero", "evaluate", "load"]),
             zero=zero,
             snapshot_every=draw(st.integers(1, 3)),
         )

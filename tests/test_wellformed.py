@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from torch_ecrec.protocol.wire import Ok, Placement, Refused, SlotPlace, Unknown
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import Scenario, SimulatedCluster
+from torch_ecrec.transport import complaints
 from torch_ecrec.transport.node import Node
 
 SLOT, SOURCE = 1, 0
@@ -241,3 +243,23 @@ def test_a_refusal_is_believed() -> None:
     refusal = Ok(Refused("not now"))
     assert client._believed("s0", wire.Versions(0, 0), refusal) is refusal
     assert Node.fault_of_answer(client, wire.Versions(0, 0), wire.Acknowledged(1)) is None
+
+
+def test_all_that_is_refused_is_counted_and_some_of_it_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(complaints.time, "monotonic", lambda: now_s[0])
+    told = complaints.Complaints(logging.getLogger("test"), "s1")
+    with caplog.at_level(logging.WARNING, "test"):
+        for i in range(1000):
+            told.add("a request is none", f"number {i}")
+        told.add("an answer is none", "another kind")
+        now_s[0] = complaints.LOG_EVERY_S
+        told.add("a request is none", "the last")
+    assert told.counts == {"a request is none": 1001, "an answer is none": 1}
+    assert [record.getMessage() for record in caplog.records] == [
+        "s1: a request is none: number 0",
+        "s1: an answer is none: another kind",
+        "s1: a request is none: the last (999 more like it since the last was told)",
+    ]

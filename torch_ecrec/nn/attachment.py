@@ -159,13 +159,18 @@ class Attachment:
         if self._is_due():
             self._keep(self._before(at_forward=False), checksum())
 
+    def on_loaded(self) -> None:
+        """Weights were loaded into the model."""
+        if not self.begun:
+            self._checks.on_loaded(self._live_model)
+
     def _begin(self) -> None:
         if not self.begun:
             self.begun = True
             if self._settings_then is not None:
                 self._load_what_loops_reset(self._settings_then)
             self._settings_at_first = self._settings.changed()
-            self._checks.check_sealed(self._restored)
+            self._checks.check_sealed(self._restored and self._session.step > 1)
             self._checks.check_schedulers()
 
     def _load_what_loops_reset(self, settings: Mapping[str, Mapping[str, Any]]) -> None:

@@ -65,7 +65,7 @@ class SparseStep:
         if nan_gradients not in NAN_GRADIENTS:
             raise ValueError(f"`nan_gradients` must be one of {', '.join(NAN_GRADIENTS)}, got {nan_gradients!r}")
         self.session = session
-        self.on_load: Callable[[], None] = lambda: None  # called before tables are loaded; may refuse
+        self.may_load: Callable[[], bool] = lambda: True  # whether tables that are loaded now count
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
         self.optimizers: list[LearningRates] = []
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
@@ -155,9 +155,8 @@ class SparseStep:
         """Tables are loaded in training, by every trainer: a step of its own.
 
         Raises:
-            RuntimeError: not now; or another trainer trains, or loads something else.
+            RuntimeError: another trainer trains, or loads something else.
         """
-        self.on_load()
         self._agree(f"loads {what}", [0] * len(self.session.job.tables))
 
     def _agree(self, what: str, flags: list[int]) -> list[int]:

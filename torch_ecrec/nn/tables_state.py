@@ -59,19 +59,19 @@ class TablesState:
 
         Raises:
             ValueError: another shape.
-            RuntimeError: it cannot be loaded now, or not by all trainers alike (`SparseStep.begin_load`).
+            RuntimeError: not all trainers load alike (`SparseStep.begin_load`).
         """
         table, session = self.tables[name], self.step.session
         values = whole(values, session.trainer)
         if tuple(values.shape) != (table.rows, last - first):
             raise ValueError(f"table {name} takes shape {(table.rows, last - first)} here, got {tuple(values.shape)}")
         in_training = self.step.is_open
+        if not self.step.may_load():
+            return
         if in_training:
             self.step.begin_load(f"columns {first} to {last - 1} of table {name}")
-        else:
-            self.step.on_load()
-            if session.trainer != 0 or session.restarted:
-                return
+        elif session.trainer != 0 or session.restarted:
+            return
         for begin, end in chunks(table):
             rows, records = torch.arange(begin, end) + table.first_row, None
             if session.trainer == 0:
