@@ -1,10 +1,12 @@
 """Optimizers as users of TorchRec say them: attached, in `fused_params`, or not at all; beside TorchRec itself."""
 
+import functools
 import warnings
 from typing import Any
 
 import pytest
 import torch
+import torchrec.distributed
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -13,22 +15,30 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from fbgemm_gpu.tbe.config.optimizer_config import EmainplaceModeDefinition
 from models import (
+    CPU,
     META,
     Net,
     batch_of,
     compare_shards,
     job_of,
     plain_torchrec,
+    seeded,
     seeded_tables,
     shard,
     spawn,
     table,
     train,
 )
-from torch import nn
-from torchrec import EmbeddingBagCollection
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim import optimizers as torchrec_optimizers
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -336,3 +346,60 @@ def test_state_travels_under_torchrecs_names(kind: str) -> None:
     other.fused_optimizer.load_state_dict(state)
     for a, b in zip(session.records, loaded.records, strict=True):
         assert torch.equal(a, b)
+
+
+# other modules ----------------------------------------------------------------------------------------
+
+
+class Positioned(nn.Module):
+    """A feature-processed collection without an optimizer, and sequences without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        config = table("t", 20, 8, "f0", "f1", init_fn=functools.partial(seeded, seed=3))
+        bags = EmbeddingBagCollection(tables=[config], device=META, is_weighted=True)
+        processors = {"f0": PositionWeightedModule(4), "f1": PositionWeightedModule(4)}
+        self.tables = FeatureProcessedEmbeddingBagCollection(bags, processors)
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        features = batch.sparse_features
+        two = KeyedJaggedTensor.from_jt_dict({name: features[name] for name in ("f0", "f1")})
+        pooled = self.tables(two).values()
+        return pooled.square().mean(), pooled
+
+
+def test_a_feature_processed_collection_has_the_fused_params_of_its_wrapper() -> None:
+    """And is clipped as with TorchRec, gradients of the processors included."""
+    fused = {"optimizer": TYPES.EXACT_ADAGRAD, "learning_rate": 0.3, "gradient_clipping": True, "max_gradient": 0.002}
+    sharder = FeatureProcessedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))
+    ours, session = shard(Positioned(), sharders=[sharder])
+    assert session.job.tables[0].optimizer == OptimizerSpec("adagrad", 0.3, max_gradient=0.002)
+    module = Positioned()
+    entry = construct_module_sharding_plan(
+        module.tables, {"t": table_wise(rank=0, compute_kernel="fused")}, sharder, device_type="cpu"
+    )
+    plan = ShardingPlan({"tables": entry})
+    theirs = torchrec.distributed.DistributedModelParallel(module, device=CPU, plan=plan, sharders=[sharder])
+    ends = []
+    for model in (ours, theirs):
+        dense = [p for name, p in model.named_parameters() if "position_weight" in name]
+        optimizer = torch.optim.SGD(dense, lr=0.5)
+        for seed in range(6):
+            optimizer.zero_grad()
+            model(batch_of(6, seed))[0].backward()
+            optimizer.step()
+        ends.append(model.state_dict())
+    assert ends[0].keys() == ends[1].keys() and len(ends[0]) == 3
+    for key, value in ends[1].items():
+        compare_shards(ends[0][key], value)
+
+
+def test_sequences_have_the_fused_params_of_their_sharder() -> None:
+    config = EmbeddingConfig(name="s", num_embeddings=20, embedding_dim=8, feature_names=["f0"])
+    model = nn.ModuleList([EmbeddingCollection(tables=[config], device=META), made()])
+    for_sequences = EmbeddingCollectionSharder(fused_params={"optimizer": TYPES.ADAM, "learning_rate": 0.3})
+    for_bags = EmbeddingBagCollectionSharder(fused_params={"optimizer": TYPES.LAMB, "beta1": 0.5})
+    kinds = {t.name: t.optimizer for t in job_of(model, sharders=[for_bags, for_sequences]).tables}
+    lamb = OptimizerSpec("lamb", beta1=0.5)
+    assert kinds == {"s": OptimizerSpec("adam", 0.3), **dict.fromkeys(("wide", "small", "shared", "last"), lamb)}
