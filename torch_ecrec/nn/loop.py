@@ -198,9 +198,9 @@ class Judge:
 
     def _is_kept(self, name: str, variable: Variable, moved: bool) -> bool:
         """Whether the loop keeps something in a variable from batch to batch."""
-        if variable.number is not None:
+        if all(name in look and look[name].number is not None for look in self._looks):
             return not self._counts_now and self._counts_up(name)
-        return moved or variable.hidden
+        return variable.hidden or moved
 
     def _tell(self, names: Sequence[str]) -> None:
         if names:
@@ -214,9 +214,7 @@ class Judge:
 
     def _counts_up(self, name: str) -> bool:
         """By the same number with every batch that was looked at."""
-        seen = [number for look in self._looks if name in look and (number := look[name].number) is not None]
-        if len(seen) < len(self._looks):
-            return False
+        seen = [number for look in self._looks if (number := look[name].number) is not None]
         moves = {later - earlier for earlier, later in itertools.pairwise(seen)}
         return len(moves) == 1 and moves != {0}
 
@@ -299,8 +297,11 @@ def _same(a: Any, b: Any) -> bool:
 
 def _is_in_outer_loop(frame: FrameType) -> bool:
     """Whether the `for` that draws is written within another loop of the same function."""
-    here = frame.f_lasti
+    here = begin = frame.f_lasti
     instructions = list(dis.get_instructions(frame.f_code))
     if not any(one.offset == here and one.opname == "FOR_ITER" for one in instructions):
         return False
-    return any("JUMP_BACKWARD" in one.opname and one.argval < here < one.offset for one in instructions)
+    for one in reversed(instructions):  # a long loop's has prefixes, and is jumped to before them
+        if one.offset == begin - 2 and one.opname == "EXTENDED_ARG":
+            begin = one.offset
+    return any("JUMP_BACKWARD" in one.opname and one.argval < begin < one.offset for one in instructions)

@@ -95,7 +95,7 @@ class Variables:
                 if isinstance(value, GENERATORS) and id(value) not in self._ids:
                     yield name, value
         for name, value in list(frame.f_locals.items()):
-            if name != "self" and not name.startswith("__") and id(value) not in self._ids:
+            if name not in ("self", "_") and not name.startswith("__") and id(value) not in self._ids:
                 yield name, value
         owner = frame.f_locals.get("self")
         if id(owner) not in self._ids:
