@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import torch_ecrec
+from builds import BUILD
+
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.observe import events
@@ -38,7 +39,13 @@ class Harness:
 
     def message(self, **fields: Any) -> dict[str, Any]:
         self.births += 1
-        return {"type": "join", "version": torch_ecrec.__version__, "pid": 1, "birth": f"birth {self.births}", **fields}
+        return {
+            "type": "join",
+            **BUILD,
+            "pid": 1,
+            "birth": f"birth {self.births}",
+            **fields,
+        }
 
     def join(self, **fields: Any) -> str:
         join = messages.from_member(self.message(**fields))
@@ -99,7 +106,7 @@ class Harness:
 
 def reach(h: Harness, slot: int, applied: int, floor: int = 0, **fields: Any) -> None:
     """A slot says which steps it can go back to; it holds the dense snapshots of the last two that it has applied."""
-    kept = [[step, list(range(h.job.trainers))] for step in range(max(1, applied - 1), applied + 1)]
+    kept = [[step, step, list(range(h.job.trainers))] for step in range(max(1, applied - 1), applied + 1)]
     message = {"era": h.core.era, "incarnation": h.core.slots[slot].incarnation, "snapshots": kept, **fields}
     h.say(h.places[slot], type="reach", slot=slot, applied=applied, floor=floor, **message)
 
@@ -126,6 +133,7 @@ def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
         "era": 0,
         "frozen": False,
         "resume_step": 0,
+        "done": 0,
         "whole": [[i, p.incarnation] for i, p in enumerate(h.core.slots) if p.server == name and p.healthy],
         "incarnations": [p.incarnation for p in h.core.slots] if member.role == "server" else [],
         "birth": member.birth,

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_ecrec.records.merge import Merged
 from torch_ecrec.spec.job import JobSpec
 
 
@@ -28,7 +30,7 @@ class FakeSession:
     def __init__(self, job: JobSpec, trainer: int = 0, before: FakeSession | None = None, step: int = 0) -> None:
         self.job, self.trainer, self.trainers, self.step = job, trainer, job.trainers, 1
         self.records, self.pushed, self.rates, self.snapshot_every = [], [], [], 1
-        self.restarted = before is not None
+        self.restarted, self.resumed = before is not None, False
         self.after: dict[int, list[Tensor]] = {}
         self.parts: list[tuple[Tensor, list[int]]] = []
         self.ahead: list[tuple[int, list[Tensor]]] = []
@@ -87,16 +89,9 @@ class FakeSession:
                 assert len(part_rows[s].unique()) == len(part_rows[s])
             rows_U, inverse = torch.unique(torch.cat([part[0][s] for part in parts]), return_inverse=True)
             gradient = torch.zeros(len(rows_U), slab.dim).index_add_(0, inverse, torch.cat([p[1][s] for p in parts]))
-            touched, dim = records[rows_U], slab.dim
-            if slab.optimizer.kind == "sgd":
-                touched[:, :dim] -= rates[s] * gradient
-            else:
-                squares = gradient.square()
-                if slab.optimizer.kind == "rowwise_adagrad":
-                    squares = squares.mean(dim=1, keepdim=True)
-                touched[:, dim:] += squares
-                touched[:, :dim] -= rates[s] * gradient / (touched[:, dim:].sqrt() + dict(slab.optimizer.fixed)["eps"])
-            records[rows_U] = touched
+            one = Merged(rows_U.numpy(), [gradient.numpy()], np.arange(len(rows_U))[None, :])
+            spec = slab.optimizer
+            spec.optimizer.update_(records.numpy(), one, rates[s], self.step, dict(spec.fixed))
         self.step += 1
         self._keep()
 
@@ -115,11 +110,31 @@ class FakeSession:
             return
         if self.trainer != 0 or self.opened:
             raise ValueError("only trainer 0 loads initial values, before the first step")
-        if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < self.job.slabs[slab].rows)).all()):
-            raise ValueError("`rows` must be ascending and unique")
+        self._check_rows(slab, rows)
         assert records.shape == (len(rows), self.job.slabs[slab].schema.width)
         self.loads += 1
         self.records[slab][rows] = records
+
+    def _check_rows(self, slab: int, rows: Tensor) -> None:
+        if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < self.job.slabs[slab].rows)).all()):
+            raise ValueError("`rows` must be ascending and unique")
+
+    def overwrite(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
+        self._check_training()
+        if self.restarted and not self.resumed and self.step > 1:
+            return
+        written = torch.empty(len(rows), self.job.slabs[slab].schema.width)
+        if self.trainer == 0:
+            if records is None:
+                raise ValueError("trainer 0 must give the records that are written")
+            self._check_rows(slab, rows)
+            written.copy_(records)
+        if self.trainers > 1:
+            dist.broadcast(written, 0, group=self.group)
+        self.records[slab][rows] = written
+        self.ahead.clear()
+        if self.step > 1 and self.step - 1 not in self.snapshots:  # else a later life goes on before it
+            self._keep()
 
     def loaded(self) -> None:
         self.opened += 1
@@ -137,6 +152,7 @@ class FakeSession:
 
     def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
         assert self.restarted
+        self.resumed = True
         return self.step - 1, self.parts
 
     def report(self, **figures: float) -> None:

@@ -18,10 +18,11 @@ CODES = (TWO_ONE, THREE_TWO, *(CodeSpec(*numbers) for numbers in OTHERS))
 
 @functools.cache
 def undisturbed(
-    code: CodeSpec, steps: int, trainers: int = 2, snapshot_every: int = 1, loads: tuple = ()
+    code: CodeSpec, steps: int, trainers: int = 2, snapshot_every: int = 1, loads: tuple = (), overwrites: tuple = ()
 ) -> SimulationResult:
     """The oracle. Computed before anything is taken out of the protocol."""
-    run = simulate(Scenario(code=code, steps=steps, trainers=trainers, snapshot_every=snapshot_every, loads=loads))
+    more = {"snapshot_every": snapshot_every, "loads": loads, "overwrites": overwrites}
+    run = simulate(Scenario(code=code, steps=steps, trainers=trainers, **more))
     run.check_against(run)
     assert run.kills == 0
     return run
@@ -34,7 +35,8 @@ def check(scenario: Scenario, *faults: Fault) -> SimulationResult:
 
 
 def oracle(scenario: Scenario) -> SimulationResult:
-    return undisturbed(scenario.code, scenario.steps, scenario.trainers, scenario.snapshot_every, loads=scenario.loads)
+    loads = {"loads": scenario.loads, "overwrites": scenario.overwrites}
+    return undisturbed(scenario.code, scenario.steps, scenario.trainers, scenario.snapshot_every, **loads)
 
 
 # crash points -------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """A trainer that a user might have written. Run under torchrun: python loop_child.py WAY OUT [STEP]
 
 WAY: `plain` (a loop over `DataLoader(shuffle=True)`), `workers` (with worker processes that draw at random),
-`torchdata` (`StatefulDataLoader`), `pipeline` (`TrainPipelineSparseDist`), `accumulate` (gradients of two batches).
+`torchdata` (`StatefulDataLoader`), `pipeline` (`TrainPipelineSparseDist`), `accumulate` (gradients of two batches),
+`rollback` (now and then, the model and the tables' optimizer are loaded: before a step, within one, after an epoch).
 Three epochs of 6 steps, a scheduler that steps with every epoch, a BatchNorm, dropout, an evaluation after each epoch.
 
 Trainer 1 kills itself after STEP in its first life, once OUT/go is there; OUT/STEP says that it waits for that. What a
@@ -21,12 +22,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.optimizers import Adagrad, in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torch_ecrec
@@ -56,15 +63,18 @@ def collate(samples: list[tuple[int, float]]) -> Batch:
 
 
 class Net(nn.Module):
-    def __init__(self, tables: EmbeddingBagCollection) -> None:
+    """Of bags and sequences."""
+
+    def __init__(self, tables: EmbeddingBagCollection, sequences: EmbeddingCollection) -> None:
         super().__init__()
-        self.tables = tables
+        self.tables, self.sequences = tables, sequences
         self.below = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
-        self.over = nn.Linear(16, 1)
+        self.over = nn.Linear(20, 1)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         pooled = self.tables(batch.sparse_features).values()
-        logits = self.over(torch.cat([self.below(batch.dense_features), pooled], dim=1)).squeeze(1)
+        rows = self.sequences(batch.sparse_features)["f"].values()
+        logits = self.over(torch.cat([self.below(batch.dense_features), pooled, rows], dim=1)).squeeze(1)
         loss = nn.functional.mse_loss(logits, batch.labels)
         return loss, (loss.detach(), batch.sparse_features.values())
 
@@ -90,7 +100,12 @@ def main() -> None:
         tables=[EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])],
     )
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
-    model = torch_ecrec.DistributedModelParallel(Net(tables), device=torch.device("cpu"))
+    sequences = EmbeddingCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingConfig(name="s", num_embeddings=ROWS, embedding_dim=4, feature_names=["f"])],
+    )
+    apply_optimizer_in_backward(Adagrad, sequences.parameters(), {"lr": 0.05})
+    model = torch_ecrec.DistributedModelParallel(Net(tables, sequences), device=torch.device("cpu"))
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = CombinedOptimizer(
         [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.01))]
@@ -114,6 +129,15 @@ def main() -> None:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def roll_back() -> None:
+        """To something that depends on all that there is."""
+        if way == "rollback":
+            model.load_state_dict({name: value * 0.9 + 0.01 for name, value in model.state_dict().items()})
+            fused = model.fused_optimizer.state_dict()
+            for values in fused["state"].values():
+                values.update({name: value * 0.5 for name, value in values.items()})
+            model.fused_optimizer.load_state_dict(fused)
+
     for _ in batches.epochs(EPOCHS):
         if way == "pipeline":
             pipeline, stream = TrainPipelineSparseDist(model, optimizer, torch.device("cpu")), iter(batches)
@@ -127,8 +151,12 @@ def main() -> None:
             for batch in batches:
                 if way != "accumulate" or batches.drawn % 2 == 1:
                     optimizer.zero_grad()
+                if batches.drawn == 5:
+                    roll_back()
                 loss, seen = model(batch)
                 loss.backward()
+                if batches.drawn == 2:
+                    roll_back()
                 if way != "accumulate" or batches.drawn % 2 == 0:
                     optimizer.step()
                 after_step(seen)
@@ -136,6 +164,7 @@ def main() -> None:
         _, seen = model(collate([(i, 0.5) for i in range(SIZE)]))  # without no_grad, as people forget it
         model.train()
         trace.append(["evaluated", float(seen[0])])
+        roll_back()
         model.flush()
         scheduler.step()
     model.flush()

@@ -50,6 +50,7 @@ READERS = (
 DRIVERS = ("plain", "base", "sparse")
 STYLES = ("epochs", "counter", "steps_done")
 FLUSHES = ("backward", "optimizer", "scheduler", "pass")
+LOADS = ("before", "backward", "after", "pass")
 DRAWS = ("before", "after", "pass")
 MODULES = ("attribute", "mode", "generator")
 EVALS = ("no_grad", "grad", "training no_grad", "pass")
@@ -68,6 +69,7 @@ class Loop:
     optimizers: tuple[str, ...] = ("adam",)
     schedule: frozenset[str] = frozenset({"step"})  # "step", "pass"
     flushes: frozenset[str] = frozenset()
+    loads: frozenset[str] = frozenset()  # when tables and dense weights are loaded, in every other turn
     draws: frozenset[str] = frozenset()
     evals: frozenset[str] = frozenset()
     counts: frozenset[str] = frozenset({"after"})  # when an attached counter moves: before, between, after, pass
@@ -463,6 +465,7 @@ def _turn(run: Run, batch: Batch) -> None:
         return
     if loop.nan_at == number:
         batch = replace(batch, labels=torch.full_like(batch.labels, float("nan")))  # a list has it in every pass
+    _load(run, "before")
     first = (number - 1) % loop.accumulate == 0
     if loop.zero == "before" and first:
         optimizer.zero_grad()
@@ -478,6 +481,7 @@ def _turn(run: Run, batch: Batch) -> None:
         return
     if "backward" in loop.flushes:
         model.flush()
+    _load(run, "backward")
     if "between" in loop.counts:
         run.counter.add("between")
     if loop.clip:
@@ -497,6 +501,7 @@ def _after_step(run: Run, seen: Tensor) -> None:
         run.schedulers[0].step()
     if "scheduler" in loop.flushes:
         model.flush()
+    _load(run, "after")
     if "after" in loop.draws:
         _draw(run)
     _change_modules(run)
@@ -513,6 +518,7 @@ def _after_pass(run: Run) -> None:
         _evaluate(run, frozenset({"grad"}))
     if "pass" in loop.draws:
         _draw(run)
+    _load(run, "pass")
     if "pass" in loop.flushes:
         run.model.flush()
     if "pass" in loop.schedule:
@@ -528,6 +534,20 @@ def _change_modules(run: Run) -> None:
     if "mode" in ways and number % 2 == 1:
         below[2].train(not below[2].training)
         below[1].p = 0.5 if below[1].p == 0.1 else 0.1
+
+
+def _load(run: Run, place: str) -> None:
+    """Weights of tables and of the rest become a function of what they are; so does the tables' optimizer state."""
+    if place not in run.loop.loads or run.counter.add(f"loads {place}") % 2 == 0:
+        return
+    state = run.model.state_dict()
+    run.model.load_state_dict({k: v * 0.5 + 0.1 if v.is_floating_point() else v for k, v in state.items()})
+    fused = run.model.fused_optimizer.state_dict()
+    for values in fused["state"].values():
+        for name, value in values.items():
+            values[name] = value * 2 + 0.5
+    run.model.fused_optimizer.load_state_dict(fused)
+    run.trace.append(run.session.records[0].double().sum().item())
 
 
 def _draw(run: Run) -> None:

@@ -27,7 +27,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torch_ecrec.nn.parallel import DistributedModelParallel
-from torch_ecrec.nn.sharder import job_names, table_specs
+from torch_ecrec.nn.sharder import all_table_specs, job_names
 from torch_ecrec.nn.unsharded import COLLECTIONS
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 
@@ -104,17 +104,18 @@ def collection(
     return made
 
 
-def job_of(module: nn.Module, trainers: int = 1, seed: int = 0) -> JobSpec:
+def job_of(module: nn.Module, trainers: int = 1, seed: int = 0, sharders: Any = ()) -> JobSpec:
     collections = {p: m for p, m in module.named_modules() if type(m) in COLLECTIONS}
-    names = job_names(collections)
-    specs = tuple(spec for path, child in collections.items() for spec in table_specs(child, names[path]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tables without an optimizer, which the model tells again
+        specs = all_table_specs(module, collections, job_names(collections), sharders or ())
     return JobSpec(tables=specs, code=CodeSpec(), trainers=trainers, seed=seed)
 
 
 def shard(
     module: nn.Module, trainers: int = 1, trainer: int = 0, device: torch.device = CPU, **more: Any
 ) -> tuple[Any, FakeSession]:
-    session = FakeSession(job_of(module, trainers), trainer)
+    session = FakeSession(job_of(module, trainers, sharders=more.get("sharders")), trainer)
     return DistributedModelParallel(module, device=device, session=session, **more), session
 
 
@@ -180,15 +181,17 @@ def seeded_tables() -> list[EmbeddingBagConfig]:
     return configs
 
 
-def plain_torchrec(module: nn.Module, trainers: int) -> nn.Module:
-    plans = {}
+def plain_torchrec(module: nn.Module, trainers: int, fused_params: dict[str, Any] | None = None) -> nn.Module:
+    plans, sharder = {}, EmbeddingBagCollectionSharder(fused_params=fused_params)
     for path, child in module.named_modules():
         if isinstance(child, EmbeddingBagCollection):
-            ranks = {c.name: table_wise(rank=i % trainers) for i, c in enumerate(child.embedding_bag_configs())}
-            plans[path] = construct_module_sharding_plan(
-                child, ranks, EmbeddingBagCollectionSharder(), device_type="cpu"
-            )
-    return torchrec.distributed.DistributedModelParallel(module, device=CPU, plan=ShardingPlan(plans))
+            ranks = {
+                c.name: table_wise(rank=i % trainers, compute_kernel="fused")
+                for i, c in enumerate(child.embedding_bag_configs())
+            }
+            plans[path] = construct_module_sharding_plan(child, ranks, sharder, device_type="cpu")
+    more = {} if fused_params is None else {"sharders": [sharder]}
+    return torchrec.distributed.DistributedModelParallel(module, device=CPU, plan=ShardingPlan(plans), **more)
 
 
 def compare_shards(ours: Tensor, theirs: Any) -> None:

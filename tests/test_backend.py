@@ -290,6 +290,74 @@ def test_nobody_trains_before_loading_has_ended_nor_loads_after_it(lives: Lives)
         session.load(0, torch.tensor([0]), record)
 
 
+# loads in training ---------------------------------------------------------------------------------
+
+
+def test_what_is_overwritten_in_training_is_read_and_looked_up(session: Any) -> None:
+    """Also by a lookup whose rows were asked for before; and it is no step."""
+    step(session, 1)
+    rows = batch(session, 2)
+    before = all_records(session)
+    session.look_ahead(rows)
+    values = random_of(5, JOB.slabs[0].rows, before[0].shape[1])
+    session.overwrite(0, every(0), values)
+    before[0] = values.clone()
+    values.zero_()
+    assert all(map(torch.equal, all_records(session), before)), "copied, and nothing else has changed"
+    assert torch.equal(weights(session, rows)[0], before[0][rows[0], : JOB.slabs[0].dim])
+    assert session.step == 2
+    step(session, 2)
+    assert session.step == 3
+
+
+def test_bad_overwrites_are_refused(lives: Lives) -> None:
+    session, record = lives.session, torch.zeros(1, JOB.slabs[0].schema.width)
+    with pytest.raises(RuntimeError, match="calls `loaded`"):
+        session.overwrite(0, torch.tensor([1]), record)
+    session.loaded()
+    with pytest.raises(ValueError, match="must give the records"):
+        session.overwrite(0, torch.tensor([1]), None)
+    for bad in ([51], [-1], [3, 2]):
+        with pytest.raises(ValueError, match="`rows` must be"):
+            session.overwrite(0, torch.tensor(bad), record.repeat(len(bad), 1))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("ended", [False, True], ids=["in the step", "after it"])
+def test_the_next_life_has_what_was_overwritten_if_the_step_ended_with_it(
+    lives: Lives, steps: int, ended: bool
+) -> None:
+    """It makes again what came after; before it asks where it goes on, it overwrites nothing that was trained."""
+    session = lives.session
+    session.loaded()
+    for number in range(1, steps):
+        step(session, number)
+    rows = batch(session, 7)
+    if steps:
+        session.push(rows, [torch.ones_like(w) for w in weights(session, rows)], RATES)
+    values = random_of(5, 5, JOB.slabs[0].schema.width)
+    plain = all_records(session)
+    snapshot = torch.tensor([steps, 2, 3], dtype=torch.uint8), [steps, steps]
+    if ended and steps:
+        session.snapshot(*snapshot)
+    session.overwrite(0, torch.arange(5), values)
+    if not ended and steps:
+        session.snapshot(*snapshot)
+        plain[0][:5] = values
+    session.flush()
+    lives.die()
+    session = lives.session
+    session.loaded()
+    session.overwrite(0, torch.arange(5), values + 1)
+    if not steps:
+        plain[0][:5] = values + 1
+    assert session.resume()[0] == steps
+    assert all(map(torch.equal, all_records(session), plain))
+    session.overwrite(0, torch.arange(5), values + 2)
+    plain[0][:5] = values + 2
+    assert all(map(torch.equal, all_records(session), plain)) and session.step == steps + 1
+
+
 # restarts -----------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builds import BUILD
 from cluster_child import job
 from conftest import MARK, ROOT, leftover, wait_for_none, wait_until
 
@@ -36,7 +37,13 @@ from torch_ecrec.transport.control import ControlClient, request
 
 LIMIT_S = 300.0  # for a start: only a hang reaches it
 END_LIMIT_S = 300.0  # for an end
-WELL_FORMED = {"type": "join", "version": torch_ecrec.__version__, "role": "server", "pid": 1, "birth": "one"}
+WELL_FORMED = {
+    "type": "join",
+    **BUILD,
+    "role": "server",
+    "pid": 1,
+    "birth": "one",
+}
 TRAINER = {**WELL_FORMED, "role": "trainer", "rank": 0, "job": job(trainers=2).to_json()}
 
 

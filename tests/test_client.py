@@ -299,7 +299,7 @@ class Waiting:
             self.outcome.put(error)
 
     def until_it_has_waited(self, caplog, times):
-        self.session.on_control({"type": "resume", "era": 0, "step": 0, "origin": None})
+        self.session.on_control({"type": "resume", "era": 0, "step": 0, "origin": None, "done": 0})
         self.thread.start()
         told = "waiting for trainer 0 to load initial values: for"
         wait_until(lambda: caplog.text.count(told) >= times, 60.0, "it says that it waits")

@@ -22,10 +22,10 @@ from typing import Any
 
 import psutil
 import pytest
+from builds import BUILD
 from cluster_child import Orders
 from conftest import ROOT, wait_until
 
-import torch_ecrec
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
@@ -304,8 +304,14 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
         assert process.stdout is not None
         host, port = json.loads(process.stdout.readline())["address"]
         clients = {who: ControlClient(host, port, said[who].put, lambda _: None, LIMIT_S) for who in said}
-        hello = {"version": torch_ecrec.__version__, "pid": os.getpid(), "role": "server", "rank": -1, "birth": "one"}
-        known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "origin": None}
+        hello = {
+            **BUILD,
+            "pid": os.getpid(),
+            "role": "server",
+            "rank": -1,
+            "birth": "one",
+        }
+        known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "done": 0, "origin": None}
         known |= {"whole": [], "incarnations": []}
         world = {"life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
         plain = {"slots": 3, "k": 2, "r": 1, "protection": "parity"}

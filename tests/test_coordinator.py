@@ -321,7 +321,7 @@ SAYS: tuple[dict[str, Any], ...] = (
     {"type": "unrecoverable", "slot": 1, "incarnation": 5},
     *({"type": "durable", "slot": s, "incarnation": 0, "era": e} for s in (0, 9) for e in (0, 7)),
     {"type": "reach", "slot": 9, "incarnation": 0, "era": 0, "applied": 1, "floor": 0, "snapshots": []},
-    {"type": "reach", "slot": 0, "incarnation": 0, "era": 0, "applied": 1, "floor": 0, "snapshots": [[1, [99]]]},
+    {"type": "reach", "slot": 0, "incarnation": 0, "era": 0, "applied": 1, "floor": 0, "snapshots": [[1, 1, [99]]]},
     {"type": "loaded", "origin": 0},
     {"type": "progress", "trainer": 0, "step": 1},
     {"type": "progress", "trainer": 9, "step": 1},

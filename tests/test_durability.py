@@ -24,11 +24,15 @@ TRAINERS, DIM = 2, 2
 def push(step: int, trainer: int, complete: int = 0) -> wire.Push:
     """A gradient of 1 for each weight of the first record."""
     gradients = [torch.ones(1, DIM)]
-    return wire.Push(0, 0, step, trainer, [torch.zeros(1, dtype=torch.int64)], gradients, [0.5], complete)
+    return wire.Push(0, 0, step, trainer, [torch.zeros(1, dtype=torch.int64)], gradients, [0.5], step, complete)
 
 
-def load(step: int) -> wire.Load:
-    return wire.Load(0, 0, step, 0, torch.empty(0, dtype=torch.int64), None, 0)
+def load(step: int, alone: bool = True) -> wire.Load:
+    return wire.Load(0, 0, step, 0, torch.empty(0, dtype=torch.int64), None, 0, alone)
+
+
+def pass_(step: int, trainer: int) -> wire.Pass:
+    return wire.Pass(0, 0, step, trainer, 0)
 
 
 # what waits for its step --------------------------------------------------------------------------
@@ -59,6 +63,29 @@ def test_a_load_is_all_that_its_step_needs() -> None:
     assert isinstance(inbox.due(1), wire.Load) and inbox.due(2) is None
     inbox.on_applied(1)
     assert inbox.due(1) is None and not len(inbox)
+
+
+def test_a_load_in_training_is_due_when_all_others_pass() -> None:
+    inbox = Inbox(3)
+    for request in (load(4, alone=False), pass_(4, 2), pass_(4, 2)):
+        inbox.put(request)
+        assert inbox.due(4) is None
+    inbox.put(pass_(4, 1))
+    assert isinstance(inbox.due(4), wire.Load) and len(inbox) == 1
+    inbox.on_applied(4)
+    assert inbox.due(4) is None and not len(inbox)
+    inbox.put(pass_(5, 1))
+    inbox.put(pass_(5, 2))
+    assert inbox.due(5) is None, "trainer 0 has not loaded"
+    inbox.keep_after(5)
+    assert not len(inbox)
+
+
+def test_a_step_in_which_some_load_and_others_push_is_never_due() -> None:
+    inbox = Inbox(TRAINERS)
+    for request in (load(1, alone=False), push(1, 1)):
+        inbox.put(request)
+    assert inbox.due(1) is None and len(inbox) == 1
 
 
 def test_what_was_sent_of_steps_before_the_cut_is_let_go() -> None:

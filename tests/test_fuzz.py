@@ -33,7 +33,8 @@ from junk import mutated, read, same
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.encoding import encode
+from torch_ecrec.protocol.build import own_build
+from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.wire import Placement, Refused, SlotPlace
 from torch_ecrec.runtime import shared
 from torch_ecrec.server.service import Host
@@ -100,7 +101,7 @@ class Breaker:
         self.kinds[type(broken).__name__] += 1
 
     def broken_answer(self, node: Any, request: wire.Request, answer: Any) -> Any:
-        broken = read(mutated(answer, self.rng))
+        broken = read(mutated(answer, self.rng), request)
         if broken is None or not isinstance(broken, wire.Answer):
             self.answers["no message"] += 1
             return wire.Unknown("no message")
@@ -237,7 +238,9 @@ class Live:
         self.client.run(self.client.place, placement)
         self.session = Session(self.client, lambda message: None, lambda: None)
         for node in [*self.hosts, self.session]:  # what a coordinator would say
-            node.on_control({"type": "era" if node is not self.session else "resume", "era": 0, "step": 0, "origin": 0})
+            node.on_control(
+                {"type": "era" if node is not self.session else "resume", "era": 0, "step": 0, "origin": 0, "done": 0}
+            )
             node.on_control({"type": "loaded", "origin": 0})
         self.session.loaded()
 
@@ -281,11 +284,11 @@ def dial(live: Live, rng: random.Random, within_host: bool) -> tuple[socket.sock
     else:
         sock = socket.create_connection(address.place, WAIT_S)
     sock.settimeout(WAIT_S)
-    return sock, HELLO.pack(MAGIC, address.key, 1)
+    return sock, HELLO.pack(MAGIC, address.key, own_build().digest, 1)
 
 
 def bytes_of(message: wire.Request) -> bytes:
-    frame = Frame(7, encode(message)[0])
+    frame = Frame(7, WIRE.encode(message)[0])
     frame._begin(None)
     return b"".join(frame._parts)
 
@@ -297,7 +300,7 @@ def bad_hello(good: bytes, rng: random.Random) -> bytes:
     if kind == 1:
         return good[: rng.randrange(len(good))]
     if kind == 2:
-        return HELLO.pack(MAGIC, rng.randbytes(16), 1) + rng.randbytes(rng.randrange(2000))
+        return HELLO.pack(MAGIC, rng.randbytes(16), own_build().digest, 1) + rng.randbytes(rng.randrange(2000))
     if kind == 3:
         return good[:-8] + struct.pack("<Q", rng.choice((0, 2, 1 << 63)))
     which = rng.randrange(len(good))
@@ -314,19 +317,20 @@ def bad_frame(rng: random.Random) -> bytes:
     if kind == 1:
         return good[: rng.randrange(1, len(good))]
     if kind == 2:
-        numbers = [rng.choice((0, 1, 1 << 14, 64 << 20, (64 << 20) + 1, (1 << 32) - 1)) for _ in range(2)]
+        numbers = [rng.choice((0, 1, 1 << 14, 64 << 20, (64 << 20) + 1, (1 << 32) - 1)) for _ in range(3)]
         return HEADER.pack(MAGIC, *numbers, 7) + rng.randbytes(rng.randrange(100))
     if kind == 3:
         body = rng.randbytes(rng.randrange(1, 200))
-        return HEADER.pack(MAGIC, 0, len(body), 7) + body
+        return HEADER.pack(MAGIC, 0, 0, len(body), 7) + body
     if kind == 4:
         depth = rng.choice((10, 2000, 100_000))  # an array in an array
         body = b"\x92\xa6Lookup" + b"\x91" * depth + b"\xc0"
-        return HEADER.pack(MAGIC, 0, len(body), 7) + body
+        return HEADER.pack(MAGIC, 0, 0, len(body), 7) + body
     if kind == 5:
         notes = struct.pack("<4I", *(rng.choice((0, 1, 2, 1 << 20, (1 << 32) - 1)) for _ in range(4)))
         notes += rng.randbytes(8 * rng.randrange(12))
-        return HEADER.pack(MAGIC, len(notes), len(good) - HEADER.size, 7) + notes + good[HEADER.size :]
+        _, _, of_table, of_body, ticket = HEADER.unpack(good[: HEADER.size])
+        return HEADER.pack(MAGIC, len(notes), of_table, of_body, ticket) + notes + good[HEADER.size :]
     changed = bytearray(good)
     for _ in range(rng.choice((1, 1, 3))):
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
@@ -401,7 +405,7 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
     one = positions[0][:1]
     return [
         wire.Lookup(slot, 0, step, positions),
-        wire.Push(slot, 0, step, 0, positions, gradients, [0.1] * len(positions), step - 1),
+        wire.Push(slot, 0, step, 0, positions, gradients, [0.1] * len(positions), step, step - 1),
         wire.Export(slot, 0, 0, step, positions[0]),
         wire.Fold(slot, 0, source, 0, step, step - 1, parts, deltas),
         wire.Attach(slot, 0, source, 0, 0, 0),
@@ -418,7 +422,7 @@ def fuzz_requests(live: Live, many: int, within_host: bool, rng: random.Random) 
     became: Counter[str] = Counter()
     address = live.ports["s1"].transport._address
     sock = socket.create_connection(address.place, WAIT_S)
-    sock.sendall(HELLO.pack(MAGIC, address.key, 1))
+    sock.sendall(HELLO.pack(MAGIC, address.key, own_build().digest, 1))
     reader = FrameReader(sock)
     host = live.hosts[1]
     while sum(became.values()) - became["lies"] < many:
@@ -439,7 +443,10 @@ def fuzz_requests(live: Live, many: int, within_host: bool, rng: random.Random) 
         while not frame.send_to(sock):
             time.sleep(0)
         answer = reader.read()
-        assert answer is not None and answer[1][0] in ("Refused", "Malformed"), (encoded, answer)
+        assert answer is not None and isinstance(WIRE.decode_answer(answer[1], wire.Versions), Refused), (
+            encoded,
+            answer,
+        )
         became[type(message).__name__ if message is not None else "no message"] += 1
     sock.close()
     return became

@@ -11,7 +11,7 @@ def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
     h.lose("trainer-1")
     assert h.core.fatal is None and h.core.era == 1
     assert [m["kind"] for m in told(h, "trainer-0", "fatal")] == ["trainers_lost"], "it cannot go on alone"
-    assert told(h, "server-0", "era")[-1] == {"type": "era", "era": 1, "step": None, "origin": 0}
+    assert told(h, "server-0", "era")[-1] == {"type": "era", "era": 1, "step": None, "origin": 0, "done": 0}
     for slot, applied in enumerate((7, 6, 8)):
         reach(h, slot, applied)
     assert h.core.going_back is not None and h.core.going_back.step == 6, "all reach it, and a snapshot is kept"
@@ -23,7 +23,7 @@ def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
     assert all(told(h, name, "welcome")[-1]["restarted"] for name in names)
     assert not told(h, names[0], "resume"), "slot 2 is not there yet"
     durable(h, 2)
-    assert told(h, names[0], "resume") == [{"type": "resume", "era": 1, "step": 6, "origin": 0}]
+    assert told(h, names[0], "resume") == [{"type": "resume", "era": 1, "step": 6, "origin": 0, "done": 6}]
     assert h.core.going_back is None
 
 
@@ -52,7 +52,7 @@ def test_a_server_lost_meanwhile_begins_another_era() -> None:
     reach(h, 1, 4, era=1)  # of the era before
     reach(h, 1, 4, incarnation=0)  # of a host that was replaced
     assert h.core.going_back.step is None
-    h.say(h.places[1], type="reach", era=2, slot=1, incarnation=1, applied=4, floor=0, snapshots=[[4, [0, 1]]])
+    h.say(h.places[1], type="reach", era=2, slot=1, incarnation=1, applied=4, floor=0, snapshots=[[4, 4, [0, 1]]])
     assert h.core.going_back.step == 4, "its new host knows no more than four steps"
 
 
@@ -61,7 +61,7 @@ def test_without_a_snapshot_that_all_can_go_back_to_the_job_ends() -> None:
     h.say("trainer-0", type="loaded", origin=0)
     h.lose("trainer-0")
     for slot in range(3):
-        reach(h, slot, 20, floor=15, snapshots=[[16, [0]]])  # of one trainer only
+        reach(h, slot, 20, floor=15, snapshots=[[16, 16, [0]]])  # of one trainer only
     assert h.core.fatal is not None and "no dense snapshot of the steps 15 to 20" in h.core.fatal
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 import pytest
+from builds import BUILD
 from conftest import wait_until
 
-import torch_ecrec
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
@@ -39,7 +39,12 @@ MESSAGES = 10_000
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
 CODE = CodeSpec(3, 2, 1)
 JOB = JobSpec((TableSpec("a", 30, 4, -1.0, 1.0),), CODE, 1)
-HELLO = {"version": torch_ecrec.__version__, "pid": 7, "birth": "somebody", "address": ["127.0.0.1", 9]}
+HELLO = {
+    **BUILD,
+    "pid": 7,
+    "birth": "somebody",
+    "address": ["127.0.0.1", 9],
+}
 PLACEMENT = {"epoch": 1, "slots": [["server-0", 0, True], ["server-1", 0, True], ["server-2", 0, False]]}
 REJOIN = {
     **HELLO,
@@ -56,6 +61,7 @@ REJOIN = {
     "era": 0,
     "frozen": False,
     "resume_step": 0,
+    "done": 0,
     "origin": None,
     "whole": [[1, 0]],
     "incarnations": [0, 0, 0],
@@ -80,7 +86,7 @@ TO_THE_COORDINATOR: list[dict[str, Any]] = [
         "era": 0,
         "applied": 3,
         "floor": 1,
-        "snapshots": [[2, [0]], [3, [0]]],
+        "snapshots": [[2, 2, [0]], [3, 3, [0]]],
     },
     {"type": "durable", "slot": 1, "incarnation": 0, "era": 0},
     {"type": "loaded", "origin": 0},
@@ -91,7 +97,7 @@ TO_A_MEMBER: list[dict[str, Any]] = [
     {"type": "generation", "generation": 1, "members": ["server-0"], "store": ["127.0.0.1", 1], "timeout_s": 1.0},
     {"type": "job", "job": JOB.to_json()},
     {"type": "placement", "placement": PLACEMENT},
-    {"type": "era", "era": 1, "step": None},
+    {"type": "era", "era": 1, "step": None, "origin": None, "done": 0},
     {"type": "rejoined", "life": 1},
     {"type": "fatal", "kind": "fenced", "reason": "a reason"},
 ]
@@ -307,6 +313,9 @@ def test_ten_thousand_messages_of_strangers_and_members_change_nothing(live: Liv
             memory = memory or process.memory_info().rss
     print(f"seed {SEED}: {dict(sent)}")
     slow_s = live.status()
+    wait_until(
+        lambda: sum(heard.qsize() for heard in live.heard.values()) >= sent["of members"], WAIT_S, "all are refused"
+    )
     heard = live.drain()
     assert set(heard) == {"refused"} and heard["refused"] == sent["of members"], heard
     assert live.state() == before and live.error is None and not live.probes

@@ -13,7 +13,21 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loops import DRAWS, DRIVERS, EVALS, FLUSHES, MODULES, OPTIMIZERS, READERS, STYLES, Loop, resumed, same, undisturbed
+from loops import (
+    DRAWS,
+    DRIVERS,
+    EVALS,
+    FLUSHES,
+    LOADS,
+    MODULES,
+    OPTIMIZERS,
+    READERS,
+    STYLES,
+    Loop,
+    resumed,
+    same,
+    undisturbed,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("process_group"),
@@ -88,6 +102,7 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
             optimizers=tuple(draw(st.lists(st.sampled_from(sorted(OPTIMIZERS)), min_size=1, max_size=2))),
             schedule=some(["step", "pass"]),
             flushes=some(FLUSHES),
+            loads=some(LOADS),
             draws=some(DRAWS),
             evals=some(EVALS if plain else ("pass",)),
             counts=some(["before", "between", "after", "pass"]),

@@ -10,10 +10,11 @@ import pytest
 
 from torch_ecrec.errors import ClusterUnavailable, DataLoss, JoinRefused
 from torch_ecrec.processes.member import Member
+from torch_ecrec.protocol import messages
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import ControlServer, LineConnection
-from torch_ecrec.transport.node import Node
+from torch_ecrec.transport.node import COMPLAINTS, Node
 
 LIMIT_S = 300.0  # for anything at all: only a hang reaches it
 WELCOME = {
@@ -171,4 +172,26 @@ def test_what_goes_wrong_in_a_welcome_is_raised() -> None:
     with pytest.raises(MemoryError, match="as ordered"):
         join(coordinator, make=make)
     assert coordinator.joins == 1
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_is_refused_on_the_data_plane_is_told_with_each_heartbeat() -> None:
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME))
+    member = join(coordinator)
+
+    def told() -> int:
+        while (message := coordinator.told.get(timeout=LIMIT_S))["type"] != "beat":
+            pass
+        figures: int = messages.from_member(message).report.refused_messages
+        return figures
+
+    before = told()
+    assert member.transport is not None
+    member.transport.complaints.add("a request is none", "as ordered")
+    COMPLAINTS.add("a request is refused", "as ordered")
+    end_s = time.monotonic() + LIMIT_S
+    while told() != before + 2:
+        assert time.monotonic() < end_s
+    member.close()
     coordinator.end()

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import test_cluster
+from builds import BUILD
 from cluster_child import Orders
 from test_cluster import ENVIRONMENT, LEASE_S, LIMIT_S, STEPS, Child, Cluster
 
-import torch_ecrec
 from torch_ecrec.processes.launch import Supervisor
 from torch_ecrec.spec.job import CodeSpec
 
@@ -174,9 +174,24 @@ def test_one_line_of_json_does_not_end_the_cluster(tmp_path: Path) -> None:
         running = Cluster(supervisor, [])
         running.wait_for("the servers have joined", lambda s: len(s["members"]) == 3)
         for line in (
-            {"type": "join", "role": "server", "version": torch_ecrec.__version__, "code": "x"},
-            {"type": "join", "role": "trainer", "version": torch_ecrec.__version__, "rank": [], "job": {}},
-            {"type": "rejoin", "name": "server-0", "version": torch_ecrec.__version__},
+            {
+                "type": "join",
+                "role": "server",
+                **BUILD,
+                "code": "x",
+            },
+            {
+                "type": "join",
+                "role": "trainer",
+                **BUILD,
+                "rank": [],
+                "job": {},
+            },
+            {
+                "type": "rejoin",
+                "name": "server-0",
+                **BUILD,
+            },
             {"type": "in_generation", "generation": {}},
         ):
             with socket.create_connection(supervisor.address) as sock:

@@ -56,11 +56,18 @@ def test_pool_and_its_gradients(seed, weighted, dim, lengths, divisor):
     gradient = torch.from_numpy(random.standard_normal(out.shape).astype(np.float32))
     if count:
         wanted.backward(gradient)
-    rows_UD, seen = np.full((rows, dim), 7, np.float32), np.zeros(rows, np.bool_)
+    rows_UD, seen, infinite = np.full((rows, dim), 7, np.float32), np.zeros(rows, np.bool_), np.float32(np.inf)
     finite = pooling.pool_backward(
-        gradient.numpy(), inverse_N, lengths_FB, numbers, weighted, mean_F, np.float32(divisor), seen, rows_UD
+        gradient.numpy(), inverse_N, lengths_FB, numbers, weighted, mean_F, np.float32(divisor), infinite, seen, rows_UD
     )
     assert finite and seen.all()
+    clamped_UD, seen, limit = np.full((rows, dim), 7, np.float32), np.zeros(rows, np.bool_), np.float32(0.3)
+    of_clamped_UD = clamped_UD.copy()
+    arguments = inverse_N, lengths_FB, numbers, weighted, mean_F
+    pooling.pool_backward(gradient.numpy(), *arguments, np.float32(divisor), limit, seen, clamped_UD)
+    clamped = (gradient / divisor).clamp(-limit, limit).numpy()
+    pooling.pool_backward(clamped, *arguments, np.float32(1), infinite, np.zeros(rows, np.bool_), of_clamped_UD)
+    assert np.array_equal(clamped_UD, of_clamped_UD)
     if count:
         np.testing.assert_allclose(rows_UD * divisor, weights_UD.grad.numpy(), rtol=1e-5, atol=1e-5)
     if weighted and count:
@@ -88,7 +95,9 @@ def test_a_gradient_that_is_not_finite_is_told(value):
     def finite():
         rows, seen = np.empty((2, 4), np.float32), np.zeros(2, np.bool_)
         none = np.empty(0, np.float32)
-        return pooling.pool_backward(gradient, inverse, lengths, none, False, mean, np.float32(1), seen, rows)
+        return pooling.pool_backward(
+            gradient, inverse, lengths, none, False, mean, np.float32(1), np.float32(np.inf), seen, rows
+        )
 
     assert finite()
     gradient[1, 0, 3] = value

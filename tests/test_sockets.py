@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,13 +24,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, free_bytes, wait_until
+from junk import Says, plain
 
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.protocol import encoding, wire
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.build import Build
+from torch_ecrec.protocol.encoding import WIRE, Vocabulary
 from torch_ecrec.runtime import shared
-from torch_ecrec.transport import door, frames, generations, sockets
+from torch_ecrec.transport import door, frames, sockets
 from torch_ecrec.transport.door import HELLO, STRANGERS_MOST
-from torch_ecrec.transport.frames import BUFFER_BYTES, BUFFERS_MOST, DTYPES, HEADER, MAGIC, Frame, FrameReader
+from torch_ecrec.transport.frames import (
+    BUFFER_BYTES,
+    BUFFERS_MOST,
+    DTYPES,
+    HEADER,
+    MAGIC,
+    Frame,
+    FrameReader,
+    OtherBuild,
+)
 from torch_ecrec.transport.lending import FILES_MOST, Lending
 from torch_ecrec.transport.sockets import NO_NAME, Address, SocketTransport
 
@@ -40,16 +51,33 @@ PROMPTLY_S = 20.0  # by itself, on whatever machine
 SHARED_BYTES = 256 << 20
 
 
-@dataclass
-class Parcel(wire.Request):
+class _Any:
+    """Equal to everything, and contains it."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[torch.dtype]:
+        return iter(())
+
+
+AnyTensor: Any = wire.TensorOf("AnyTensor", _Any(), _Any())  # type: ignore[arg-type]
+
+
+class Parcels(wire.Answer):
+    parts: list[AnyTensor]
+
+
+class Parcel(wire.Request[Parcels | wire.VersionsAre]):
     """A message of these tests: it carries tensors of any kind."""
 
-    parts: list[torch.Tensor]
+    parts: list[AnyTensor]
 
 
-@dataclass
-class Parcels(wire.Answer):
-    parts: list[torch.Tensor]
+PARCELS = Vocabulary([*WIRE.requests.values(), Parcel])
 
 
 class Pair:
@@ -58,9 +86,9 @@ class Pair:
     def __init__(self) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.generations = itertools.count(1)
-        self.handle: Callable[[Any, Any], None] = lambda request, reply: reply(wire.Acknowledged(1))
-        self.a = SocketTransport("a", lambda request, reply: reply(wire.Acknowledged(0)))
-        self.b = SocketTransport("b", lambda request, reply: self.handle(request, reply))
+        self.handle: Callable[[Any, Any], None] = lambda request, reply: reply(wire.VersionsAre({0: 1}))
+        self.a = SocketTransport("a", lambda request, reply: reply(wire.VersionsAre({0: 0})), vocabulary=PARCELS)
+        self.b = SocketTransport("b", lambda request, reply: self.handle(request, reply), vocabulary=PARCELS)
         self.generation = 0
         self.form()
 
@@ -95,19 +123,19 @@ class Pair:
     def call(self, request: wire.Request, timeout_s: float = WAIT_S) -> wire.Outcome:
         return self.start(request, timeout_s)()
 
-    def connect(self, key: bytes | None = None, generation: int | None = None) -> socket.socket:
+    def connect(
+        self, key: bytes | None = None, generation: int | None = None, build: bytes | None = None
+    ) -> socket.socket:
         """A connection of a stranger to b."""
         address = self.b._address
         sock = socket.create_connection(address.place, WAIT_S)
-        sock.sendall(HELLO.pack(MAGIC, key or address.key, generation or self.generation))
+        sock.sendall(HELLO.pack(MAGIC, key or address.key, build or self.b.build.digest, generation or self.generation))
         return sock
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Over TCP, or over a Unix socket and with shared memory: tests with `both` have it both ways."""
-    monkeypatch.setitem(encoding.REQUESTS, "Parcel", Parcel)
-    monkeypatch.setitem(encoding.ANSWERS, "Parcels", Parcels)
     shared.enable(SHARED_BYTES if getattr(request, "param", "tcp") == "shared" else 0)
     pair = Pair()
     try:
@@ -203,8 +231,8 @@ def read_end(sock: socket.socket) -> bytes:
 def test_frames_in_pieces_and_several_at_once(piece: int) -> None:
     """However the bytes are cut on their way. Messages that are larger than the buffer, too."""
     sizes = [[], [3], [0, 5], [BUFFER_BYTES + 1, 1], [2, BUFFER_BYTES - 40, 0, 9], [1] * 700] * 2
-    messages = [("Rows", (tensors(1, 4) * i, [torch.arange(n) for n in each])) for i, each in enumerate(sizes)]
-    messages.append(("Refused", ("x" * 3 * BUFFER_BYTES,)))
+    messages = [(b"rows", [*tensors(1, 4) * i, *(torch.arange(n) for n in each)]) for i, each in enumerate(sizes)]
+    messages.append((b"x" * 3 * BUFFER_BYTES, []))
     sent = b"".join(as_bytes(Frame(i, message)) for i, message in enumerate(messages))
     if piece == 1:
         sent = sent[:20_000]
@@ -218,19 +246,15 @@ def test_frames_in_pieces_and_several_at_once(piece: int) -> None:
 
         threading.Thread(target=send).start()
         reader = FrameReader(there)
-        for i, (kind, values) in enumerate(messages):
+        for i, (body, values) in enumerate(messages):
             if piece == 1 and i == 3:
                 with pytest.raises(ConnectionError):
                     reader.read()
                 return
             frame = reader.read()
             assert frame is not None
-            ticket, (got_kind, got) = frame
-            assert (ticket, got_kind) == (i, kind)
-            if kind == "Rows":
-                assert all(map(torch.equal, [*got[0], *got[1]], [*values[0], *values[1]]))
-            else:
-                assert got == values
+            ticket, (got_body, got) = frame
+            assert (ticket, got_body, len(got)) == (i, body, len(values)) and all(map(torch.equal, got, values))
         assert reader.read() is None
 
 
@@ -239,26 +263,28 @@ def as_bytes(frame: Frame) -> bytes:
     return b"".join(frame._parts)
 
 
-def plain(message: Any) -> bytes:
-    data = msgspec.msgpack.encode(message)
-    return HEADER.pack(MAGIC, 0, len(data), 7) + data
+def table(*numbers: int) -> bytes:
+    """A frame with a table of tensors."""
+    packed = struct.pack(f"<{len(numbers)}Q", *numbers)
+    return HEADER.pack(MAGIC, 0, len(packed), 1, 7) + packed + b"x"
 
 
 @pytest.mark.parametrize(
     ("sends", "says"),
     [
         (b"x" * 100, "not a frame"),
-        (HEADER.pack(b"GET ", 0, 10, 1), "not a frame"),
-        (HEADER.pack(MAGIC, 0, 1 << 30, 1), "not a frame"),
-        (HEADER.pack(MAGIC, 1 << 30, 0, 1), "not a frame"),
-        (HEADER.pack(MAGIC, 0, 5, 1) + b"abcde", "not a message"),
-        (HEADER.pack(MAGIC, 12, 0, 1) + bytes(12), "nothing is lent on this connection"),
-        (plain({"a": 1}), "Expected `array`, got `object`"),
-        (plain(["Versions"]), "Expected `array` of length 2"),
-        (plain(["Versions", [msgspec.msgpack.Ext(99, b"")]]), "not a tensor"),
-        (plain(["Versions", [msgspec.msgpack.Ext(0, b"1234567")]]), "not a tensor"),
-        (plain(["Versions", [msgspec.msgpack.Ext(0, struct.pack("<2Q", 1 << 40, 1 << 40))]]), "not a message"),
-        (plain([["Versions"] * 3, []]) + b"", "Expected `str`, got `array`"),
+        (HEADER.pack(b"GET ", 0, 0, 10, 1), "not a frame"),
+        (HEADER.pack(MAGIC, 0, 0, 1 << 30, 1), "not a frame"),
+        (HEADER.pack(MAGIC, 1 << 30, 0, 0, 1), "not a frame"),
+        (HEADER.pack(MAGIC, 0, 1 << 30, 0, 1), "not a frame"),
+        (HEADER.pack(MAGIC, 0, 7, 0, 1), "not a frame"),
+        (HEADER.pack(MAGIC, 12, 0, 0, 1) + bytes(12), "nothing is lent on this connection"),
+        (table(99, 0), "not a tensor"),
+        (table(0), "not a tensor"),
+        (table(0, 2, 5), "not a tensor"),
+        (table(0, 33, *range(33)), "not a tensor"),
+        (table(0, 2, 1 << 40, 1 << 40), "not a tensor"),
+        (table(0, 1, 1 << 63), "not a tensor"),
     ],
 )
 def test_what_is_no_frame_ends_its_connection_only(
@@ -277,10 +303,10 @@ def test_who_has_not_got_the_key_or_the_generation_is_not_heard(pair: Pair, hand
 
     def handle(request: Any, reply: Any) -> None:
         requests.append(request)
-        reply(wire.Acknowledged(1))
+        reply(wire.VersionsAre({0: 1}))
 
     pair.handle = handle
-    request = as_bytes(Frame(7, ("Versions", (0, 0, 0))))
+    request = as_bytes(Frame(7, plain(["Versions", 0, 0, 0])))
     hellos: list[dict[str, Any]] = [{}] if handled else [{"key": bytes(16)}, {"generation": pair.generation + 1}]
     for hello in hellos:
         with pair.connect(**hello) as sock:
@@ -290,6 +316,35 @@ def test_who_has_not_got_the_key_or_the_generation_is_not_heard(pair: Pair, hand
             else:
                 assert read_end(sock) == b""
     assert len(requests) == handled
+
+
+@both
+def test_a_connection_of_another_build_is_told_which_messages_differ(pair: Pair) -> None:
+    handled: list[Any] = []
+    pair.handle = lambda request, reply: handled.append(request)
+    mine = pair.a.build
+    pair.a.build = Build(mine.version, {**mine.messages, "Push": "another", "Pull": "a new one"})
+    outcome = pair.call(wire.Versions(0, 0))
+    assert isinstance(outcome, wire.Failed) and not handled
+    assert f"another build of torch_ecrec: the same version {mine.version}, but other messages: Pull, Push" in (
+        outcome.reason
+    )
+    assert pair.a.complaints.counts["a connection to b is closed"] == 1
+    wait_until(lambda: pair.b.complaints.counts["a stranger's connection is closed"] == 1, WAIT_S, "b has complained")
+    pair.a.build = Build("9.9.9", mine.messages)
+    outcome = pair.call(wire.Versions(0, 0))
+    assert isinstance(outcome, wire.Failed) and f"version {mine.version}, here 9.9.9" in outcome.reason
+    pair.a.build, pair.handle = mine, lambda request, reply: reply(wire.VersionsAre({}))
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+
+
+def test_a_stranger_is_not_told_which_build_is_here(pair: Pair) -> None:
+    with pair.connect(key=bytes(16), build=bytes(16)) as sock:
+        assert read_end(sock) == b""
+    with pair.connect(build=bytes(16)) as sock, pytest.raises(OtherBuild) as told:
+        FrameReader(sock).read()
+    assert pair.a.build.difference_told(told.value.told) == ""
+    assert pair.a.build.difference_told(b"{}") == "it does not say which"
 
 
 def test_a_hello_that_does_not_come_holds_nothing_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +409,7 @@ def test_a_call_that_was_not_begun_is_not_sent_when_its_time_is_up(pair: Pair) -
     def handle(request: Any, reply: Any) -> None:
         got.append(request.slot)
         go.wait(WAIT_S)
-        reply(wire.Acknowledged(1))
+        reply(wire.VersionsAre({0: 1}))
 
     pair.handle = handle
     first = pair.start(wire.Versions(0, 0))
@@ -426,9 +481,9 @@ def test_a_generation_ends_the_connections_of_the_one_before(pair: Pair) -> None
     pair.form()
     outcome = waiting()
     assert isinstance(outcome, wire.Unknown) and "generation 1 ended" in outcome.reason
-    kept[0](wire.Acknowledged(1))  # nobody hears it
-    pair.handle = lambda request, reply: reply(wire.Acknowledged(2))
-    assert pair.call(wire.Versions(0, 0)) == wire.Ok(wire.Acknowledged(2))
+    kept[0](wire.VersionsAre({0: 1}))  # nobody hears it
+    pair.handle = lambda request, reply: reply(wire.VersionsAre({0: 2}))
+    assert pair.call(wire.Versions(0, 0)) == wire.Ok(wire.VersionsAre({0: 2}))
     wait_until(lambda: before.sock.fileno() == -1, PROMPTLY_S, "the connection before is closed")
 
 
@@ -500,7 +555,7 @@ def keep_all(pair: Pair) -> list[torch.Tensor]:
 
     def handle(request: Parcel, reply: Any) -> None:
         kept.extend(request.parts)
-        reply(wire.Acknowledged(1))
+        reply(wire.VersionsAre({0: 1}))
 
     pair.handle = handle
     return kept
@@ -718,7 +773,9 @@ def test_members_connect_while_a_thousand_strangers_come_and_go(pair: Pair) -> N
             sock = stranger(pair, within_host and len(come) % 2 == 0)
             come.append(which)
             with contextlib.suppress(OSError):  # b has made room already
-                sock.send([b"", b"x", b"GET / HTTP/1.0\r\n\r\n", HELLO.pack(MAGIC, bytes(16), 1)][len(come) % 4])
+                sock.send(
+                    [b"", b"x", b"GET / HTTP/1.0\r\n\r\n", HELLO.pack(MAGIC, bytes(16), bytes(16), 1)][len(come) % 4]
+                )
             held.append(sock)
             if len(held) > 100:
                 held.popleft().close()
@@ -763,7 +820,7 @@ def test_a_log_is_not_filled_by_strangers(pair: Pair, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         for _ in range(200):
             with stranger(pair) as sock:
-                sock.sendall(HELLO.pack(MAGIC, bytes(16), 1))
+                sock.sendall(HELLO.pack(MAGIC, bytes(16), bytes(16), 1))
                 read_end(sock)
         counts = pair.b.complaints.counts
     assert counts["a stranger's connection is closed"] == 200
@@ -779,7 +836,9 @@ def test_a_request_that_is_too_large_fails_at_its_sender(pair: Pair, monkeypatch
     pair.a._on_error = errors.append
     outcome = pair.call(wire.Snapshot(0, 0, 1, 0, torch.zeros(3, dtype=torch.uint8), "x" * 10_000))
     assert isinstance(outcome, wire.Failed)
-    assert re.fullmatch(r"a Snapshot of 100\d\d bytes beside its tensors; a message may have 10000", outcome.reason)
+    assert re.fullmatch(
+        r"a Snapshot cannot be sent: 100\d\d bytes beside its tensors; a message may have 10000", outcome.reason
+    )
     assert [str(error) for error in errors] == [outcome.reason]
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok), "the connection is as it was"
 
@@ -791,7 +850,10 @@ def test_an_answer_that_is_too_large_is_refused_and_reported(pair: Pair, monkeyp
     pair.handle = lambda request, reply: reply(wire.Snapshots([1], [0], ["x" * 10_000], []))
     outcome = pair.call(wire.Versions(0, 0))
     assert isinstance(outcome, wire.Ok) and isinstance(outcome.answer, wire.Refused)
-    assert "a Snapshots of 100" in outcome.answer.reason and "a message may have 10000" in outcome.answer.reason
+    assert (
+        "a Snapshots cannot be sent: 100" in outcome.answer.reason
+        and "a message may have 10000" in outcome.answer.reason
+    )
     assert len(errors) == 1 and str(errors[0]) in outcome.answer.reason
 
 
@@ -804,22 +866,46 @@ def test_what_cannot_travel_fails_at_its_sender(pair: Pair, value: Any) -> None:
     assert len(errors) == 1
 
 
+def test_threads_are_listed_once_they_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` joins those that are listed; one that was not started yet cannot be joined."""
+    start, early = threading.Thread.start, []
+
+    def listed(thread: threading.Thread) -> None:
+        early.append(thread in pair.a._threads | pair.b._threads)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", listed)
+    assert isinstance(pair.call(parcel([1])), wire.Ok)
+    assert early and not any(early)
+
+
 # what is well formed and is no message --------------------------------------------------------------
+
+ONES = torch.ones(1, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        (("Lookup", (0, 0, 0, 1, 5, False)), "Expected `array`, got `int`"),
-        (("Lookup", (0, 0, 0, 1, [torch.zeros(3)], False)), "`positions` must have 1-D int64, got 1-D float32"),
-        (("Lookup", (0, 0, 0, 1, [torch.zeros((3, 1), dtype=torch.int64)], False)), "1-D int64, got 2-D int64"),
-        (("Lookup", ("0", 0, 0, 1, [], False)), "Expected `int`, got `str`"),
-        (("Lookup", (0, 0, 0, 1 << 60, [], False)), "Expected `int` <= 281474976710656"),
-        (("Lookup", (-2, 0, 0, 1, [], False)), "Expected `int` >= -1"),
-        (("Lookup", (0, 0, 0, 1, [])), "Expected `array` of at least length 6"),
-        (("Lookup", (0, 0, 0, 1, [], False, 1)), "at most length 6"),
-        (("Fetch", (0, 0, 0, 0, False, torch.zeros(1, dtype=torch.int64), {"a": 1})), "Expected `int`, got `str`"),
-        (("Acknowledged", (1,)), "unknown message 'Acknowledged'"),
+        (["Lookup", 0, 0, 1, 5, False, 0], "not a Lookup: Expected `array`, got `int` - at `positions`"),
+        (["Lookup", 0, 0, 1, [torch.zeros(3)], False, 0], "1-D int64, got 1-D float32 - at `positions[0]`"),
+        (["Lookup", 0, 0, 1, [torch.zeros((3, 1), dtype=torch.int64)], False, 0], "1-D int64, got 2-D int64"),
+        (["Lookup", 0, 0, 1, [0], False, 0], "must be tensor 0 of 0 - at `positions[0]`"),
+        (["Lookup", 0, 0, 1, ["a"], False, 0], "must be tensor 0 of 0"),
+        (["Lookup", 0, 0, 1, [ONES, 0], False, 0], "must be tensor 1 of 1"),
+        (["Versions", 0, 0, ONES], "1 tensors came, and it has 0"),
+        (["Lookup", "0", 0, 1, [], False, 0], "Expected `int`, got `str` - at `slot`"),
+        (["Lookup", 0, 0, 1 << 60, [], False, 0], "Expected `int` <= 281474976710656 - at `step`"),
+        (["Lookup", -2, 0, 1, [], False, 0], "Expected `int` >= -1"),
+        (["Lookup", 0, 0, True, [], False, 0], "Expected `int`, got `bool`"),
+        (["Lookup", 0, 0, 1], "Expected `array` of at least length 5"),
+        (["Lookup", 0, 0, 1, [], False, 0, 1], "at most length 6"),
+        (["Fetch", 0, 0, 0, False, ONES, {"a": 1}, 0], "Expected `int`, got `str`"),
+        (["Acknowledged", 1], "unknown message 'Acknowledged'"),
+        ({"a": 1}, "Expected `array`, got `object`"),
+        ([["Versions"] * 3, []], "Expected `str`, got `array`"),
+        ([], "Expected `array` of at least length 1"),
+        (msgspec.Raw(b"\xc1"), "not a message"),
     ],
 )
 def test_a_request_of_other_values_than_declared_is_refused(pair: Pair, message: Any, says: str) -> None:
@@ -830,31 +916,34 @@ def test_a_request_of_other_values_than_declared_is_refused(pair: Pair, message:
     with pair.connect() as sock:
         reader = FrameReader(sock)
         for ticket in (7, 8):
-            assert Frame(ticket, message).send_to(sock)
+            assert Frame(ticket, plain(message)).send_to(sock)
             frame = reader.read()
             assert frame is not None
-            got, (kind, values) = frame
-            assert (got, kind) == (ticket, "Malformed") and says in values[0], values
+            got, encoded = frame
+            answer = WIRE.decode_answer(encoded, wire.Lookup)
+            assert got == ticket and isinstance(answer, wire.Malformed) and says in answer.reason, answer
     assert not handled and not errors
     assert pair.b.complaints.counts["a request is none"] == 2
 
 
-@pytest.mark.parametrize("answer", [("Rows", (3,)), ("Lookup", (0, 0, 0, 1, 0, [], False)), ("Nonsense", ())])
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (["VersionsAre", 3], "not a VersionsAre: Expected `object`, got `int` - at `folded`"),
+        (["Rows", []], "Rows is no answer to a Versions: VersionsAre is"),
+        (["Forgotten", "gone"], "Forgotten is no answer to a Versions"),
+        (["Versions", 0, 0, 0], "unknown message 'Versions'"),
+        (["Nonsense"], "unknown message 'Nonsense'"),
+    ],
+)
 def test_an_answer_of_other_values_than_declared_makes_the_call_unknown(
-    pair: Pair, answer: Any, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, answer: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors: list[BaseException] = []
     pair.a._on_error = errors.append
-    monkeypatch.setattr(generations, "encode", lambda _: (answer, 0))
-    request = encoding.encode(wire.Versions(0, 0))
-    ended: list[Any] = []
-    ticket = 10**6
-    pair.a._calls[ticket] = ended.append
-    world = pair.a._world
-    assert world is not None
-    pair.a._send(world, "b", ticket, request[0], WAIT_S)
-    wait_until(lambda: bool(ended), WAIT_S, "the call has ended")
-    assert isinstance(ended[0], wire.Unknown) and not errors
+    monkeypatch.setattr(pair.b, "vocabulary", Says(answer))
+    outcome = pair.call(wire.Versions(0, 0))
+    assert isinstance(outcome, wire.Unknown) and says in outcome.reason and not errors
     assert pair.a.complaints.counts["an answer is none"] == 1
 
 
@@ -873,7 +962,6 @@ def test_a_reader_that_fails_ends_its_channel(pair: Pair, monkeypatch: pytest.Mo
     assert isinstance(pair.call(wire.Versions(0, 0)), (wire.Failed, wire.Unknown))
     wait_until(lambda: [type(error) for error in errors] == [KeyError], WAIT_S, "it is reported")
     monkeypatch.undo()
-    monkeypatch.setitem(encoding.REQUESTS, "Parcel", Parcel)
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
 
 

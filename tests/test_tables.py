@@ -30,12 +30,8 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torch_ecrec.nn.parallel import DistributedModelParallel
-from torch_ecrec.nn.sharder import optimizer_spec
-from torch_ecrec.spec.job import OptimizerSpec
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -111,8 +107,22 @@ def test_state_travels_through_a_checkpoint() -> None:
     assert torch.equal(other.state_dict()["over.weight"], saved["over.weight"])
     with torch.no_grad():
         assert torch.equal(other(batch_of(6, 9))[1], model(batch_of(6, 9))[1])
-    with pytest.raises(RuntimeError, match="cannot be loaded any more"):
-        other.load_state_dict(saved)
+
+
+def test_a_model_may_be_put_back_in_training() -> None:
+    """Tables, their optimizer state and dense weights: the same steps come out the same."""
+    model, session = shard(Net(collection("rowwise_adagrad"), collection("adagrad", [table("x", 9, 4, "f1")])))
+    train(model, [batch_of(6, 0)])
+    saved, optimizer = copy.deepcopy((model.state_dict(), model.fused_optimizer.state_dict()))
+    batches = [batch_of(6, seed) for seed in (1, 2)]
+    train(model, batches)
+    first = [records.clone() for records in session.records]
+    assert not torch.equal(model.state_dict()["collections.1.embedding_bags.x.weight"], list(saved.values())[-1])
+    model.load_state_dict(dict(saved))
+    model.fused_optimizer.load_state_dict(optimizer)
+    assert session.step == 4, "a load is no step of training"
+    train(model, batches)
+    assert all(map(torch.equal, session.records, first)) and session.step == 6
 
 
 def test_sharded_tensors_of_torchrec_can_be_loaded() -> None:
@@ -146,44 +156,6 @@ def test_the_module_prints_its_tables() -> None:
 
 
 # what is refused ----------------------------------------------------------------------------------------
-
-
-def attached(cls: type, arguments: dict[str, Any]) -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros(2, 2))
-    apply_optimizer_in_backward(cls, [parameter], arguments)
-    return parameter
-
-
-def test_optimizers_are_understood() -> None:
-    assert optimizer_spec("t", attached(torch.optim.SGD, {"lr": 0.5})) == OptimizerSpec("sgd", 0.5)
-    assert optimizer_spec("t", attached(torch.optim.SGD, {})) == OptimizerSpec("sgd", 0.01)
-    assert optimizer_spec("t", attached(torch.optim.Adagrad, {"lr": 1, "eps": 0.1})) == OptimizerSpec(
-        "adagrad", 1.0, eps=0.1
-    )
-    spec = optimizer_spec("t", attached(RowWiseAdagrad, {"lr": 0.02, "weight_decay": 0.0}))
-    assert spec == OptimizerSpec("rowwise_adagrad", 0.02, eps=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("cls", "arguments", "message"),
-    [
-        (
-            torch.optim.Adam,
-            {"lr": 0.1},
-            "table t: optimizer Adam is not supported; supported are Adagrad, RowWiseAdagrad, SGD",
-        ),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "table t: optimizer SGD with momentum=0.9 is not supported"),
-        (torch.optim.Adagrad, {"lr": 0.1, "weight_decay": 0.1}, "Adagrad with weight_decay=0.1 is not supported"),
-    ],
-)
-def test_other_optimizers_are_refused(cls: type, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        optimizer_spec("t", attached(cls, arguments))
-
-
-def test_a_table_needs_an_optimizer() -> None:
-    with pytest.raises(ValueError, match="table t has no optimizer; attach one before sharding"):
-        optimizer_spec("t", nn.Parameter(torch.zeros(2, 2)))
 
 
 def test_unsuitable_models_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -107,8 +108,42 @@ def two_trainers(trainer: int, folder: str) -> None:
         compare_with_torchrec(2, trainer, kind)
     refuse_nan(2, trainer)
     share_snapshot(trainer)
+    put_back(trainer)
+    load_not_alike(trainer)
     run_example(trainer, folder)
     dist.destroy_process_group()
+
+
+def put_back(trainer: int) -> None:
+    """A load in training is of all trainers, and of trainer 0's values: the same steps come out the same."""
+    model, session = shard(Net(collection("adagrad")), 2, trainer)
+    train(model, [batch_of(4, trainer)])
+    saved, optimizer = copy.deepcopy((model.state_dict(), model.fused_optimizer.state_dict()))
+    batches = [batch_of(4, seed + trainer) for seed in (10, 20)]
+    train(model, batches)
+    first = [records.clone() for records in session.records]
+    if trainer == 1:
+        saved = {name: value if name in dict(dense_parameters(model)) else value + 1 for name, value in saved.items()}
+    model.load_state_dict(saved)
+    model.fused_optimizer.load_state_dict(optimizer)
+    train(model, batches)
+    assert all(map(torch.equal, session.records, first)) and session.step == 6
+
+
+def load_not_alike(trainer: int) -> None:
+    """Both are told, whatever the other one does."""
+    model, session = shard(Net(collection()), 2, trainer)
+    train(model, [batch_of(4, trainer)])
+    step = model._step
+    rows, gradients = [torch.tensor([1])] * len(session.job.slabs), [torch.ones(1, s.dim) for s in session.job.slabs]
+    for who_loads in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"step 2: this trainer (loads x|trains), and another one does something"
+        ):
+            step.begin_load("x") if trainer == who_loads else step._check_finite(rows, gradients, True)
+    with pytest.raises(RuntimeError, match=r"this trainer loads table [01], and another"):
+        step.begin_load(f"table {trainer}")
+    step.begin_load("x")
 
 
 def share_snapshot(trainer: int) -> None:

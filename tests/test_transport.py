@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from junk import plain
 from transport_child import (
     ANSWER_CLASSES,
     BAD_ANSWER,
     CLOSES,
     LATE,
     NEVER,
+    PAIRS,
     PROMPT,
     RAISES,
     REQUEST_CLASSES,
@@ -32,7 +34,8 @@ from transport_child import (
 
 from torch_ecrec.processes.member import TRANSPORTS
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.encoding import ANSWERS, REQUESTS, decode, encode
+from torch_ecrec.protocol.build import own_build
+from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.transport.rpc import _compact
 
 REPO = Path(__file__).resolve().parent.parent
@@ -173,53 +176,57 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("cls", [*REQUEST_CLASSES, *ANSWER_CLASSES], ids=lambda cls: cls.__name__)
-def test_encode_gives_plain_values_and_decode_the_message(cls: type) -> None:
+def test_messages_are_written_and_read(cls: type) -> None:
     message = sample(cls)
-    encoded, size = encode(message)
-    tensors: list[torch.Tensor] = []
-
-    def check(value: Any) -> None:
-        if type(value) is torch.Tensor:
-            tensors.append(value)
-        elif type(value) in (list, tuple):
-            for item in value:
-                check(item)
-        elif type(value) is dict:
-            check(list(value))
-            check(list(value.values()))
-        else:
-            assert type(value) in (int, float, str, bool, type(None))
-
-    check(encoded)
+    encoded, size = WIRE.encode(message)
+    _, tensors = encoded
     assert size == sum(tensor.nbytes for tensor in tensors)
     assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in tensors)
-    assert same(decode(encoded, {**REQUESTS, **ANSWERS}), message)
+    asks = next((asks for asks, answer in PAIRS if answer is cls), None)
+    assert same(WIRE.decode_answer(encoded, asks) if asks else WIRE.decode_request(encoded), message)
 
 
 def test_only_messages_are_encoded_and_decoded() -> None:
     with pytest.raises(TypeError, match="SlotPlace"):
-        encode(wire.SlotPlace("a", 1, True))  # type: ignore[arg-type]
+        WIRE.encode(wire.SlotPlace("a", 1, True))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="plain values and tensors, got object"):
-        encode(wire.Records(object()))  # type: ignore[arg-type]
+        WIRE.encode(wire.Records(object()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown message 'Placement'"):
-        decode(("Placement", (1, ())), REQUESTS)
+        WIRE.decode_request(plain(["Placement", 1, []]))
     with pytest.raises(ValueError, match="unknown message 'Rows'"):
-        decode(("Rows", ([],)), REQUESTS)
+        WIRE.decode_request(plain(["Rows", []]))
+    with pytest.raises(ValueError, match="1 tensors came, and it has 0"):
+        WIRE.decode_request((WIRE.encode(wire.Versions(0, 0))[0][0], [torch.zeros(1)]))
+    with pytest.raises(ValueError, match="not a Records"):
+        WIRE.decode_answer((WIRE.encode(wire.Records(torch.zeros(1, 1)))[0][0], [None]), wire.Fetch)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("asks", REQUEST_CLASSES, ids=lambda cls: cls.__name__)
+def test_a_request_is_answered_by_what_it_declares_only(asks: type) -> None:
+    declared = [answer for one, answer in PAIRS if one is asks]
+    assert wire.Refused in declared and wire.Malformed in declared and len(declared) > 2
+    for answer in ANSWER_CLASSES:
+        encoded, _ = WIRE.encode(sample(answer))
+        if answer in declared:
+            assert type(WIRE.decode_answer(encoded, asks)) is answer
+        else:
+            with pytest.raises(ValueError, match=f"{answer.__name__} is no answer to a {asks.__name__}: "):
+                WIRE.decode_answer(encoded, asks)
 
 
 def test_large_tensors_are_not_copied() -> None:
     records = torch.zeros(1000, 64, dtype=torch.uint8)
-    (_, values), size = encode(wire.Records(records))
-    assert values[0].data_ptr() == records.data_ptr()
+    (_, tensors), size = WIRE.encode(wire.Records(records))
+    assert tensors[0].data_ptr() == records.data_ptr()
     assert size == 64_000
 
 
 def test_torch_rpc_is_not_given_what_is_a_small_part_of_its_storage() -> None:
     """It would send the whole storage."""
     large = torch.arange(100)
-    kind, (few, [most], other) = _compact(("Rows", (large[:3], [large[:90]], {1: "x"})))
+    body, [few, most] = _compact((b"x", [large[:3], large[:90]]))
     assert few.untyped_storage().nbytes() == few.nbytes and few.tolist() == [0, 1, 2]
-    assert most.data_ptr() == large.data_ptr() and (kind, other) == ("Rows", {1: "x"})
+    assert most.data_ptr() == large.data_ptr() and body == b"x"
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
@@ -285,9 +292,44 @@ def test_errors_in_a_handler_are_answered_and_recorded(cluster: Cluster) -> None
     (error,) = b.ask("wait_errors", count=1)
     assert error.startswith("TypeError")
     result = a.call(b, TWICE)
-    assert result["outcome"] == "Ok" and result["detail"] == "Acknowledged(step=1)"
+    assert result["outcome"] == "Ok" and result["detail"] == "VersionsAre(folded={1: 1})"
     (error,) = b.ask("wait_errors", count=1)
     assert "called twice" in error
+
+
+def test_what_is_no_message_is_refused_with_a_reason_and_counted(cluster: Cluster) -> None:
+    """Nobody ends, and the next call is as any."""
+    a, b = cluster.take(2)
+    cluster.form([a, b])
+    before = [child.ask("status")["complaints"] for child in (a, b)]
+    a.ask("say", values=["Versions", "x", 0, 0])
+    result = a.call(b, PROMPT)
+    assert (
+        "Malformed(reason='not a request: not a Versions: Expected `int`, got `str` - at `slot`')" in result["detail"]
+    )
+    assert b.ask("status")["complaints"]["a request is none"] == before[1].get("a request is none", 0) + 1
+    a.ask("say", values=None)
+    b.ask("say", values=["Acknowledged", 1])
+    result = a.call(b, PROMPT)
+    assert result["outcome"] == "Unknown"
+    assert result["detail"] == "Acknowledged is no answer to a Versions: VersionsAre is"
+    assert a.ask("status")["complaints"]["an answer is none"] == before[0].get("an answer is none", 0) + 1
+    b.ask("say", values=None)
+    assert a.call(b, PROMPT)["outcome"] == "Ok"
+    assert a.ask("wait_errors", count=0) == b.ask("wait_errors", count=0) == []
+
+
+def test_members_of_different_builds_form_no_generation(cluster: Cluster) -> None:
+    a, b = cluster.take(2)
+    cluster.form([a, b])
+    version = b.ask("be_of_version", version="9.9.9")
+    numbers = cluster.start_join([a, b], [a.name, b.name], WAIT_S)
+    results = [child.answer(number) for child, number in zip((a, b), numbers, strict=True)]
+    assert f"{b.name} run another build of torch_ecrec than {a.name}" in results[0]["error"]
+    assert f"{a.name} run another build of torch_ecrec than {b.name} (version 9.9.9)" in results[1]["error"]
+    assert a.call(b, PROMPT)["outcome"] == "Ok", "the generation before goes on"
+    b.ask("be_of_version", version=version)
+    cluster.form([a, b])
 
 
 def test_strangers_are_failed_calls(cluster: Cluster) -> None:
@@ -371,7 +413,7 @@ def leave_signs(cluster: Cluster, last_sign: str) -> None:
     """
     ghost = dist.PrefixStore(f"generation-{cluster.generation + 1}", cluster.store)
     if last_sign:
-        ghost.set("arrived/ghost", f"127.0.0.1 1 {bytes(16).hex()} -")
+        ghost.set("arrived/ghost", f"{own_build().digest.hex()} 127.0.0.1 1 {bytes(16).hex()} -")
     if last_sign in ("named", "started"):
         ghost.set("names/2", f"ghost:{cluster.generation + 1}")
     if last_sign == "started":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from junk import plain
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.encoding import ANSWERS, REQUESTS, decode
+from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.wire import Ok, Placement, Refused, SlotPlace, Unknown
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
@@ -56,8 +57,10 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
     sources = {source: step for source in range(3)}
     return {
         "Lookup": wire.Lookup(SLOT, 0, step + 5, positions),
-        "Push": wire.Push(SLOT, 0, step + 5, 0, positions, gradients, [0.1, 0.1], 0),
-        "Snapshot": wire.Snapshot(SLOT, 0, step, 0, torch.zeros(3, dtype=torch.uint8), []),
+        "Push": wire.Push(SLOT, 0, step + 5, 0, positions, gradients, [0.1, 0.1], 1, 0),
+        "Load": wire.Load(SLOT, 0, step + 5, 0, ones(0, 2), None, 0, False),
+        "Pass": wire.Pass(SLOT, 0, step + 5, 1, 0),
+        "Snapshot": wire.Snapshot(SLOT, 0, step, 0, torch.zeros(3, dtype=torch.uint8), [step]),
         "Export": wire.Export(SLOT, 0, 0, step + 5, positions[0]),
         "Fold": wire.Fold(SLOT, 0, SOURCE, 0, step + 5, step - 1, parts, deltas),
         "Attach": wire.Attach(SLOT, 0, SOURCE, 0, 0, 0),
@@ -90,6 +93,20 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Push", {"gradients": [torch.zeros(2, 4), torch.zeros(1, 2)]}, r"must have shape \(2, 3\), got \(2, 4\)"),
     ("Push", {"gradients": [torch.zeros(1, 3), torch.zeros(1, 2)]}, r"must have shape \(2, 3\), got \(1, 3\)"),
     ("Push", {"rates": [0.1]}, "`rates` must be one of each"),
+    ("Push", {"iteration": 0}, r"`iteration` must be in 1\.\."),
+    ("Push", {"iteration": HUGE}, r"`iteration` must be in 1\.\."),
+    ("Load", {"step": HUGE}, "`step` must be at most"),
+    ("Load", {"slab": 2}, "`slab` must be in"),
+    ("Load", {"positions": ones(0, HUGE)}, r"positions must be in 0\.\."),
+    ("Load", {"positions": ones(2, 0)}, "must be ascending"),
+    ("Load", {"records": torch.zeros(2, 5, dtype=torch.uint8)}, "`records` of slab 0 must have shape"),
+    ("Load", {"resumable": 900}, "`resumable` must be before step"),
+    ("Pass", {"step": HUGE}, "`step` must be at most"),
+    ("Pass", {"trainer": 0}, "`trainer` must not be 0"),
+    ("Pass", {"trainer": 2}, "`trainer` must be in"),
+    ("Pass", {"resumable": 900}, "`resumable` must be before step"),
+    ("Snapshot", {"header": []}, "`header` must begin with steps of training"),
+    ("Snapshot", {"header": [HUGE]}, "`header` must begin with steps of training"),
     ("Snapshot", {"step": HUGE}, "`step` must be at most"),
     ("Snapshot", {"trainer": 7}, "`trainer` must be"),
     ("Export", {"slab": 2}, r"`slab` must be in 0\.\.1, got 2"),
@@ -128,7 +145,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
 def test_a_request_that_cannot_be_of_this_job_is_refused(
     kind: str, changes: dict[str, Any], says: str, cluster: SimulatedCluster
 ) -> None:
-    request = dataclasses.replace(valid(cluster)[kind], **changes)
+    request = msgspec.structs.replace(valid(cluster)[kind], **changes)
     host = host_of(cluster, SLOT)
     known = host.known(), [slot.status() for slot in host.slots.values()]
     answers: list[Any] = []
@@ -143,15 +160,16 @@ def test_a_request_that_cannot_be_of_this_job_is_refused(
 def test_requests_of_each_kind_are_let_in(cluster: SimulatedCluster) -> None:
     host = host_of(cluster, SLOT)
     requests = valid(cluster)
-    assert {*requests, "Load"} == set(REQUESTS)
+    assert {*requests, "Load"} == set(WIRE.requests)
     for request in requests.values():
         assert host._fault_of(host.slots[SLOT], request) is None
 
 
 def test_a_base_class_is_no_message() -> None:
-    for kind, classes in (("Request", REQUESTS), ("Answer", ANSWERS)):
-        with pytest.raises(ValueError, match="unknown message"):
-            decode((kind, (0, 0, 0) if kind == "Request" else ()), classes)
+    with pytest.raises(ValueError, match="unknown message 'Request'"):
+        WIRE.decode_request(plain(["Request", 0, 0, 0]))
+    with pytest.raises(ValueError, match="unknown message 'Answer'"):
+        WIRE.decode_answer(plain(["Answer"]), wire.Lookup)
 
 
 def test_who_serves_no_requests_refuses_them(cluster: SimulatedCluster) -> None:

@@ -14,7 +14,6 @@ What its handler does with a request depends on the request's slot:
     CLOSES          closes its transport from the handler, then answers
 """
 
-import dataclasses
 import faulthandler
 import json
 import math
@@ -26,32 +25,38 @@ import time
 import typing
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from junk import Says
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.member import TRANSPORTS
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.encoding import ANSWERS, REQUESTS
+from torch_ecrec.protocol.build import Build
+from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.tensors import as_array
 
 WAIT_S = 240.0  # less than the test waits for an answer
 PROMPT, LATE, NEVER, RAISES, BAD_ANSWER, TWICE, CLOSES = range(100, 107)
-REQUEST_CLASSES = [cls for name, cls in sorted(REQUESTS.items()) if cls is not wire.Request]
-ANSWER_CLASSES = [cls for name, cls in sorted(ANSWERS.items()) if cls is not wire.Answer]
+REQUEST_CLASSES = [cls for _, cls in sorted(WIRE.requests.items())]
+ANSWER_CLASSES = [cls for _, cls in sorted(WIRE.answers.items())]
+PAIRS = [(asks, answer) for asks, answers in WIRE.answers_to.items() for answer in answers]
 
 
 def sample(cls: type, **given: Any) -> Any:
     """A message with every field filled according to its type, the same in every process."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    values = {field.name: _fill(hints[field.name], seed) for seed, field in enumerate(dataclasses.fields(cls))}
+    values = {name: _fill(hints[name], seed) for seed, name in enumerate(cls.__struct_fields__)}  # type: ignore[attr-defined]
     return cls(**{**values, **given})
 
 
 def _fill(hint: Any, seed: int) -> Any:
+    if isinstance(hint, wire.TensorOf):
+        return _tensor(hint, seed)
     if typing.get_origin(hint) is typing.Annotated:
-        return _tensor(typing.get_args(hint)[1], seed)
+        return _fill(typing.get_args(hint)[0], seed)
     if hint in (int, float, str, bool):
         return {int: 2**40 + seed, float: math.pi + seed, str: f"text {seed} \u00e4", bool: seed % 2 == 1}[hint]
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
@@ -85,8 +90,8 @@ def same(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and a.shape == b.shape and bits[0] == bits[1]
     if type(a) is not type(b):
         return False
-    if dataclasses.is_dataclass(a):
-        return all(same(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a))
+    if isinstance(a, msgspec.Struct):
+        return all(map(same, msgspec.structs.astuple(a), msgspec.structs.astuple(b)))
     if isinstance(a, list):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
@@ -125,11 +130,11 @@ class Child:
         elif request.slot == BAD_ANSWER:
             reply(wire.Records(object()))  # type: ignore[arg-type]
         elif request.slot == TWICE:
-            reply(wire.Acknowledged(1))
-            reply(wire.Acknowledged(2))
+            reply(wire.VersionsAre({1: 1}))
+            reply(wire.VersionsAre({1: 2}))
         elif request.slot == CLOSES:
             self.transport.close()
-            reply(wire.Acknowledged(1))
+            reply(wire.VersionsAre({}))
 
     def on_error(self, error: BaseException) -> None:
         with self.handled:
@@ -183,12 +188,19 @@ class Child:
         reason = outcome.answer if isinstance(outcome, wire.Ok) else outcome.reason
         return {"outcome": type(outcome).__name__, "detail": str(reason), "took_s": time.monotonic() - start_s}
 
+    def do_say(self, values: Any) -> Any:
+        """From now on it sends that for each message; None: what it should."""
+        self.transport.vocabulary = WIRE if values is None else Says(values)
+
+    def do_be_of_version(self, version: str) -> Any:
+        mine, self.transport.build = self.transport.build, Build(version, self.transport.build.messages)
+        return mine.version
+
     def do_round_trips(self, peer: str) -> Any:
         """All requests and answers; returns the classes that came through and what did not."""
         through, wrong = set(), []
-        for i in range(max(len(REQUEST_CLASSES), len(ANSWER_CLASSES))):
-            request = sample(REQUEST_CLASSES[i % len(REQUEST_CLASSES)], slot=i % len(ANSWER_CLASSES))
-            expected = sample(ANSWER_CLASSES[request.slot])
+        for asks, answer in PAIRS:
+            request, expected = sample(asks, slot=ANSWER_CLASSES.index(answer)), sample(answer)
             outcome = self.call(peer, request, WAIT_S)
             if isinstance(outcome, wire.Ok) and same(outcome.answer, expected):
                 through |= {type(request).__name__, type(expected).__name__}
@@ -242,6 +254,7 @@ class Child:
             "generation": self.transport.generation,
             "members": self.transport.members,
             "bytes_sent": self.transport.bytes_sent,
+            "complaints": self.transport.complaints.counts,
             "calls": len(self.transport._calls),
             "threads": len(os.listdir("/proc/self/task")),
         }

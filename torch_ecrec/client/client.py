@@ -9,9 +9,12 @@ A step t of one trainer:
                    `window_steps` ahead of what is acknowledged, and keeps what is not
     snapshot(...)  the dense model after t, to the r + 1 snapshot slots
 
-Initial values are loaded in steps, too: `load` on trainer 0 is to the slots what `push` is of all trainers. Training
-begins after the last of them, the `origin`. `Client` counts steps as the messages do; `Session` counts those of
-training, from 1.
+Values are loaded in steps, too. Before training, `load` on trainer 0 is to the slots what `push` is of all trainers;
+training begins after the last of them, the `origin`. Later, the other trainers `pass_` in such a step. `Client` counts
+steps as the messages do; `Session` counts those of training, from 1.
+
+The dense model may be kept after each step. One that loads takes over from a step that it follows before that has
+ended: the snapshot, if one was due, is of all of them, and nobody goes back between them.
 
 Shape legend: U unique rows of a slab, D embedding dim, B record bytes; lists hold one tensor per slab. Rows are slab
 rows: first row of the table in its slab, plus the id.
@@ -29,7 +32,7 @@ from torch import Tensor
 from torch_ecrec.client.reads import SlotReads
 from torch_ecrec.layout.routing import Route
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.wire import Answer, Placement
+from torch_ecrec.protocol.wire import Placement
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import Port
@@ -67,11 +70,13 @@ class Client(SlotReads):
         self.snapshot_slots = range(min(job.code.parities + 1, self.slots))
         self.complete = 0  # everything of this trainer up to here is acknowledged and stored
         self.resumable = 0  # the last step up to there after which a snapshot was due: logs must reach back to it
-        self.resume_step = 0  # where its era began
+        self.resume_step = self.resume_done = 0  # where its era began, and the steps of training until then
         self.resumed = False  # whether that is known: nothing is asked of a slot before
         self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
+        self.done = 0  # steps of training that are done
         self.ended_loading = False  # trainer 0: the coordinator was told
         self.snapshot_every = snapshot_every
+        self._owed = False  # a snapshot was due after the step before, and is due after one that loads behind it
         self.open: dict[int, _StepState] = {}
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
 
@@ -82,7 +87,7 @@ class Client(SlotReads):
         if message["type"] == "placement":
             self.run(self.place, Placement.from_json(message["placement"]))
         elif message["type"] == "resume":
-            self.run(self.resume, message["era"], message["step"], message["origin"])
+            self.run(self.resume, message["era"], message["step"], message["origin"], message["done"])
         elif message["type"] == "loaded":
             self.run(self.begin_training, message["origin"])
         elif message["type"] == "rejoined" and self.ended_loading:
@@ -93,12 +98,16 @@ class Client(SlotReads):
         self.on_change()
         return newer
 
-    def resume(self, era: int, step: int, origin: int | None) -> None:
-        """Goes on after `step`, in the era that began there. Before anything else; only the first time counts."""
+    def resume(self, era: int, step: int, origin: int | None, done: int) -> None:
+        """Goes on after `step`, with `done` steps of training, in the era that began there.
+
+        Before anything else; only the first time counts.
+        """
         if self.resumed:
             return
         self.era, self.step = era, step + 1
         self.complete = self.resumable = self.resume_step = step
+        self.done = self.resume_done = done
         self.resumed, self.origin = True, origin
         self.on_change()
 
@@ -117,12 +126,13 @@ class Client(SlotReads):
             "era": self.era,
             "frozen": False,
             "resume_step": self.resume_step,
+            "done": self.resume_done,
             "origin": self.origin,
             "whole": [],
             "incarnations": [],
         }
 
-    # initial values -----------------------------------------------------------------------------
+    # loading ------------------------------------------------------------------------------------
 
     def left_behind(self) -> Iterator[tuple[int, Tensor]]:
         """What is to be loaded first, as the servers make it: slab and rows, in portions.
@@ -135,7 +145,7 @@ class Client(SlotReads):
                 yield slab, torch.arange(first, min(first + rows, spec.rows))
 
     def load(self, slab: int, route: Route, records: Tensor | None) -> None:
-        """A step of trainer 0 before training: overwrites the routed rows.
+        """A step of trainer 0: overwrites the routed rows. In training the other trainers `pass_`.
 
         Args:
             slab: which.
@@ -143,13 +153,29 @@ class Client(SlotReads):
             records: (U, B) uint8, copied; None: as the servers initialise these rows.
         """
         parts = route.split(records) if records is not None else [None] * self.slots
+        step, alone = self.step, self.origin is None
+
+        def make(slot: int, incarnation: int) -> wire.Load:
+            positions = route.positions[slot]
+            return wire.Load(slot, incarnation, step, slab, positions, parts[slot], self.resumable, alone)
+
+        self._send_step(make, self._take_over())
+
+    def pass_(self) -> None:
+        """A step in training in which trainer 0 loads: this is another one."""
         step = self.step
 
-        def make(slot: int, incarnation: int) -> wire.Request:
-            positions = route.positions[slot]
-            return wire.Load(slot, incarnation, step, slab, positions, parts[slot], self.resumable)
+        def make(slot: int, incarnation: int) -> wire.Pass:
+            return wire.Pass(slot, incarnation, step, self.trainer, self.resumable)
 
-        self._send_step(make)
+        self._send_step(make, self._take_over())
+
+    def _take_over(self) -> bool:
+        """Whether the snapshot that was due after the step before is due after this one, which ends with it."""
+        self.end_lookups()
+        self.without_snapshot()
+        owed, self._owed = self._owed, False
+        return owed
 
     def all_acknowledged(self) -> bool:
         """Whether everything that this trainer has sent survives r losses."""
@@ -165,12 +191,12 @@ class Client(SlotReads):
     @property
     def training_step(self) -> int:
         """The step of training being worked on, from 1."""
-        return max(1, wire.training_step(self.step, self.origin))
+        return self.done + 1
 
-    def snapshot_due(self, step: int) -> bool:
-        """Whether the dense model after `step` is to be kept. Before training there is nothing to keep."""
-        done = wire.training_step(step, self.origin)
-        return done > 0 and self.snapshot_every > 0 and done % self.snapshot_every == 0
+    @property
+    def snapshot_due(self) -> bool:
+        """Whether the dense model is to be kept now that a step has been pushed."""
+        return self.snapshot_every > 0 and self.done % self.snapshot_every == 0
 
     def may_push(self) -> bool:
         """A trainer runs at most `window_steps` ahead of what is acknowledged."""
@@ -180,7 +206,7 @@ class Client(SlotReads):
         """The step before has none, and never will: this one ends in the same turn of the user's loop."""
         state = self.open.get(self.step - 1)
         if state is not None and state.unstored is None:
-            state.unstored = set()
+            state.unstored, self._owed = set(), True
             self._advance()
 
     def push(self, routes: Sequence[Route], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
@@ -191,27 +217,30 @@ class Client(SlotReads):
         """
         self.end_lookups()
         self.without_snapshot()
-        step = self.step
+        step, iteration = self.step, self.done + 1
         if self.bfloat16:
             gradients = [gradient_UD.bfloat16() for gradient_UD in gradients]
         parts = [route.split(gradient) for route, gradient in zip(routes, gradients, strict=True)]
 
-        def make(slot: int, incarnation: int) -> wire.Request:
+        def make(slot: int, incarnation: int) -> wire.Push:
             positions = [route.positions[slot] for route in routes]
             mine = [part[slot] for part in parts]
-            return wire.Push(slot, incarnation, step, self.trainer, positions, mine, list(rates), self.resumable)
+            return wire.Push(
+                slot, incarnation, step, self.trainer, positions, mine, list(rates), iteration, self.resumable
+            )
 
-        self._send_step(make)
+        self.done, self._owed = iteration, False
+        self._send_step(make, self.snapshot_due)
 
-    def _send_step(self, make: Callable[[int, int], wire.Request]) -> None:
+    def _send_step(self, make: Callable[[int, int], wire.Part], snapshot_due: bool) -> None:
         """Sends what `make` gives for each slot and incarnation until all have acknowledged it; ends the step."""
         step = self.step
         state = self.open[step] = _StepState(unacknowledged=set(range(self.slots)))
-        if not self.snapshot_due(step):
+        if not snapshot_due:
             state.unstored = set()
 
         def send(slot: int) -> None:
-            def on_answer(_: Answer) -> None:
+            def on_answer(_: wire.Acknowledged) -> None:
                 state.unacknowledged.discard(slot)
                 self._advance()
 
@@ -239,13 +268,12 @@ class Client(SlotReads):
         unstored.add(slot)
         sent_to = -1
 
-        def make(incarnation: int) -> wire.Request:
+        def make(incarnation: int) -> wire.Snapshot:
             nonlocal sent_to
             sent_to = incarnation
             return wire.Snapshot(slot, incarnation, step, self.trainer, payload, header)
 
-        def on_answer(answer: Answer) -> None:
-            assert isinstance(answer, wire.Stored)
+        def on_answer(answer: wire.Stored) -> None:
             state.since[slot] = sent_to
             for other, incarnation in enumerate(answer.incarnations):
                 state.least[other] = max(incarnation, state.least.get(other, 0))

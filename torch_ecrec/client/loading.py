@@ -1,10 +1,15 @@
-"""Initial values, on the user's thread: trainer 0 overwrites records before the first step, and everybody waits for it.
+"""Loading, on the user's thread: trainer 0 overwrites records, before training or between two steps of it.
 
-    trainer 0   load(...), load(...), end()
-    others                             end()    returns once trainer 0's does: training begins
+    trainer 0   load(...), load(...), end()                         step, step, overwrite(...), step
+    others                             end()    training begins     step, step, overwrite(...), step
 
-Before trainer 0 loads, what one that was lost may have loaded is taken back (`Client.left_behind`). In a cluster that
-has trained before, everything here does nothing but wait until the step is known that training goes on after.
+Before training everybody waits for trainer 0: `end` returns once its own does. What a lost trainer 0 may have loaded is
+taken back before the next one loads (`Client.left_behind`). In a cluster that has trained before, all of that does
+nothing but wait until the step is known that training goes on after.
+
+In training every trainer calls `overwrite`, at the same place of its loop: a step of its own, as safe as any other. A
+script that was started again and has not asked yet where training goes on (`resumed`) overwrites nothing, unless no
+step of training counts: what it would overwrite was trained since.
 
 How a load travels, as a step of the protocol, is the client's business.
 
@@ -40,6 +45,7 @@ class Loading:
     def __init__(self, client: Client, wait: Wait, restarted: bool) -> None:
         self._client, self._wait, self._restarted = client, wait, restarted
         self._begun = False  # trainer 0 has begun to load
+        self.resumed = False  # the script knows where training goes on
 
     def before_reading(self) -> None:
         """Trainer 0 may read while it loads; others once it has loaded all."""
@@ -58,11 +64,29 @@ class Loading:
         if client.origin is not None:
             step = client.training_step
             raise ValueError(f"initial values are loaded before the first step: loading has ended, at step {step}")
-        most = client.layouts[slab].rows
+        self._check(slab, rows)
+        self._begin()
+        self._send(slab, rows, records)
+
+    def overwrite(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
+        """See `Session.overwrite`."""
+        client = self._client
+        if self._restarted and not self.resumed and client.done:
+            return
+        client.run(client.without_snapshot)
+        if client.trainer == 0:
+            if records is None:
+                raise ValueError("trainer 0 must give the records that are written")
+            self._check(slab, rows)
+            self._send(slab, rows, records)
+        else:
+            self._wait(client.may_push, f"loading: step {client.step} is waited for")
+            client.run(client.pass_)
+
+    def _check(self, slab: int, rows: Tensor) -> None:
+        most = self._client.layouts[slab].rows
         if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < most)).all()):
             raise ValueError(f"`rows` must be ascending and unique, from 0 to {most - 1}")
-        self._begin()
-        self._send(slab, rows, records.contiguous().view(torch.uint8))
 
     def end(self) -> None:
         """See `Session.loaded`."""
@@ -91,5 +115,6 @@ class Loading:
 
     def _send(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
         client = self._client
-        self._wait(client.may_push, f"loading initial values: step {client.step} is waited for")
-        client.run(client.load, slab, client.route(slab, rows), records)
+        self._wait(client.may_push, f"loading: step {client.step} is waited for")
+        written = None if records is None else records.contiguous().view(torch.uint8)
+        client.run(client.load, slab, client.route(slab, rows), written)

@@ -14,6 +14,7 @@ Shape legend: U unique rows of a slab, D embedding dim, B record bytes; lists ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch_ecrec.layout.routing import Parts, Route, route
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.encoding import REQUESTS, decode, encode
+from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.pieces import Gathering
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer
@@ -51,20 +52,20 @@ class SlotReads(Node):
         self.judge = Judge(job, self.layouts)
         self.bfloat16 = settings.wire == "bfloat16"
         self.step = 1  # the one being worked on, as the messages count
-        self._lookups: list[Exchange] = []  # of this step
+        self._lookups: list[Exchange[Any]] = []  # of this step
         self.on_error: Callable[[BaseException], None] = _raise  # called, inside run, with what cannot be answered
 
-    def fault_of_answer(self, request: wire.Request, answer: Answer) -> str | None:
+    def fault_of_answer(self, request: wire.Request[Any], answer: Answer) -> str | None:
         placement = self.placement
         assert placement is not None, "it has asked somebody"
         return self.judge.fault_of_answer(request, answer, lambda slot: placement.slots[slot].incarnation)
 
-    def gives_up(self, request: wire.Request, refusal: wire.Malformed) -> bool:
+    def gives_up(self, request: wire.Request[Any], refusal: wire.Malformed) -> bool:
         """One that is malformed as it was sent would be refused for ever; what was spoilt on its way is sent again."""
         placement = self.placement
         assert placement is not None, "it has asked somebody"
         try:
-            decode(encode(request)[0], REQUESTS)
+            WIRE.decode_request(WIRE.encode(request)[0])
             fault = self.judge.fault_of_request(request, None, lambda slot: placement.slots[slot].incarnation)
         except (TypeError, ValueError) as error:
             fault = str(error)
@@ -85,12 +86,11 @@ class SlotReads(Node):
         def ask(slot: int) -> None:
             positions = [route.positions[slot] for route in routes]
 
-            def on_answer(answer: Answer) -> None:
+            def on_answer(answer: wire.Rows | wire.Forgotten) -> None:
                 if isinstance(answer, wire.Forgotten):
                     if step == self.step:  # else it was asked ahead for nothing, and nobody waits for it
                         self.on_error(LookupError(answer.reason))
                     return
-                assert isinstance(answer, wire.Rows)
                 answers[slot] = answer
                 if len(answers) == len(asked):
                     done(self._in_order(routes, answers))
@@ -132,11 +132,10 @@ class SlotReads(Node):
             done(route.join([answers[s] for s in asked], out_UB) if asked else out_UB)
 
         def ask(slot: int) -> None:
-            def on_answer(answer: Answer) -> None:
+            def on_answer(answer: wire.Records | wire.Forgotten) -> None:
                 if isinstance(answer, wire.Forgotten):
                     self.on_error(LookupError(answer.reason))
                     return
-                assert isinstance(answer, wire.Records)
                 answers[slot] = answer.records
                 if len(answers) == len(asked):
                     finish()
@@ -155,8 +154,7 @@ class SlotReads(Node):
         def ask() -> None:
             self.ask(slot, lambda i: wire.FetchSnapshots(slot, i, step, begin=got.begin(i)), on_answer)
 
-        def on_answer(answer: Answer) -> None:
-            assert isinstance(answer, wire.Snapshots)
+        def on_answer(answer: wire.Snapshots) -> None:
             if got.take(answer):
                 done(got.all())
             else:

@@ -56,7 +56,7 @@ class Session:
         client: the protocol.
         tell: sends a message to the coordinator.
         on_close: called once by `close`.
-        restarted: the cluster has trained before: `resume` says from where on. Loading does nothing then.
+        restarted: the cluster has trained before: `resume` says from where on. Initial values are not loaded then.
 
     Every wait ends within `settings.give_up_s` seconds of the last progress with `ClusterUnavailable` (stacks of all
     threads go to stderr), or with the error that the background reported. Only that ends the wait for another trainer's
@@ -256,8 +256,7 @@ class Session:
 
     def _stored(self, slot: int, step: int) -> list[tuple[int, int, list[int], Tensor]]:
         have: wire.Snapshots = self._run_and_wait(self.client.stored, slot, step, what=f"snapshots of slot {slot}")
-        steps = [wire.training_step(step, self.client.origin) for step in have.steps]
-        return list(zip(steps, have.trainers, have.headers, have.payloads, strict=True))
+        return list(zip(have.steps, have.trainers, have.headers, have.payloads, strict=True))
 
     def resume(self) -> tuple[int, list[tuple[Tensor, list[int]]]]:
         """Where training goes on, in a session that was `restarted`.
@@ -268,9 +267,9 @@ class Session:
         """
         client = self.client
         self._wait(lambda: client.resumed, "waiting for the servers to go back to a step that all know")
-        step = wire.training_step(client.resume_step, client.origin)
-        stored = self._stored(0, client.resume_step) if step else ()
-        return step, [(payload, header) for _, _, header, payload in stored]
+        stored = self._stored(0, client.resume_step) if client.resume_done else ()
+        self._loading.resumed = True
+        return client.resume_done, [(payload, header) for _, _, header, payload in stored]
 
     def flush(self) -> None:
         """Waits until everything sent is acknowledged: survives r losses."""
@@ -303,6 +302,28 @@ class Session:
             ValueError: on another trainer, after `loaded`, or `rows` are not as they must be.
         """
         self._loading.load(slab, rows, records)
+
+    def overwrite(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
+        """Overwrites records between two steps of training: every trainer calls it at the same place of its loop.
+
+        Lookups and reads after it have what was written; lookups before it, with gradients to come, keep what they
+        have. It survives r losses once it is acknowledged (`flush`); if trainers are lost before the step has ended
+        that it belongs to, it is taken back, and they make it again. In a session that was `restarted` it does nothing
+        before `resume`, unless no step of training counts.
+
+        Args:
+            slab: which.
+            rows: (U,) int64, ascending and unique; trainer 0's count.
+            records: (U, W) float32, copied; trainer 0's. Others may give None.
+
+        Raises:
+            ValueError: `rows` are not as they must be, or trainer 0 gives no records.
+            RuntimeError: before `loaded`.
+        """
+        self._check_training()
+        self._loading.overwrite(slab, rows, records)
+        self._routes.clear()
+        self._ahead.clear()
 
     def loaded(self) -> None:
         """Ends the loading of initial values; every trainer calls it once and waits for trainer 0.

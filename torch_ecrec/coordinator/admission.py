@@ -58,7 +58,7 @@ def objection(state: ClusterState, member: MemberRecord, word: OfMember) -> str 
         if word.slot >= len(state.table.slots):
             return f"`slot` must be below {len(state.table.slots)}, got {word.slot}"
     if isinstance(word, messages.Reach) and state.job.spec is not None:
-        trainers = {trainer for _, kept in word.snapshots for trainer in kept}
+        trainers = {trainer for _, _, kept in word.snapshots for trainer in kept}
         if trainers and max(trainers) >= state.job.spec.trainers:
             return f"`snapshots`: trainers must be below {state.job.spec.trainers}, got {max(trainers)}"
     return None

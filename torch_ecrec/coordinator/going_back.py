@@ -15,7 +15,6 @@ from torch_ecrec.coordinator.members import Members
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.wire import training_step
 
 
 @dataclass
@@ -24,12 +23,14 @@ class GoingBack:
 
     Attributes:
         reach: slot -> what it said.
-        step: where training goes on, once it is known.
+        step: where training goes on, once it is known; a step of the protocol.
+        done: steps of training that count then.
         durable: slots at which it is durable.
     """
 
     reach: dict[int, messages.Reach] = field(default_factory=dict)
     step: int | None = None
+    done: int = 0
     durable: set[int] = field(default_factory=set)
 
 
@@ -54,7 +55,7 @@ def choose_step(reach: Collection[messages.Reach], origin: int | None, trainers:
     first = range(least, most + 1) if origin is None else [origin]
     parts: dict[int, set[int]] = {step: set(range(trainers)) for step in first}
     for said in reach:
-        for step, kept in said.snapshots:
+        for step, _, kept in said.snapshots:
             parts.setdefault(step, set()).update(kept)
     least_known = max(least, origin or 0)
     known = [step for step, kept in parts.items() if least_known <= step <= most and len(kept) == trainers]
@@ -67,13 +68,14 @@ class Eras:
     Attributes:
         number: how often trainers were lost, and servers while they went back.
         resume_step: where the era began: a step of the protocol.
+        done: steps of training until then.
         going_back: None once that step is durable everywhere.
     """
 
     def __init__(self, job: RunningJob, members: Members, announce: Callable[[Event], None]) -> None:
         self._job, self._members, self._announce = job, members, announce
         self.number = 0
-        self.resume_step = 0
+        self.resume_step = self.done = 0
         self.going_back: GoingBack | None = None
 
     def begin(self) -> None:
@@ -88,10 +90,10 @@ class Eras:
         """Servers hear how far they go back as soon as it is known, trainers where they start once it is durable."""
         back, origin = self.going_back, self._job.origin
         if self._members.by_name[name].role == "server":
-            step = self.resume_step if back is None else back.step
-            self._members.send(name, messages.Era(self.number, step, origin))
+            step, done = (self.resume_step, self.done) if back is None else (back.step, back.done)
+            self._members.send(name, messages.Era(self.number, step, origin, done))
         elif back is None:
-            self._members.send(name, messages.Resume(self.number, self.resume_step, origin))
+            self._members.send(name, messages.Resume(self.number, self.resume_step, origin, self.done))
 
     def _tell_all(self, role: str) -> None:
         for member in self._members.present(role):
@@ -107,9 +109,10 @@ class Eras:
             return
         assert job.spec is not None
         reach = back.reach.values()
-        first, last = (training_step(step, job.origin) for step in common_steps(reach))
+        first, last = common_steps(reach)
         chosen = choose_step(reach, job.origin, job.spec.trainers)
         if chosen is None:
+            first, last = (max(0, step - (job.origin or 0)) for step in (first, last))
             job.stop(
                 f"the trainers were lost, and no dense snapshot of the steps {first} to {last} is kept, which"
                 " are those that the servers can go back to (snapshots are off?): restore a checkpoint",
@@ -117,8 +120,8 @@ class Eras:
             )
             return
         back.step = chosen
-        step = training_step(chosen, job.origin)
-        self._announce(events.GoingBack(self.number, step, last))
+        back.done = next((done for said in reach for step, done, _ in said.snapshots if step == chosen), 0)
+        self._announce(events.GoingBack(self.number, back.done, back.done + last - chosen))
         self._tell_all("server")
 
     def on_durable(self, message: messages.Durable) -> bool:
@@ -133,8 +136,8 @@ class Eras:
         back.durable.add(message.slot)
         if len(back.durable) < job.code.slots:
             return False
-        self.resume_step, self.going_back = back.step, None
-        job.step = training_step(back.step, job.origin)
+        self.resume_step, self.done, self.going_back = back.step, back.done, None
+        job.step = back.done
         self._announce(events.Resumable(self.number, job.step))
         self._tell_all("trainer")
         return True
@@ -143,4 +146,4 @@ class Eras:
         """The newest era that members of the coordinator before know; it never becomes less."""
         for one in said:
             self.number = max(self.number, one.era)
-            self.resume_step = max(self.resume_step, one.resume_step)
+            self.resume_step, self.done = max((self.resume_step, self.done), (one.resume_step, one.done))

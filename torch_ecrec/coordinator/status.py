@@ -7,13 +7,13 @@ from typing import Any
 
 import torch_ecrec
 from torch_ecrec.coordinator.state import ClusterState
-from torch_ecrec.protocol.wire import training_step
 
 
 def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
     """Everything, as an object of JSON."""
     job, eras, table = state.job, state.eras, state.table
-    resume_step = eras.resume_step if eras.going_back is None else eras.going_back.step
+    back = eras.going_back
+    resume_step = eras.done if back is None else None if back.step is None else back.done
     return {
         "version": torch_ecrec.__version__,
         "code": dataclasses.asdict(job.code),
@@ -22,7 +22,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
         "epoch": table.epoch,
         "era": eras.number,
         "going_back": eras.going_back is not None,
-        "resume_step": None if resume_step is None else training_step(resume_step, job.origin),
+        "resume_step": resume_step,
         "step": job.step,
         "fatal": job.fatal,
         "tables": len(job.spec.tables) if job.spec else 0,

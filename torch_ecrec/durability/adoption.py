@@ -19,7 +19,6 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Asks, Pending
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.step_rule import choose_cut
-from torch_ecrec.protocol.wire import Answer
 from torch_ecrec.records.delta_log import DeltaLog
 
 logger = logging.getLogger(__name__)
@@ -64,8 +63,7 @@ class Adoption:
         holders = held.rule.holders
 
         def ask(holder: int) -> Pending:
-            def done(answer: Answer) -> None:
-                assert isinstance(answer, wire.Adopted)
+            def done(answer: wire.Adopted) -> None:
                 reports[holder] = (answer.folded, answer.caught_up)
                 if len(reports) == len(holders):
                     cut = choose_cut(reports.values())
@@ -74,7 +72,7 @@ class Adoption:
                     else:
                         self._cut(cut)
 
-            def make(incarnation: int) -> wire.Request:
+            def make(incarnation: int) -> wire.Adopt:
                 return wire.Adopt(holder, incarnation, held.index, held.incarnation, self.host.frozen)
 
             return self.host.ask(holder, make, done)
@@ -87,13 +85,12 @@ class Adoption:
         holders = held.rule.holders
 
         def ask(holder: int) -> Pending:
-            def done(answer: Answer) -> None:
-                assert isinstance(answer, wire.CutLog)
+            def done(answer: wire.CutLog) -> None:
                 logs[holder] = answer
                 if len(logs) == len(holders):
                     self._on_logs(cut, {h: log for h, log in logs.items() if log.caught_up})
 
-            def make(incarnation: int) -> wire.Request:
+            def make(incarnation: int) -> wire.Cut:
                 return wire.Cut(holder, incarnation, held.index, held.incarnation, self.host.frozen, cut)
 
             return self.host.ask(holder, make, done)

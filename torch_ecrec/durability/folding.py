@@ -45,7 +45,7 @@ class Folds:
         rule = held.rule
         self.runs = {source: [layout.runs(source, held.index) for layout in held.layouts] for source in rule.sources}
         self.logs = {source: self._new_log(source, 0) for source in rule.folded}
-        self.early: dict[int, dict[int, tuple[wire.Fold, Reply]]] = {}
+        self.early: dict[int, dict[int, tuple[wire.Fold, Reply[wire.Folded]]]] = {}
         self.attached: dict[int, int] = {}  # source -> its incarnation that attached last; only grows
 
     def _new_log(self, source: int, floor: int) -> DeltaLog:
@@ -53,7 +53,7 @@ class Folds:
 
     # folds ----------------------------------------------------------------------------------------
 
-    def on_attach(self, request: wire.Attach, reply: Reply) -> None:
+    def on_attach(self, request: wire.Attach, reply: Reply[wire.Attached]) -> None:
         rule = self.held.rule
         if not rule.is_current(request.source, request.source_incarnation):
             reply(Refused(f"slot {request.source} has been replaced"))
@@ -67,7 +67,7 @@ class Folds:
         reply(wire.Attached(rule.folded[request.source]))
         self.owner.check_rebuilt()
 
-    def on_fold(self, request: wire.Fold, reply: Reply) -> None:
+    def on_fold(self, request: wire.Fold, reply: Reply[wire.Folded]) -> None:
         rule, source = self.held.rule, request.source
         if self.host.frozen:
             reply(Refused("the trainers were lost"))
@@ -139,7 +139,7 @@ class Folds:
 
     # the cut of a lost slot -----------------------------------------------------------------------
 
-    def on_adopt(self, request: wire.Adopt, reply: Reply) -> None:
+    def on_adopt(self, request: wire.Adopt, reply: Reply[wire.Adopted]) -> None:
         rule, lost = self.held.rule, request.lost
         if not rule.is_current(lost, request.lost_incarnation):
             reply(Refused(f"slot {lost} has been replaced"))
@@ -148,7 +148,7 @@ class Folds:
         else:
             reply(wire.Adopted(rule.folded[lost], rule.is_caught_up(lost)))
 
-    def on_cut(self, request: wire.Cut, reply: Reply) -> None:
+    def on_cut(self, request: wire.Cut, reply: Reply[wire.CutLog]) -> None:
         rule, lost = self.held.rule, request.lost
         if not rule.is_current(lost, request.lost_incarnation):
             reply(Refused(f"slot {lost} has been replaced"))

@@ -6,7 +6,7 @@ import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Owner, PeerRequest, Peers, Reply
-from torch_ecrec.protocol.wire import Refused
+from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.spec.settings import Settings
 
 
@@ -54,5 +54,5 @@ class Unprotected:
     def meet(self, slot: int, incarnation: int) -> None:
         self.held.rule.learn(slot, incarnation, self.held.log.floor)
 
-    def handle(self, request: PeerRequest, reply: Reply) -> None:
+    def handle(self, request: PeerRequest, reply: Reply[Answer]) -> None:
         reply(Refused(f"slot {self.held.index} keeps nothing of other slots: there is no protection"))

@@ -22,7 +22,7 @@ from torch_ecrec.durability.policy import Owner, PeerRequest, Peers, Reply
 from torch_ecrec.durability.rebuild import Rebuild
 from torch_ecrec.durability.streams import FoldStream
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.wire import Refused
+from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.spec.settings import Settings
 
 
@@ -106,7 +106,7 @@ class Parity:
             if self.owner.ready and not self.peers.frozen:
                 self.streams[slot].attach()
 
-    def handle(self, request: PeerRequest, reply: Reply) -> None:
+    def handle(self, request: PeerRequest, reply: Reply[Answer]) -> None:
         match request:
             case wire.Fold():
                 self.folds.on_fold(request, reply)
@@ -125,7 +125,7 @@ class Parity:
             case _:
                 assert_never(request)
 
-    def on_fetch(self, request: wire.Fetch, reply: Reply) -> None:
+    def on_fetch(self, request: wire.Fetch, reply: Reply[wire.Records]) -> None:
         """Records of one member of some stripes (all with the same base) as of given steps."""
         held, positions = self.held, request.positions.numpy()
         slab, is_parity = request.slab, request.parity

@@ -20,11 +20,11 @@ import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.wire import Answer, Request
+from torch_ecrec.protocol.wire import A, Answer, Refused, Request
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.spec.settings import Settings
 
-Reply = Callable[[Answer], None]
+Reply = Callable[[A | Refused], None]
 # What slots ask each other for the sake of their steps' survival; a policy answers, see `Durability.handle`.
 PeerRequest = wire.Fold | wire.Attach | wire.Adopt | wire.Cut | wire.Versions | wire.Fetch
 
@@ -42,8 +42,8 @@ class Asks(Protocol):
     def ask(
         self,
         slot: int,
-        make: Callable[[int], Request],
-        done: Callable[[Answer], None],
+        make: Callable[[int], Request[A]],
+        done: Callable[[A], None],
         *,
         bound_to: int | None = None,
     ) -> Pending:
@@ -53,7 +53,7 @@ class Asks(Protocol):
 class AsksOnce(Protocol):
     """Requests to other slots that are made once, and a clock to try again by."""
 
-    def ask_once(self, slot: int, make: Callable[[int], Request], done: Callable[[Answer | None], None]) -> None:
+    def ask_once(self, slot: int, make: Callable[[int], Request[A]], done: Callable[[A | None], None]) -> None:
         """Asks a slot once; `done` gets its answer, or None if it refused or could not be reached."""
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -158,7 +158,7 @@ class Durability(Protocol):
     def meet(self, slot: int, incarnation: int) -> None:
         """Another slot has this incarnation, perhaps a new one: the one before is not listened to any more."""
 
-    def handle(self, request: PeerRequest, reply: Reply) -> None:
+    def handle(self, request: PeerRequest, reply: Reply[Answer]) -> None:
         """A request of another slot; `reply` is called once, now or later."""
 
 

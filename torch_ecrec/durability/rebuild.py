@@ -19,7 +19,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch_ecrec.durability.policy import AsksOnce
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.wire import Answer
+from torch_ecrec.protocol.wire import A
 from torch_ecrec.spec.settings import Settings
 
 RETRY_S = 0.02  # pause before the first new attempt; later ones wait for longer
@@ -204,11 +204,11 @@ class _Repair:
         for holder in self.plan.parities:
             host.ask_once(holder, partial(wire.Versions, holder), self._unless_over(partial(self._on_versions, holder)))
 
-    def _unless_over(self, then: Callable[[Any], None]) -> Callable[[Answer | None], None]:
+    def _unless_over(self, then: Callable[[A], None]) -> Callable[[A | None], None]:
         """An answer counts only for the attempt that asked for it; a refusal ends the attempt."""
         attempt, history = self.attempt, self.host.history
 
-        def done(answer: Answer | None) -> None:
+        def done(answer: A | None) -> None:
             if attempt != self.attempt or self.owner.dead:
                 return
             if answer is None or history != self.host.history:
@@ -256,7 +256,7 @@ class _Repair:
             else:
                 done(wire.Records(torch.empty((0, self.width), dtype=torch.uint8)))
 
-    def _fetch_of(self, holder: int, incarnation: int, parity: bool, positions: torch.Tensor) -> wire.Request:
+    def _fetch_of(self, holder: int, incarnation: int, parity: bool, positions: torch.Tensor) -> wire.Fetch:
         return wire.Fetch(holder, incarnation, self.slab, parity, positions, self.vector)
 
     def _install(self) -> None:

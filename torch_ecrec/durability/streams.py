@@ -19,7 +19,6 @@ import torch
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Asks, Pending
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.wire import Answer
 
 
 class FoldStream:
@@ -56,12 +55,11 @@ class FoldStream:
         held = self.held
         incarnation = held.rule.incarnations[self.holder]
 
-        def make(_: int) -> wire.Request:
+        def make(_: int) -> wire.Attach:
             floor, acknowledged = held.log.floor, held.rule.acknowledged
             return wire.Attach(self.holder, incarnation, held.index, held.incarnation, floor, acknowledged)
 
-        def done(answer: Answer) -> None:
-            assert isinstance(answer, wire.Attached)
+        def done(answer: wire.Attached) -> None:
             self.attaching = None
             self.attached, self.sent = True, answer.folded
             self._on_folded(incarnation, answer.folded)
@@ -83,8 +81,7 @@ class FoldStream:
             self.holder, incarnation, held.index, held.incarnation, step, held.log.floor, positions, deltas
         )
 
-        def done(answer: Answer) -> None:
-            assert isinstance(answer, wire.Folded)
+        def done(answer: wire.Folded) -> None:
             self._on_folded(incarnation, answer.step)
 
         self.under_way[step] = self.peers.ask(self.holder, lambda _: fold, done, bound_to=incarnation)

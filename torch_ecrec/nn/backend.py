@@ -53,6 +53,9 @@ class EmbeddingBackend(Protocol):
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
         """Overwrites records before the first step; rows ascending. Called by trainer 0 only."""
 
+    def overwrite(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
+        """Overwrites records between two steps; rows ascending. Every trainer calls it; trainer 0's values count."""
+
     def loaded(self) -> None:
         """Ends the loading; every trainer calls it once, before its first `lookup_parts`."""
 

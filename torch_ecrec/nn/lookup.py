@@ -49,11 +49,10 @@ class PooledLookup(torch.autograd.Function):
                 continue
             ctx.crossings[i].wait()
             gradient_BFD = gradient_BFD.contiguous()
-            of_rows[part.slab], finite = part.rows_backward(
-                gradient_BFD, len(ctx.rows[part.slab]), ctx.step.gradient_divisor
-            )
+            divisor = ctx.step.gradient_divisor
+            of_rows[part.slab], finite = part.rows_backward(gradient_BFD, len(ctx.rows[part.slab]), divisor)
             all_finite &= finite
             if ctx.needs_input_grad[5 + i]:
-                of_ids[i] = part.ids_backward(gradient_BFD, ctx.weights[part.slab])
+                of_ids[i] = part.ids_backward(gradient_BFD, ctx.weights[part.slab], divisor)
         ctx.step.receive(ctx.ticket, ctx.rows, of_rows, all_finite)
         return (None, None, None, None, None, *of_ids)

@@ -43,7 +43,7 @@ from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
-from torch_ecrec.nn.sharder import ErasureCodedSequenceSharder, ErasureCodedSharder, job_names, table_specs
+from torch_ecrec.nn.sharder import ErasureCodedSequenceSharder, ErasureCodedSharder, all_table_specs, job_names
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
 from torch_ecrec.runtime.checks import require_int
@@ -116,7 +116,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         covered.check(unprotected)
         collections = covered.served
         names = job_names(collections)
-        tables = tuple(spec for path, child in collections.items() for spec in table_specs(child, names[path]))
+        tables = all_table_specs(module, collections, names, others)
         if session is None:
             job = JobSpec(tables=tables, code=code or CodeSpec(), trainers=env.world_size, seed=seed)
             session = _connect(job, settings, code, env.rank, snapshot_every)
@@ -145,7 +145,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._closed = False
         self._snapshotted = 0
         self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every)
-        self._step.on_training_lookup = self._keep_dense
+        self._step.on_training_lookup, self._step.on_load = self._keep_dense, self._check_load
         self._attached: Attachment | None = None
         self._trained = False
 
@@ -238,16 +238,14 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         return super().forward(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TorchRec, before `attach`.
+        """As in TorchRec: before `attach`, or in the loop, where every trainer calls it at the same place.
+
+        In the loop it belongs to the turn that it is in, and survives the same losses.
 
         Raises:
             RuntimeError: after `attach`, before the first step.
         """
-        if self._attached is not None and not self._attached.begun:
-            raise RuntimeError(
-                "`load_state_dict` comes before `attach`: after a restart it would overwrite what `attach` has brought"
-                " back"
-            )
+        self._check_load()
         return super().load_state_dict(*args, **kwargs)
 
     def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
@@ -309,6 +307,13 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         for name, parameter in dense_parameters(self):
             result.update(name.encode() + parameter.detach().cpu().contiguous().numpy().tobytes())
         return result.hexdigest()
+
+    def _check_load(self) -> None:
+        if self._attached is not None and not self._attached.begun:
+            raise RuntimeError(
+                "`load_state_dict` comes before `attach`: after a restart it would overwrite what `attach` has brought"
+                " back"
+            )
 
     def _check_attached(self) -> None:
         if self.session.restarted and self._attached is None:

@@ -110,6 +110,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
                 slab,
                 job.slabs[slab].dim,
                 [(i, feature, table) for i, (feature, table) in enumerate(places) if table.slab == slab],
+                job.slabs[slab].optimizer.max_gradient,
             )
             for slab in sorted({table.slab for _, table in places})
         ]

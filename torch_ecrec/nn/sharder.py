@@ -1,10 +1,6 @@
 """Turns TorchRec's collections (of bags, of sequences) into tables of a job, and into their sharded form.
 
-Optimizers are given the TorchRec way, attached to the parameters before sharding:
-
-    apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.02})
-
-Missing values are TorchRec's defaults (those of FBGEMM): lr 0.01, eps 1e-8.
+Optimizers are given the TorchRec way (`table_optimizers.py`).
 
 First weights. A module on the meta device whose table has no `init_fn` is initialised by the servers, uniform between
 the config's bounds, seeded per row. One with an `init_fn`, and one that holds weights, is loaded by trainer 0 in
@@ -18,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,51 +23,24 @@ from torch import Tensor, nn
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection
 from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection
 from torch_ecrec.nn.served import ServedModule
 from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.nn.table_optimizers import is_named, optimizer_spec
 from torch_ecrec.nn.unsharded import Collection, check_config, configs_of, weight_of
-from torch_ecrec.records.optimizers import NAMES, by_class, optimizer
-from torch_ecrec.spec.job import OptimizerSpec, TableSpec
-
-_WITHOUT_EFFECT = ("foreach", "fused", "differentiable", "capturable")
+from torch_ecrec.spec.job import TableSpec
 
 
-def optimizer_spec(table: str, parameter: nn.Parameter) -> OptimizerSpec:
-    """What `apply_optimizer_in_backward` attached to a table.
-
-    Raises:
-        ValueError: nothing, several optimizers, or one that the servers do not run.
-    """
-    classes = getattr(parameter, "_optimizer_classes", [])
-    if not classes:
-        raise ValueError(
-            f"table {table} has no optimizer; attach one before sharding, for example"
-            " apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {'lr': 0.01})"
-        )
-    names = " and ".join(cls.__name__ for cls in classes)
-    if len(classes) > 1:
-        raise ValueError(f"table {table} has several optimizers, {names}; one is supported")
-    found = by_class(classes[0])
-    if found is None:
-        supported = ", ".join(path.rpartition(".")[2] for name in NAMES for path in optimizer(name).classes[-1:])
-        raise ValueError(f"table {table}: optimizer {names} is not supported; supported are {supported}")
-    arguments = dict(parameter._optimizer_kwargs[0])  # type: ignore[attr-defined]
-    given = {"lr": arguments.pop("lr", arguments.pop("learning_rate", None))}
-    given |= {name: arguments.pop(name, None) for name in found.fixed}
-    unsupported = [f"{k}={v}" for k, v in arguments.items() if k not in _WITHOUT_EFFECT and v]
-    if unsupported:
-        raise ValueError(
-            f"table {table}: optimizer {names} with {', '.join(unsupported)} is not supported;"
-            f" supported are {', '.join(f'`{name}`' for name in given)}"
-        )
-    return OptimizerSpec(found.name, **{name: float(value) for name, value in given.items() if value is not None})
-
-
-def table_specs(module: Collection, job_names: Mapping[str, str]) -> list[TableSpec]:
+def table_specs(
+    module: Collection, job_names: Mapping[str, str], fused_params: Mapping[str, Any] | None = None
+) -> list[TableSpec]:
     """The tables of a collection, under their names in the job.
+
+    Args:
+        fused_params: of the sharder that was given for it.
 
     Raises:
         ValueError: a data type, a pooling or an optimizer that is not supported.
@@ -85,10 +55,57 @@ def table_specs(module: Collection, job_names: Mapping[str, str]) -> list[TableS
                 dim=config.embedding_dim,
                 low=config.get_weight_init_min(),
                 high=config.get_weight_init_max(),
-                optimizer=optimizer_spec(config.name, weight_of(module, config.name)),
+                optimizer=optimizer_spec(config.name, weight_of(module, config.name), fused_params),
             )
         )
     return specs
+
+
+def all_table_specs(
+    model: nn.Module,
+    modules: Mapping[str, Collection],
+    names: Mapping[str, Mapping[str, str]],
+    sharders: Sequence[ModuleSharder[nn.Module]] = (),
+) -> tuple[TableSpec, ...]:
+    """The tables of all collections of a model. Warns, once, where nobody has said which optimizer tables have.
+
+    Args:
+        model: has the modules.
+        modules: by path.
+        names: see `job_names`.
+        sharders: as given by the user.
+
+    Raises:
+        ValueError: as `table_specs`.
+    """
+    specs: list[TableSpec] = []
+    by_default: list[str] = []
+    for path, module in modules.items():
+        fused_params = _fused_params(model, path, module, sharders)
+        specs += table_specs(module, names[path], fused_params)
+        by_default += [
+            names[path][config.name]
+            for config in configs_of(module)
+            if not is_named(weight_of(module, config.name), fused_params)
+        ]
+    if by_default:
+        warnings.warn(
+            f"tables {', '.join(by_default)} have no optimizer, so TorchRec's default, SGD; name one before sharding:"
+            " apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, ebc.parameters(), {'lr': 0.01}), or"
+            " `fused_params` of a sharder",
+            stacklevel=3,
+        )
+    return tuple(specs)
+
+
+def _fused_params(
+    model: nn.Module, path: str, module: Collection, sharders: Sequence[ModuleSharder[nn.Module]]
+) -> Mapping[str, Any]:
+    """What the sharder says that TorchRec would take for a module: that of what wraps it, if something does."""
+    around = model.get_submodule(path.rpartition(".")[0])
+    wanted = type(around) if isinstance(around, FeatureProcessedEmbeddingBagCollection) and path else type(module)
+    sharder: Any = next((sharder for sharder in sharders if sharder.module_type is wanted), None)
+    return getattr(sharder, "fused_params", None) or {}
 
 
 def job_names(modules: Mapping[str, Collection]) -> dict[str, dict[str, str]]:

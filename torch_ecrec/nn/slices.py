@@ -16,6 +16,7 @@ Shape legend: F features, B batch size, N ids, U unique rows, D embedding dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,10 +53,17 @@ class Table:
 
 
 class Slice:
-    """The features of one module that live in one slab, in the order of the module's output."""
+    """The features of one module that live in one slab, in the order of the module's output.
 
-    def __init__(self, slab: int, dim: int, places: Sequence[tuple[int, str, Table]]) -> None:
-        self.slab, self.dim = slab, dim
+    Args:
+        places: the column of each feature in the output, its name and its table.
+        max_gradient: see `OptimizerSpec`.
+    """
+
+    def __init__(
+        self, slab: int, dim: int, places: Sequence[tuple[int, str, Table]], max_gradient: float | None = None
+    ) -> None:
+        self.slab, self.dim, self.limit = slab, dim, math.inf if max_gradient is None else max_gradient
         self.columns = [column for column, _, _ in places]  # position of each feature among the module's outputs
         self.features = [feature for _, feature, _ in places]
         self.tables = [table for _, _, table in places]
@@ -73,7 +81,7 @@ class Slice:
         """
         per_id_N = features.weights().float().cpu().contiguous() if weighted else None
         rows_U, inverse_N, lengths_FB = self._unique(features, arrange)
-        return rows_U, Bags(self.slab, self.dim, inverse_N, lengths_FB, per_id_N, self.mean_F)
+        return rows_U, Bags(self.slab, self.dim, inverse_N, lengths_FB, per_id_N, self.mean_F, self.limit)
 
     def ids(
         self, features: KeyedJaggedTensor, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -81,7 +89,7 @@ class Slice:
         """As `bags`, but each id is a bag of its own, those of one feature behind those of the one before."""
         rows_U, inverse_N, _ = self._unique(features, arrange)
         each_1N = np.ones((1, len(inverse_N)), np.int32)
-        return rows_U, Bags(self.slab, self.dim, inverse_N, each_1N, None, np.zeros(1, np.bool_))
+        return rows_U, Bags(self.slab, self.dim, inverse_N, each_1N, None, np.zeros(1, np.bool_), self.limit)
 
     def _unique(
         self, features: KeyedJaggedTensor, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -112,6 +120,7 @@ class Bags:
         lengths_FB: ids per bag.
         per_id_N: weight of each id, or None.
         mean_F: bool, whether a feature is averaged.
+        limit: gradients of pooled values are clamped to plus or minus this.
     """
 
     slab: int
@@ -120,6 +129,7 @@ class Bags:
     lengths_FB: np.ndarray
     per_id_N: Tensor | None
     mean_F: np.ndarray
+    limit: float = math.inf
 
     def _weights(self) -> np.ndarray:
         return _NO_WEIGHTS if self.per_id_N is None else self.per_id_N.detach().numpy()
@@ -141,7 +151,7 @@ class Bags:
         return out_BFD
 
     def rows_backward(self, gradient_BFD: Tensor, rows: int, divisor: int) -> tuple[Tensor, bool]:
-        """Gradients (U, D) of the rows, over `divisor`, and whether all are finite."""
+        """Gradients (U, D) of the rows: of pooled values, over `divisor` and clamped; and whether all are finite."""
         out_UD = torch.from_numpy(shared.empty((rows, self.dim), np.float32))  # sent
         finite = pooling.pool_backward(
             gradient_BFD.numpy(),
@@ -151,13 +161,16 @@ class Bags:
             self.per_id_N is not None,
             self.mean_F,
             np.float32(divisor),
+            np.float32(self.limit),
             np.zeros(rows, np.bool_),
             out_UD.numpy(),
         )
         return out_UD, bool(finite)
 
-    def ids_backward(self, gradient_BFD: Tensor, weights: Parts) -> Tensor:
-        """Gradients (N,) of the weights of the ids."""
+    def ids_backward(self, gradient_BFD: Tensor, weights: Parts, divisor: int) -> Tensor:
+        """Gradients (N,) of the weights of the ids; clamped where they would be if they were over `divisor`."""
+        if self.limit < math.inf:
+            gradient_BFD = gradient_BFD.clamp(-self.limit * divisor, self.limit * divisor)
         out_N = torch.empty(len(self.inverse_N))
         pooling.per_id_backward(
             gradient_BFD.numpy(),

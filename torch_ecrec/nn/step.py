@@ -14,6 +14,7 @@ Shape legend: U unique rows, D embedding dim; lists hold one tensor per slab.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -64,6 +65,7 @@ class SparseStep:
         if nan_gradients not in NAN_GRADIENTS:
             raise ValueError(f"`nan_gradients` must be one of {', '.join(NAN_GRADIENTS)}, got {nan_gradients!r}")
         self.session = session
+        self.on_load: Callable[[], None] = lambda: None  # called before tables are loaded; may refuse
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
         self.optimizers: list[LearningRates] = []
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
@@ -149,6 +151,30 @@ class SparseStep:
         for look_ahead in self.on_pushed:
             look_ahead()
 
+    def begin_load(self, what: str) -> None:
+        """Tables are loaded in training, by every trainer: a step of its own.
+
+        Raises:
+            RuntimeError: not now; or another trainer trains, or loads something else.
+        """
+        self.on_load()
+        self._agree(f"loads {what}", [0] * len(self.session.job.tables))
+
+    def _agree(self, what: str, flags: list[int]) -> list[int]:
+        """Of each flag the greatest of all trainers. Raises RuntimeError if they do not all do the same."""
+        if self._group is None:
+            return flags
+        mark = zlib.crc32(what.encode()) >> 1
+        all_flags = torch.tensor([mark, -mark, *flags], dtype=torch.int32)
+        dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self._group)
+        most, least, *flags = all_flags.tolist()
+        if most != -least:
+            raise RuntimeError(
+                f"step {self.session.step}: this trainer {what}, and another one does something else."
+                " Every trainer trains, and loads the same, at the same place of its loop"
+            )
+        return flags
+
     def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
         """Rows and gradients per slab; where several lookups asked for a row, its gradients are summed as they came."""
         rows, gradients = [], []
@@ -169,15 +195,15 @@ class SparseStep:
     def _check_finite(self, rows: list[Tensor], gradients: list[Tensor], finite: bool) -> NonFiniteGradient | None:
         """The reason to refuse the step, the same on every trainer; `finite` if this trainer's are known to be."""
         job = self.session.job
-        flags = torch.zeros(len(job.tables), dtype=torch.int32)
+        flags = [0] * len(job.tables)
         for slab, rows_U, gradient_UD in zip(job.slabs, rows, gradients, strict=True):
             if not finite:
                 bad_rows = rows_U[~torch.isfinite(gradient_UD).all(dim=1)]
                 at = torch.bucketize(bad_rows, torch.tensor(slab.first_rows), right=True) - 1
-                flags[torch.tensor(slab.table_indices)[at]] = 1
-        if self._group is not None:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        names = [table.name for table, flag in zip(job.tables, flags.tolist(), strict=True) if flag]
+                for table in at.unique().tolist():
+                    flags[slab.table_indices[table]] = 1
+        flags = self._agree("trains", flags)
+        names = [table.name for table, flag in zip(job.tables, flags, strict=True) if flag]
         if not names:
             return None
         return NonFiniteGradient(

@@ -3,7 +3,8 @@
 A record of a table with D = 4 and row-wise Adagrad has columns [0, 4) of weights and [4, 5) of `momentum1`. Both
 `state_dict` of the module and that of its optimizer are made of such columns, in chunks of rows.
 
-Loading ends with the first lookup or read of any module of the model (`SparseStep.open`).
+What is loaded before the first lookup or read of any module of the model (`SparseStep.open`) are initial values, which
+trainer 0 loads. Later, a load is a step of its own, of every trainer; trainer 0's values count then, too.
 
 Shape legend: D embedding dim, W record width in floats.
 """
@@ -54,24 +55,32 @@ class TablesState:
         return out
 
     def load_columns(self, name: str, first: int, last: int, values: Tensor) -> None:
-        """Overwrites columns [first, last) with `values` (rows, last - first). Every trainer calls it, before step 1.
+        """Overwrites columns [first, last) with `values` (rows, last - first). Every trainer calls it.
 
         Raises:
-            ValueError: another shape, or training has begun.
+            ValueError: another shape.
+            RuntimeError: it cannot be loaded now, or not by all trainers alike (`SparseStep.begin_load`).
         """
         table, session = self.tables[name], self.step.session
         values = whole(values, session.trainer)
         if tuple(values.shape) != (table.rows, last - first):
             raise ValueError(f"table {name} takes shape {(table.rows, last - first)} here, got {tuple(values.shape)}")
-        if self.step.is_open:
-            raise ValueError(f"table {name} cannot be loaded any more: training or reading has begun")
-        if session.trainer != 0 or session.restarted:
-            return
+        in_training = self.step.is_open
+        if in_training:
+            self.step.begin_load(f"columns {first} to {last - 1} of table {name}")
+        else:
+            self.step.on_load()
+            if session.trainer != 0 or session.restarted:
+                return
         for begin, end in chunks(table):
-            rows = torch.arange(begin, end) + table.first_row
-            records = session.read(table.slab, rows).clone()
-            records[:, first:last] = values[begin:end]
-            session.load(table.slab, rows, records)
+            rows, records = torch.arange(begin, end) + table.first_row, None
+            if session.trainer == 0:
+                records = session.read(table.slab, rows).clone()
+                records[:, first:last] = values[begin:end]
+            if in_training:
+                session.overwrite(table.slab, rows, records)
+            elif records is not None:
+                session.load(table.slab, rows, records)
 
     def load_initial(self, name: str, weights: Tensor) -> None:
         """Trainer 0: gives a table its first weights (rows, D), with fresh optimizer state."""

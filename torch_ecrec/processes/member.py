@@ -20,18 +20,18 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch_ecrec
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
-from torch_ecrec.protocol.wire import Outcome, Request
+from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import ControlClient, parse_address
 from torch_ecrec.transport.generations import Transport
 from torch_ecrec.transport.liveness import SignOfLife
-from torch_ecrec.transport.node import Node
+from torch_ecrec.transport.node import COMPLAINTS, Node
 from torch_ecrec.transport.rpc import RpcTransport
 from torch_ecrec.transport.sockets import SocketTransport
 from torch_ecrec.transport.timers import Timers
@@ -162,7 +162,7 @@ class Member:
 
     # Port ---------------------------------------------------------------------------------------
 
-    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None:
+    def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None:
         assert self.transport is not None
         self.transport.call(peer, request, timeout_s, done)
 
@@ -286,8 +286,13 @@ class Member:
             self._connected.set()
 
     def _beat(self) -> None:
-        self.tell({"type": "beat", "report": {**self._report(), "bytes_sent": self.bytes_sent()}})
+        self.tell({"type": "beat", "report": {**self._report(), **self._figures()}})
         self._timers.later(self.settings.heartbeat_s, self._beat)
+
+    def _figures(self) -> dict[str, Any]:
+        assert self.transport is not None
+        refused = sum(self.transport.complaints.counts.values()) + sum(COMPLAINTS.counts.values())
+        return {"bytes_sent": self.bytes_sent(), "refused_messages": refused}
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""
@@ -325,7 +330,7 @@ class Member:
             self._generations.end()
         self._timers.close()
         if self.transport is not None:
-            self.tell({"type": "leave", "report": {"bytes_sent": self.bytes_sent()}})
+            self.tell({"type": "leave", "report": self._figures()})
             self.transport.close()
         self._cut.set()
         if self._control is not None:
@@ -405,7 +410,8 @@ class GenerationFollower:
 
 def join_message(**hello: Any) -> dict[str, Any]:
     """What a process says to join; `hello`: its role, and what else the coordinator wants to know of one."""
-    return {"type": "join", "version": torch_ecrec.__version__, "pid": os.getpid(), **hello}
+    build = own_build()
+    return {"type": "join", "version": build.version, "messages": build.messages, "pid": os.getpid(), **hello}
 
 
 def rejoin_message(

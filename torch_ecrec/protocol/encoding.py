@@ -1,124 +1,162 @@
-"""Messages as plain values: what the transports send in place of the dataclasses of wire.py.
+"""Messages as bytes, and their tensors beside them: what the transports carry.
 
-    Lookup(slot=2, ...)   <->   ("Lookup", (2, ...))
+    Lookup(slot=2, ..., positions=[p, q])   <->   ["Lookup", 2, ..., [0, 1], ...] as MessagePack, and [p, q]
 
-Tensors stay tensors, contiguous ones on the CPU; how they travel is the transport's business.
-
-Only classes of `wire` are ever built from what arrives, and only of values that are what their declarations say: the
-types (msgspec looks at them), dtype and rank of tensors (`TensorOf`), and no step or number beyond `MOST`. What the
-values mean, say that a position is one of a slot's, is for those who know the job: `wellformed.py`.
+How tensors travel is the transport's business; in the bytes each is the number of its place among them. Reading is
+validating: nothing but a message of `wire` comes out, with values that are what their declarations say, dtype and rank
+of tensors included. What the values mean, say that a position is one of a slot's, is for those who know the job:
+`wellformed.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import operator
+import re
+import threading
+import types
 import typing
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Collection
+from typing import Any
 
 import msgspec
 from torch import Tensor
 
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.wire import Answer, Request, TensorOf
+from torch_ecrec.protocol.wire import A, Answer, Malformed, Refused, Request
 
-Encoded = tuple[str, tuple[Any, ...]]
+Encoded = tuple[bytes, list[Tensor]]
 
-LEAST, MOST = -1, 1 << 48  # integers count things (steps, slots, lives), and -1 is none of them
-_COUNT = Annotated[int, msgspec.Meta(ge=LEAST, le=MOST)]
+_Kinds = dict[str, type[Any]]
 
-
-def _wire_classes(base: type) -> dict[str, type]:
-    return {
-        name: cls
-        for name, cls in vars(wire).items()
-        if inspect.isclass(cls) and issubclass(cls, base) and cls is not base and cls.__module__ == wire.__name__
-    }
+_AT_FIELD = re.compile(r"\$\[(\d+)\]")  # as msgspec says where in an array something is wrong
 
 
-REQUESTS = _wire_classes(Request)
-ANSWERS = _wire_classes(Answer)
-
-# reading --------------------------------------------------------------------------------------------
-
-_Tensors = Callable[[Any], list[tuple[Tensor, TensorOf]]]  # those of a field, with what each of them must be
-
-
-def _bare(hint: Any) -> Any:
-    """A field's type as msgspec is told it: integers with their bounds, tensors as such."""
-    if hint is int:
-        return _COUNT
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return _bare(parts[0])
-    if origin is list:
-        return list[int if parts[0] is int else _bare(parts[0])]  # type: ignore[misc]
-    if origin is dict:
-        return dict[_bare(parts[0]), _bare(parts[1])]  # type: ignore[misc]
-    return functools.reduce(operator.or_, map(_bare, parts)) if origin is not None else hint
+def answers_of(kind: type[Request[Any]]) -> tuple[type[Answer], ...]:
+    """The classes that a request declares as its answers; `Refused` and `Malformed` may come instead of any."""
+    (declared,) = (base for base in vars(kind)["__orig_bases__"] if typing.get_origin(base) is Request)
+    (answers,) = typing.get_args(declared)
+    return typing.get_args(answers) or (answers,)
 
 
-def _tensors(hint: Any) -> _Tensors | None:
-    """None if nothing is declared of them."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        wanted = [part for part in parts[1:] if isinstance(part, TensorOf)]
-        return (lambda tensor: [(tensor, wanted[0])]) if wanted else None
-    inner = _tensors(parts[0]) if origin is not None else None
-    if inner is None or origin is dict:
-        return None
-    if origin is list:
-        return lambda values: [pair for value in values for pair in inner(value)]
-    return lambda value: [] if value is None else inner(value)  # it may be left out
+class Vocabulary:
+    """Requests and their answers, written and read. From any thread.
 
-
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """What is known of a class of messages. The fields' order is that of the dataclass."""
-
-    names: tuple[str, ...]
-    struct: type  # msgspec's, of an array of the fields
-    tensors: tuple[tuple[str, _Tensors], ...]
-
-
-@functools.cache
-def _form(cls: type) -> _Form:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    names = tuple(field.name for field in dataclasses.fields(cls))
-    fields = [(name, _bare(hints[name])) for name in names]
-    struct = msgspec.defstruct(cls.__name__, fields, array_like=True, forbid_unknown_fields=True, gc=False)
-    tensors = [(name, _tensors(hints[name])) for name in names]
-    return _Form(names, struct, tuple((name, found) for name, found in tensors if found is not None))
-
-
-def decode(encoded: Encoded, classes: dict[str, type]) -> Any:
-    """The message that was encoded.
-
-    Raises:
-        ValueError: it is none of `classes`, or a value is not what its class declares; nothing was built then.
+    Args:
+        requests: the classes; their names must differ, those of their answers too.
     """
-    kind, values = encoded
-    cls = classes.get(kind) if isinstance(kind, str) else None
-    if cls is None:
-        raise ValueError(f"unknown message {kind!r}; the processes run different versions")
-    form = _form(cls)
+
+    def __init__(self, requests: Collection[type[Request[Any]]]) -> None:
+        self.requests: _Kinds = {kind.__name__: kind for kind in requests}
+        self.answers_to: dict[type[Request[Any]], tuple[type[Answer], ...]] = {
+            kind: (*answers_of(kind), Refused, Malformed) for kind in requests
+        }
+        self.answers: _Kinds = {kind.__name__: kind for answers in self.answers_to.values() for kind in answers}
+        self._classes = frozenset((*self.requests.values(), *self.answers.values()))
+        self._readers = threading.local()
+
+    def encode(self, message: Request[Any] | Answer) -> tuple[Encoded, int]:
+        """A message, and the number of bytes in its tensors.
+
+        Tensors are shared with the message, not copied, unless they are strided: leave them unchanged until the call
+        has ended.
+
+        Raises:
+            TypeError: it is none of this vocabulary, or holds something else than plain values and tensors.
+            ValueError: a number has more than 64 bits.
+        """
+        kind = type(message)
+        if kind not in self._classes:
+            raise TypeError(f"`message` must be of a class in wire.py, got {kind.__name__}")
+        tensors: list[Tensor] = []
+
+        def leave_out(value: Any) -> int:
+            if not isinstance(value, Tensor):
+                raise TypeError(f"a message holds plain values and tensors, got {type(value).__name__}")
+            tensors.append(_on_cpu(value))
+            return len(tensors) - 1
+
+        try:
+            body = msgspec.msgpack.encode(message, enc_hook=leave_out)
+        except OverflowError as error:
+            raise ValueError(f"{error}") from error
+        return (body, tensors), sum([tensor.nbytes for tensor in tensors])
+
+    def decode_request(self, encoded: Encoded) -> Request[Any]:
+        """Raises ValueError if it is none."""
+        request: Request[Any] = self._read(encoded, None, self.requests)
+        return request
+
+    def decode_answer(self, encoded: Encoded, kind: type[Request[A]]) -> A | Refused:
+        """The answer to a request of that class. Raises ValueError if it is none that the class declares."""
+        answer: A | Refused = self._read(encoded, kind, self.answers)
+        return answer
+
+    def _read(self, encoded: Encoded, kind: type[Request[Any]] | None, known: _Kinds) -> Any:
+        try:
+            readers = self._readers.by_kind
+        except AttributeError:  # the first of this thread
+            readers = self._readers.by_kind = {}
+        reader = readers.get(kind)
+        if reader is None:
+            reader = readers[kind] = _Reader(self.answers_to[kind] if kind else tuple(self.requests.values()))
+        try:
+            return reader.read(*encoded)
+        except (msgspec.MsgspecError, ValueError, AttributeError, TypeError, RecursionError) as error:
+            raise ValueError(_why(encoded[0], kind, known, error)) from error
+
+
+class _Reader:
+    """Reads messages of some classes, on one thread."""
+
+    def __init__(self, kinds: tuple[type[Any], ...]) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+            functools.reduce(operator.or_, kinds), dec_hook=self._take
+        )
+        self._tensors: list[Tensor] = []
+        self._taken = 0  # of those
+
+    def read(self, body: bytes, tensors: list[Tensor]) -> Any:
+        self._tensors, self._taken = tensors, 0
+        try:
+            message = self._decoder.decode(body)
+            if self._taken != len(tensors):
+                raise ValueError(f"{len(tensors)} tensors came, and it has {self._taken}")
+            return message
+        finally:
+            self._tensors = []  # they live as long as the message
+
+    def _take(self, kind: Any, which: Any) -> Tensor:
+        if type(which) is not int or which != self._taken or which >= len(self._tensors):
+            raise ValueError(f"must be tensor {self._taken} of {len(self._tensors)}")
+        self._taken += 1
+        tensor = self._tensors[which]
+        if tensor.dtype not in kind.dtypes or tensor.dim() != kind.rank:
+            raise ValueError(f"must have {kind}, got {tensor.dim()}-D {str(tensor.dtype)[6:]}")
+        return tensor
+
+
+def _why(body: bytes, kind: type[Request[Any]] | None, known: _Kinds, error: Exception) -> str:
+    """What is wrong with a message, by its names."""
     try:
-        fields = msgspec.structs.asdict(msgspec.convert(values, form.struct))
-    except (msgspec.MsgspecError, AttributeError, TypeError, RecursionError) as error:  # a tensor may pass for a dict
-        raise ValueError(f"not a {kind}: {error}") from error
-    for name, tensors_of in form.tensors:
-        for tensor, wanted in tensors_of(fields[name]):
-            if tensor.dtype not in wanted.dtypes or tensor.dim() != wanted.rank:
-                raise ValueError(
-                    f"not a {kind}: `{name}` must have {wanted}, got {tensor.dim()}-D {str(tensor.dtype)[6:]}"
-                )
-    return cls(**fields)
+        fields = msgspec.msgpack.decode(body)
+        name = fields[0]
+        found = known.get(name)
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, RecursionError):  # no array, or of no name
+        return f"not a message: {error}"
+    if found is None:
+        return f"unknown message {str(name)[:40]!r}"
+    if kind is not None and not issubclass(found, (*answers_of(kind), Refused)):
+        wanted = " or ".join(answer.__name__ for answer in answers_of(kind))
+        return f"{name} is no answer to a {kind.__name__}: {wanted} is"
 
+    def named(match: re.Match[str]) -> str:
+        names: tuple[str, ...] = found.__struct_fields__
+        which = int(match[1]) - 1
+        return names[which] if 0 <= which < len(names) else match[0]
 
-# writing --------------------------------------------------------------------------------------------
+    return f"not a {name}: {_AT_FIELD.sub(named, str(error), count=1)}"
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
@@ -127,38 +165,12 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous()
 
 
-def _plain(value: Any) -> tuple[Any, int]:
-    """`value` as plain data with contiguous tensors on the CPU, and the number of bytes in its tensors."""
-    if value is None or isinstance(value, (int, float, str)):
-        return value, 0
-    if isinstance(value, Tensor):
-        tensor = _on_cpu(value)
-        return tensor, tensor.nbytes
-    if isinstance(value, (list, tuple)):
-        pairs = [_plain(item) for item in value]
-        return [item for item, _ in pairs], sum(size for _, size in pairs)
-    if isinstance(value, dict):
-        pairs = [_plain(item) for item in value.values()]
-        return dict(zip(value, (item for item, _ in pairs), strict=True)), sum(size for _, size in pairs)
-    raise TypeError(f"a message holds plain values and tensors, got {type(value).__name__}")
+def _requests_of(module: types.ModuleType) -> list[type[Request[Any]]]:
+    return [
+        found
+        for found in vars(module).values()
+        if inspect.isclass(found) and issubclass(found, Request) and found is not Request
+    ]
 
 
-def encode(message: Request | Answer) -> tuple[Encoded, int]:
-    """A message as (class name, field values), and the number of bytes in its tensors.
-
-    Tensors are shared with the message, not copied, unless they are strided: leave them unchanged until the call has
-    ended.
-    """
-    cls: Any = type(message)
-    kind: str = cls.__name__
-    if REQUESTS.get(kind, ANSWERS.get(kind)) is not cls:
-        raise TypeError(f"`message` must be of a class in wire.py, got {kind}")
-    values: list[Any] = []
-    total = 0
-    for name in _form(cls).names:
-        value = getattr(message, name)
-        if type(value) is not int:  # most fields are
-            value, size = _plain(value)
-            total += size
-        values.append(value)
-    return (kind, tuple(values)), total
+WIRE = Vocabulary(_requests_of(wire))

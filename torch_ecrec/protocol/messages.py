@@ -13,7 +13,8 @@ Invariants.
 - Every string, list and table has a most, so that a member's word takes a bounded place wherever it is kept.
 - A version (generation, epoch, era, incarnation, life) that a member says is at most 2**53: there is always a next one,
   which any reader of JSON has without rounding.
-- A member of another version of this package is told so, whatever else its message looks like.
+- A member of another version of this package, or with other messages of the data plane, is told so, whatever else its
+  message looks like.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 import torch_ecrec
+from torch_ecrec.protocol.build import Build, own_build
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 
@@ -33,6 +35,7 @@ COUNT_MOST = 1 << 53
 SLOTS_MOST = 10_000
 TABLES_MOST = 100_000
 MEMBERS_MOST = 100_000
+MESSAGES_MOST = 1000
 FIGURES_MOST = 40  # in a progress report
 TEXT_MOST = 200
 SHOWN_MOST = 200  # characters of a reason
@@ -78,6 +81,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     slots: Annotated[list[dict[Text, Scalar]], Meta(max_length=SLOTS_MOST)] | None = None
     bytes_sent: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None
+    refused_messages: Version | None = None  # of the data plane, with connections that were not let in
 
 
 # from processes that are no members yet, and from tools -----------------------------------------------
@@ -87,12 +91,14 @@ class Entering(Said, frozen=True, kw_only=True):
     """Base of `join` and `rejoin`: who is there.
 
     Attributes:
+        messages: of the data plane, as its build declares them: `Build.messages`.
         birth: a random word, the same for as long as this membership lasts, on however many connections.
         address: (host, port) where the process listens for as long as it lives, and closes what it accepts; None: it
             does not, and the end of its connection counts as its own.
     """
 
     version: Text
+    messages: Annotated[dict[Text, Text], Meta(min_length=1, max_length=MESSAGES_MOST)]
     role: Role
     pid: Count
     birth: Birth
@@ -129,6 +135,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     era: Count
     frozen: bool
     resume_step: Count
+    done: Count  # steps of training at `resume_step`
     origin: Count | None  # the step that training begins after, once initial values are loaded
     whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)]
     incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)]
@@ -196,13 +203,13 @@ class Unrecoverable(OfSlot, frozen=True, tag="unrecoverable"):
 
 
 class Reach(OfSlot, frozen=True, tag="reach"):
-    """Which steps a slot can go back to. `snapshots`: (step, trainers whose part of the dense model is kept)."""
+    """Which steps a slot can go back to. `snapshots`: (step, steps of training, trainers whose parts are kept)."""
 
     era: Count
     applied: Count
     floor: Count
     snapshots: Annotated[
-        list[tuple[Count, Annotated[list[Count], Meta(max_length=MEMBERS_MOST)]]], Meta(max_length=1_000_000)
+        list[tuple[Count, Count, Annotated[list[Count], Meta(max_length=MEMBERS_MOST)]]], Meta(max_length=1_000_000)
     ]
 
 
@@ -258,12 +265,14 @@ class Era(Said, frozen=True, tag="era"):
     era: Version
     step: Count | None
     origin: Count | None
+    done: Count  # steps of training at `step`
 
 
 class Resume(Said, frozen=True, tag="resume"):
     era: Version
     step: Count
     origin: Count | None
+    done: Count
 
 
 class Rejoined(Said, frozen=True, tag="rejoined"):
@@ -283,9 +292,7 @@ FromCoordinator = Welcome | Refused | Generation | Job | Placed | Era | Resume |
 def from_member(message: Mapping[str, Any]) -> FromMember:
     """What arrived at the coordinator. Raises BadMessage if it is not exactly one of the messages above."""
     if message.get("type") in ("join", "rejoin"):
-        version = message.get("version")
-        if version != torch_ecrec.__version__:
-            raise BadMessage(f"version {str(version)[:40]} joins a cluster of version {torch_ecrec.__version__}")
+        _check_build(message)
     word: FromMember = _convert(message, FromMember)
     if isinstance(word, Progress):
         figures = [value for key, value in message.items() if key != "type"]
@@ -293,6 +300,18 @@ def from_member(message: Mapping[str, Any]) -> FromMember:
         if not scalars or len(figures) > FIGURES_MOST or len(repr(figures)) > FIGURES_MOST * TEXT_MOST:
             raise BadMessage(f"progress: figures must be at most {FIGURES_MOST} numbers or short texts")
     return word
+
+
+def _check_build(message: Mapping[str, Any]) -> None:
+    """Before anything else of it is looked at, which another build may mean otherwise."""
+    version = message.get("version")
+    if version != torch_ecrec.__version__:
+        raise BadMessage(f"version {str(version)[:40]} joins a cluster of version {torch_ecrec.__version__}")
+    told = message.get("messages")
+    if isinstance(told, dict) and told:
+        difference = own_build().difference(Build(version, {str(name): str(digest) for name, digest in told.items()}))
+        if difference:
+            raise BadMessage(f"joins a cluster of another build: {difference}")
 
 
 def from_coordinator(message: Mapping[str, Any]) -> FromCoordinator:

@@ -1,6 +1,6 @@
 """Whether a message can be one of this job: looked at before it changes anything.
 
-`encoding.decode` has seen to the types. Here is what only those can judge who know the job: that a slab, a slot or a
+`encoding.py` has seen to the types. Here is what only those can judge who know the job: that a slab, a slot or a
 trainer exists, that positions are some of the slot's, that tensors have as many rows as they belong together, that a
 step is one that somebody could be at. Example: slot 2 has 40 records of slab 0; a lookup of its position 40 would make
 the slot's handler raise, and with that end the server. It is refused instead, with "position 40 of slab 0: slot 2 has
@@ -17,16 +17,16 @@ Shape legend: U records, D embedding dim, B record bytes.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_ecrec.layout.stripes import Layout, SharedRun
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.encoding import ANSWERS
-from torch_ecrec.protocol.wire import Answer, Request
+from torch_ecrec.protocol.encoding import WIRE
+from torch_ecrec.protocol.wire import Answer, Refused, Request
 from torch_ecrec.records.positions import require_ascending
 from torch_ecrec.runtime.kernels import first_outside
 from torch_ecrec.spec.job import JobSpec
@@ -35,23 +35,6 @@ STEPS_AHEAD = 1024  # of a slot that is ready: trainers are ahead by a window, w
 LIVES_AHEAD = 64  # of the placement that is known: it may be some losses old
 
 STEPS = ("step", "floor", "base", "cut", "acknowledged", "resumable", "folded")
-# what is answered to whom; a reason instead of it may always be
-WANTED: dict[type[Request], type[Answer]] = {
-    wire.Lookup: wire.Rows,
-    wire.Push: wire.Acknowledged,
-    wire.Load: wire.Acknowledged,
-    wire.Snapshot: wire.Stored,
-    wire.Export: wire.Records,
-    wire.Fold: wire.Folded,
-    wire.Attach: wire.Attached,
-    wire.Adopt: wire.Adopted,
-    wire.Cut: wire.CutLog,
-    wire.Versions: wire.VersionsAre,
-    wire.Fetch: wire.Records,
-    wire.FetchSnapshots: wire.Snapshots,
-}
-REASONS = tuple(cls for cls in ANSWERS.values() if [field.name for field in dataclasses.fields(cls)] == ["reason"])
-
 
 Lives = Callable[[int], int]  # slot -> its incarnation
 
@@ -79,7 +62,7 @@ class Judge:
             tuple[int, int], list[tuple[int, SharedRun]]
         ] = {}  # (source, holder) -> those of a fold; only grows
 
-    def fault_of_request(self, request: Request, applied: int | None, lives: Lives) -> str | None:
+    def fault_of_request(self, request: Request[Any], applied: int | None, lives: Lives) -> str | None:
         """Why a request cannot be answered by anybody, or None.
 
         Args:
@@ -96,17 +79,17 @@ class Judge:
             return str(fault)
         return None
 
-    def fault_of_answer(self, request: Request, answer: Answer, lives: Lives) -> str | None:
+    def fault_of_answer(self, request: Request[Any], answer: Answer, lives: Lives) -> str | None:
         """Why an answer cannot be one to this request, or None. `lives` as for requests."""
-        wanted = WANTED.get(type(request))
-        if isinstance(answer, REASONS) or wanted is None:
+        if isinstance(answer, Refused):
             return None
         try:
-            check(isinstance(answer, wanted), f"a {type(answer).__name__} to a {type(request).__name__}")
+            declared = isinstance(answer, WIRE.answers_to[type(request)])
+            check(declared, f"{type(answer).__name__} is no answer to a {type(request).__name__}")
             for name in STEPS:
                 step = getattr(answer, name, None)
                 check(not isinstance(step, int) or step >= 0, f"`{name}` must not be negative, got {step}")
-            particular = _ANSWERS.get(wanted)
+            particular = _ANSWERS.get(type(answer))
             if particular is not None:
                 particular(self, request, answer, lives)
         except Fault as fault:
@@ -115,33 +98,31 @@ class Judge:
 
     # fields that mean the same in every request -----------------------------------------------------
 
-    def _check_fields(self, request: Request, applied: int | None, lives: Lives) -> None:
-        fields = vars(request)
+    def _check_fields(self, request: Request[Any], applied: int | None, lives: Lives) -> None:
         slots = self.job.code.slots
         for name, limit in (("trainer", self.job.trainers), ("slab", len(self.job.slabs))):
-            value = fields.get(name, 0)
+            value = getattr(request, name, 0)
             check(0 <= value < limit, f"`{name}` must be in 0..{limit - 1}, got {value}")
         for name, life in (
             ("source", "source_incarnation"),
             ("lost", "lost_incarnation"),
             ("holder", "holder_incarnation"),
         ):
-            if name not in fields:
-                continue
-            other = fields[name]
-            if name == "holder" and other == -1:
+            other = getattr(request, name, None)
+            if other is None or (name == "holder" and other == -1):
                 continue  # a trainer asks
             check(0 <= other < slots and other != request.slot, f"`{name}` must be another slot, got {other}")
             most = lives(other) + LIVES_AHEAD
-            check(0 <= fields[life] <= most, f"`{life}` must be in 0..{most}, got {fields[life]}")
+            incarnation = getattr(request, life)
+            check(0 <= incarnation <= most, f"`{life}` must be in 0..{most}, got {incarnation}")
         for name in STEPS:
-            step = fields.get(name, 0)
+            step = getattr(request, name, 0)
             check(step >= 0, f"`{name}` must not be negative, got {step}")
             if applied is not None:
                 most = applied + STEPS_AHEAD
                 check(step <= most, f"`{name}` must be at most {most}, got {step}: the slot is at step {applied}")
-        if "resumable" in fields:
-            check(fields["resumable"] < fields["step"], f"`resumable` must be before step {fields['step']}")
+        if isinstance(request, wire.Part):
+            check(request.resumable < request.step, f"`resumable` must be before step {request.step}")
 
     # requests ---------------------------------------------------------------------------------------
 
@@ -156,6 +137,8 @@ class Judge:
         self._check_count("positions", request.positions)
         self._check_count("gradients", request.gradients)
         self._check_count("rates", request.rates)
+        good = 1 <= request.iteration <= request.step
+        check(good, f"`iteration` must be in 1..{request.step}, got {request.iteration}")
         for slab, (positions_U, gradients_UD) in enumerate(zip(request.positions, request.gradients, strict=True)):
             self._check_ascending(positions_U, 0, self.layouts[slab].data_rows(request.slot), f"slab {slab}")
             _check_shape("gradients", slab, gradients_UD, (len(positions_U), self.job.slabs[slab].dim))
@@ -166,6 +149,14 @@ class Judge:
         self._check_ascending(request.positions, 0, rows, f"slab {request.slab}")
         if request.records is not None:
             _check_shape("records", request.slab, request.records, self._records(request.slab, request.positions))
+
+    def _check_pass(self, request: wire.Pass) -> None:
+        check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
+        check(request.trainer != 0, "`trainer` must not be 0, which loads")
+
+    def _check_snapshot(self, request: wire.Snapshot) -> None:
+        good = bool(request.header) and 1 <= request.header[0] <= request.step
+        check(good, f"`header` must begin with steps of training, 1 to {request.step}, got {request.header[:1]}")
 
     def _check_export(self, request: wire.Export) -> None:
         self._check_inside(request.slab, request.slot, request.positions, request.parity)
@@ -198,7 +189,7 @@ class Judge:
     def _check_records(self, request: wire.Export | wire.Fetch, answer: wire.Records, lives: Lives) -> None:
         _check_shape("records", request.slab, answer.records, self._records(request.slab, request.positions))
 
-    def _check_acknowledged(self, request: wire.Push, answer: wire.Acknowledged, lives: Lives) -> None:
+    def _check_acknowledged(self, request: wire.Part, answer: wire.Acknowledged, lives: Lives) -> None:
         check(answer.step == request.step, f"`step` must be {request.step}, got {answer.step}")
 
     def _check_stored(self, request: wire.Snapshot, answer: wire.Stored, lives: Lives) -> None:
@@ -275,10 +266,12 @@ def _check_shape(name: str, slab: int, tensor: Tensor, wanted: tuple[int, int]) 
     check(got == wanted, f"`{name}` of slab {slab} must have shape {wanted}, got {got}")
 
 
-_REQUESTS: dict[type[Request], Callable[..., None]] = {
+_REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {
     wire.Lookup: Judge._check_lookup,
     wire.Push: Judge._check_push,
     wire.Load: Judge._check_load,
+    wire.Pass: Judge._check_pass,
+    wire.Snapshot: Judge._check_snapshot,
     wire.Export: Judge._check_export,
     wire.Fold: Judge._check_fold,
     wire.Fetch: Judge._check_fetch,

@@ -1,7 +1,9 @@
 """What processes say to each other over the data plane, and how a call may end.
 
-A *request* goes to one named process and gets at most one *answer*; both are dataclasses whose array fields are torch
-tensors. Every call ends as exactly one `Outcome`:
+A *request* goes to one named process and gets at most one *answer*. A request's class says which: `call(Lookup(...))`
+ends with `Rows` or `Forgotten`, or with `Refused`, which may come instead of any. Messages are structs of msgspec, so
+that what arrives is what is declared here, or no message (`encoding.py`): types, bounds of numbers, and the dtype and
+rank of tensors. Every call ends as exactly one `Outcome`:
 
     Ok(answer)        the peer handled it
     Failed(reason)    it certainly was not handled (the peer is not there, or refused it)
@@ -18,38 +20,86 @@ Every request carries its sender's *era*, too: which life of the trainers it bel
 trainers").
 
 Steps here count everything that changes records. The first ones load initial values; training begins after the last of
-them, which is called the *origin*. With three loads, origin is 3, and the first step of training is step 4 here.
+them, which is called the *origin*. With three loads, origin is 3, and the first step of training is step 4 here. Tables
+may be loaded later, too, between steps of training: each such load is a step here and none of training. So how many
+steps of training are *done* does not follow from a step here; pushes and snapshots say it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeAlias, TypeVar
 
 import torch
+from msgspec import Meta, Struct, field
 from torch import Tensor
 
+LEAST, MOST = -1, 1 << 48  # numbers count things (steps, slots, lives), and -1 is none of them
+Count = Annotated[int, Meta(ge=LEAST, le=MOST)]
 
-@dataclass(frozen=True)
-class TensorOf:
-    """What a message's tensor must be; an annotation of its type. What arrives otherwise is not a message."""
+
+class TensorOf(type):
+    """What a message's tensor must be. A type for msgspec, which has none of its own with a rank and dtypes."""
 
     rank: int
     dtypes: tuple[torch.dtype, ...]
 
-    def __str__(self) -> str:
-        return f"{self.rank}-D {' or '.join(str(dtype)[6:] for dtype in self.dtypes)}"
+    def __new__(cls, name: str, rank: int, dtypes: tuple[torch.dtype, ...]) -> TensorOf:
+        return super().__new__(cls, name, (), {"rank": rank, "dtypes": dtypes})
+
+    def __init__(cls, name: str, rank: int, dtypes: tuple[torch.dtype, ...]) -> None:
+        super().__init__(name, (), {})
+
+    def __str__(cls) -> str:
+        return f"{cls.rank}-D {' or '.join(str(dtype)[6:] for dtype in cls.dtypes)}"
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, Tensor)  # rank and dtype were looked at where it was taken from the frame
 
 
-Positions = Annotated[Tensor, TensorOf(1, (torch.int64,))]  # (U,)
-Values = Annotated[Tensor, TensorOf(2, (torch.float32, torch.bfloat16))]  # (U, D)
-RecordBytes = Annotated[Tensor, TensorOf(2, (torch.uint8,))]  # (U, B)
-Payload = Annotated[Tensor, TensorOf(1, (torch.uint8,))]  # (bytes,)
+if TYPE_CHECKING:
+    Positions: TypeAlias = Tensor
+    Values: TypeAlias = Tensor
+    RecordBytes: TypeAlias = Tensor
+    Payload: TypeAlias = Tensor
+else:
+    Positions = TensorOf("Positions", 1, (torch.int64,))  # (U,)
+    Values = TensorOf("Values", 2, (torch.float32, torch.bfloat16))  # (U, D)
+    RecordBytes = TensorOf("RecordBytes", 2, (torch.uint8,))  # (U, B)
+    Payload = TensorOf("Payload", 1, (torch.uint8,))  # (bytes,)
+
+
+class _Message(Struct, array_like=True, tag=True, forbid_unknown_fields=True, gc=False):
+    """Base: an array that begins with the name of its class. Not looked at by the garbage collector: no cycles."""
+
+
+class Answer(_Message):
+    """Base of all answers."""
+
+
+class Refused(Answer):
+    """Not handled: stale or unknown incarnation, or a state that will pass. Ask again after the next placement."""
+
+    reason: str
+
+
+class Malformed(Refused):
+    """Not handled, as nobody could: a value is not what it must be. Asked again only if it was spoilt on its way."""
+
+
+class Forgotten(Answer):
+    """Not to be had any more: the logs have let go of the step that was asked for. Asking again is of no use."""
+
+    reason: str
+
+
+A = TypeVar("A", bound=Answer)
+A_co = TypeVar("A_co", bound=Answer, covariant=True)
 
 
 @dataclass(frozen=True)
-class Ok:
-    answer: Any
+class Ok(Generic[A_co]):
+    answer: A_co | Refused
 
 
 @dataclass(frozen=True)
@@ -62,233 +112,204 @@ class Unknown:
     reason: str
 
 
-Outcome = Ok | Failed | Unknown
+Outcome = Ok[A] | Failed | Unknown
 
 
-@dataclass
-class Request:
-    """Base: `slot` is the slot addressed, `incarnation` the host's incarnation as the caller knows it.
+class _OfEra(_Message, kw_only=True):
+    era: Count = 0
 
-    `era` is set by the node that sends it.
+
+class Request(_OfEra, Generic[A_co]):
+    """Base; its parameter says what answers it, `Refused` apart.
+
+    `slot` is the slot addressed, `incarnation` the host's incarnation as the caller knows it. `era` is set by the node
+    that sends it.
     """
 
-    slot: int
-    incarnation: int
-    era: int = field(default=0, kw_only=True)
-
-
-@dataclass
-class Answer:
-    """Base of all answers."""
-
-
-@dataclass
-class Refused(Answer):
-    """Not handled: stale or unknown incarnation, or a state that will pass. Ask again after the next placement."""
-
-    reason: str
-
-
-@dataclass
-class Malformed(Refused):
-    """Not handled, as nobody could: a value is not what it must be. Asked again only if it was spoilt on its way."""
-
-
-@dataclass
-class Forgotten(Answer):
-    """Not to be had any more: the logs have let go of the step that was asked for. Asking again is of no use."""
-
-    reason: str
+    slot: Count
+    incarnation: Count
 
 
 # trainer -> slot ----------------------------------------------------------------------------------
 
 
-@dataclass
-class Lookup(Request):
-    """The weights of some records as they are after step - 1."""
-
-    step: int
-    positions: list[Positions]  # (U,) int64 each
-    bfloat16: bool = False  # the answer is rounded to it
-
-
-@dataclass
 class Rows(Answer):
     weights: list[Values]  # (U, D) float32 each, or bfloat16
 
 
-@dataclass
-class Push(Request):
+class Lookup(Request[Rows | Forgotten]):
+    """The weights of some records as they are after step - 1."""
+
+    step: Count
+    positions: list[Positions]  # (U,) int64 each
+    bfloat16: bool = False  # the answer is rounded to it
+
+
+class Acknowledged(Answer):
+    step: Count
+
+
+class Push(Request[Acknowledged]):
     """One trainer's gradients of one step for one slot; answered once the step is applied and folded by all holders."""
 
-    step: int
-    trainer: int
+    step: Count
+    trainer: Count
     positions: list[Positions]  # (U,) int64 each, ascending, unique
     gradients: list[Values]  # (U, D) float32 each, or bfloat16
     rates: list[float]  # learning rate per slab
-    resumable: int  # the last step that this trainer may resume from: acknowledged up to there, its snapshot stored
+    iteration: Count  # which step of training it is, from 1
+    resumable: Count  # the last step that this trainer may resume from: acknowledged up to there, its snapshot stored
 
 
-@dataclass
-class Acknowledged(Answer):
-    step: int
+class Stored(Answer):
+    step: Count
+    incarnations: list[Count]  # of every slot, as the holder knows them: what an earlier one stored may be gone
 
 
-@dataclass
-class Snapshot(Request):
+class Snapshot(Request[Stored]):
     """One trainer's part of the dense model after a step."""
 
-    step: int
-    trainer: int
+    step: Count
+    trainer: Count
     payload: Payload  # (bytes,) uint8
-    header: list[int]  # what the payload is, for who reads it (`dense.Header`)
+    header: list[int]  # steps of training that are done; then what the payload is, for who reads it (`dense.Header`)
 
 
-@dataclass
-class Stored(Answer):
-    step: int
-    incarnations: list[int]  # of every slot, as the holder knows them: what an earlier one stored may be gone
+class Load(Request[Acknowledged]):
+    """A step of trainer 0 that overwrites some records of a slab; answered as a push is.
 
-
-@dataclass
-class Load(Request):
-    """A step before training, of trainer 0 alone: overwrites some records of a slab; answered as a push is.
-
-    Like a push it goes to every slot, also to those of which it changes nothing.
+    Like a push it goes to every slot, also to those of which it changes nothing. Before training (`alone`) it is due
+    when it is here; later, when every other trainer has sent `Pass`.
     """
 
-    step: int
-    slab: int
+    step: Count
+    slab: Count
     positions: Positions  # (U,) int64, ascending, unique
     records: RecordBytes | None  # (U, B) uint8; None: the initial values that the servers give them
-    resumable: int  # as in `Push`: the word of all trainers, as nobody else loads
+    resumable: Count  # as in `Push`; `alone`: the word of all trainers, as nobody else loads
+    alone: bool
 
 
-@dataclass
-class Export(Request):
-    """Whole records as of the end of a step, for state_dict and digests."""
+class Pass(Request[Acknowledged]):
+    """A trainer's part of a step in which trainer 0 loads: it changes nothing itself. Answered as a push is."""
 
-    slab: int
-    step: int
-    positions: Positions  # (U,) int64
-    parity: bool = False
+    step: Count
+    trainer: Count  # not 0
+    resumable: Count  # as in `Push`
 
 
-@dataclass
+Part = Push | Load | Pass  # of a step: what one trainer sends of it
+
+
 class Records(Answer):
     records: RecordBytes  # (U, B) uint8
+
+
+class Export(Request[Records | Forgotten]):
+    """Whole records as of the end of a step, for state_dict and digests."""
+
+    slab: Count
+    step: Count
+    positions: Positions  # (U,) int64
+    parity: bool = False
 
 
 # slot -> slot: protection -------------------------------------------------------------------------
 
 
-@dataclass
-class Fold(Request):
+class Folded(Answer):
+    step: Count  # cumulative: everything of the source up to here is folded
+
+
+class Fold(Request[Folded]):
     """What one step changed in the records of `source`, to be folded into the parities that the addressed slot has."""
 
-    source: int
-    source_incarnation: int
-    step: int
-    floor: int  # the source's log goes back to here; the holder may forget older steps
+    source: Count
+    source_incarnation: Count
+    step: Count
+    floor: Count  # the source's log goes back to here; the holder may forget older steps
     positions: list[Positions]  # (U,) int64 each: positions at the source, ascending
     deltas: list[RecordBytes]  # (U, B) uint8 each: old XOR new
 
 
-@dataclass
-class Folded(Answer):
-    step: int  # cumulative: everything of the source up to here is folded
+class Attached(Answer):
+    folded: Count  # the last step of the source that the holder has folded
 
 
-@dataclass
-class Attach(Request):
+class Attach(Request[Attached]):
     """A source meets a holder's new incarnation (or the source is new itself)."""
 
-    source: int
-    source_incarnation: int
-    base: int  # a holder that knows nothing of the source starts here
-    acknowledged: int  # the holder has caught up once it has folded this
+    source: Count
+    source_incarnation: Count
+    base: Count  # a holder that knows nothing of the source starts here
+    acknowledged: Count  # the holder has caught up once it has folded this
 
 
-@dataclass
-class Attached(Answer):
-    folded: int  # the last step of the source that the holder has folded
-
-
-@dataclass
-class Adopt(Request):
-    """The new host of a lost slot asks a holder what it has folded of it, and fences the old incarnation."""
-
-    lost: int
-    lost_incarnation: int  # the new one
-    frozen: bool  # whether the new host waits for the step to go back to; a holder that does not likewise refuses
-
-
-@dataclass
 class Adopted(Answer):
-    folded: int | None  # None: knows nothing of the lost slot
+    folded: Count | None  # None: knows nothing of the lost slot
     caught_up: bool  # has everything the lost slot ever acknowledged
 
 
-@dataclass
-class Cut(Request):
-    """The cut of a lost slot: holders undo what they folded after it and hand over their log of its earlier steps."""
+class Adopt(Request[Adopted]):
+    """The new host of a lost slot asks a holder what it has folded of it, and fences the old incarnation."""
 
-    lost: int
-    lost_incarnation: int
-    frozen: bool  # as in `Adopt`
-    cut: int
+    lost: Count
+    lost_incarnation: Count  # the new one
+    frozen: bool  # whether the new host waits for the step to go back to; a holder that does not likewise refuses
 
 
-@dataclass
 class CutLog(Answer):
-    steps: list[int]
+    steps: list[Count]
     positions: list[list[Positions]]  # per step, per slab: (U,) int64, positions at the lost slot
     deltas: list[list[RecordBytes]]  # per step, per slab: (U, B) uint8
-    floor: int  # the log holds every step after this one, up to the cut
+    floor: Count  # the log holds every step after this one, up to the cut
     caught_up: bool  # false: this holder does not know all of it
+
+
+class Cut(Request[CutLog]):
+    """The cut of a lost slot: holders undo what they folded after it and hand over their log of its earlier steps."""
+
+    lost: Count
+    lost_incarnation: Count
+    frozen: bool  # as in `Adopt`
+    cut: Count
 
 
 # slot -> slot: recovery ---------------------------------------------------------------------------
 
 
-@dataclass
-class Versions(Request):
+class VersionsAre(Answer):
+    folded: dict[Count, Count]  # source -> step
+
+
+class Versions(Request[VersionsAre]):
     """Which step of each source the parities of the addressed slot stand for."""
 
 
-@dataclass
-class VersionsAre(Answer):
-    folded: dict[int, int]  # source -> step
-
-
-@dataclass
-class Fetch(Request):
+class Fetch(Request[Records]):
     """Records of a stripe's member as of given steps, to decode another member from."""
 
-    slab: int
+    slab: Count
     parity: bool
     positions: Positions  # (U,) int64
-    as_of: dict[int, int]  # source -> step; for data: the slot's own step
+    as_of: dict[Count, Count]  # source -> step; for data: the slot's own step
 
 
-@dataclass
-class FetchSnapshots(Request):
-    """Dense snapshots that a slot holds, for the new host of another one, or for a trainer; in pieces (`pieces.py`)."""
-
-    of: int  # a step, or -1 for all; of a step, a holder that asks gets what there is, a trainer all parts
-    holder: int = -1  # which slot asks, and in which life; -1: a trainer
-    holder_incarnation: int = 0
-    begin: list[int] = field(default_factory=list)  # `more` of the answer before; [] at first
-
-
-@dataclass
 class Snapshots(Answer):
-    steps: list[int] = field(default_factory=list)
-    trainers: list[int] = field(default_factory=list)
+    steps: list[Count] = field(default_factory=list)
+    trainers: list[Count] = field(default_factory=list)
     headers: list[list[int]] = field(default_factory=list)
     payloads: list[Payload] = field(default_factory=list)  # (bytes,) uint8 each; the first and the last may be a piece
-    more: list[int] = field(default_factory=list)  # step, trainer, byte that the next answer begins with; []: no more
+    more: list[Count] = field(default_factory=list)  # step, trainer, byte that the next answer begins with; []: no more
+
+
+class FetchSnapshots(Request[Snapshots]):
+    """Dense snapshots that a slot holds, for the new host of another one, or for a trainer; in pieces (`pieces.py`)."""
+
+    of: Count  # a step, or -1 for all; of a step, a holder that asks gets what there is, a trainer all parts
+    holder: Count = -1  # which slot asks, and in which life; -1: a trainer
+    holder_incarnation: Count = 0
+    begin: list[Count] = field(default_factory=list)  # `more` of the answer before; [] at first
 
 
 # placement ----------------------------------------------------------------------------------------
@@ -320,13 +341,3 @@ class Placement:
     @staticmethod
     def from_json(value: dict[str, Any]) -> Placement:
         return Placement(value["epoch"], tuple(SlotPlace(*p) for p in value["slots"]))
-
-
-def training_step(step: int, origin: int | None) -> int:
-    """Which step of training a step of the protocol is: 0 while initial values are loaded.
-
-    Args:
-        step: as in the messages here.
-        origin: the step that training begins after; None: not known, since loading has not ended.
-    """
-    return 0 if origin is None else max(0, step - origin)

@@ -1,35 +1,37 @@
 """What a sparse optimizer declares; each is one file in `optimizers/`.
 
-    OPTIMIZER = SparseOptimizer(name="sgd", fixed={}, state=(), kernel=_apply, classes=("torch.optim.sgd.SGD",))
+    OPTIMIZER = SparseOptimizer(name="sgd", fixed={}, state=(), kernel=_step, classes=("torch.optim.sgd.SGD",))
 
-The kernel applies one step to some records of a slab and says what that changed:
+Hyperparameters are of two kinds. *Fixed* ones are the job's. Those that *travel* come with every step: the learning
+rate, and the iteration, which is the number of the training step, from 1. Nothing counts iterations: a step that is
+made again, after a loss or after going back, is the same iteration. `of_step` makes of both what the kernel is given.
 
-    kernel(records_PW, positions_V, gradients, dim, lr, fixed_H, delta_VW)
-
-    records_PW   (P, W) float32, changed in place
-    positions_V  (V,) int64, which records, without duplicates
-    gradients    `merge.Merged.places()` and index: see `merge.sum_block`
-    lr, fixed_H  float32: the learning rate of the step; (H,) the other hyperparameters in the order of `fixed`
-    delta_VW     (V, W) uint32, written: old XOR new of the records' bytes
-
-It works block by block (`merge.BLOCK`), so that sums of gradients stay in the cache. Arithmetic is float32, in a fixed
-order, one thread, without fast-math or fused multiply-add: a step may be made again on another host, to the same bits.
+The kernel applies a step to a block of records and says what that changed: see `blocks.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_ecrec.records.blocks import blockwise
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.positions import Bytes, Floats, check_positions
 from torch_ecrec.records.schema import Schema, StateField
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require
+
+OfStep = Callable[[float, int, Mapping[str, float]], Sequence[float]]
+
+
+def rate_then_fixed(lr: float, iteration: int, fixed: Mapping[str, float]) -> Sequence[float]:
+    """The learning rate, then the fixed ones in their order."""
+    return (lr, *fixed.values())
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,14 @@ class SparseOptimizer:
 
     Args:
         name: as users and jobs name it; that of its file.
-        fixed: hyperparameters that stay for a job, with their defaults (those of FBGEMM); the learning rate travels
-            with every step.
+        fixed: hyperparameters that stay for a job, with their defaults (those of FBGEMM).
         state: what it keeps for a row.
-        kernel: see the module.
+        kernel: steps a block, see `blocks.py`.
         classes: of torch and TorchRec that mean it, by module and name.
+        types: FBGEMM's `EmbOptimType`s that mean it, by name.
+        of_step: (learning rate, iteration from 1, all of `fixed` in order) -> what the kernel is given as `values_H`.
+        below: fixed ones that must be less than this.
+        choices: fixed ones that must be one of these.
     """
 
     name: str
@@ -50,28 +55,54 @@ class SparseOptimizer:
     state: tuple[StateField, ...]
     kernel: Callable[..., None]
     classes: tuple[str, ...]
+    types: tuple[str, ...] = ()
+    of_step: OfStep = rate_then_fixed
+    below: Mapping[str, float] = field(default_factory=dict)
+    choices: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def blocks(self) -> Any:
+        """The kernel for any number of records."""
+        return blockwise(self.kernel)
 
     def schema(self, dim: int) -> Schema:
         """Records of tables with `dim` weights in a row."""
         return Schema.of(dim, self.state)
 
-    def hyperparameters(self, given: Mapping[str, float]) -> NDArray[np.float32]:
-        """(H,) for the kernel, in the order of `fixed`; what is not given has its default.
+    def complete(self, given: Mapping[str, float]) -> dict[str, float]:
+        """All fixed hyperparameters, in the order of `fixed`; what is not given has its default.
 
         Raises:
-            ValueError: one that this optimizer does not have.
+            ValueError: one that this optimizer does not have, or whose value is out of range.
         """
         unknown = sorted(given.keys() - self.fixed.keys())
         require(
             not unknown, f"optimizer {self.name} has no {', '.join(unknown)}; it has {', '.join(self.fixed) or 'none'}"
         )
-        return np.array([given.get(name, default) for name, default in self.fixed.items()], np.float32)
+        found = {name: float(given.get(name, default)) for name, default in self.fixed.items()}
+        for name, value in found.items():
+            require(value >= 0, f"`{name}` must not be negative, got {value}")
+            most = self.below.get(name)
+            require(most is None or value < most, f"`{name}` of {self.name} must be less than {most}, got {value}")
+            choices = self.choices.get(name)
+            require(choices is None or value in choices, f"`{name}` of {self.name} must be one of {choices}: {value}")
+        return found
+
+    def values(self, lr: float, iteration: int, fixed: Mapping[str, float]) -> NDArray[np.float32]:
+        """(H,) float32, what the kernel is given in a step.
+
+        Raises:
+            ValueError: the iteration is not from 1, or as `complete`.
+        """
+        require(iteration >= 1, f"`iteration` must be at least 1, got {iteration}")
+        return np.array(self.of_step(lr, iteration, self.complete(fixed)), np.float32)
 
     def update_(
         self,
         records_PW: Floats,
         merged: Merged,
         lr: float,
+        iteration: int,
         fixed: Mapping[str, float] | None = None,
         out: Bytes | None = None,
     ) -> Bytes:
@@ -81,6 +112,7 @@ class SparseOptimizer:
             records_PW: (P, W) float32, contiguous, of `schema(D)`. Mutated.
             merged: positions (V,), without duplicates, and gradients (V, D). Must not alias `records_PW`.
             lr: learning rate of this step.
+            iteration: number of this step of training, from 1.
             fixed: hyperparameters other than their defaults.
             out: (V, B) uint8 to put the result in, contiguous and 4-byte aligned; fresh memory without it.
 
@@ -105,13 +137,11 @@ class SparseOptimizer:
         elif out.shape != shape or out.dtype != np.uint8 or not out.flags.c_contiguous:
             raise ValueError(f"`out` must be contiguous uint8 of shape {shape}, got {out.dtype} of {out.shape}")
         gradients: tuple[Any, ...] = (*merged.places(), merged.index)
-        self.kernel(
-            records_PW, positions_V, gradients, dim, np.float32(lr), self.hyperparameters(fixed or {}),
-            out.view(np.uint32),
-        )  # fmt: skip
+        values_H = self.values(lr, iteration, fixed or {})
+        self.blocks(records_PW, positions_V, gradients, dim, values_H, out.view(np.uint32))
         return out
 
     def warm(self) -> None:
         """Compiles or loads the kernel."""
         merged = Merged(np.zeros(1, np.int64), [np.ones((1, 1), np.float32)], np.zeros((1, 1), np.int64))
-        self.update_(np.zeros((1, self.schema(1).width), np.float32), merged, 0.1)
+        self.update_(np.zeros((1, self.schema(1).width), np.float32), merged, 0.1, 1)

@@ -107,9 +107,11 @@ class Shard:
         """
         initial.fill_(self._records_PW, rows_P)
 
-    def apply_(self, optimizer: SparseOptimizer, merged: Merged, lr: float, fixed: Mapping[str, float]) -> Bytes:
+    def apply_(
+        self, optimizer: SparseOptimizer, merged: Merged, lr: float, iteration: int, fixed: Mapping[str, float]
+    ) -> Bytes:
         """One step of an optimizer; see `SparseOptimizer.update_`, whose result this is."""
-        return optimizer.update_(self._records_PW, merged, lr, fixed)
+        return optimizer.update_(self._records_PW, merged, lr, iteration, fixed)
 
     def undo_(self, positions_U: Positions, deltas_UB: Bytes) -> None:
         """Takes back what `apply_` or `overwrite_` has changed.

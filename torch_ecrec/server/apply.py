@@ -49,9 +49,10 @@ class Applier:
         positions, deltas = [part.positions for part in merged], []
         if self.is_missing(positions):
             return None
-        held = self.held
+        held, iteration = self.held, pushes[0].iteration
         for slab, shard, rate, part in zip(held.job.slabs, held.shards, pushes[0].rates, merged, strict=True):
-            deltas.append(shard.apply_(slab.optimizer.optimizer, part, rate, dict(slab.optimizer.fixed)))
+            spec = slab.optimizer
+            deltas.append(shard.apply_(spec.optimizer, part, rate, iteration, dict(spec.fixed)))
         self._merged = None
         return positions, deltas
 

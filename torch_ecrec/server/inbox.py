@@ -1,8 +1,10 @@
-"""Pushes and loads that wait for their step: who has sent what of which step, and when a step has all it needs.
+"""What trainers have sent of steps that wait: who has sent what of which step, and when a step has all it needs.
 
 Pure bookkeeping: no clock, no I/O, and nobody looks into the tensors. Steps are applied in order, so only the one that
 follows the last applied is ever asked for. Example: step 3 is applied; of two trainers, 0 has pushed steps 4 and 5, and
 1 has pushed step 5. Step 4 is not due, so nothing is. Trainer 1 pushes step 4: both are due, one after the other.
+
+In a step every trainer pushes; or trainer 0 loads and the others pass; or trainer 0 loads alone.
 """
 
 from __future__ import annotations
@@ -14,44 +16,47 @@ class Inbox:
     """What waits for its step at one slot.
 
     Args:
-        trainers: how many push in a step of training. A step that loads initial values is one trainer's.
+        trainers: how many there are.
     """
 
     def __init__(self, trainers: int) -> None:
         self.trainers = trainers
         self.pushes: dict[int, dict[int, wire.Push]] = {}  # step -> trainer -> its push
         self.loads: dict[int, wire.Load] = {}  # by step
+        self.passes: dict[int, set[int]] = {}  # step -> the trainers that pass
 
     def __len__(self) -> int:
         """For how many steps something waits."""
-        return len(self.pushes) + len(self.loads)
+        return len(self.pushes.keys() | self.loads.keys() | self.passes.keys())
 
-    def put(self, request: wire.Push | wire.Load) -> None:
-        """Keeps a push or a load; the same once more takes the place of the first."""
-        if isinstance(request, wire.Load):
-            self.loads[request.step] = request
-        else:
-            self.pushes.setdefault(request.step, {})[request.trainer] = request
+    def put(self, request: wire.Part) -> None:
+        """Keeps a trainer's part of a step; the same once more takes the place of the first."""
+        match request:
+            case wire.Load():
+                self.loads[request.step] = request
+            case wire.Pass():
+                self.passes.setdefault(request.step, set()).add(request.trainer)
+            case wire.Push():
+                self.pushes.setdefault(request.step, {})[request.trainer] = request
 
     def due(self, step: int) -> wire.Load | dict[int, wire.Push] | None:
         """All that a step needs: a load, or the pushes of all trainers, by trainer; None while something is missing."""
-        if step in self.loads:
-            return self.loads[step]
-        pushes = self.pushes.get(step, {})
+        load, pushes = self.loads.get(step), self.pushes.get(step, {})
+        if load is not None:
+            return load if load.alone or len(self.passes.get(step, ())) == self.trainers - 1 else None
         return pushes if len(pushes) == self.trainers else None
 
     def on_applied(self, step: int) -> None:
         """A step that was due has been applied: lets go of what it needed."""
-        if step in self.loads:
-            del self.loads[step]
-        else:
-            del self.pushes[step]
+        for sent in (self.pushes, self.loads, self.passes):
+            sent.pop(step, None)
 
     def keep_after(self, step: int) -> None:
         """Lets go of all that was sent of steps up to `step`."""
         self.pushes = {at: pushes for at, pushes in self.pushes.items() if at > step}
         self.loads = {at: load for at, load in self.loads.items() if at > step}
+        self.passes = {at: trainers for at, trainers in self.passes.items() if at > step}
 
     def clear(self) -> None:
         """Lets go of everything."""
-        self.pushes, self.loads = {}, {}
+        self.pushes, self.loads, self.passes = {}, {}, {}

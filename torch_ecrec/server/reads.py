@@ -9,7 +9,7 @@ Shape legend: U records, D embedding dim, W numbers in a record; lists hold one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ class ReadersSlot(Protocol):
     def is_missing(self, positions: list[np.ndarray]) -> bool:
         """Whether any of these data records, (U,) int64 positions of each slab, is missing; if so, they come next."""
 
-    def park(self, attempt: Callable[[], Answer | None], reply: Reply) -> None:
+    def park(self, attempt: Callable[[], Answer | None], reply: Reply[Any]) -> None:
         """Answers now if `attempt` yields an answer, else when it first does."""
 
 
@@ -41,12 +41,12 @@ class Reads:
     def __init__(self, slot: ReadersSlot, held: Holdings) -> None:
         self.slot, self.held = slot, held
 
-    def on_lookup(self, request: wire.Lookup, reply: Reply) -> None:
+    def on_lookup(self, request: wire.Lookup, reply: Reply[wire.Rows | wire.Forgotten]) -> None:
         """Weights as they are after the step before the request's."""
         held, rule = self.held, self.held.rule
         positions = [p.numpy() for p in request.positions]
 
-        def attempt() -> Answer | None:
+        def attempt() -> wire.Rows | wire.Forgotten | None:
             before = request.step - 1
             if rule.applied < before or self.slot.is_missing(positions):
                 return None
@@ -64,13 +64,13 @@ class Reads:
 
         self.slot.park(attempt, reply)
 
-    def on_export(self, request: wire.Export, reply: Reply) -> None:
+    def on_export(self, request: wire.Export, reply: Reply[wire.Records | wire.Forgotten]) -> None:
         """Whole records as of a step; parities only when nothing is under way (they are for checks)."""
         held, rule = self.held, self.held.rule
         positions = request.positions.numpy()
         asked = [positions if s == request.slab else positions[:0] for s in range(len(held.shards))]
 
-        def attempt() -> Answer | None:
+        def attempt() -> wire.Records | wire.Forgotten | None:
             if request.parity:
                 whole = self.slot.whole and all(step >= request.step for step in rule.folded.values())
                 parity = held.shards[request.slab].gather(positions, parity=True) if whole else None
@@ -83,7 +83,7 @@ class Reads:
 
         self.slot.park(attempt, reply)
 
-    def _forgotten(self, step: int) -> Answer:
+    def _forgotten(self, step: int) -> wire.Forgotten:
         """Nobody who takes part in training asks for a step before the watermark, but by a copy that comes late."""
         index, floor = self.held.index, self.held.log.floor
         return wire.Forgotten(f"slot {index} cannot show step {step}: its log begins after step {floor}")

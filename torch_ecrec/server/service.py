@@ -21,7 +21,8 @@ from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import COMPLAINTS, Node, Port
 
-TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Export)
+FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
+TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Pass, wire.Export)
 
 
 class Host(Node):
@@ -34,6 +35,7 @@ class Host(Node):
         self.slots: dict[int, Slot] = {}
         self.frozen = False  # the trainers were lost, and where they start again is not known yet
         self.resume_step = 0  # where the era began
+        self.done = 0  # steps of training until then
         self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.code = LinearCode(1, 0)
         self.layouts: tuple[Layout, ...] = ()
@@ -48,7 +50,7 @@ class Host(Node):
         elif message["type"] == "placement":
             self.run(self._take_placement, Placement.from_json(message["placement"]))
         elif message["type"] == "era":
-            self.run(self._take_era, message["era"], message["step"], message["origin"])
+            self.run(self._take_era, message["era"], message["step"], message["origin"], message["done"])
         elif message["type"] == "loaded":
             self.origin = message["origin"]
         elif message["type"] == "rejoined":
@@ -66,6 +68,7 @@ class Host(Node):
                 era=self.era,
                 frozen=self.frozen,
                 resume_step=self.resume_step,
+                done=self.done,
                 origin=self.origin,
                 whole=[[slot.index, slot.incarnation] for slot in self.slots.values() if slot.reported],
                 incarnations=[max(lives) for lives in zip(*known, strict=True)],
@@ -79,17 +82,24 @@ class Host(Node):
         for slot in self.slots.values():
             slot.tell_again()
 
-    def _take_era(self, era: int, step: int | None, origin: int | None) -> None:
-        """The trainers were lost, for the `era`-th time; `step`: they start again after it (None: not known yet)."""
+    def _take_era(self, era: int, step: int | None, origin: int | None, done: int) -> None:
+        """The trainers were lost, for the `era`-th time.
+
+        Args:
+            era: how often that was.
+            step: they start again after it; None: not known yet.
+            origin: the step that training begins after; None: initial values are being loaded.
+            done: steps of training until `step`.
+        """
         self.origin = origin  # `step` was chosen with it: before training no dense model is needed
         if era > self.era:
             self.era, self.frozen = era, True
             for slot in self.slots.values():
                 slot.freeze()
         if era == self.era and self.frozen and step is not None:
-            self.frozen, self.resume_step = False, step
+            self.frozen, self.resume_step, self.done = False, step, done
             for slot in self.slots.values():
-                slot.go_back(step)
+                slot.go_back(step, done)
 
     def _take_job(self, job: JobSpec) -> None:
         if self.job is not None and self.job.digest != job.digest:
@@ -129,10 +139,10 @@ class Host(Node):
 
     # from other processes -----------------------------------------------------------------------
 
-    def handle(self, request: wire.Request, reply: Callable[[Answer], None]) -> None:
+    def handle(self, request: wire.Request[Any], reply: Callable[[Answer], None]) -> None:
         self.run(self._handle, request, lambda answer: self.emit_answer(lambda: reply(answer)))
 
-    def _handle(self, request: wire.Request, reply: Callable[[Answer], None]) -> None:
+    def _handle(self, request: wire.Request[Any], reply: Callable[[Answer], None]) -> None:
         slot = self.slots.get(request.slot)
         if slot is None:
             reply(Refused(f"slot {request.slot} is not on {self.name}"))
@@ -150,7 +160,7 @@ class Host(Node):
         else:
             slot.handle(request, reply)
 
-    def _fault_of(self, slot: Slot, request: wire.Request) -> str | None:
+    def _fault_of(self, slot: Slot, request: wire.Request[Any]) -> str | None:
         if self.judge is None:
             return None
         applied = slot.rule.applied if slot.ready else None
@@ -159,12 +169,11 @@ class Host(Node):
     def _life_of(self, slot: int) -> int:
         return self.placement.slots[slot].incarnation if self.placement is not None else 0
 
-    def fault_of_answer(self, request: wire.Request, answer: Answer) -> str | None:
+    def fault_of_answer(self, request: wire.Request[Any], answer: Answer) -> str | None:
         if self.judge is None:
             return None
         fault = self.judge.fault_of_answer(request, answer, self._life_of)
-        if fault is None and isinstance(answer, (wire.Folded, wire.Attached)):
-            assert isinstance(request, (wire.Fold, wire.Attach))
+        if fault is None and isinstance(request, wire.Fold | wire.Attach) and isinstance(answer, FOLDED):
             source = self.slots.get(request.source)
             folded = answer.step if isinstance(answer, wire.Folded) else answer.folded
             if source is not None and folded > source.rule.applied:

@@ -66,13 +66,14 @@ class Slot:
         self.code, self.layouts, self.shards = held.code, held.layouts, held.shards
         self.rule, self.missing = held.rule, held.missing
         self.inbox = Inbox(self.job.trainers)
-        self.push_replies: dict[int, list[Reply]] = {}
-        self.waiting: list[tuple[Callable[[], Answer | None], Reply]] = []
+        self.push_replies: dict[int, list[Reply[wire.Acknowledged]]] = {}
+        self.waiting: list[tuple[Callable[[], Any], Reply[Any]]] = []
         self.ready = fresh
         self.dead = False
         self.hopeless = False
         self.reported = fresh  # nothing is missing, and the coordinator knows
         self.going_back_to: int | None = None  # until that step is durable
+        self.not_trained: int | None = None  # of the steps up to the last applied, as far as they are known
         self.snapshots = SnapshotStore(self, host, self.index, self.incarnation, self.job.trainers)
         self.durability = policy(self, host, held, settings)
         self.applier = Applier(held, self.is_missing)
@@ -92,7 +93,7 @@ class Slot:
 
     # requests -----------------------------------------------------------------------------------
 
-    def handle(self, request: wire.Request, reply: Reply) -> None:
+    def handle(self, request: wire.Request[Any], reply: Reply[Answer]) -> None:
         """Answers a request; `reply` is called now, or when it can be answered."""
         match request:
             case wire.Lookup():
@@ -103,6 +104,8 @@ class Slot:
                 self.snapshots.on_snapshot(request, reply)
             case wire.Load():
                 self._on_load(request, reply)
+            case wire.Pass():
+                self._on_push(request, reply)
             case wire.Export():
                 self.reads.on_export(request, reply)
             case wire.FetchSnapshots():
@@ -112,7 +115,7 @@ class Slot:
             case _:
                 raise TypeError(f"`request` must be one to a slot, got {type(request).__name__}")
 
-    def park(self, attempt: Callable[[], Answer | None], reply: Reply) -> None:
+    def park(self, attempt: Callable[[], Answer | None], reply: Reply[Any]) -> None:
         """Answers now if `attempt` yields an answer, else when it first does."""
         answer = attempt() if self.ready else None
         if answer is None:
@@ -145,16 +148,17 @@ class Slot:
 
     # steps --------------------------------------------------------------------------------------
 
-    def _on_push(self, request: wire.Push, reply: Reply) -> None:
+    def _on_push(self, request: wire.Push | wire.Pass, reply: Reply[wire.Acknowledged]) -> None:
         self.rule.on_resumable(request.trainer, request.resumable)
         self._take(request, reply)
 
-    def _on_load(self, request: wire.Load, reply: Reply) -> None:
-        for trainer in range(self.rule.trainers):  # the others have done nothing yet that could be taken back
+    def _on_load(self, request: wire.Load, reply: Reply[wire.Acknowledged]) -> None:
+        # alone, before training: the others have done nothing yet that could be taken back
+        for trainer in range(self.rule.trainers if request.alone else 1):
             self.rule.on_resumable(trainer, request.resumable)
         self._take(request, reply)
 
-    def _take(self, request: wire.Push | wire.Load, reply: Reply) -> None:
+    def _take(self, request: wire.Part, reply: Reply[wire.Acknowledged]) -> None:
         """Keeps it until its step is due; answers once the step counts."""
         if self.rule.is_acknowledged(request.step):
             reply(wire.Acknowledged(request.step))
@@ -176,6 +180,8 @@ class Slot:
             if change is None:
                 return
             self.inbox.on_applied(step)
+            if not isinstance(due, wire.Load):
+                self.not_trained = step - due[0].iteration
             self.rule.on_applied(step)
             self.log.append(step, *change)
             self.durability.on_applied(step)
@@ -264,11 +270,17 @@ class Slot:
     def report_reach(self) -> None:
         """Tells the coordinator which steps this slot can go back to."""
         if self.host.frozen and self.ready:
-            kept = [[step, trainers] for step, trainers in self.snapshots.trainers_of().items()]
+            kept = [[step, *found] for step, found in self.snapshots.found().items()]
             self.tell("reach", era=self.host.era, applied=self.rule.applied, floor=self.log.floor, snapshots=kept)
 
-    def go_back(self, step: int) -> None:
-        """Takes back every step after `step`, here and in the parities; then makes `step` durable."""
+    def go_back(self, step: int, done: int) -> None:
+        """Takes back every step after `step`, here and in the parities; then makes `step` durable.
+
+        Args:
+            step: training goes on after it.
+            done: steps of training until then.
+        """
+        self.not_trained = step - done
         self.held.undo_after(step)
         self.durability.go_back(step)
         self.rule.go_back(step)
@@ -304,16 +316,21 @@ class Slot:
         elif self.hopeless:
             self.give_up()
 
+    def _trained(self, step: int) -> int:
+        """Steps of training up to a step near the last applied; one that loads, in between, counts as one, too."""
+        others = self.host.origin if self.not_trained is None else self.not_trained
+        return 0 if others is None else max(0, step - others)
+
     def status(self) -> dict[str, object]:
         """Figures for `torch-ecrec status`."""
-        rule, origin = self.rule, self.host.origin
+        rule = self.rule
         return {
             "slot": self.index,
             "incarnation": self.incarnation,
             "ready": self.ready,
-            "step": wire.training_step(rule.applied, origin),
-            "acknowledged": wire.training_step(rule.acknowledged, origin),
-            "watermark": wire.training_step(rule.watermark, origin),
+            "step": self._trained(rule.applied),
+            "acknowledged": self._trained(rule.acknowledged),
+            "watermark": self._trained(rule.watermark),
             "rebuilt": self.missing.done_fraction,
             "record_bytes": sum(shard.data_bytes for shard in self.shards),
             "parity_bytes": sum(shard.parity_bytes for shard in self.shards),

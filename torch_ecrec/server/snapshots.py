@@ -14,7 +14,7 @@ from typing import Protocol
 from torch_ecrec.durability.policy import AsksOnce, Reply
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.pieces import Gathering, Key, Part, cut
-from torch_ecrec.protocol.wire import Answer, Malformed, Refused
+from torch_ecrec.protocol.wire import Malformed, Refused
 from torch_ecrec.transport.node import RETRY_S
 
 
@@ -73,16 +73,16 @@ class SnapshotStore:
     def bytes(self) -> int:
         return sum(payload.numel() for _, payload in self.parts.values())
 
-    def trainers_of(self) -> dict[int, list[int]]:
-        """Step -> the trainers whose parts are here."""
-        found: dict[int, list[int]] = {}
-        for step, trainer in sorted(self.parts):
-            found.setdefault(step, []).append(trainer)
+    def found(self) -> dict[int, tuple[int, list[int]]]:
+        """Step -> the steps of training that are done then, and the trainers whose parts are here."""
+        found: dict[int, tuple[int, list[int]]] = {}
+        for (step, trainer), (header, _) in sorted(self.parts.items()):
+            found.setdefault(step, (header[0], []))[1].append(trainer)
         return found
 
     def is_whole(self, step: int) -> bool:
         """Whether every trainer's part is here. Nobody needs any before training: that is the model as it was made."""
-        before_training = wire.training_step(step, self.host.origin) == 0
+        before_training = self.host.origin is None or step <= self.host.origin
         return before_training or all((step, trainer) in self.parts for trainer in range(self.trainers))
 
     def forget(self, watermark: int) -> None:
@@ -98,12 +98,12 @@ class SnapshotStore:
 
     # requests -----------------------------------------------------------------------------------
 
-    def on_snapshot(self, request: wire.Snapshot, reply: Reply) -> None:
+    def on_snapshot(self, request: wire.Snapshot, reply: Reply[wire.Stored]) -> None:
         self.most = None
         self.parts[request.step, request.trainer] = (request.header, request.payload)
         reply(wire.Stored(request.step, self.slot.known_incarnations()))
 
-    def on_fetch(self, request: wire.FetchSnapshots, reply: Reply) -> None:
+    def on_fetch(self, request: wire.FetchSnapshots, reply: Reply[wire.Snapshots]) -> None:
         if request.holder >= 0:
             # From now on this slot tells trainers that an earlier life of the holder counts for nothing.
             self.slot.meet(request.holder, request.holder_incarnation)
@@ -151,14 +151,14 @@ class SnapshotStore:
         """
         holder = others[turn % len(others)]
 
-        def make(incarnation: int) -> wire.Request:
+        def make(incarnation: int) -> wire.FetchSnapshots:
             begin = got.begin(incarnation)
             return wire.FetchSnapshots(holder, incarnation, got.of, self.index, self.incarnation, begin)
 
-        def done(answer: Answer | None) -> None:
+        def done(answer: wire.Snapshots | None) -> None:
             if self.slot.dead:
                 return
-            if isinstance(answer, wire.Snapshots):
+            if answer is not None:
                 try:
                     all_here = got.take(answer)
                 except ValueError:

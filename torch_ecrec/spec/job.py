@@ -34,26 +34,29 @@ class OptimizerSpec:
     """The sparse optimizer of some tables.
 
     Args:
-        kind: one of `torch_ecrec.records.optimizers`: "sgd", "adagrad", "rowwise_adagrad".
-        lr: learning rate before any scheduler; the rate in force travels with every step.
+        kind: one of `torch_ecrec.records.optimizers.NAMES`, say "sgd" or "adam".
+        lr: learning rate before any scheduler; the rate in force travels with every step, as the iteration does.
+        max_gradient: trainers clamp each number of a feature's gradient to plus or minus this before it becomes one of
+            rows, as FBGEMM's gradient clipping does; None: they do not.
         **fixed: its other hyperparameters, say `eps`; FBGEMM's defaults otherwise.
 
     Raises:
-        ValueError: no such optimizer, one that has no such hyperparameter, or a negative value.
+        ValueError: no such optimizer, one that has no such hyperparameter, or a value that it cannot have.
     """
 
     kind: str
     lr: float
     fixed: tuple[tuple[str, float], ...]
+    max_gradient: float | None
 
-    def __init__(self, kind: str = "sgd", lr: float = 0.01, **fixed: float) -> None:
-        found = optimizer(kind)
-        found.hyperparameters(fixed)
-        for name, value in {"lr": lr, **fixed}.items():
-            require(value >= 0, f"`{name}` must not be negative, got {value}")
+    def __init__(self, kind: str = "sgd", lr: float = 0.01, max_gradient: float | None = None, **fixed: float) -> None:
+        complete = optimizer(kind).complete(fixed)
+        require(lr >= 0, f"`lr` must not be negative, got {lr}")
+        require(max_gradient is None or max_gradient > 0, f"`max_gradient` must be positive, got {max_gradient}")
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "lr", lr)
-        object.__setattr__(self, "fixed", tuple({**found.fixed, **fixed}.items()))
+        object.__setattr__(self, "fixed", tuple(complete.items()))
+        object.__setattr__(self, "max_gradient", max_gradient)
 
     @property
     def optimizer(self) -> SparseOptimizer:
@@ -210,7 +213,7 @@ class JobSpec:
     def from_json(value: dict[str, Any]) -> JobSpec:
         """Inverse of `to_json`; raises `ValueError`, `TypeError` or `KeyError` on anything else."""
         tables = tuple(
-            TableSpec(**{**t, "optimizer": OptimizerSpec(o["kind"], o["lr"], **dict(o["fixed"]))})
+            TableSpec(**{**t, "optimizer": OptimizerSpec(o["kind"], o["lr"], o["max_gradient"], **dict(o["fixed"]))})
             for t in value["tables"]
             for o in [t["optimizer"]]
         )

@@ -127,6 +127,7 @@ class _Walk:
 
     def _walk_object(self, value: Any) -> None:
         if isinstance(value, msgspec.Struct):
+            self.write(type(value).__name__)
             self.walk(msgspec.structs.asdict(value))
             return
         if not hasattr(value, "__dict__"):
@@ -162,7 +163,7 @@ def _in_order(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
         return list(mapping.items())
 
 
-def _rank(exchange: Exchange) -> str:
+def _rank(exchange: Exchange[Any]) -> str:
     known = {name: value for name, value in variables(exchange.make).items() if isinstance(value, int)}  # type: ignore[arg-type]
     return f"{exchange.slot} {exchange.bound_to} {exchange.make.__qualname__} {known}"
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_ecrec.protocol.wire import training_step
 from torch_ecrec.testing.fingerprint import fingerprint
 from torch_ecrec.testing.global_states import Table
 from torch_ecrec.testing.processes import Call, Center, Process, Server, Trainer
@@ -157,7 +156,8 @@ def view_of(process: Process) -> dict[str, Any]:
     }
     if isinstance(process, Trainer):
         client = process.node
-        snapshot = client.resumable if training_step(client.resumable, client.origin) else 0
+        in_training = client.origin is not None and client.resumable > client.origin
+        snapshot = client.resumable if in_training else 0
         view |= {"done": process.phase[0] == "done", "complete": client.complete, "snapshot": snapshot}
         view |= {"era": client.era, "rank": process.rank}
         view["placed"] = [place.incarnation for place in client.placement.slots] if client.placement is not None else []

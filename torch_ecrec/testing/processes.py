@@ -29,7 +29,7 @@ from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.processes.member import join_message, rejoin_message
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.wire import Answer, Ok, Outcome, Request, Unknown
+from torch_ecrec.protocol.wire import A, Answer, Ok, Outcome, Request, Unknown
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.settings import Settings
@@ -59,7 +59,7 @@ class Call:
     sender: str
     receiver: str
     token: str
-    request: Request = field(compare=False)
+    request: Request[Any] = field(compare=False)
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Process:
     def __init__(self, name: str, role: str, rank: int = -1) -> None:
         self.name, self.role, self.rank = name, role, rank
         self.out: list[tuple[Any, ...]] = []
-        self.calls: dict[str, tuple[str, Callable[[Outcome], None]]] = {}  # token -> who was asked, what then
+        self.calls: dict[str, tuple[str, Callable[[Outcome[Any]], None]]] = {}  # token -> who was asked, what then
         self.timers: list[Callable[[], None]] = []
         self.world: tuple[int, Sequence[str]] = (0, ())
         self.life = 0  # of the coordinator, as it said
@@ -103,7 +103,7 @@ class Process:
         self.node: Node
 
     # Port
-    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None:
+    def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None:
         token = f"{type(request).__name__} {fingerprint(request)}"
         while token in self.calls:  # the same once more, while the first is not answered
             token = f"{token}+"
@@ -287,7 +287,7 @@ class Trainer(Process):
             yield from load_all(client, self._scenario.loads)
         yield lambda: client.origin is not None
         assert client.origin is not None
-        done = client.resume_step - client.origin if self.restarted else 0
+        done = client.resume_done
         if done:
             self.phase, self.got = ("restore", done), []
             client.run(client.stored, 0, client.resume_step, self.got.append)
@@ -317,8 +317,8 @@ class Trainer(Process):
             yield lambda step=step: len(self.losses[step]) == job.trainers  # type: ignore[misc]
             self.dense = dense_after(self.dense, self.losses.pop(step))
             assert self.dense == known.dense[step], f"trainer {rank}: dense model after step {step} is wrong"
-            if client.snapshot_due(client.step - 1):
-                client.run(client.snapshot, payload_of(self.dense), [step])
+            if client.snapshot_due:
+                client.run(client.snapshot, payload_of(self.dense), [client.done])
 
 
 class Center(Process):

@@ -22,6 +22,7 @@ class SimulationResult:
     losses: dict[tuple[int, int], float] = field(default_factory=dict)
     dense: dict[int, float] = field(default_factory=dict)  # after each step
     reads: dict[int, torch.Tensor] = field(default_factory=dict)  # what was read for each load that changes
+    overwritten: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (number, trainer): rows before it
     records: list[torch.Tensor] = field(default_factory=list)
     snapshots: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # (step, trainer)
     messages: list[tuple[str, str, str]] = field(default_factory=list)
@@ -44,6 +45,8 @@ class SimulationResult:
         assert self.fatal is None, f"stopped: {self.fatal}"
         for number, read in undisturbed.reads.items():
             assert torch.equal(self.reads[number], read), f"what was read for load {number} differs"
+        for key, read in undisturbed.overwritten.items():
+            assert torch.equal(self.overwritten[key], read), f"what was read before (overwrite, trainer) {key} differs"
         for key, weights in undisturbed.lookups.items():
             for slab, (mine, theirs) in enumerate(zip(self.lookups[key], weights, strict=True)):
                 assert torch.equal(mine, theirs), f"lookup of (step, trainer) {key} differs in slab {slab}"
@@ -57,13 +60,8 @@ class SimulationResult:
             mine, theirs = self.snapshots[last, trainer], undisturbed.snapshots[last, trainer]
             assert torch.equal(mine, theirs), f"the last snapshot of trainer {trainer} differs"
 
-    def collect(self, slots: Sequence[Slot], origin: int) -> None:
-        """Takes records and snapshots from the slots, once all is settled.
-
-        Args:
-            slots: the live incarnation of each, in order.
-            origin: the step that training began after.
-        """
+    def collect(self, slots: Sequence[Slot]) -> None:
+        """Takes records and snapshots from the slots, once all is settled: the live incarnation of each, in order."""
         job = self.scenario.job
         for s, slab in enumerate(job.slabs):
             records = np.zeros((slab.rows, slab.schema.width), dtype=np.float32)
@@ -73,7 +71,7 @@ class SimulationResult:
                 records[layout.row_at(slot.index, positions)] = slot.shards[s].gather(positions).view(np.float32)
             self.records.append(torch.from_numpy(records))
         for index in range(min(self.scenario.code.parities + 1, len(slots))):
-            for (step, trainer), (_, payload) in slots[index].snapshots.parts.items():
-                key = step - origin, trainer
+            for (_, trainer), (header, payload) in slots[index].snapshots.parts.items():
+                key = header[0], trainer
                 known = self.snapshots.setdefault(key, payload)
                 assert torch.equal(known, payload), f"the snapshots of (step, trainer) {key} differ between slots"

@@ -64,6 +64,8 @@ class Scenario:
 
     Args:
         loads: what trainer 0 loads before training, in this order.
+        overwrites: what trainer 0 loads in training, in this order: (step, ended, what). After that step; once it has
+            ended (the dense model of it is kept, and does not know of it), or before.
         loads_before: what the first trainers load, who are lost before they have loaded all; None: the same.
         kills: (slot, step) pairs: the host of the slot dies when that step is complete at trainer 0.
         settle_first: such a kill waits until the cluster is whole again, so that the losses stay within the contract.
@@ -104,6 +106,7 @@ class Scenario:
     snapshot_every: int = 1
     loads: tuple[Load, ...] = ()
     loads_before: tuple[Load, ...] | None = None
+    overwrites: tuple[tuple[int, bool, Load], ...] = ()
 
     @property
     def job(self) -> JobSpec:

@@ -233,9 +233,10 @@ class SimulatedCluster:
         """Nothing is under way: every step applied everywhere, folded everywhere and acknowledged."""
         if not self.whole() or any(client.exchanges for client in self.clients.values()):
             return False
-        slots = self.slots()
+        slots, scenario = self.slots(), self.scenario
+        last = self.origin + scenario.steps + len(scenario.overwrites)
         return len(slots) == self.scenario.code.slots and all(
-            s.whole and s.rule.applied == s.rule.settled == self.origin + self.scenario.steps for s in slots
+            s.whole and s.rule.applied == s.rule.settled == last for s in slots
         )
 
     @property
@@ -311,7 +312,7 @@ class SimulatedCluster:
         self.run.overdue, self.run.control_messages = self.network.overdue, self.plane.sent
         if self.run.fatal is None:
             self.verify()
-            self.run.collect(self.slots(), self.origin)
+            self.run.collect(self.slots())
             check_parity(self.slots())
         return self.run
 

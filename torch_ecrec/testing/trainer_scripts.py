@@ -76,7 +76,7 @@ class TrainerScripts:
         yield lambda: client.placement is not None and client.resumed
         self._dense_of[i], done = 1.0, 0
         if client.origin is not None:
-            done = client.resume_step - client.origin
+            done = client.resume_done
             self._result.resumed += [done] if i == 0 else []
         elif i == 0:
             yield from load_all(client, self._loads, self._on_read)
@@ -88,6 +88,7 @@ class TrainerScripts:
             yield lambda: bool(stored)
             payload = stored[0].payloads[stored[0].trainers.index(i)]
             self._dense_of[i] = float(payload.view(torch.float64))
+        yield from self._overwrite(i, client, done, ended=True)
         for step in range(done + 1, scenario.steps + 1):
             rows = [torch.from_numpy(r) for r in touched(scenario, step, i)]
             routes: list[Route] = [client.route(s, r) for s, r in enumerate(rows)]
@@ -106,9 +107,30 @@ class TrainerScripts:
             self._dense_of[i] = dense_after(self._dense_of[i], self._contributions[step])
             if i == 0:
                 self._same(self._result.dense, step, self._dense_of[0])
-            if client.snapshot_due(client.step - 1):
-                client.run(client.snapshot, payload_of(self._dense_of[i]), [step])
+            yield from self._overwrite(i, client, step, ended=False)
+            if client.snapshot_due:
+                client.run(client.snapshot, payload_of(self._dense_of[i]), [client.done])
+            yield from self._overwrite(i, client, step, ended=True)
             self._on_step(i, step)
+
+    def _overwrite(self, i: int, client: Client, step: int, ended: bool) -> Iterator[Callable[[], bool]]:
+        """What is loaded after a step of training, as a session of trainer i does it."""
+        for number, (after, late, load) in enumerate(self._scenario.overwrites):
+            if (after, late) != (step, ended):
+                continue
+            rows = torch.arange(load.first, load.end)
+            route = client.route(load.slab, rows)
+            read: list[torch.Tensor] = []
+            client.run(client.read, load.slab, route, read.append)
+            yield lambda read=read: bool(read)  # type: ignore[misc]
+            before_UW = read[0].view(torch.float32)
+            self._same(self._result.overwritten, (number, i), before_UW)
+            client.run(client.without_snapshot)
+            yield client.may_push
+            if i == 0:
+                client.run(client.load, load.slab, route, load.values(before_UW).view(torch.uint8))
+            else:
+                client.run(client.pass_)
 
     @property
     def _loads(self) -> tuple[Load, ...]:

@@ -104,7 +104,8 @@ class Verifier:
                 longest[what] = max(longest.get(what, 0), steps)
         for client in self._clients:
             longest["open steps"] = max(longest.get("open steps", 0), len(client.open))
-        more = self._scenario.snapshot_every - 1  # logs reach back to the last snapshot
+        # logs reach back to the last snapshot
+        more = self._scenario.snapshot_every - 1 + len(self._scenario.overwrites)
         beyond = {what: steps for what, steps in longest.items() if steps > BOUNDS[what] + more}
         assert not beyond, f"kept for more steps than {BOUNDS}: {beyond}"
 
@@ -121,7 +122,7 @@ def steps_kept(slot: Slot) -> dict[str, int]:
     return {
         "log": slot.log.last - slot.log.floor,
         "kept pushes": len(slot.inbox),
-        "snapshots": len(slot.snapshots.trainers_of()),
+        "snapshots": len(slot.snapshots.found()),
         **slot.durability.steps_kept(),
     }
 

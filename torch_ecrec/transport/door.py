@@ -1,9 +1,10 @@
 """Who has connected, and has not proved yet that it is a member: one thread looks after all of them.
 
-A member says hello at once: magic, the key of who listens, the generation. Who has said so gets a thread of its own;
-everybody else costs a descriptor, for `HELLO_S` at most, and of them there are `STRANGERS_MOST`: when one more comes,
-the one that has kept silent longest goes. So a member gets in as long as fewer than `STRANGERS_MOST` come in the time
-that its hello takes.
+A member says hello at once: magic, the key of who listens, the digest of its build, the generation. Who has said so
+gets a thread of its own. Who has the key and is of another build is told which build is here (`OTHER_BUILD`); nothing
+that it sends is read. Everybody else costs a descriptor, for `HELLO_S` at most, and of them there are `STRANGERS_MOST`:
+when one more comes, the one that has kept silent longest goes. So a member gets in as long as fewer than
+`STRANGERS_MOST` come in the time that its hello takes.
 
 Accepting never ends before `close`: where a descriptor or memory is missing, one stranger is given up, and if there is
 none, it pauses.
@@ -21,13 +22,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torch_ecrec.protocol.build import DIGEST_BYTES, Build
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.complaints import Complaints
 from torch_ecrec.transport.control import tune
-from torch_ecrec.transport.frames import MAGIC
+from torch_ecrec.transport.frames import HEADER, MAGIC, OTHER_BUILD
 
 KEY_BYTES = 16
-HELLO = struct.Struct(f"<4s{KEY_BYTES}sQ")  # magic, key, generation
+HELLO = struct.Struct(f"<4s{KEY_BYTES}s{DIGEST_BYTES}sQ")  # magic, key, digest of the build, generation
 HELLO_S = 10.0
 STRANGERS_MOST = 128
 ACCEPTS_AT_ONCE = 16  # then those that have come are heard
@@ -48,6 +50,7 @@ class Door:
     Args:
         listeners: its own from now on.
         key: what a member knows.
+        build: of this process.
         admit: `admit(sock, generation)` of who has said hello; the socket blocks, and is the callee's. On the door's
             thread: it must not wait.
         complaints: get why somebody was not let in.
@@ -58,11 +61,12 @@ class Door:
         self,
         listeners: Sequence[socket.socket],
         key: bytes,
+        build: Build,
         admit: Callable[[socket.socket, int], None],
         complaints: Complaints,
         on_error: Callable[[BaseException], None],
     ) -> None:
-        self._listeners, self._key, self._admit = list(listeners), key, admit
+        self._listeners, self._key, self._build, self._admit = list(listeners), key, build, admit
         self._complaints, self._on_error = complaints, on_error
         self._strangers: dict[_Stranger, None] = {}  # the oldest first
         self._wake, self._woken = socket.socketpair()
@@ -184,13 +188,22 @@ class Door:
             return
         stranger.said += said
         if len(stranger.said) == HELLO.size:
-            magic, key, generation = HELLO.unpack(stranger.said)
+            magic, key, digest, generation = HELLO.unpack(stranger.said)
             if magic != MAGIC or not hmac.compare_digest(key, self._key):
                 self._turn_away(stranger, "not a member of this cluster")
+                return
+            if digest != self._build.digest:
+                self._tell_build(stranger)
                 return
             self._forget(stranger)
             stranger.sock.setblocking(True)
             self._admit(stranger.sock, int(generation))
+
+    def _tell_build(self, stranger: _Stranger) -> None:
+        told = self._build.told()
+        with contextlib.suppress(OSError):  # it is gone; else there is room for this, as nothing was sent before
+            stranger.sock.send(HEADER.pack(OTHER_BUILD, 0, 0, len(told), 0) + told)
+        self._turn_away(stranger, "a member of another build of torch_ecrec, with other messages")
 
     def _turn_away(self, stranger: _Stranger, why: object) -> None:
         self._complaints.add("a stranger's connection is closed", why)

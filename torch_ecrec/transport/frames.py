@@ -1,12 +1,12 @@
 """Messages as they travel on a connection.
 
-    frame   24 bytes (magic, bytes of the notes, bytes of the message, ticket), notes, the message as MessagePack with
-            an extension (dtype, shape) for each tensor, then the tensors' bytes one behind the other, from the
-            sender's tensors and into the receiver's, with no copy of ours between
+    frame   24 bytes (magic, bytes of the notes, of the table and of the message, ticket), notes, the table (dtype and
+            shape of each tensor), the message without its tensors (`encoding.py`), then the tensors' bytes one behind
+            the other, from the sender's tensors and into the receiver's, with no copy of ours between
 
 Within a host large tensors are left out: their reader finds them in the sender's memory, and notes go with the message
-(lending.py). A frame without a message is there for its notes alone. Of what arrives only plain values and tensors are
-built; `encoding.decode` says whether they are a message.
+(lending.py). A frame without a message is there for its notes alone. A frame can be read whatever its message says:
+`encoding.py` finds out whether it says anything, and what does not is refused without the connection's end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,9 +29,10 @@ from torch_ecrec.runtime.tensors import as_array, as_tensor
 from torch_ecrec.transport.generations import first_line
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Places, byte_view
 
-MAGIC = b"ECR3"
-HEADER = struct.Struct("<4sIIxxxxQ")  # magic, bytes of the notes, bytes of the message, ticket
-MESSAGE_MOST_BYTES = 64 << 20  # without tensors, and as much for notes
+MAGIC = b"ECR4"  # another one for every change to what is said here
+OTHER_BUILD = b"ECR?"  # in its place: the message is the build of who listens, and nothing else comes (door.py)
+HEADER = struct.Struct("<4sIIIQ")  # magic, bytes of the notes, of the table and of the message, ticket
+MESSAGE_MOST_BYTES = 64 << 20  # without tensors, and as much for notes and for the table
 RANK_MOST = 32
 BUFFER_BYTES = 1 << 14
 KEPT_BYTES = 1 << 20  # a buffer that a large message has made larger is let go of
@@ -57,11 +57,17 @@ _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # Linux, where alo
 _FILE = struct.Struct("i")  # a file descriptor, in a control message
 _CONTROL_BYTES = socket.CMSG_SPACE(FILES_MOST * _FILE.size)
 
-_MESSAGE = tuple[str, list[Any]]
-
 
 class TooLarge(ValueError):
     """A message that nobody would read."""
+
+
+class OtherBuild(ValueError):
+    """Who listens has other messages. `told`: what it says of its build, for `Build.heard`."""
+
+    def __init__(self, told: bytes) -> None:
+        super().__init__("another build of torch_ecrec listens there")
+        self.told = told
 
 
 def _memory(tensor: Tensor) -> memoryview:
@@ -73,37 +79,24 @@ class Frame:
 
     Args:
         ticket: the call that it makes or answers.
-        message: as `encode` gives it; None to send notes alone. Its tensors must not be changed until it is sent.
+        message: as `Vocabulary.encode` gives it; None to send notes alone. Its tensors must not be changed until it is
+            sent.
 
     Raises:
         TooLarge: more than `MESSAGE_MOST_BYTES` beside its tensors.
-        TypeError: a tensor is of a dtype that does not travel, or an integer has more than 64 bits.
+        TypeError: a tensor is of a dtype that does not travel.
     """
 
     def __init__(self, ticket: int, message: Encoded | None) -> None:
         self._ticket = ticket
-        self._tensors: list[Tensor] = []
-        self._body = b"" if message is None else self._encode(message)
+        self._body, self._tensors = (b"", []) if message is None else message
+        self._table = _table_of(self._tensors) if self._tensors else b""
+        size = max(len(self._body), len(self._table))
+        if size > MESSAGE_MOST_BYTES:
+            raise TooLarge(f"{size} bytes beside its tensors; a message may have {MESSAGE_MOST_BYTES}")
         self._parts: deque[memoryview] = deque()
         self._shows: list[Segment] = []  # their files go with the first byte
         self.begun = False
-
-    def _encode(self, message: Encoded) -> bytes:
-        try:
-            body = msgspec.msgpack.encode(message, enc_hook=self._leave_out)
-        except OverflowError as error:
-            raise TypeError(f"a {message[0]} cannot be sent: {error}") from error
-        if len(body) > MESSAGE_MOST_BYTES:
-            raise TooLarge(
-                f"a {message[0]} of {len(body)} bytes beside its tensors; a message may have {MESSAGE_MOST_BYTES}"
-            )
-        return body
-
-    def _leave_out(self, tensor: Any) -> msgspec.msgpack.Ext:
-        if type(tensor) is not Tensor or tensor.dtype not in _CODES:
-            raise TypeError(f"cannot be sent: {getattr(tensor, 'dtype', type(tensor).__name__)}")
-        self._tensors.append(tensor)
-        return msgspec.msgpack.Ext(_CODES[tensor.dtype], struct.pack(f"<{tensor.dim()}Q", *tensor.shape))
 
     def _begin(self, lending: Lending | None) -> None:
         sent, notes = self._tensors, b""
@@ -112,7 +105,7 @@ class Frame:
             sent = [tensor for which, tensor in enumerate(self._tensors) if not loan.place(which, tensor)]
             notes = loan.notes()
             self._shows = loan.shown
-        head = HEADER.pack(MAGIC, len(notes), len(self._body), self._ticket) + notes
+        head = HEADER.pack(MAGIC, len(notes), len(self._table), len(self._body), self._ticket) + notes + self._table
         self._parts.extend((memoryview(head), memoryview(self._body)) if self._body else (memoryview(head),))
         self._parts.extend(_memory(tensor) for tensor in sent if tensor.numel())
         self._tensors, self._body = [], b""  # what is lent, the notes keep
@@ -147,63 +140,72 @@ class FrameReader:
         self._sock, self._lending = sock, lending
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0  # what of the buffer has come and is not used
-        self._decoder = msgspec.msgpack.Decoder(_MESSAGE, ext_hook=self._on_tensor)
-        # of the message that is being read
-        self._places: Places = {}
-        self._borrowed: dict[int, NDArray[np.uint8]] = {}
-        self._tensors = 0
-        self._empty: list[Tensor] = []  # they are sent, and have no values yet
 
     def read(self) -> tuple[int, Encoded] | None:
         """The next ticket and message; waits for it. None when the connection has ended between two frames.
 
         Raises:
             OSError: it ended within one.
+            OtherBuild: who listens has said so.
             ValueError: what arrives is not a frame.
         """
         while self._have(HEADER.size):
-            magic, of_notes, size, ticket = HEADER.unpack(self._take(HEADER.size))
-            if magic != MAGIC or max(size, of_notes) > MESSAGE_MOST_BYTES:
+            magic, of_notes, of_table, of_body, ticket = HEADER.unpack(self._take(HEADER.size))
+            too_large = max(of_notes, of_table, of_body) > MESSAGE_MOST_BYTES
+            if magic not in (MAGIC, OTHER_BUILD) or too_large or of_table % 8:
                 raise ValueError("not a frame")
-            if not self._have(of_notes + size):
+            if not self._have(of_notes + of_table + of_body):
                 raise ConnectionError("the connection ended")
+            if magic == OTHER_BUILD:
+                raise OtherBuild(bytes(self._take(of_body)))
+            places: Places = {}
             if of_notes:
                 if self._lending is None:
                     raise ValueError("notes, but nothing is lent on this connection")
-                self._places = self._lending.take_notes(bytes(self._take(of_notes)))
-            if size:
-                kind, values = self._message(size)
-                return ticket, (kind, tuple(values))
+                places = self._lending.take_notes(bytes(self._take(of_notes)))
+            table = struct.unpack(f"<{of_table // 8}Q", self._take(of_table)) if of_table else ()
+            if of_body:
+                body = bytes(self._take(of_body))
+                return ticket, (body, self._tensors(table, places) if table else [])
         return None
 
-    def _message(self, size: int) -> tuple[str, list[Any]]:
+    def _tensors(self, table: tuple[int, ...], places: Places) -> list[Tensor]:
+        """Each tensor in its place, with its values."""
+        tensors: list[Tensor] = []
+        empty: list[Tensor] = []  # they are sent, and have no values yet
+        borrowed: dict[int, NDArray[np.uint8]] = {}
+        begin = 0
         try:
-            message: tuple[str, list[Any]] = self._decoder.decode(self._take(size))
-            self._fill([_memory(tensor) for tensor in self._empty if tensor.numel()])
-        except (msgspec.MsgspecError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
-            raise ValueError(f"not a message: {first_line(error)}") from error
-        finally:
-            self._places, self._borrowed, self._tensors, self._empty = {}, {}, 0, []
-        return message
+            while begin < len(table):
+                code, rank = table[begin], table[begin + 1]
+                begin += 2 + rank
+                sizes = table[begin - rank : begin]
+                if code >= len(DTYPES) or len(sizes) != rank or rank > RANK_MOST:
+                    raise ValueError("not a tensor")
+                place = places.get(len(tensors))
+                if place is None:
+                    tensor = torch.empty(sizes, dtype=DTYPES[code])
+                    empty.append(tensor)
+                else:
+                    tensor = self._within(*place, sizes, _NUMPY[code], borrowed)
+                tensors.append(tensor)
+            self._fill([_memory(tensor) for tensor in empty if tensor.numel()])
+        except (IndexError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
+            raise ValueError(f"not a tensor: {first_line(error)}") from error
+        return tensors
 
-    def _on_tensor(self, code: int, shape: memoryview) -> Tensor:
-        """A tensor in its place; one that is sent gets its values later."""
-        rank, rest = divmod(len(shape), 8)
-        if not 0 <= code < len(DTYPES) or rest or rank > RANK_MOST:
-            raise ValueError("not a tensor")
-        sizes = struct.unpack(f"<{rank}Q", shape)
-        which, self._tensors = self._tensors, self._tensors + 1
-        if which in self._places:
-            return self._within(*self._places[which], sizes, _NUMPY[code])
-        tensor = torch.empty(sizes, dtype=DTYPES[code])
-        self._empty.append(tensor)
-        return tensor
-
-    def _within(self, segment: int, offset: int, sizes: tuple[int, ...], kind: np.dtype[Any]) -> Tensor:
+    def _within(
+        self,
+        segment: int,
+        offset: int,
+        sizes: tuple[int, ...],
+        kind: np.dtype[Any],
+        borrowed: dict[int, NDArray[np.uint8]],
+    ) -> Tensor:
         assert self._lending is not None, "only notes name places"
-        if segment not in self._borrowed:
-            self._borrowed[segment] = self._lending.borrow(segment)
-        whole = self._borrowed[segment]
+        if segment not in borrowed:
+            borrowed[segment] = self._lending.borrow(segment)
+        whole = borrowed[segment]
         if not 0 <= offset <= len(whole) - math.prod(sizes) * kind.itemsize:
             raise ValueError("beyond the end of a segment")
         return as_tensor(np.ndarray(sizes, kind, whole, offset))
@@ -262,6 +264,17 @@ class FrameReader:
                 for (fd,) in _FILE.iter_unpack(data[:whole]):
                     self._lending.take_file(fd)
         return got
+
+
+def _table_of(tensors: Sequence[Tensor]) -> bytes:
+    """For each its code, its rank and its sizes."""
+    numbers: list[int] = []
+    for tensor in tensors:
+        code = _CODES.get(tensor.dtype)
+        if code is None:
+            raise TypeError(f"a tensor of {tensor.dtype}")
+        numbers += (code, tensor.dim(), *tensor.shape)
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 def _at_once(memories: deque[memoryview]) -> Sequence[memoryview]:

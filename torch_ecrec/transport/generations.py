@@ -3,8 +3,8 @@
 Example: n0 to n3 are generation 1; n3 is killed and n4 started; all call `join(2, ["n0", "n1", "n2", "n4"], ...)`.
 What n0 had under way in generation 1 ends as `Unknown` at once, and some milliseconds later n0 reaches n4.
 
-Forming has rounds over the coordinator's store, all under the same deadline: all members have *arrived* (until then
-the generation before goes on), each leaves it and opens the way into the new one, all are *ready*.
+Forming has rounds over the coordinator's store, all under the same deadline: all members have *arrived*, and are of one
+build (until then the generation before goes on), each leaves it and opens the way into the new one, all are *ready*.
 
 Invariants.
 - `done` of a call is called exactly once, whatever happens to the world: every call is in `_calls` until it is settled,
@@ -29,15 +29,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.protocol.encoding import ANSWERS, REQUESTS, Encoded, decode, encode
-from torch_ecrec.protocol.wire import Answer, Failed, Malformed, Ok, Outcome, Refused, Request, Unknown
+from torch_ecrec.protocol.build import own_build
+from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
+from torch_ecrec.protocol.wire import A, Answer, Failed, Malformed, Ok, Outcome, Refused, Request, Unknown
 from torch_ecrec.transport.complaints import Complaints
 
-Handler = Callable[[Request, Callable[[Answer], None]], None]
+Handler = Callable[[Request[Any], Callable[[Answer], None]], None]
+_Call = tuple[type[Request[Any]], Callable[[Outcome[Any]], None]]  # what was asked, and who waits for its end
 
 log = logging.getLogger(__name__)
 
@@ -62,16 +65,25 @@ class Transport(ABC):
         handle: `handle(request, reply)` is called on a thread of the transport for each request; it calls
             `reply(answer)` exactly once, at any later time, from any thread.
         on_error: gets what `handle`, `done` or the sending of a message raised; logged if not given.
+        vocabulary: the messages that are sent and understood.
 
     `join` and `close` wait for calls that are being sent: do not call them with a lock held that these need.
     """
 
-    def __init__(self, name: str, handle: Handler, on_error: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        handle: Handler,
+        on_error: Callable[[BaseException], None] | None = None,
+        vocabulary: Vocabulary = WIRE,
+    ) -> None:
         if not NAME.fullmatch(name):
             raise ValueError(f"`name` must be 1 to 100 letters, digits, '_' or '-', got {name!r}")
         self.name = name
         self._handle = handle
         self._on_error = on_error
+        self.vocabulary = vocabulary
+        self.build = own_build(vocabulary)
         self.complaints = Complaints(log, name)
         self._callback = threading.local()  # .runs: this thread is in `handle` or `done`
         self._joining = threading.Lock()  # held by the join or close under way; taken before _gate
@@ -83,7 +95,7 @@ class Transport(ABC):
         self._wanted = 0  # the highest that is known of, asked for or told by `overtake`; only grows
         self._closed = False
         self._inside = 0  # threads that send
-        self._calls: dict[int, Callable[[Outcome], None]] = {}
+        self._calls: dict[int, _Call] = {}
         self._next_call = 0
         self._bytes_sent: dict[str, int] = {}
 
@@ -153,7 +165,7 @@ class Transport(ABC):
 
     # calls ------------------------------------------------------------------------------------------
 
-    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None:
+    def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None:
         """Sends a request; returns at once.
 
         Args:
@@ -166,15 +178,20 @@ class Transport(ABC):
         Raises:
             TypeError: `request` is not a message of wire.py. Never raises for what happens on the network.
         """
-        encoded, size = encode(request)
+        kind = type(request)
+        try:
+            encoded, size = self.vocabulary.encode(request)
+        except ValueError as error:
+            self._finish(done, self._unsent(kind, error))
+            return
         with self._gate:
             world = self._world
             known = world is not None and peer in world.members
             if known:
                 ticket = self._next_call
                 self._next_call += 1
-                self._calls[ticket] = done
-                self._count(encoded[0], size)
+                self._calls[ticket] = kind, done
+                self._count(kind.__name__, size)
                 self._inside += 1
         if world is None or not known:
             reason = "between generations" if world is None else f"{peer} is not in generation {world.generation}"
@@ -184,23 +201,30 @@ class Transport(ABC):
             self._send(world, peer, ticket, encoded, max(timeout_s, LEAST_TIMEOUT_S))
         except (RuntimeError, ConnectionError) as error:
             failure = (Failed if isinstance(error, ConnectionError) else Unknown)(first_line(error))
-            self._settle(ticket, lambda: failure)
-        except (ValueError, TypeError) as error:  # nobody could read it: asking again would not help
-            self._report(error)
-            unsent = Failed(first_line(error))
-            self._settle(ticket, lambda: unsent)
+            self._settle(ticket, lambda _: failure)
+        except (ValueError, TypeError) as error:  # asking again would not help
+            unsent = self._unsent(kind, error)
+            self._settle(ticket, lambda _: unsent)
         finally:
             self._step_out()
 
-    def _settle(self, ticket: int, outcome: Callable[[], Outcome]) -> None:
+    def _unsent(self, kind: type[Request[Any] | Answer], error: Exception) -> Failed:
+        """A message that nobody could read."""
+        told = ValueError(f"a {kind.__name__} cannot be sent: {first_line(error)}")
+        told.__cause__ = error
+        self._report(told)
+        return Failed(str(told))
+
+    def _settle(self, ticket: int, outcome: Callable[[type[Request[Any]]], Outcome[Any]]) -> None:
         """A call has ended; nothing if it had before. `outcome` is asked for while the world cannot be shut."""
         with self._gate:
-            done = self._calls.pop(ticket, None)
-            if done is None:
+            call = self._calls.pop(ticket, None)
+            if call is None:
                 return  # the generation has ended, and with it what owns the value
+            kind, done = call
             self._inside += 1
         try:
-            found = outcome()
+            found = outcome(kind)
         except ValueError as error:
             self.complaints.add("an answer is none", error)
             found = Unknown(first_line(error))
@@ -210,7 +234,11 @@ class Transport(ABC):
             self._step_out()
         self._finish(done, found)
 
-    def _finish(self, done: Callable[[Outcome], None], outcome: Outcome) -> None:
+    def _answered(self, encoded: Encoded, kind: type[Request[A]]) -> Outcome[A]:
+        """The outcome of a call with that answer. Raises ValueError if it is none to such a request."""
+        return Ok(self.vocabulary.decode_answer(encoded, kind))
+
+    def _finish(self, done: Callable[[Outcome[A]], None], outcome: Outcome[A]) -> None:
         outer = self._enter_callback()
         try:
             done(outcome)
@@ -234,7 +262,7 @@ class Transport(ABC):
             reply(Refused(f"not in generation {generation}"))
             return
         try:
-            request = decode(encoded, REQUESTS)
+            request = self.vocabulary.decode_request(encoded)
         except ValueError as error:
             self.complaints.add("a request is none", error)
             reply(Malformed(f"not a request: {first_line(error)}"))
@@ -250,20 +278,21 @@ class Transport(ABC):
 
     def _answer(self, generation: int, answer: Answer, way: Callable[[Encoded], None]) -> None:
         try:
-            encoded, size = encode(answer)
-        except TypeError as error:
+            encoded, size = self.vocabulary.encode(answer)
+        except (TypeError, ValueError) as error:
             self._report(error)
-            encoded, size = encode(Refused(f"internal: {first_line(error)}"))
+            answer = Refused(f"internal: {first_line(error)}")
+            encoded, size = self.vocabulary.encode(answer)
         with self._gate:
             if generation != self._serving:
                 return
-            self._count(encoded[0], size)
+            self._count(type(answer).__name__, size)
             self._inside += 1
         try:
             way(encoded)
-        except (ValueError, TypeError) as error:  # nobody could read it
-            self._report(error)
-            way(encode(Refused(f"internal: {first_line(error)}"))[0])
+        except (ValueError, TypeError) as error:
+            reason = self._unsent(type(answer), error).reason
+            way(self.vocabulary.encode(Refused(f"internal: {reason}"))[0])
         finally:
             self._step_out()
 
@@ -322,13 +351,14 @@ class Transport(ABC):
             try:
                 connection = self._connect(store, deadline_s)
                 shared = PrefixStore(f"generation-{generation}", connection)
-                self._meet(shared, "arrived", world, mine, deadline_s)  # until then, the present world serves
+                says = f"{self.build.digest.hex()} {mine}"
+                self._meet(shared, "arrived", world, says, deadline_s)  # until then, the present world serves
+                said = self._said(shared, world)
                 self._leave()
                 left = True
                 connection.set_timeout(remaining(deadline_s))
                 with self._gate:
                     self._serving = generation  # before anything is open: a peer may be ready sooner
-                said = [shared.get(f"arrived/{member}").decode() for member in world.members]
                 self._open(world, shared, said, deadline_s)
                 self._meet(shared, "ready", world, "", deadline_s)
                 self._store = (store, connection)
@@ -410,13 +440,25 @@ class Transport(ABC):
         elif shared.get(f"{place}:all").decode() != members:
             raise ClusterUnavailable(f"generation {world.generation}: members disagree about who is in it")
 
+    def _said(self, shared: Store, world: World) -> list[str]:
+        """What the members' `_claim`s have returned, by rank. Raises ClusterUnavailable: not all are of this build."""
+        said = [shared.get(f"arrived/{member}").decode().partition(" ") for member in world.members]
+        own = self.build.digest.hex()
+        others = [member for member, (digest, _, _) in zip(world.members, said, strict=True) if digest != own]
+        if others:
+            raise ClusterUnavailable(
+                f"generation {world.generation}: {', '.join(others)} run another build of torch_ecrec than {self.name}"
+                f" (version {self.build.version}): their messages differ"
+            )
+        return [claim for _, _, claim in said]
+
     def _leave(self) -> None:
         with self._gate:
             world, self._world = self._world, None
             self._serving = 0
             calls, self._calls = self._calls, {}
         reason = Unknown("the generation ended" if world is None else f"generation {world.generation} ended")
-        for done in calls.values():
+        for _, done in calls.values():
             self._finish(done, reason)
         with self._gate:
             self._gate.wait_for(lambda: not self._inside)
@@ -442,11 +484,6 @@ class Reply:
             return False
         self._transport._answer(self._generation, answer, way)
         return True
-
-
-def answered(encoded: Encoded) -> Outcome:
-    """The outcome of a call with that answer. Raises ValueError or TypeError if it is none."""
-    return Ok(decode(encoded, ANSWERS))
 
 
 def remaining(deadline_s: float) -> timedelta:

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_ecrec.protocol.wire import Answer, Ok, Outcome, Request, Unknown
+from torch_ecrec.protocol.wire import A, Answer, Ok, Outcome, Request, Unknown
 
 CRASHES = ("crash_sender", "crash_receiver", "crash_after")
 CRASH_COORDINATOR = "crash_coordinator"
@@ -122,7 +122,7 @@ class LocalNetwork:
     noise: float = 0.0
     late: float = LATE
     clock: VirtualClock = field(default_factory=VirtualClock)
-    handlers: dict[str, Callable[[Request, Callable[[Answer], None]], None]] = field(default_factory=dict)
+    handlers: dict[str, Callable[[Request[Any], Callable[[Answer], None]], None]] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
     sent: list[tuple[str, str, str]] = field(default_factory=list)
     overdue: list[int] = field(default_factory=list)
@@ -152,7 +152,7 @@ class LocalNetwork:
         return kind in NOISES and self.noise > 0 and self.noise_random.random() < self.noise
 
     def send(
-        self, sender: str, receiver: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]
+        self, sender: str, receiver: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]
     ) -> None:
         if sender in self.dead:
             return
@@ -161,7 +161,7 @@ class LocalNetwork:
         drop, lose_answer, duplicate, late, late_answer = (self._fires(number, kind) for kind in LOSSES)
         ended = False
 
-        def end(outcome: Outcome) -> None:
+        def end(outcome: Outcome[A]) -> None:
             nonlocal ended
             if not ended and sender not in self.dead:
                 ended = True
@@ -172,7 +172,7 @@ class LocalNetwork:
                 self.overdue.append(number)
             end(Unknown(f"no answer within {timeout_s:g} s"))
 
-        def reply(answer: Answer) -> None:
+        def reply(answer: Any) -> None:  # `Node` looks whether it is one
             if receiver not in self.dead and not lose_answer:
                 self.clock.later(self.delay_s(late_answer), lambda: end(Ok(answer)))
 
@@ -205,7 +205,7 @@ class LocalPort:
     name: str
     to_coordinator: Callable[[dict[str, Any]], None]
 
-    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None:
+    def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None:
         self.network.send(self.name, peer, request, timeout_s, done)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:

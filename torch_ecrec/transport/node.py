@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
-from torch_ecrec.protocol.wire import Answer, Malformed, Ok, Outcome, Placement, Refused, Request, Unknown
+from torch_ecrec.protocol.wire import A, Answer, Malformed, Ok, Outcome, Placement, Refused, Request, Unknown
 from torch_ecrec.transport.complaints import Complaints
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ RETRY_MOST_S = 0.5
 class Port(Protocol):
     """What a node needs of the world. None of these blocks or raises for network conditions."""
 
-    def call(self, peer: str, request: Request, timeout_s: float, done: Callable[[Outcome], None]) -> None: ...
+    def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None: ...
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None: ...
 
@@ -36,7 +36,7 @@ class Port(Protocol):
         """Sends `message` to the coordinator."""
 
 
-class Exchange:
+class Exchange(Generic[A]):
     """One request to a slot, wherever it lives, repeated until it is answered or cancelled.
 
     Not repeated across incarnations when it was made for one in particular: `lost` is called instead.
@@ -46,8 +46,8 @@ class Exchange:
         self,
         node: Node,
         slot: int,
-        make: Callable[[int], Request],
-        done: Callable[[Answer], None],
+        make: Callable[[int], Request[A]],
+        done: Callable[[A], None],
         bound_to: int | None,
         lost: Callable[[], None] | None,
     ) -> None:
@@ -80,7 +80,7 @@ class Exchange:
     def _end(self) -> None:
         self.node.exchanges.pop(self, None)
 
-    def _on_outcome(self, attempt: int, incarnation: int, request: Request, outcome: Outcome) -> None:
+    def _on_outcome(self, attempt: int, incarnation: int, request: Request[A], outcome: Outcome[A]) -> None:
         if self not in self.node.exchanges or incarnation != self.incarnation:
             return  # an incarnation that has been replaced cannot speak for the present one (rule 2)
         answer = outcome.answer if isinstance(outcome, Ok) else None
@@ -117,7 +117,7 @@ class Node:
         self.call_timeout_s = call_timeout_s
         self.era = 0  # which life of the trainers this node takes part in
         self.placement: Placement | None = None
-        self.exchanges: dict[Exchange, None] = {}  # in order of creation
+        self.exchanges: dict[Exchange[Any], None] = {}  # in order of creation
         self._lock = threading.Lock()
         self._answers: list[Callable[[], None]] = []
         self._outbox: list[Callable[[], None]] = []
@@ -153,28 +153,28 @@ class Node:
         """Goes before everything that is emitted otherwise: a trainer waits for rows, and nobody for a fold."""
         self._answers.append(effect)
 
-    def call(self, peer: str, request: Request, done: Callable[[Outcome], None]) -> None:
+    def call(self, peer: str, request: Request[A], done: Callable[[Outcome[A]], None]) -> None:
         if peer == self.name:
             self.emit(lambda: self.handle(request, lambda answer: self.run(done, Ok(answer))))
         else:
 
-            def judged(outcome: Outcome) -> None:
+            def judged(outcome: Outcome[A]) -> None:
                 self.run(lambda: done(self._believed(peer, request, outcome)))
 
             self.emit(lambda: self.port.call(peer, request, self.call_timeout_s, judged))
 
-    def _believed(self, peer: str, request: Request, outcome: Outcome) -> Outcome:
+    def _believed(self, peer: str, request: Request[A], outcome: Outcome[A]) -> Outcome[A]:
         fault = self.fault_of_answer(request, outcome.answer) if isinstance(outcome, Ok) else None
         if fault is None:
             return outcome
         COMPLAINTS.add(f"an answer of {peer} is not believed", fault)
         return Unknown(f"{peer} answered what is no answer: {fault}")
 
-    def fault_of_answer(self, request: Request, answer: Answer) -> str | None:
+    def fault_of_answer(self, request: Request[Any], answer: Answer) -> str | None:
         """Why an answer cannot be one to this request; None if it can."""
         return None
 
-    def gives_up(self, request: Request, refusal: Malformed) -> bool:
+    def gives_up(self, request: Request[Any], refusal: Malformed) -> bool:
         """Whether a request that was refused as malformed is not made again."""
         return False
 
@@ -187,12 +187,12 @@ class Node:
     def ask(
         self,
         slot: int,
-        make: Callable[[int], Request],
-        done: Callable[[Answer], None],
+        make: Callable[[int], Request[A]],
+        done: Callable[[A], None],
         *,
         bound_to: int | None = None,
         lost: Callable[[], None] | None = None,
-    ) -> Exchange:
+    ) -> Exchange[A]:
         """Asks a slot until it answers.
 
         Args:
@@ -206,12 +206,12 @@ class Node:
         exchange.send()
         return exchange
 
-    def ask_once(self, slot: int, make: Callable[[int], Request], done: Callable[[Answer | None], None]) -> None:
+    def ask_once(self, slot: int, make: Callable[[int], Request[A]], done: Callable[[A | None], None]) -> None:
         """Asks a slot once; `done` gets its answer, or None if it refused or could not be reached."""
         assert self.placement is not None
         place = self.placement.slots[slot]
 
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: Outcome[A]) -> None:
             answer = outcome.answer if isinstance(outcome, Ok) else None
             done(None if isinstance(answer, Refused) else answer)
 
@@ -233,7 +233,7 @@ class Node:
 
     # outside run --------------------------------------------------------------------------------
 
-    def handle(self, request: Request, reply: Callable[[Answer], None]) -> None:
+    def handle(self, request: Request[Any], reply: Callable[[Answer], None]) -> None:
         """A request from another process. `reply` is called once, at any later time."""
         COMPLAINTS.add("a request to who serves none", type(request).__name__)
         reply(Refused(f"{self.name} serves no requests"))

@@ -5,8 +5,7 @@ processes live through it. A world is known to torch by names that carry the gen
 old world can be taken for the new one. torch's own way to form one (`init_rpc`) goes through a gloo group and RPCs that
 wait without a limit when a member dies; it is not used, and neither is the default process group of the program.
 
-On the wire a message is (class name, field values); torch's pickler takes the tensors out of it and moves them without
-a copy where it can.
+What is sent is a message's bytes and its tensors (`encoding.py`); torch moves the tensors without a copy where it can.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from torch.distributed.rpc import (  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.protocol.encoding import Encoded, encode
+from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import Refused
 from torch_ecrec.runtime.lifetime import belongs_here
-from torch_ecrec.transport.generations import POLL_LEAST_S, POLL_MOST_S, Handler, Transport, World, answered
+from torch_ecrec.transport.generations import POLL_LEAST_S, POLL_MOST_S, Handler, Transport, World
 
 # What is sent goes through the socket. On one host torch prefers that the receiver reads the sender's memory ("cma"):
 # a sender that leaves a generation frees it, and the receiver then reads something else, and says nothing (measured).
@@ -63,15 +62,14 @@ def _close_active() -> None:
         _active.close()
 
 
-def _compact(value: Any) -> Any:
+def _compact(encoded: Encoded) -> Encoded:
     """A message with a copy of each tensor that is a small part of its storage."""
-    if isinstance(value, Tensor):
-        return value.clone() if value.untyped_storage().nbytes() > SPARE_STORAGE * value.nbytes else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_compact, value))
-    if isinstance(value, dict):
-        return {key: _compact(item) for key, item in value.items()}
-    return value
+
+    def compact(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.untyped_storage().nbytes() > SPARE_STORAGE * tensor.nbytes else tensor
+
+    body, tensors = encoded
+    return body, [compact(tensor) for tensor in tensors]
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
@@ -80,7 +78,7 @@ def _serve(generation: int, encoded: Encoded) -> Future[Encoded]:
     future: Future[Encoded] = Future()
     transport = _active
     if transport is None:
-        future.set_result(encode(Refused("left the cluster"))[0])
+        future.set_result(WIRE.encode(Refused("left the cluster"))[0])
     else:
         transport._serve(generation, encoded, lambda answer: future.set_result(_compact(answer)))
     return future
@@ -107,8 +105,9 @@ class RpcTransport(Transport):
         handle: Handler,
         on_error: Callable[[BaseException], None] | None = None,
         threads: int = 8,
+        vocabulary: Vocabulary = WIRE,
     ) -> None:
-        super().__init__(name, handle, on_error)
+        super().__init__(name, handle, on_error, vocabulary)
         if threads < 1:
             raise ValueError(f"`threads` must be at least 1, got {threads}")
         self._threads = threads
@@ -153,7 +152,7 @@ class RpcTransport(Transport):
 
     def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
         future = rpc_async(self._workers[peer], _serve, args=(world.generation, _compact(encoded)), timeout=timeout_s)
-        future.add_done_callback(lambda ended: self._settle(ticket, lambda: answered(ended.value())))
+        future.add_done_callback(lambda ended: self._settle(ticket, lambda kind: self._answered(ended.value(), kind)))
 
 
 class _PollingStore(Store):  # type: ignore[misc]

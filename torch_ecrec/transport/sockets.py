@@ -1,7 +1,7 @@
 """The data plane over connections of its own: for each pair of members that talk, one from caller to callee.
 
     caller                                   callee
-    hello: magic, the callee's key, generation
+    hello: magic, the callee's key, digest of the caller's build, generation
     frame: ticket, request          ------>  a reading thread runs `handle`
     a reading thread runs `done`    <------  frame: ticket, answer       (in any order)
 
@@ -37,14 +37,14 @@ from collections.abc import Callable, Sequence
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.protocol.encoding import Encoded
+from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import Failed, Unknown
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
-from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader
-from torch_ecrec.transport.generations import Handler, Transport, World, answered, first_line
+from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild
+from torch_ecrec.transport.generations import Handler, Transport, World, first_line
 from torch_ecrec.transport.lending import Lending
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class Channel:
                 del self._calls[ticket]
         for ticket, frame in late:
             self._connection.drop(frame)
-            self._transport._settle(ticket, lambda: Unknown(f"no answer from {self.peer} in time"))
+            self._transport._settle(ticket, lambda _: Unknown(f"no answer from {self.peer} in time"))
         self._connection.remind()
 
     def end(self) -> None:
@@ -259,7 +259,7 @@ class Channel:
                 self._sock.connect(self._address.place)
                 tune(self._sock)
             self._sock.settimeout(None)
-            self._sock.sendall(HELLO.pack(MAGIC, self._address.key, self._generation))
+            self._sock.sendall(HELLO.pack(MAGIC, self._address.key, self._transport.build.digest, self._generation))
             connected = True
             self._connection.start()
             reader = FrameReader(self._sock, self._connection.lending)
@@ -268,6 +268,10 @@ class Channel:
                 del answer
         except OSError as error:
             reason = first_line(error)
+        except OtherBuild as error:
+            connected = False  # nothing of what was sent has been read
+            reason = f"another build of torch_ecrec: {self._transport.build.difference_told(error.told)}"
+            self._transport.complaints.add(f"a connection to {self.peer} is closed", reason)
         except ValueError as error:
             reason = first_line(error)
             self._transport.complaints.add(f"a connection to {self.peer} is closed", reason)
@@ -281,13 +285,13 @@ class Channel:
         self._connection.close()
         failure = (Unknown if connected else Failed)(self._ended)
         for ticket in calls:
-            self._transport._settle(ticket, lambda: failure)
+            self._transport._settle(ticket, lambda _: failure)
 
     def _on_answer(self, ticket: int, encoded: Encoded) -> None:
         with self._lock:
             known = self._calls.pop(ticket, None)
         if known is not None:
-            self._transport._settle(ticket, lambda: answered(encoded))
+            self._transport._settle(ticket, lambda kind: self._transport._answered(encoded, kind))
 
     @property
     def ended(self) -> bool:
@@ -348,8 +352,14 @@ def _own_host(store: tuple[str, int]) -> str:
 class SocketTransport(Transport):
     """See `Transport`."""
 
-    def __init__(self, name: str, handle: Handler, on_error: Callable[[BaseException], None] | None = None) -> None:
-        super().__init__(name, handle, on_error)
+    def __init__(
+        self,
+        name: str,
+        handle: Handler,
+        on_error: Callable[[BaseException], None] | None = None,
+        vocabulary: Vocabulary = WIRE,
+    ) -> None:
+        super().__init__(name, handle, on_error, vocabulary)
         self._threads: set[threading.Thread] = set()  # guarded by _gate
         self.sender = Sender(self._sweep, self._report)
         self._door: Door | None = None  # from the first generation on
@@ -370,9 +380,9 @@ class SocketTransport(Transport):
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._gate:
+        with self._gate:  # who joins them must not find one that has not started
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
     # to others --------------------------------------------------------------------------------------
 
@@ -457,7 +467,7 @@ class SocketTransport(Transport):
                 raise ClusterUnavailable(f"cannot listen for other members: {error}") from error
             port = listeners[0].getsockname()[1]
             self._address = Address(host, port, secrets.token_bytes(KEY_BYTES), name)
-            self._door = Door(listeners, self._address.key, self._admit, self.complaints, self._report)
+            self._door = Door(listeners, self._address.key, self.build, self._admit, self.complaints, self._report)
             self._start(self._door.run, "door")
         return str(self._address)
 

@@ -1,4 +1,4 @@
-"""The sparse optimizers, one file each: what `OPTIMIZER` in it declares. To add one, add its file and its tests.
+"""The sparse optimizers, one file each: what `OPTIMIZER` in it declares. To add one, add its file and its formula.
 
 Names are those of the files. A file, and with it Numba, is loaded when its optimizer is asked for: who reads a command
 line or asks for a cluster's status needs names only.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it loads Numba
@@ -35,3 +36,8 @@ def by_class(cls: type) -> SparseOptimizer | None:
     """The optimizer that a class of torch or TorchRec means; None: none does."""
     path = f"{cls.__module__}.{cls.__qualname__}"
     return next((found for found in map(optimizer, NAMES) if path in found.classes), None)
+
+
+def by_type(kind: Enum) -> SparseOptimizer | None:
+    """The optimizer that one of FBGEMM's `EmbOptimType` means; None: none does."""
+    return next((found for found in map(optimizer, NAMES) if kind.name in found.types), None)

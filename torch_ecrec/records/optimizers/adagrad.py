@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from torch_ecrec.records.merge import BLOCK, sum_block
 from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.schema import StateField
 from torch_ecrec.runtime.kernels import prefetch_row
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _step(records_PW: Any, positions_U: Any, gradients_UD: Any, lr: Any, eps: Any, delta_UW: Any) -> None:
+def _step(records_PW: Any, positions_U: Any, gradients_UD: Any, values_H: Any, delta_UW: Any) -> None:
+    lr, eps = values_H[0], values_H[1]
     dim = gradients_UD.shape[1]
     for i in range(positions_U.shape[0]):
         prefetch_row(records_PW, positions_U, i)
@@ -37,20 +37,11 @@ def _step(records_PW: Any, positions_U: Any, gradients_UD: Any, lr: Any, eps: An
             delta_UW[i, j] = np.float32(old).view(np.uint32) ^ np.float32(new).view(np.uint32)
 
 
-@njit(nogil=True, cache=True)
-def _apply(records_PW: Any, positions_V: Any, gradients: Any, dim: Any, lr: Any, fixed_H: Any, delta_VW: Any) -> None:
-    sum_ND, seen_N = np.empty((BLOCK, dim), np.float32), np.empty(BLOCK, np.bool_)
-    for first in range(0, positions_V.shape[0], BLOCK):
-        last = min(first + BLOCK, positions_V.shape[0])
-        sums = sum_ND[: last - first]
-        sum_block(gradients, first, seen_N, sums)
-        _step(records_PW, positions_V[first:last], sums, lr, fixed_H[0], delta_VW[first:last])
-
-
 OPTIMIZER = SparseOptimizer(
     name="adagrad",
     fixed={"eps": 1e-8},
     state=(StateField("momentum1"),),
-    kernel=_apply,
+    kernel=_step,
     classes=("torch.optim.adagrad.Adagrad", "torchrec.optim.optimizers.Adagrad"),
+    types=("EXACT_ADAGRAD",),
 )

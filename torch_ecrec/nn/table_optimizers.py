@@ -1,0 +1,173 @@
+"""The optimizer of a table, from what a user of TorchRec says: one for `OptimizerSpec`.
+
+In this order, key by key, as TorchRec merges them:
+
+    attached       apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.02})
+    fused_params   EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.ADAM, "learning_rate": 0.02})
+    neither        TorchRec's default, SGD with a learning rate of 0.01, and a warning
+
+Missing values are FBGEMM's defaults: learning rate 0.01, eps 1e-8, betas 0.9 and 0.999. Keys have FBGEMM's meaning: so
+weight decay of Adam is decoupled, whichever class named it. Every key is honoured or refused. One that the optimizer
+does not have is refused unless it has the value that FBGEMM has anyhow. Where rows are kept (caches, memory) is the
+servers' business; such keys change no number and are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from torch import nn
+from torchrec.modules.embedding_configs import DataType
+
+from torch_ecrec.records.optimizer import SparseOptimizer
+from torch_ecrec.records.optimizers import NAMES, by_class, by_type, optimizer
+from torch_ecrec.spec.job import OptimizerSpec
+
+DEFAULTS = {  # of FBGEMM
+    "eps": 1e-8, "momentum": 0.9, "weight_decay": 0.0, "weight_decay_mode": 0.0, "eta": 0.001, "beta1": 0.9,
+    "beta2": 0.999, "max_norm": 0.0,
+}  # fmt: skip
+_OF_TORCH = ("foreach", "fused", "differentiable", "capturable")  # how torch computes, not what
+_OF_MEMORY = (
+    "cache_algorithm", "cache_load_factor", "cache_reserved_memory", "cache_sets", "embedding_table_index_type",
+    "embedding_table_offset_type", "enforce_hbm", "gather_uvm_cache_stats", "multipass_prefetch_config",
+    "prefetch_pipeline", "record_cache_metrics", "stats_reporter_config", "stochastic_rounding", "use_experimental_tbe",
+    "uvm_host_mapped", "uvm_non_rowwise_momentum",
+)  # fmt: skip
+_PRECISIONS = ("cache_precision", "output_dtype", "weights_precision")
+_FLOAT32 = (DataType.FP32, SparseType.FP32)
+_DECAY_MODES = ("NONE", "L2", "DECOUPLE")  # 0, 1, 2
+_REASONS = {
+    "EMAINPLACE_ROWWISE_ADAGRAD": "it moves every row of a table at once, in one step of ten",
+    "ENSEMBLE_ROWWISE_ADAGRAD": "it moves every row of a table at once, now and then",
+    "NONE": "gradients of tables go to the servers, not to the script",
+}
+
+
+def optimizer_spec(table: str, parameter: nn.Parameter, fused_params: Mapping[str, Any] | None = None) -> OptimizerSpec:
+    """The optimizer of a table.
+
+    Args:
+        table: its name, for errors.
+        parameter: its weights, to which an optimizer may be attached.
+        fused_params: of the sharder that was given for its module.
+
+    Raises:
+        ValueError: several optimizers, one that the servers do not run, or a key that is not honoured.
+    """
+    try:
+        return _spec(parameter, dict(fused_params or {}))
+    except ValueError as error:
+        raise ValueError(f"table {table}: {error}") from None
+
+
+def is_named(parameter: nn.Parameter, fused_params: Mapping[str, Any] | None = None) -> bool:
+    """Whether anybody has said which optimizer a table has."""
+    return bool(getattr(parameter, "_optimizer_classes", [])) or (fused_params or {}).get("optimizer") is not None
+
+
+def _spec(parameter: nn.Parameter, wishes: dict[str, Any]) -> OptimizerSpec:
+    classes = getattr(parameter, "_optimizer_classes", [])
+    if len(classes) > 1:
+        raise ValueError(
+            f"it has several optimizers, {' and '.join(cls.__name__ for cls in classes)}; one is supported"
+        )
+    found = optimizer("sgd")
+    if classes:
+        wishes.pop("optimizer", None)
+        found, attached = _of_class(classes[0], dict(parameter._optimizer_kwargs[0]))  # type: ignore[attr-defined]
+        wishes |= attached
+    elif (kind := wishes.pop("optimizer", None)) is not None:
+        found = _of_type(kind)
+    return _with_wishes(found, {name: value for name, value in wishes.items() if value is not None})
+
+
+def _supported(names: list[str]) -> str:
+    return f"supported are {', '.join(names)}"
+
+
+def _of_class(cls: type, arguments: dict[str, Any]) -> tuple[SparseOptimizer, dict[str, Any]]:
+    """What an attached class means, and its arguments under FBGEMM's names."""
+    found = by_class(cls)
+    if found is None:
+        paths = [path.rpartition(".")[2] for name in NAMES for path in optimizer(name).classes[-1:]]
+        raise ValueError(f"optimizer {cls.__name__} is not supported; {_supported(paths)}")
+    if found.name == "sgd" and arguments.get("momentum"):
+        found = optimizer("momentum_sgd")
+    arguments = {name: value for name, value in arguments.items() if name not in _OF_TORCH}
+    if "lr" in arguments:
+        arguments["learning_rate"] = arguments.pop("lr")
+    if "betas" in arguments:
+        arguments["beta1"], arguments["beta2"] = arguments.pop("betas")
+    return found, arguments
+
+
+def _of_type(kind: Any) -> SparseOptimizer:
+    if not isinstance(kind, EmbOptimType):
+        raise ValueError(f"`optimizer` of `fused_params` must be an `EmbOptimType`, got {kind!r}")
+    found = by_type(kind)
+    if found is None:
+        reason = f": {_REASONS[kind.name]}" if kind.name in _REASONS else ""
+        types = [f"EmbOptimType.{type_}" for name in NAMES for type_ in optimizer(name).types]
+        raise ValueError(f"EmbOptimType.{kind.name} is not supported{reason}; {_supported(types)}")
+    return found
+
+
+def _with_wishes(found: SparseOptimizer, wishes: dict[str, Any]) -> OptimizerSpec:
+    rate = float(wishes.pop("learning_rate", 0.01))
+    limit = _gradient_limit(wishes)
+    _take_settings(wishes)
+    if "weight_decay_mode" in wishes:
+        wishes["weight_decay_mode"] = _decay_mode(wishes["weight_decay_mode"])
+    fixed = {name: float(wishes.pop(name)) for name in found.fixed if name in wishes}
+    has = ", ".join(f"`{name}`" for name in ("lr", *found.fixed))
+    refused = [f"{k}={v}" for k, v in wishes.items() if v and DEFAULTS.get(k) != v]
+    if refused:
+        raise ValueError(f"optimizer {found.name} with {', '.join(refused)} is not supported; it has {has}")
+    if "weight_decay_mode" in found.fixed and fixed.get("weight_decay") and not fixed.get("weight_decay_mode"):
+        raise ValueError(
+            f"`weight_decay` of {found.name} has no effect without `weight_decay_mode`; give WeightDecayMode.L2 or"
+            " WeightDecayMode.DECOUPLE"
+        )
+    return OptimizerSpec(found.name, rate, max_gradient=limit, **fixed)
+
+
+def _gradient_limit(wishes: dict[str, Any]) -> float | None:
+    """Takes gradient clipping out of `wishes`."""
+    clips, limit = wishes.pop("gradient_clipping", False), float(wishes.pop("max_gradient", 1.0))
+    if not clips and limit != 1.0:
+        raise ValueError(f"`max_gradient`={limit} has no effect without `gradient_clipping=True`")
+    return limit if clips else None
+
+
+def _take_settings(wishes: dict[str, Any]) -> None:
+    """Takes out of `wishes` what is not the optimizer's: refuses what would change a number."""
+    for name in _OF_MEMORY:
+        wishes.pop(name, None)
+    for name in _PRECISIONS:
+        value = wishes.pop(name, None)
+        if value is not None and value not in _FLOAT32:
+            raise ValueError(f"`{name}`={value} is not supported; tables, and what is looked up, are float32")
+    dtypes = wishes.pop("optimizer_state_dtypes", {})
+    if any(value not in _FLOAT32 for value in dtypes.values()):
+        raise ValueError(f"`optimizer_state_dtypes`={dtypes} is not supported; optimizer state is float32")
+    mode = wishes.pop("bounds_check_mode", None)
+    if isinstance(mode, Enum) and mode.name not in ("FATAL", "V2_FATAL"):
+        raise ValueError(
+            f"`bounds_check_mode`={mode.name} is not supported: ids out of range are errors, as with FATAL"
+        )
+
+
+def _decay_mode(value: Any) -> float:
+    """FBGEMM's `WeightDecayMode`, or its number."""
+    number = int(value)
+    if number not in range(len(_DECAY_MODES)):
+        name = value.name if isinstance(value, Enum) else str(value)
+        raise ValueError(
+            f"`weight_decay_mode` {name} is not supported: it depends on more than the rows of a step;"
+            f" {_supported(list(_DECAY_MODES))}"
+        )
+    return float(number)

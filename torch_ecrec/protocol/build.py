@@ -1,0 +1,101 @@
+"""What two processes must have alike to understand each other: the package's version, and every message's declaration.
+
+    Push: Push(slot: int -1..281474976710656, ..., positions: list[1-D int64], ...) -> Acknowledged      7c9d02e1
+
+Of each message a digest of that line is told: where a process joins the cluster, where members meet before a
+generation, and in the first bytes of each connection. Who differs is told in which messages; nothing is misread. The
+order of fields counts, since they travel without names. What is compatible with what: docs/protocol.md, "Builds".
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+import torch_ecrec
+from torch_ecrec.protocol.encoding import WIRE, Vocabulary, answers_of
+from torch_ecrec.protocol.wire import TensorOf
+
+DIGEST_BYTES = 16
+_BOUNDS = ("gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_length")
+
+
+@dataclass(frozen=True)
+class Build:
+    """Of this process, or of one that has told it.
+
+    Attributes:
+        version: of the package.
+        messages: digest of each message's declaration, by the name of its class.
+    """
+
+    version: str
+    messages: Mapping[str, str]
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """(`DIGEST_BYTES`,) of all of it."""
+        said = json.dumps([self.version, sorted(self.messages.items())])
+        return hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES).digest()
+
+    def difference(self, other: Build) -> str:
+        """What another build has otherwise, in words; "" if nothing."""
+        if other.version != self.version:
+            return f"version {other.version[:40]}, here {self.version}"
+        names = sorted({name for name, _ in set(self.messages.items()) ^ set(other.messages.items())})
+        return f"the same version {self.version}, but other messages: {', '.join(names)[:400]}" if names else ""
+
+    def told(self) -> bytes:
+        """For a process that seems to be of another build."""
+        return json.dumps({"version": self.version, "messages": dict(self.messages)}).encode()
+
+    def difference_told(self, told: bytes) -> str:
+        """The same of one that has told what it is."""
+        try:
+            return self.difference(msgspec.json.decode(told, type=Build))
+        except msgspec.MsgspecError:
+            return "it does not say which"
+
+
+def own_build(vocabulary: Vocabulary = WIRE) -> Build:
+    """This process's."""
+    return Build(torch_ecrec.__version__, _digests(vocabulary))
+
+
+@functools.lru_cache(maxsize=16)
+def _digests(vocabulary: Vocabulary) -> Mapping[str, str]:
+    classes = {**vocabulary.requests, **vocabulary.answers}
+    return {
+        name: hashlib.blake2b(declaration(kind).encode(), digest_size=4).hexdigest() for name, kind in classes.items()
+    }
+
+
+def declaration(kind: type[Any]) -> str:
+    """All that a message's bytes depend on, in one line."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = ", ".join(f"{name}: {_text(hints[name])}" for name in kind.__struct_fields__)
+    answers = answers_of(kind) if "__orig_bases__" in vars(kind) else ()
+    then = f" -> {' | '.join(sorted(answer.__name__ for answer in answers))}" if answers else ""
+    return f"{kind.__name__}({fields}){then}"
+
+
+def _text(hint: Any) -> str:
+    """A type, the same in every version of Python and of msgspec."""
+    if isinstance(hint, TensorOf):
+        return str(hint)
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        bounds = [f"{name}={getattr(meta, name)}" for meta in parts[1:] for name in _BOUNDS]
+        return " ".join([_text(parts[0]), *(bound for bound in bounds if not bound.endswith("=None"))])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(_text, parts))
+    name: str = getattr(origin or hint, "__name__", str(hint))
+    return f"{name}[{', '.join(map(_text, parts))}]" if parts else name

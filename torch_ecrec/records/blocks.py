@@ -1,0 +1,92 @@
+"""What the kernels of all optimizers share: the loop over blocks, and sums of squares in one order.
+
+A file in `optimizers/` has one kernel, which steps a block of records:
+
+    step(records_PW, positions_U, gradients_UD, values_H, delta_UW)
+
+    records_PW    (P, W) float32, changed in place
+    positions_U   (U,) int64, which records, without duplicates
+    gradients_UD  (U, D) float32, summed over the trainers; scratch when the kernel has used them
+    values_H      (H,) float32, the hyperparameters of this step: see `SparseOptimizer.of_step`
+    delta_UW      (U, W) uint32, written: old XOR new of the records' bytes
+
+Arithmetic is float32, in a fixed order, one thread, without fast-math or fused multiply-add: a step may be made again
+on another host, to the same bits.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from torch_ecrec.records.merge import BLOCK, sum_block
+
+
+def _all_blocks(records_PW: Any, positions_V: Any, gradients: Any, dim: Any, values_H: Any, delta_VW: Any) -> None:
+    """The form of every `blockwise` kernel, which has a step of its own in place of the name."""
+    sum_ND, seen_N = np.empty((BLOCK, dim), np.float32), np.empty(BLOCK, np.bool_)
+    for first in range(0, positions_V.shape[0], BLOCK):
+        last = min(first + BLOCK, positions_V.shape[0])
+        sums = sum_ND[: last - first]
+        sum_block(gradients, first, seen_N, sums)
+        _step(records_PW, positions_V[first:last], sums, values_H, delta_VW[first:last])
+
+
+def _step(*_arguments: Any) -> None:
+    raise NotImplementedError("each kernel has its own")
+
+
+def blockwise(step: Any) -> Any:
+    """A kernel over any number of records, from one that steps a block: sums of gradients stay in the cache.
+
+        kernel(records_PW, positions_V, gradients, dim, values_H, delta_VW)
+
+    with `gradients` as for `merge.sum_block`. It counts as a function of the step's own file, under the step's name, so
+    that Numba keeps it in its cache apart from others, and compiles it again when that file changes.
+    """
+    of, code = step.py_func, _all_blocks.__code__
+    name = f"blocks_of{of.__name__}"
+    code = code.replace(co_filename=of.__code__.co_filename, co_firstlineno=of.__code__.co_firstlineno)
+    loop = types.FunctionType(code, {**globals(), "_step": step, "__name__": of.__module__}, name)
+    loop.__qualname__, loop.__module__ = name, of.__module__
+    return njit(nogil=True, cache=True)(loop)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def sum_of_squares(values_UD: Any, i: Any, dim: Any) -> Any:
+    """Of the first `dim` values of row i: lane l of 8 adds the elements l, l + 8, l + 16, ... in order, then a tree.
+
+    The lanes are added as ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)).
+    """
+    v = values_UD
+    zero = np.float32(0)
+    a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
+    whole = dim // 8 * 8
+    for j in range(0, whole, 8):
+        a += v[i, j] * v[i, j]
+        b += v[i, j + 1] * v[i, j + 1]
+        c += v[i, j + 2] * v[i, j + 2]
+        d += v[i, j + 3] * v[i, j + 3]
+        e += v[i, j + 4] * v[i, j + 4]
+        f += v[i, j + 5] * v[i, j + 5]
+        g += v[i, j + 6] * v[i, j + 6]
+        h += v[i, j + 7] * v[i, j + 7]
+    rest = dim - whole
+    if rest > 0:
+        a += v[i, whole] * v[i, whole]
+    if rest > 1:
+        b += v[i, whole + 1] * v[i, whole + 1]
+    if rest > 2:
+        c += v[i, whole + 2] * v[i, whole + 2]
+    if rest > 3:
+        d += v[i, whole + 3] * v[i, whole + 3]
+    if rest > 4:
+        e += v[i, whole + 4] * v[i, whole + 4]
+    if rest > 5:
+        f += v[i, whole + 5] * v[i, whole + 5]
+    if rest > 6:
+        g += v[i, whole + 6] * v[i, whole + 6]
+    return ((a + e) + (c + g)) + ((b + f) + (d + h))
