@@ -70,6 +70,7 @@ class Loop:
     schedule: frozenset[str] = frozenset({"step"})  # "step", "pass"
     flushes: frozenset[str] = frozenset()
     loads: frozenset[str] = frozenset()  # when tables and dense weights are loaded, in every other turn
+    in_place: bool = False  # as one writes into a state dict
     draws: frozenset[str] = frozenset()
     evals: frozenset[str] = frozenset()
     counts: frozenset[str] = frozenset({"after"})  # when an attached counter moves: before, between, after, pass
@@ -543,11 +544,18 @@ def _load(run: Run, place: str) -> None:
     if place not in run.loop.loads or run.counter.add(f"loads {place}") % 2 == 0:
         return
     _change_by_load(run)
-    run.trace.append(run.session.records[0].double().sum().item())
+    run.trace.append("loaded")
 
 
 def _change_by_load(run: Run) -> None:
     state = run.model.state_dict()
+    if run.loop.in_place:
+        fused = run.model.fused_optimizer.state_dict()
+        with torch.no_grad():
+            for value in [*state.values(), *(v for values in fused["state"].values() for v in values.values())]:
+                if value.is_floating_point():
+                    value.mul_(0.5).add_(0.1)
+        return
     run.model.load_state_dict({k: v * 0.5 + 0.1 if v.is_floating_point() else v for k, v in state.items()})
     fused = run.model.fused_optimizer.state_dict()
     for values in fused["state"].values():

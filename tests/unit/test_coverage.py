@@ -208,14 +208,21 @@ def test_feature_processors_are_trained_as_unsharded(planned: bool) -> None:
 
 
 class Custom(EmbeddingBagCollectionSharder):
-    pass
+    def shard(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the tables are on servers")
+
+
+class Placed(EmbeddingBagCollectionSharder):
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return ["row_wise"]
 
 
 def test_wishes_of_a_sharder_are_not_passed_over() -> None:
-    with pytest.raises(ValueError, match="sharder Custom is not TorchRec's own"):
+    with pytest.raises(ValueError, match="sharder Custom has a `shard` of its own"):
         shard(Net(collection()), sharders=[Custom()])
     codec: Any = {"forward": object()}
-    with pytest.raises(ValueError, match="has a `qcomm_codecs_registry`"):
+    shard(Net(collection()), sharders=[Placed()])
+    with pytest.warns(UserWarning, match="has a `qcomm_codecs_registry`, which has no effect"):
         shard(Net(collection()), sharders=[EmbeddingBagCollectionSharder(qcomm_codecs_registry=codec)])
 
 

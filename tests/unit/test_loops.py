@@ -102,6 +102,7 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
         if accumulate > 1 and passed_over:
             zero = "after"  # else a gradient that was stepped with is added to, which is refused
         losses = draw(st.sampled_from([1, 1, 2])) if plain and style != "steps_done" else 1
+        begins = some(["zero", "evaluate", "load"])
         return Loop(
             reader=reader,
             driver=driver,
@@ -113,6 +114,7 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
             schedule=some(["step", "pass"]),
             flushes=some(FLUSHES),
             loads=some(LOADS),
+            in_place=draw(st.booleans()) if "load" not in begins else False,  # parameters move between turns
             draws=some(DRAWS),
             evals=some(EVALS if plain else ("pass",)),
             counts=some(["before", "between", "after", "pass"]),
@@ -125,7 +127,7 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
             skip_every=draw(st.sampled_from([0, 0, 2, 3])) if plain else 0,
             pass_over_every=passed_over,
             nan_at=draw(st.sampled_from([0, 0, 2])) if plain and style != "steps_done" else 0,
-            begins=some(["zero", "evaluate", "load"]),
+            begins=begins,
             zero=zero,
             snapshot_every=draw(st.integers(1, 3)),
         )

@@ -12,8 +12,12 @@ import pytest
 import torch
 from models import CPU, META, Net, batch_of, collection, dense_parameters, plain_torchrec, shard, train
 from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torch_ecrec import DistributedModelParallel
 from torch_ecrec.nn.placeholder import TableParameter
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -86,9 +90,6 @@ def test_initialising_all_parameters_is_refused() -> None:
     with pytest.raises(RuntimeError, match="`normal_` of table wide: its rows live on the servers"):
         for each in model.parameters():
             nn.init.normal_(each)
-    sharded = model.module.collections[0]
-    with pytest.raises(RuntimeError, match="`reset_parameters` of tables wide, small, shared, last"):
-        sharded.reset_parameters()
     with pytest.raises(RuntimeError, match="of table wide"):
         model.apply(lambda module: [p.data.zero_() for p in module.parameters()])
 
@@ -105,18 +106,115 @@ def test_a_dense_optimizer_of_all_parameters_trains_the_dense_ones() -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_write_into_a_state_dict_is_told() -> None:
-    model, session = shard(Net(collection("sgd", device=CPU)))
-    state = model.state_dict()
+def test_parameters_are_reset_as_the_configs_say() -> None:
+    model, session = shard(Net(collection("adagrad", device=META)))
+    train(model, [batch_of(4, 0)], torch.optim.SGD(dense_parameters(model).values(), lr=0.1))
+    trained, states = model.state_dict(), [records[:, slab.dim :].clone() for records, slab in zip_slabs(session)]
+    DistributedModelParallel._reset_parameters(model)
+    for name, values in model.state_dict().items():
+        if "embedding_bags" in name:
+            assert not torch.equal(values, trained[name])
+            assert values.abs().max() <= len(values) ** -0.5
+    assert all(torch.equal(r[:, s.dim :], state) for (r, s), state in zip(zip_slabs(session), states, strict=True))
+
+
+def zip_slabs(session: Any) -> Any:
+    return zip(session.records, session.job.slabs, strict=True)
+
+
+def test_a_module_looks_like_torchrecs() -> None:
+    model, _ = shard(Net(collection("adagrad", device=META)))
+    theirs: Any = plain_torchrec(Net(collection("adagrad", device=META)), 1)
+    mine, other = model.module.collections[0], theirs.module.collections[0]
+    assert isinstance(mine, ShardedEmbeddingBagCollection)
+    assert not isinstance(mine, ShardedEmbeddingCollection)
+    assert list(mine.embedding_bags) == list(other.embedding_bags)
+    assert mine.embedding_bags["wide"].weight is dict(mine.named_parameters())["embedding_bags.wide.weight"]
+    assert set(mine.module_sharding_plan) == set(other.module_sharding_plan)
+    assert set(mine.sharded_parameter_names()) == set(other.sharded_parameter_names())
+    names = "collections.0.embedding_bags.wide.weight"
+    assert names in set(DistributedModelParallel._sharded_parameter_names(model))
+
+
+def test_the_first_batch_is_validated_as_by_torchrec() -> None:
+    model, _ = shard(Net(collection("sgd", device=CPU)))
+    twice = KeyedJaggedTensor(keys=["f0", "f0"], values=torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match="keys must be unique"):
+        model.module.collections[0](twice)
+
+
+def test_a_model_without_tables_is_torchrecs_own() -> None:
+    """Parameters that exist stay as they are, those on meta are made, it trains; what needs servers is refused."""
+    with pytest.warns(
+        UserWarning, match="the model holds no EmbeddingBagCollection and no EmbeddingCollection to serve"
+    ):
+        model = DistributedModelParallel(nn.Linear(3, 1, device="meta"))
+    assert not model.module.weight.is_meta
+    before = model.module.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.module.weight.detach(), before - 0.1 * 2)
+    assert set(model.state_dict()) == {"weight", "bias"}
+    with pytest.raises(RuntimeError, match="`attach` would keep nothing: the model holds no"):
+        model.attach(optimizer=optimizer)
+    assert len(model.digest()) == 64
+    model.close()
+
+
+def test_a_write_into_a_state_dict_changes_the_table() -> None:
+    """As with TorchRec, for as long as the table is what the state dict says; later ones are told."""
+    model, _ = shard(Net(collection("sgd", device=CPU)))
     key = "collections.0.embedding_bags.wide.weight"
+    state = model.state_dict()
+    doubled = state[key].clone() * 2
     state[key].mul_(2)
-    before = [records.clone() for records in session.records]
-    with pytest.warns(UserWarning, match="weights of table wide in a state dict were changed in place"):
-        loss, _ = model(batch_of(4, 0))
-    assert all(torch.equal(a, b) for a, b in zip(before, session.records, strict=True))
-    with warnings.catch_warnings():
+    assert torch.equal(model.state_dict()[key], doubled)
+    state[key][0] = 7.0
+    doubled[0] = 7.0
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        loss.backward()
-        state[key] = state[key].half()  # a new tensor is nobody's table
-        model.state_dict()
-        model(batch_of(4, 1))[0].backward()
+        model(batch_of(4, 0))
+        assert torch.equal(model.state_dict()[key], doubled)
+    loss, _ = model(batch_of(4, 0))
+    loss.backward()
+    trained = model.state_dict()[key]
+    state[key].zero_()
+    with pytest.warns(UserWarning, match="table wide in a state dict was changed in place, and the table was not"):
+        model(batch_of(4, 1))
+    assert torch.equal(model.state_dict()[key], trained)
+
+
+def test_of_two_state_dicts_the_one_that_was_written_counts() -> None:
+    model, _ = shard(Net(collection("sgd", device=CPU)))
+    key = "collections.0.embedding_bags.wide.weight"
+    older, newer = model.state_dict(), model.state_dict()
+    newer[key].fill_(1.0)
+    assert model.state_dict()[key].eq(1.0).all()
+    older[key].fill_(2.0)
+    with pytest.warns(UserWarning, match="was changed in place, and the table was not"):
+        model(batch_of(4, 0))
+    assert model.state_dict()[key].eq(1.0).all()
+
+
+def test_optimizer_state_may_be_written_in_place() -> None:
+    model, _ = shard(Net(collection("adagrad", device=CPU)))
+    states = model.fused_optimizer.state_dict()["state"]
+    for of_table in states.values():
+        for values in of_table.values():
+            values.fill_(0.5)
+    for of_table in model.fused_optimizer.state_dict()["state"].values():
+        assert all(values.eq(0.5).all() for values in of_table.values())
+
+
+def test_what_is_written_before_attach_is_loaded_before_it_and_not_after_a_restart() -> None:
+    model, session = shard(Net(collection("sgd", device=CPU)))
+    key = "collections.0.embedding_bags.wide.weight"
+    model.state_dict()[key].fill_(1.0)
+    model.attach()
+    assert model.state_dict()[key].eq(1.0).all()
+    session.restarted = True
+    again = DistributedModelParallel(Net(collection("sgd", device=CPU)), session=session)
+    again.state_dict()[key].fill_(2.0)
+    again.load_state_dict(again.state_dict() | {key: torch.full_like(model.state_dict()[key], 3.0)})
+    assert again.state_dict()[key].eq(1.0).all()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
-from typing import Any
 
 import pytest
 import torch
@@ -159,9 +157,8 @@ def test_the_module_prints_its_tables() -> None:
 
 
 def test_unsuitable_models_are_refused() -> None:
-    session: Any = types.SimpleNamespace()
-    with pytest.raises(ValueError, match="holds no EmbeddingBagCollection"):
-        DistributedModelParallel(nn.Linear(2, 2), session=session)
+    with pytest.raises(ValueError, match="the session's job has other tables"):
+        DistributedModelParallel(nn.Linear(2, 2), session=FakeSession(job_of(collection("sgd"))))
     with pytest.raises(ValueError, match=r"table t: data type .* is not supported"):
         shard(collection("sgd", [table("t", 4, 4, "f0", data_type=DataType.FP16)]))
     with pytest.raises(ValueError, match="`nan_gradients` must be one of raise, pass, got 'stop'"):

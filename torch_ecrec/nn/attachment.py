@@ -51,6 +51,7 @@ class Attachment:
         dense: packs the model's dense part, and says after which steps; told of the optimizers.
         optimizers, reader, stateful: as given to `attach`, schedulers among `stateful`.
         own: names of those among `stateful` that are the user's: they may count passes, and batches.
+        load_written: loads what was written into state dicts in place.
 
     Raises:
         TypeError: something of it cannot be kept.
@@ -65,9 +66,10 @@ class Attachment:
         reader: Iterable[Any] | None,
         stateful: Mapping[str, Stateful],
         own: Sequence[str],
+        load_written: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._dense = weakref.ref(model), dense
-        self._session = session
+        self._session, self._load_written = session, load_written
         self._state = TrainerState(optimizers, stateful)
         self._own = own
         known = [model, *model.modules(), *model.parameters(), *model.buffers(), *self._state.all_optimizers, session]
@@ -232,6 +234,7 @@ class Attachment:
 
     def _keep(self, before: bytes, checksum: int | None) -> None:
         """Hands this trainer's part of the step before to the servers."""
+        self._load_written()  # it belongs to that step: whoever goes on from there does not write it again
         self._checks.check_groups()
         model, step = self._live_model, self._session.step - 1
         parameters = list(dense_parameters(model))

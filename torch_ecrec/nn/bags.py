@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -29,6 +30,7 @@ class _Ready(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
         return self._value
 
 
+@ShardedEmbeddingBagCollection.register  # `isinstance` in tests, pipelines and scripts
 class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
     """An `EmbeddingBagCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSharder`.
 
@@ -44,6 +46,11 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
     @property
     def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
         return EmbeddingBagCollection
+
+    @property
+    def embedding_bags(self) -> nn.ModuleDict:
+        """As in TorchRec, with placeholders of the tables."""
+        return self.modules_of_tables()
 
     def _bags(self, part: Slice, features: KeyedJaggedTensor) -> tuple[Tensor, Bags]:
         return part.bags(features, self._weighted, self._step.session.arrange)

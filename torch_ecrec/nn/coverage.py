@@ -10,9 +10,10 @@ TorchRec's, sharded by the plan that was given, or by one of TorchRec's planner.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -30,7 +31,7 @@ from torchrec.modules.mc_embedding_modules import (
 from torch_ecrec.nn.unsharded import COLLECTIONS, Collection
 
 UNPROTECTED = ("refuse", "allow")
-_STOCK: dict[type[nn.Module], type] = {
+_STOCK: dict[type[nn.Module], type[ModuleSharder[Any]]] = {
     EmbeddingBagCollection: EmbeddingBagCollectionSharder,
     FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder,
     EmbeddingCollection: EmbeddingCollectionSharder,
@@ -52,7 +53,7 @@ class Coverage:
     unprotected: dict[str, str]
 
     def check(self, unprotected: str) -> None:
-        """Refuses a model that has nothing to serve, and what is unprotected unless that is allowed.
+        """Refuses what is unprotected, unless that is allowed.
 
         Raises:
             ValueError: names each module, with the reason.
@@ -65,9 +66,6 @@ class Coverage:
                 + "\n".join(f"  {path or 'the model'}: {reason}" for path, reason in self.unprotected.items())
                 + '\nTo train it without protection, as TorchRec does, say unprotected="allow"'
             )
-        if not self.served:
-            names = " and no ".join(cls.__name__ for cls in COLLECTIONS)
-            raise ValueError(f"the module holds no {names}: there is nothing to serve")
 
 
 def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence[ModuleSharder[nn.Module]]) -> Coverage:
@@ -134,7 +132,9 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
 
 
 def check_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
-    """Refuses what a sharder for a served module wants and the servers do not do.
+    """Refuses what a sharder for a served module wants and the servers do not do; where tables lie is their business.
+
+    Quantised collectives are told to have no effect.
 
     Raises:
         ValueError: names the sharder and its wish.
@@ -143,15 +143,16 @@ def check_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
         if sharder.module_type not in _STOCK:
             continue
         name = type(sharder).__name__
-        if type(sharder) is not _STOCK[sharder.module_type]:
+        if type(sharder).shard is not _STOCK[sharder.module_type].shard:
             raise ValueError(
-                f"sharder {name} is not TorchRec's own for {sharder.module_type.__name__}: the servers would not do"
-                " what it does otherwise; leave it out"
+                f"sharder {name} has a `shard` of its own, not TorchRec's for {sharder.module_type.__name__}: the"
+                " servers would not do what it does otherwise; leave it out"
             )
         if getattr(sharder, "qcomm_codecs_registry", None):
-            raise ValueError(
-                f"sharder {name} has a `qcomm_codecs_registry`: nothing of the tables goes through collectives here;"
-                ' leave it out (`Settings(wire="bfloat16")` halves what lookups and gradients send)'
+            warnings.warn(
+                f"sharder {name} has a `qcomm_codecs_registry`, which has no effect: nothing of the tables goes through"
+                ' collectives here (`Settings(wire="bfloat16")` halves what lookups and gradients send)',
+                stacklevel=3,
             )
 
 

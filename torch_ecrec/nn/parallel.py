@@ -8,7 +8,8 @@ and checkpoints work.
 
 Subclassed, not imitated: TorchRec checks for its own class in many places.
 
-What is neither served nor data-parallel is refused where the model is built (`coverage.py`).
+What is neither served nor data-parallel is refused where the model is built (`coverage.py`). A model without tables
+is TorchRec's own, and a warning says that nothing of it is kept (`no_tables.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Never
 
@@ -42,6 +44,7 @@ from torch_ecrec.nn.attachment import Attachment
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_inside
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
+from torch_ecrec.nn.no_tables import NO_TABLES, NoTables
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
@@ -82,9 +85,8 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             brought back.
 
     Raises:
-        ValueError: no collection in the module, or one that cannot be served (see `table_specs`); a
-            module that nobody would protect, a sharder with a wish that the servers do not serve (`coverage.py`); a
-            `session` of another job.
+        ValueError: a collection that cannot be served (see `table_specs`); a module that nobody would protect, a
+            sharder with a wish that the servers do not serve (`coverage.py`); a `session` of another job.
     """
 
     def __init__(
@@ -121,7 +123,10 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         collections = covered.served
         names = job_names(collections)
         tables = all_table_specs(module, collections, names, others)
-        if session is None:
+        if session is None and not tables:
+            warnings.warn(NO_TABLES, stacklevel=2)
+            session, owns_session = NoTables(env.rank, env.world_size, snapshot_every), False
+        elif session is None:
             job = JobSpec(tables=tables, code=code or CodeSpec(), trainers=env.world_size, seed=seed)
             session = _connect(job, settings, code, env.rank, snapshot_every)
             owns_session = True
@@ -198,17 +203,27 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             Iterates `reader`, and must be iterated in its place. Without one, it has nothing.
 
         Raises:
-            RuntimeError: called twice, or after the first step.
+            RuntimeError: called twice, or after the first step; the model has no tables.
             TypeError: something has a state that cannot be kept; the message names it.
             ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
         """
+        if not self.session.job.tables:
+            raise RuntimeError(f"`attach` would keep nothing: {NO_TABLES}")
         if self._attached is not None or self._trained:
             raise RuntimeError("`attach` is called once, before the first step")
+        self._step.load_written()
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         schedulers = [lr_scheduler] if isinstance(lr_scheduler, Stateful) else list(lr_scheduler)
         named = {f"lr_scheduler[{i}]": scheduler for i, scheduler in enumerate(schedulers)}
         attached = Attachment(
-            self, self.session, self._dense, optimizers, reader, {**named, **stateful}, own=list(stateful)
+            self,
+            self.session,
+            self._dense,
+            optimizers,
+            reader,
+            {**named, **stateful},
+            own=list(stateful),
+            load_written=self._step.load_written,
         )
         if self.session.restarted:
             attached.resume(*self.session.resume())
@@ -225,7 +240,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
 
     @property
     def steps_done(self) -> int:
-        """Steps that have ended, those before a restart included."""
+        """Steps that have ended, those before a restart included; 0 of a model without tables."""
         if self._attached is not None and self._attached.reader is not None:
             self._attached.reader.on_steps_done()
         return self.session.step - 1
@@ -334,6 +349,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._check_attached()
         step, every = self.session.step - 1, self._dense.every
         if self._attached is None and step > self._snapshotted and every > 0 and step % every == 0:
+            self._step.load_written()
             self.session.snapshot(*self._dense.pack(step))
             self._snapshotted = step
 

@@ -70,7 +70,7 @@ class TableParameter(nn.Parameter):
     def _refusal(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"`{what}` of table {self.table}: its rows live on the servers, and this is only their placeholder."
-            " Read them with `model.state_dict()`, set them with `model.load_state_dict(...)` before training begins"
+            " Read them with `model.state_dict()`, set them with `model.load_state_dict(...)`"
         )
 
     @classmethod

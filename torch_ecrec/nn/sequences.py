@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -32,6 +33,7 @@ class _Ready(LazyAwaitable[dict[str, JaggedTensor]]):
         return self._value
 
 
+@ShardedEmbeddingCollection.register  # `isinstance` in tests, pipelines and scripts
 class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
     """An `EmbeddingCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSequenceSharder`.
 
@@ -48,6 +50,11 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
     @property
     def unsharded_module_type(self) -> type[EmbeddingCollection]:
         return EmbeddingCollection
+
+    @property
+    def embeddings(self) -> nn.ModuleDict:
+        """As in TorchRec, with placeholders of the tables."""
+        return self.modules_of_tables()
 
     def _bags(self, part: Slice, features: KeyedJaggedTensor) -> tuple[Tensor, Bags]:
         return part.ids(features, self._step.session.arrange)

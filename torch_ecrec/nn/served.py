@@ -30,10 +30,12 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import NoWait, ShardedModule
+from torchrec.distributed.embeddingbag import logger as torchrec_logger
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, NoWait, ShardedModule
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from torchrec.streamable import Multistreamable
 
 from torch_ecrec.nn.lookup import PooledLookup
@@ -71,7 +73,12 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         job_names: name of each of its tables in the job.
         device: where its output goes. Ids may be there or on the host.
         weighted: whether ids come with weights.
+
+    Attributes:
+        module_sharding_plan: what the plan says of it.
     """
+
+    module_sharding_plan: EmbeddingModuleShardingPlan
 
     def __init__(
         self,
@@ -121,6 +128,8 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             self._state.key_of(table.name): TableParameter(table.name, table.rows, table.dim)
             for table in self._tables.values()
         }
+        self._configs = {config.name: config for config in configs}
+        self._validated = False
         self._coming: deque[HostIds] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
         self._ready: tuple[KeyedJaggedTensor, list[Tensor], list[Bags]] | None = None  # looked up ahead
         step.on_pushed.append(self._look_ahead)
@@ -141,6 +150,10 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
 
     def input_dist(self, ctx: Context, features: KeyedJaggedTensor) -> KJTListSplitsAwaitable:
         """Nothing to distribute: every trainer looks its own rows up."""
+        if not self._validated:  # once, as TorchRec does
+            torchrec_logger.info("Validating input features...")
+            validate_keyed_jagged_tensor(features)
+            self._validated = True
         if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
             raise ValueError("a batch size per feature (variable stride, inverse indices) is not supported")
         if features.values().dtype not in (torch.int64, torch.int32):
@@ -187,7 +200,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         step = self._step
         step.open()
         if torch.is_grad_enabled():
-            self._state.tell_of_lost_writes()
+            self._state.on_training_lookup()
             step.on_training_lookup()
         ids = None
         while any(other.features is features for other in self._coming):
@@ -218,16 +231,30 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         for name, parameter in self._parameters_of_tables.items():
             yield f"{prefix}.{name}" if prefix else name, parameter
 
-    def reset_parameters(self) -> None:
-        """Refused: it would change nothing.
+    def modules_of_tables(self) -> nn.ModuleDict:
+        """What stands for the unsharded module's tables: by name, each with a `weight` (`placeholder.py`)."""
+        found = nn.ModuleDict()
+        for name in self._tables:
+            found[name] = nn.Module()
+            found[name].register_parameter("weight", self._parameters_of_tables[self._state.key_of(name)])
+        return found
 
-        Raises:
-            RuntimeError: always.
+    def reset_parameters(self) -> None:
+        """Gives every row new first weights, as the configs say; optimizer state stays. Every trainer calls it.
+
+        A load (`tables_state.py`): trainer 0 draws them, from its random state.
         """
-        raise RuntimeError(
-            f"`reset_parameters` of tables {', '.join(self._tables)}: their rows live on the servers, which have given"
-            " them their first weights; others come by `model.load_state_dict(...)` before training begins"
-        )
+        for name, table in self._tables.items():
+            weights = torch.empty(table.rows, table.dim, device="meta")
+            if self._step.session.trainer == 0:
+                config = self._configs[name]
+                weights = torch.empty(table.rows, table.dim)
+                if config.init_fn is None:
+                    weights.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
+                else:
+                    with torch.no_grad():
+                        config.init_fn(weights)
+            self._state.load_columns(name, 0, table.dim, weights)
 
     # state dicts ------------------------------------------------------------------------------------
 

@@ -147,6 +147,7 @@ class _TablesSharder(ModuleSharder[Any]):
     ) -> ServedModule[Any]:
         names = self._names[module_fqn or ""]
         sharded = type(self).made(module, self._step, names, device or torch.device("cpu"))
+        sharded.module_sharding_plan = params
         session = self._step.session
         for config in configs_of(module):
             parameter = weight_of(module, config.name)

@@ -67,6 +67,7 @@ class SparseStep:
         self.session = session
         self.may_load: Callable[[], bool] = lambda: True  # whether tables that are loaded now count
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
+        self.on_open: list[Callable[[], None]] = []  # called before anything is read: may load
         self.optimizers: list[LearningRates] = []
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
         self._group = group
@@ -81,10 +82,16 @@ class SparseStep:
         self._refusal: NonFiniteGradient | None = None
 
     def open(self) -> None:
-        """Ends the loading of weights, once; a barrier of all trainers."""
+        """Before anything is read. Ends the loading of first weights, once: a barrier of all trainers."""
         if not self._open:
             self.session.loaded()
             self._open = True
+        self.load_written()
+
+    def load_written(self) -> None:
+        """Loads what was written into state dicts in place."""
+        for load in self.on_open:
+            load()
 
     @property
     def is_open(self) -> bool:

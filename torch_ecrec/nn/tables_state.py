@@ -4,15 +4,14 @@ A record of a table with D = 4 and row-wise Adagrad has columns [0, 4) of weight
 `state_dict` of the module and that of its optimizer are made of such columns, in chunks of rows.
 
 What is loaded before the first lookup or read of any module of the model (`SparseStep.open`) are initial values, which
-trainer 0 loads. Later, a load is a step of its own, of every trainer; trainer 0's values count then, too.
+trainer 0 loads. Later, a load is a step of its own, of every trainer; trainer 0's values count then, too. What is
+written into a state dict in place is loaded, too (`given.py`).
 
 Shape legend: D embedding dim, W record width in floats.
 """
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from torch_ecrec.nn.given import GivenTensors
 from torch_ecrec.nn.slices import Table
 from torch_ecrec.nn.step import SparseStep
 
@@ -38,7 +38,8 @@ class TablesState:
 
     def __init__(self, step: SparseStep, tables: Mapping[str, Table], folder: str) -> None:
         self.step, self.tables, self._folder = step, tables, folder
-        self._given: list[tuple[str, weakref.ref[Tensor], int]] = []  # weights in state dicts, and their versions
+        self._given = GivenTensors()
+        step.on_open.append(self._load_written)
 
     def key_of(self, name: str) -> str:
         """Of a table's weights in the module's state dict: `embedding_bags.t.weight`."""
@@ -48,10 +49,12 @@ class TablesState:
         """Columns [first, last) of the records of a table, (rows, last - first). Every trainer calls it."""
         self.step.open()
         table = self.tables[name]
-        out = torch.empty(table.rows, last - first)
+        with torch.inference_mode(False):  # a tensor of inference does not count what is written into it
+            out = torch.empty(table.rows, last - first)
         for begin, end in chunks(table):
             records = self.step.session.read(table.slab, torch.arange(begin, end) + table.first_row)
             out[begin:end] = records[:, first:last]
+        self._given.add((name, first, last), out)
         return out
 
     def load_columns(self, name: str, first: int, last: int, values: Tensor) -> None:
@@ -61,6 +64,15 @@ class TablesState:
             ValueError: another shape.
             RuntimeError: not all trainers load alike (`SparseStep.begin_load`).
         """
+        self._load_written()  # before these, not after
+        self._given.expire((name, first, last))
+        self._load(name, first, last, values)
+
+    def _load_written(self) -> None:
+        for (name, first, last), values in self._given.take_written():
+            self._load(name, first, last, values)
+
+    def _load(self, name: str, first: int, last: int, values: Any) -> None:
         table, session = self.tables[name], self.step.session
         values = whole(values, session.trainer)
         if tuple(values.shape) != (table.rows, last - first):
@@ -92,25 +104,13 @@ class TablesState:
 
     def save_weights(self, destination: dict[str, Any], prefix: str) -> None:
         """Puts the weights of every table, (rows, D), into a state dict. Every trainer calls it."""
-        self._given = [entry for entry in self._given if entry[1]() is not None]
         for name, table in self.tables.items():
-            weights = self.read_columns(name, 0, table.dim)
-            destination[f"{prefix}{self.key_of(name)}"] = weights
-            self._given.append((name, weakref.ref(weights), weights._version))
+            destination[f"{prefix}{self.key_of(name)}"] = self.read_columns(name, 0, table.dim)
 
-    def tell_of_lost_writes(self) -> None:
-        """Warns of weights in a state dict that were written in place: with TorchRec that changes the table."""
-        if not self._given:
-            return
-        kept = [(name, tensor, version) for name, given, version in self._given if (tensor := given()) is not None]
-        for name, tensor, version in kept:
-            if tensor._version != version:
-                warnings.warn(
-                    f"weights of table {name} in a state dict were changed in place, and the table was not: it lives"
-                    " on the servers, and the state dict has a copy. `model.load_state_dict(...)` sets it",
-                    stacklevel=2,
-                )
-        self._given = [(name, weakref.ref(tensor), tensor._version) for name, tensor, _ in kept]
+    def on_training_lookup(self) -> None:
+        """The tables are about to change."""
+        self._given.tell_of_lost_writes()
+        self._given.expire()
 
     def load_weights(
         self,

@@ -1,0 +1,41 @@
+"""TorchRec's tests of `DistributedModelParallel` on a CPU, from the installed wheel, with ours in its place."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torchrec_oracle as oracle
+from torchrec.distributed.test_utils import test_model_parallel as shardings
+from torchrec.distributed.test_utils import test_model_parallel_base as bases
+
+
+@pytest.fixture(autouse=True)
+def ours() -> None:
+    oracle.swap()
+
+
+class TestShardings(oracle.OracleProcesses, shardings._ModelParallelBase):
+    backend = "gloo"
+
+
+class TestStateDicts(bases.ModelParallelStateDictBase):
+    backend = "gloo"
+
+
+class TestSparseOnly(bases.ModelParallelSparseOnlyBase):
+    backend = "gloo"
+
+    def test_sharding_fused_ebc_as_top_level(self) -> None:
+        with refused(ValueError, "FusedEmbeddingBagCollection is not served"):
+            super().test_sharding_fused_ebc_as_top_level()
+
+    def test_initialize_torch_state_error_includes_table_name(self) -> None:
+        """It looks into TorchRec's sharded module, at a method that makes tensors of shards: there are none."""
+        with refused(AttributeError, "no attribute '_initialize_torch_state'"):
+            super().test_initialize_torch_state_error_includes_table_name()
+
+
+def refused(error: type[Exception], message: str) -> Any:
+    return contextlib.nullcontext() if oracle.mode() == "stock" else pytest.raises(error, match=message)

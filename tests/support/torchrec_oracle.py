@@ -1,0 +1,138 @@
+"""TorchRec's own tests with our class in place of theirs: what a script is after one changed import line.
+
+    swap()              their test modules, in this process, make our `DistributedModelParallel` from now on
+    PROCESSES           two processes that do the same
+
+The bases are those of the installed TorchRec; nothing of them is here. `TORCH_ECREC_ORACLE` says with what they run:
+
+    memory     (default) ours, with tables in memory: `fake_session.py`, which the real one's tests hold to the same
+    cluster    ours, each model with a cluster of its own
+    stock      theirs, to see what passes without us
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from fake_session import FakeSession
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.test_utils import get_free_port
+
+import torch_ecrec
+from torch_ecrec.nn import parallel
+from torch_ecrec.spec.job import JobSpec
+
+MODES = ("memory", "cluster", "stock")
+_MODULES = (
+    "torchrec.distributed.test_utils.test_model_parallel_base",
+    "torchrec.distributed.test_utils.test_sharding",
+)
+_ENVIRONMENT = ("MASTER_ADDR", "GLOO_DEVICE_TRANSPORT", "TORCH_ECREC_ORACLE")
+TIMEOUT_S = 180.0
+_LACKING = "torchrec.distributed.tests.test_sequence_model"
+
+
+class _SequenceSharder(EmbeddingCollectionSharder):
+    """Stands for a sharder of a test file that is not in the wheel; only tests of `DMPCollection` make one."""
+
+
+def provide_missing() -> None:
+    """Makes `torchrec.distributed.test_utils.test_sharding` importable, which wants a file that the wheel lacks."""
+    try:
+        importlib.import_module(_LACKING)
+    except ModuleNotFoundError:
+        lacking = types.ModuleType(_LACKING)
+        lacking.TestEmbeddingCollectionSharder = _SequenceSharder  # type: ignore[attr-defined]
+        sys.modules.setdefault("torchrec.distributed.tests", types.ModuleType("torchrec.distributed.tests"))
+        sys.modules[_LACKING] = lacking
+
+
+def mode() -> str:
+    """What models are made of: one of `MODES`."""
+    chosen = os.environ.get("TORCH_ECREC_ORACLE", MODES[0])
+    if chosen not in MODES:
+        raise ValueError(f"TORCH_ECREC_ORACLE must be one of {', '.join(MODES)}, got {chosen!r}")
+    return chosen
+
+
+def model_class() -> type[Any]:
+    """What is in the place of TorchRec's `DistributedModelParallel`."""
+    return DistributedModelParallel if mode() == "stock" else torch_ecrec.DistributedModelParallel
+
+
+def swap() -> None:
+    """Gives TorchRec's test modules our class, in this process."""
+    provide_missing()
+    if mode() == "memory":
+        parallel._connect = _in_memory
+    for name in _MODULES:
+        setattr(importlib.import_module(name), "DistributedModelParallel", model_class())  # noqa: B010
+
+
+def _in_memory(job: JobSpec, settings: object, code: object, trainer: int, snapshot_every: int) -> FakeSession:
+    return FakeSession(job, trainer)
+
+
+def _call(function: Callable[..., Any], environment: dict[str, str], arguments: dict[str, Any]) -> None:
+    """In a process of the pool."""
+    os.environ.update(environment)
+    swap()
+    try:
+        function(**arguments)
+    except Exception:
+        raise RuntimeError(traceback.format_exc()) from None  # the exception itself may not travel
+
+
+class Processes:
+    """Two processes that call functions of TorchRec's tests as rank 0 and 1; started once."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def call(self, function: Callable[..., Any], **arguments: Any) -> None:
+        """Calls it on both, with `rank` and `world_size`; raises what one raised. None outlives an error."""
+        if self._pool is None:
+            self._pool = multiprocessing.get_context("spawn").Pool(2)
+            atexit.register(self.close)
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment["MASTER_PORT"] = str(get_free_port())
+        results = [
+            self._pool.apply_async(_call, (function, environment, {**arguments, "rank": rank, "world_size": 2}))
+            for rank in range(2)
+        ]
+        try:
+            for result in sorted(results, key=lambda each: not each.ready()):
+                result.get(timeout=TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends them."""
+        if self._pool is not None:
+            self._pool.terminate()
+            self._pool.join()
+            self._pool = None
+
+
+PROCESSES = Processes()
+
+
+class OracleProcesses:
+    """Mixed into a `MultiProcessTestBase`: what its processes call is called in `PROCESSES`."""
+
+    def _run_multi_process_test(self, *, callable: Callable[..., None], world_size: int, **kwargs: Any) -> None:
+        assert world_size == 2
+        PROCESSES.call(callable, **kwargs)
+
+
+provide_missing()
