@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_docs import broken
 
-from torch_ecrec.bench import codec, record, recovery_figures, report, scaling, train
+from torch_ecrec.bench import codec, optimizers, record, recovery_figures, report, scaling, train
 from torch_ecrec.bench.report import BEGIN, END, MADE_BY, TARGETS, Figure, NotMeasured, Target
 
 PNG = b"\x89PNG"
@@ -88,6 +88,11 @@ def leave_codec(folder: Path) -> None:
     leave(folder, "codec", {"notes": ["a note."]}, rows)
 
 
+def leave_optimizers(folder: Path) -> None:
+    row = {**dict.fromkeys(optimizers.COLUMNS), "optimizer": "adam", "dim": 64, "gbps": 7.25}
+    leave(folder, "optimizers", {"notes": ["another note."]}, [row])
+
+
 def leave_scaling(folder: Path) -> None:
     figures = ("step_ms", "cpu_ms", "wire_mb", "sent_mb", "messages", "resident_gb", "memory_of_records")
     ours = dict.fromkeys(figures, 3.0)
@@ -116,6 +121,7 @@ def source(tmp_path: Path) -> Path:
     leave_training(folder, "multi-hot", {"torchrec": [100.0], "none": [70.0]})
     leave_recovery(folder)
     leave_codec(folder)
+    leave_optimizers(folder)
     leave_scaling(folder)
     return folder
 
@@ -160,6 +166,7 @@ def test_the_documents(source: Path, tmp_path: Path) -> None:
     assert "old" not in page.splitlines() and "| 520,000 |" in page and "| 8 | (2, 1) | 2 | 2 | 2 | 7 |" in page
     assert "- k2r1-huge: needs about 99.0 GB of memory\n" in page and "### By dim\n\n**Not measured.**" in page
 
+    assert "another note." in text and "| adam | 64 | - | 7.25 |" in text
     for name in ("train-paper", "recovery", "codec", "scaling"):
         for suffix in ("json", "csv", "png"):
             assert (out / "performance" / f"{name}.{suffix}").read_bytes() == (source / f"{name}.{suffix}").read_bytes()

@@ -146,7 +146,10 @@ def test_bad_data(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["demo", "--optimizer", "adam"], f"invalid choice: 'adam' (choose from {', '.join(map(repr, OPTIMIZERS))})"),
+        (
+            ["demo", "--optimizer", "shampoo"],
+            f"invalid choice: 'shampoo' (choose from {', '.join(map(repr, OPTIMIZERS))})",
+        ),
         (["demo", "--protection", "raid"], "invalid choice: 'raid' (choose from 'parity', 'none')"),
         (["demo", "-k", "two"], "argument -k: invalid int value: 'two'"),
         (["up", "--port", "70000"], "a port is a number up to 65535, got '70000'"),

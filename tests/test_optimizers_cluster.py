@@ -1,12 +1,12 @@
 """Every optimizer on the simulated cluster: a replay by its formula, and losses that change nothing.
 
 Adam and its relatives depend on the number of the step: it must be the same when a step is made again by a new host,
-after going back, after a restart, and however many steps have loaded initial values before.
+after going back, after a restart, and however many steps have loaded values, before training and in it.
 """
 
-import dataclasses
 import functools
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,9 +18,10 @@ from torch_ecrec.records.optimizers import NAMES
 from torch_ecrec.server.apply import Applier
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
 from torch_ecrec.testing import Scenario, simulate
-from torch_ecrec.testing.scenario import LOADS, dense_after, gradients_of, loss_of, touched
+from torch_ecrec.testing.scenario import LOADS, Load, dense_after, gradients_of, loss_of, touched
 
 STEPS = 5
+OVERWRITES = ((2, False, Load(0, 6, 19, change=True)), (3, True, Load(1, 0, 9, change=True)))  # after steps 2 and 3
 
 
 def scenario_of(kind, **more):
@@ -32,7 +33,7 @@ def scenario_of(kind, **more):
         TableSpec("c", rows=13, dim=2, low=-1.0, high=1.0, optimizer=OptimizerSpec(kind, lr=0.1)),
         TableSpec("d", rows=13, dim=2, low=-1.0, high=1.0, optimizer=OptimizerSpec(kind, lr=0.02)),
     )
-    return Scenario(tables=tables, steps=STEPS, loads=LOADS, **more)
+    return Scenario(tables=tables, steps=STEPS, loads=LOADS, overwrites=OVERWRITES, **more)
 
 
 @functools.cache
@@ -50,9 +51,13 @@ def test_training_is_a_replay_by_the_formula_bit_for_bit(kind):
         (2, 0.02, 1),
     ]
     tables = [slab.initial(job.seed).of(np.arange(slab.rows)).view(np.float32).copy() for slab in job.slabs]
-    for load in LOADS:
+
+    def overwrite(load):
         part = torch.from_numpy(tables[load.slab][load.first : load.end].copy())
         tables[load.slab][load.first : load.end] = load.values(part).numpy()
+
+    for load in LOADS:
+        overwrite(load)
     for step in range(1, STEPS + 1):
         losses, parts = {}, [[] for _ in tables]
         for trainer in range(scenario.trainers):
@@ -67,6 +72,9 @@ def test_training_is_a_replay_by_the_formula_bit_for_bit(kind):
             args = merged.positions, merged.gradients(), spec.lr, step, dict(spec.fixed)
             tables[s] = stepped(kind, tables[s], *args)
         dense = dense_after(dense, losses)
+        for after, _, load in OVERWRITES:
+            if after == step:
+                overwrite(load)
     found = undisturbed(kind)
     assert found.dense[STEPS] == dense
     for s, table in enumerate(tables):
@@ -99,7 +107,7 @@ def test_an_iteration_that_is_not_that_of_the_step_would_be_seen(monkeypatch):
 
     def counted(self, step, pushes):
         self.made = getattr(self, "made", 0) + 1
-        first = dataclasses.replace(pushes[0], iteration=self.made)
+        first = msgspec.structs.replace(pushes[0], iteration=self.made)
         assert isinstance(first, wire.Push)
         return update_(self, step, {**pushes, 0: first})
 
