@@ -58,14 +58,19 @@ class Coordinator:
         assert self.told.get(timeout=LIMIT_S)["type"] == "join"
 
 
-def join(coordinator: Coordinator, give_up_s: float = LIMIT_S, make: Callable[..., Node] | None = None) -> Member:
+def join(
+    coordinator: Coordinator,
+    give_up_s: float = LIMIT_S,
+    make: Callable[..., Node] | None = None,
+    on_end: Callable[[BaseException], None] = lambda error: None,
+) -> Member:
     settings = Settings(join=f"127.0.0.1:{coordinator.port}", give_up_s=give_up_s, shared_memory_bytes=0)
 
     def node(name: str, member: Member, code: CodeSpec) -> Node:
         return Node(name, member, 1.0)
 
     hello = {"role": "server", "code": {}}
-    return Member(settings, hello, make or node, on_control=lambda message: None, on_end=lambda error: None)
+    return Member(settings, hello, make or node, on_control=lambda message: None, on_end=on_end)
 
 
 @pytest.fixture
@@ -172,6 +177,33 @@ def test_what_goes_wrong_in_a_welcome_is_raised() -> None:
     with pytest.raises(MemoryError, match="as ordered"):
         join(coordinator, make=make)
     assert coordinator.joins == 1
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_coordinator_of_another_build_in_place_of_ours_ends_the_membership() -> None:
+    """Rather than that both meet and part for ever."""
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME))
+    ends: queue.Queue[BaseException] = queue.Queue()
+    member = join(coordinator, on_end=ends.put)
+    on_message = coordinator._on_message
+
+    def refuse(connection: LineConnection, message: dict[str, Any]) -> None:
+        if message["type"] == "rejoin":
+            try:
+                messages.from_member({**message, "messages": {**message["messages"], "Push": "another"}})
+            except messages.OtherBuild as error:
+                connection.send(messages.json_of(messages.Refused("other_build", str(error))))
+            connection.close()
+        else:
+            on_message(connection, message)
+
+    coordinator.end()
+    coordinator._on_message = refuse  # type: ignore[method-assign]
+    coordinator.start()
+    error = ends.get(timeout=LIMIT_S)
+    assert isinstance(error, JoinRefused) and str(error).endswith("other messages: Push")
+    member.close()
     coordinator.end()
 
 

@@ -340,6 +340,17 @@ def test_joins_are_let_in_also_if_all_who_came_back_are_gone() -> None:
     assert late.wire.told("welcome")
 
 
+def test_who_is_of_another_build_is_told_that_it_never_can_be_a_member() -> None:
+    """Also one that was, of the coordinator before."""
+    before, after = Running().start(), Running()
+    process = before.processes[0]
+    process.hello["messages"] = {**BUILD["messages"], "Push": "another"}
+    after.rejoin(process, generation=1, newest=1, world=[process.name], placement=None, incarnations=[])
+    (refusal,) = process.wire.told("refused")
+    assert refusal["kind"] == "other_build" and refusal["reason"].endswith("other messages: Push")
+    assert process.wire.closed and not after.core.members
+
+
 def test_a_refused_message_of_a_member_harms_nobody() -> None:
     running = Running().start()
     wire = running.processes[1].wire

@@ -194,6 +194,9 @@ class Member:
         if isinstance(word, messages.Welcome):
             self._take_welcome(word)
         elif isinstance(word, messages.Refused):
+            if self._answered.is_set() and word.kind == "other_build":  # of a coordinator started in place of ours
+                self.end(JoinRefused(f"the coordinator at {self.settings.join} takes it for no member: {word.reason}"))
+                return
             if self._answered.is_set():  # a message, not the membership
                 log.error("%s: the coordinator refused a message: %s", self.name, word.reason)
                 return
