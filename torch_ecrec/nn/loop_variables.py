@@ -11,6 +11,7 @@ Nothing is called that an object may have made its own (no `state_dict`): a look
 
 from __future__ import annotations
 
+import abc
 import gc
 import io
 import itertools
@@ -35,13 +36,16 @@ from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.random_states import GENERATORS, state_of
 
 THINGS_MOST = 200  # that are looked at in one variable,
-SUMMED_MOST = 600  # and in all that sums are made of
+SUMMED_MOST = 200  # and in all that sums are made of, with every snapshot
 TENSORS_MOST = 16  # likewise
-ITEMS_MOST = 32  # of a container, at each of its ends
+ITEMS_MOST = 32  # of a container, at each of its ends;
+SUMMED_ITEMS_MOST = 4  # likewise for sums
+COPIED_MOST = 10_000  # of a mapping; of a larger one its size alone
 DEPTH_MOST = 5
 FRAMES_MOST = 12
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _OPAQUE = (type, ModuleType, BuiltinFunctionType, CodeType, FrameType, logging.Logger, io.IOBase, threading.Thread)
+_NAMES = (type, abc.ABCMeta, ModuleType, BuiltinFunctionType)
 _LEFT_OUT = (Optimizer, DataLoader, Dataset)  # optimizers have checks of their own; readers are drawn from
 _OURS = ("torch_ecrec.", "torchrec.", "torch.distributed", "torch.nn.parallel", "torch.profiler", "torch.utils.")
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -95,6 +99,8 @@ class Variables:
                 if isinstance(value, GENERATORS) and id(value) not in self._ids:
                     yield name, value
         for name, value in list(frame.f_locals.items()):
+            if type(value) in _NAMES or (type(value) is FunctionType and value.__closure__ is None):
+                continue  # a script has many, and they do not move
             if name not in ("self", "_") and not name.startswith("__") and id(value) not in self._ids:
                 yield name, value
         owner = frame.f_locals.get("self")
@@ -112,7 +118,7 @@ class Variables:
                 break
             if not frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
                 for name, value in self._in(frame):
-                    look = _Look(self._ids, min(left, THINGS_MOST))
+                    look = _Look(self._ids, min(left, THINGS_MOST), SUMMED_ITEMS_MOST)
                     look.at(value, name, 0)
                     left -= look.things
                     for path, (_, state) in look.generators.items():
@@ -164,8 +170,8 @@ def _leads_to_us(value: object, depth: int = 4) -> bool:
 class _Look:
     """One look at one variable."""
 
-    def __init__(self, known: set[int], most: int) -> None:
-        self._known, self._seen, self._most = known, set[int](), most
+    def __init__(self, known: set[int], most: int, items: int = ITEMS_MOST) -> None:
+        self._known, self._seen, self._most, self._items = known, set[int](), most, items
         self._tensors = self.things = 0
         self.sum = 0
         self.generators: dict[str, tuple[Any, Any]] = {}
@@ -216,16 +222,17 @@ class _Look:
             self.add(b"%d" % checksum_of(tensor))
 
     def _at_container(self, value: Any, path: str, depth: int) -> None:
-        self.add(b"%d" % len(value))
+        size = len(value)
+        self.add(b"%d" % size)
         if isinstance(value, Mapping):
-            for key, item in itertools.islice(list(value.items()), ITEMS_MOST):
+            pairs = list(value.items()) if size <= COPIED_MOST else []  # copied: other threads may change it
+            for key, item in itertools.islice(pairs, self._items):
                 self.at(key if isinstance(key, _PLAIN) else None, path, depth + 1)
                 self.at(item, f"{path}[{key!r}]", depth + 1)
         elif isinstance(value, (list, tuple, deque)):
-            size = len(value)
-            for i in range(size):
-                if i < ITEMS_MOST or i >= size - ITEMS_MOST:
-                    self.at(value[i], f"{path}[{i}]", depth + 1)
+            first = min(size, self._items)
+            for i in itertools.chain(range(first), range(max(first, size - self._items), size)):
+                self.at(value[i], f"{path}[{i}]", depth + 1)
 
     def _at_function(self, value: FunctionType | MethodType, path: str, depth: int) -> None:
         if isinstance(value, MethodType):
