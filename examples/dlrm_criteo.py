@@ -34,11 +34,20 @@ from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torch_ecrec.demo.criteo import CATEGORIES, INTEGERS, Clicks, auc, read, synthetic
 
-TABLE_OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
+TABLE_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum_sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "rowwise_adagrad": (torchrec.optim.RowWiseAdagrad, {}),
+    "lars_sgd": (torchrec.optim.LarsSGD, {}),
+    "adam": (torch.optim.Adam, {}),
+    "partial_rowwise_adam": (torchrec.optim.PartialRowWiseAdam, {}),
+    "lamb": (torchrec.optim.LAMB, {}),
+    "partial_rowwise_lamb": (torchrec.optim.PartialRowWiseLAMB, {}),
+}
 FEATURES = [f"C{i}" for i in range(1, CATEGORIES + 1)]
 CPU = torch.device("cpu")
 
@@ -85,7 +94,8 @@ def build(args: argparse.Namespace) -> DLRMTrain:
         for i, name in enumerate(FEATURES)
     ]
     collection = torchrec.EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    apply_optimizer_in_backward(TABLE_OPTIMIZERS[args.optimizer], collection.parameters(), {"lr": args.lr})
+    table_optimizer, arguments = TABLE_OPTIMIZERS[args.optimizer]
+    apply_optimizer_in_backward(table_optimizer, collection.parameters(), {"lr": args.lr, **arguments})
     torch.manual_seed(args.seed)
     return DLRMTrain(DLRM(collection, INTEGERS, [64, args.embedding_dim], [64, 32, 1]))
 

@@ -189,7 +189,7 @@ class Pool:
         return parity, len(base), take
 
 
-def _interleaved(
+def interleaved(
     alternatives: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]], repeats: int, calls: int
 ) -> dict[str, list[float]]:
     """Seconds of this thread that a call of each alternative takes, once per block.
@@ -260,7 +260,7 @@ def _measure_sums(
         theirs(sources)
         require(np.array_equal(result, ours(sources)), f"ISA-L's {what} differs, k = {code.k}, r = {code.r}")
         alternatives["isal"] = (take, theirs)
-    times = _interleaved(alternatives, repeats, CACHED_CALLS if place == "cache" else 1)
+    times = interleaved(alternatives, repeats, CACHED_CALLS if place == "cache" else 1)
     return _row(what, code, width, place, sources.nbytes, 1 + len(coefficients_RK) / code.k, times)
 
 
@@ -297,7 +297,7 @@ def _measure_fold(
         ours(rows)  # once more is back again
         require(np.array_equal(parity[rows], before), f"ISA-L's fold differs, k = {code.k}, r = {code.r}")
         alternatives["isal"] = (take, theirs)
-    times = _interleaved(alternatives, repeats, CACHED_CALLS if place == "cache" else 1)
+    times = interleaved(alternatives, repeats, CACHED_CALLS if place == "cache" else 1)
     return _row("fold", code, width, place, delta.nbytes, 3.0, times)
 
 

@@ -2,10 +2,10 @@
 
     torch-ecrec bench report --from build/bench --out docs
 
-It reads train-<shape>.json, recovery.json, codec.json and scaling.json from one folder, whichever are there, writes the
-documents and copies those files, their CSVs and their pictures to OUT/performance, from where it can read them again
-(`--from docs/performance`). Nothing is measured here, and no figure is typed by hand. What is missing is said in the
-document.
+It reads train-<shape>.json, recovery.json, codec.json, optimizers.json and scaling.json from one folder, whichever are
+there, writes the documents and copies those files, their CSVs and their pictures to OUT/performance, from where it can
+read them again (`--from docs/performance`). Nothing is measured here, and no figure is typed by hand. What is missing
+is said in the document.
 
 performance.md is written whole; OUT/performance-notes.md, by hand, goes to its end. In scaling.md only what is between
 the markers is replaced.
@@ -27,7 +27,7 @@ from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import Any
 
-from torch_ecrec.bench import codec, record
+from torch_ecrec.bench import codec, optimizers, record
 from torch_ecrec.runtime.checks import require
 
 MADE_BY = "Made by `torch-ecrec bench report`; do not edit."
@@ -48,11 +48,9 @@ SHAPES = (
     *(f"{shape}-epyc" for shape in AGAINST_TORCHREC),
 )
 RECOVERIES = ("recovery", "recovery-uniform")  # the second with `--label uniform --zipf 0`
-NAMES = (*(f"train-{shape}" for shape in SHAPES), *RECOVERIES, "codec", "scaling")
+NAMES = (*(f"train-{shape}" for shape in SHAPES), *RECOVERIES, "codec", "optimizers", "scaling")
 KINDS = ("lookup", "push", "fold", "snapshot", "other")  # of bytes sent
-SHOWN_RECORD_BYTES = (
-    260  # the size of which the document shows the kernels' rates: 64 weights and the optimizer's state
-)
+SHOWN_RECORD_BYTES = 260  # of which the document shows the kernels' rates: 64 weights and the optimizer's state
 RECOVERY = {
     "case": "case",
     "kills": "kills",
@@ -448,6 +446,13 @@ def _codec(contents: Contents, pictures: set[str]) -> list[str]:
     ]
 
 
+def _optimizers(contents: Contents) -> list[str]:
+    if "optimizers" not in contents:
+        return [_missing("optimizers", "optimizers")]
+    content = contents["optimizers"]
+    return [_origin(content["header"]), " ".join(content["notes"]), columns(content["rows"], optimizers.COLUMNS)]
+
+
 HOW = """\
 **What is compared.** `torchrec`: TorchRec's DistributedModelParallel over gloo, table-wise, without fault tolerance;
 `torchrec:tuned`: with the malloc setting that our processes give themselves; `torchrec+ckpt`: saving itself every so
@@ -494,7 +499,7 @@ def performance(contents: Contents, pictures: set[str], notes: str | None) -> st
     parts.append("## Recovery")
     for name in RECOVERIES:
         parts += [f"### {name}", *_recovery(name, contents, pictures)]
-    parts += ["## Kernels", *_codec(contents, pictures)]
+    parts += ["## Kernels", *_codec(contents, pictures), "### Optimizers", *_optimizers(contents)]
     parts += ["## Scaling", "Tables and picture are in [scaling.md](scaling.md)."]
     files = [f"[{name}.json](performance/{name}.json)" for name in NAMES if name in contents]
     if files:

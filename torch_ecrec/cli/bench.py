@@ -11,6 +11,7 @@ BENCHMARKS = {
     "train": "throughput beside plain TorchRec, by shape and code",
     "recovery": "kills at steady state: how long a pause, how fast a rebuild; beside restart from a checkpoint",
     "codec": "encode, fold and decode, beside memcpy and ISA-L",
+    "optimizers": "a step of each sparse optimizer, beside memcpy and a scattered copy",
     "exactness": "kills in real runs: bit-identical? how long a pause?",
     "scaling": "how each cost of a step grows: rows, dim, batch, trainers, servers, codes; fan-out",
     "report": "writes docs/performance.md and the tables of docs/scaling.md from what the others left",

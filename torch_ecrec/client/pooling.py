@@ -131,14 +131,12 @@ def pool_backward(
     weighted: Any,
     mean_F: Any,
     divisor: Any,
-    limit: Any,
     seen_U: Any,
     row_grad_UD: Any,
 ) -> Any:
-    """Gradients of rows: those of their bags over `divisor`, clamped, then weighted or averaged as in `pool`.
+    """Gradients of rows: those of their bags over `divisor`, weighted or averaged as in `pool`.
 
     Args:
-        limit: numbers are clamped to plus or minus this; infinity leaves them alone. NaN stays NaN.
         seen_U: bool, all false; says afterwards which rows have a gradient. Every row of a batch gets one.
         row_grad_UD: float32, overwritten.
 
@@ -157,11 +155,6 @@ def pool_backward(
                 shared = divisor
                 for j in range(dim):
                     buffer_D[j] = grad_BFD[b, f, j] / shared
-                if limit < np.float32(np.inf):
-                    for j in range(dim):
-                        value = buffer_D[j]
-                        value = limit if value > limit else value
-                        buffer_D[j] = -limit if value < -limit else value
                 if mean_F[f] and length > 1:
                     count = np.float32(length)
                     for j in range(dim):
@@ -209,5 +202,4 @@ def warm() -> None:
         for rows in (floats[0], np.zeros((1, 1), np.uint16)):
             pool([rows], index, lengths, floats[0, 0], False, flags, floats)
             per_id_backward(floats, rows, index, lengths, flags, floats[0, 0].copy())
-        one, seen, gradients = np.float32(1), flags.copy(), floats[0].copy()
-        pool_backward(floats, index, lengths, floats[0, 0], False, flags, one, one, seen, gradients)
+        pool_backward(floats, index, lengths, floats[0, 0], False, flags, np.float32(1), flags.copy(), floats[0].copy())

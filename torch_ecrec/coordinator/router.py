@@ -29,7 +29,7 @@ from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.messages import Address, BadMessage, FromCoordinator, Join, Rejoin
+from torch_ecrec.protocol.messages import Address, BadMessage, FromCoordinator, Join, OtherBuild, Rejoin
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 
 Message = dict[str, Any]
@@ -128,7 +128,7 @@ class Router:
         try:
             word = messages.from_member(message)
         except BadMessage as error:
-            self.refuse(peer, str(error), now_s)
+            self.refuse(peer, str(error), now_s, "other_build" if isinstance(error, OtherBuild) else "refused")
             return
         if isinstance(word, (Join, Rejoin)):
             if name is not None or peer in self._held:
@@ -157,11 +157,11 @@ class Router:
                 for watcher in list(self._watchers):
                     watcher.send(self._stamp(message))
 
-    def refuse(self, peer: Peer, reason: str, now_s: float) -> None:
+    def refuse(self, peer: Peer, reason: str, now_s: float, kind: str = "refused") -> None:
         """What arrived counts for nothing: its sender is told why, and the log from time to time."""
         self.refused += 1
         self._refusals += 1
-        self._say(peer, messages.Refused("refused", reason))
+        self._say(peer, messages.Refused(kind, reason))
         if peer not in self._names and peer not in self._held and peer not in self._watchers:
             peer.close()
         if now_s >= self._told_s + REFUSED_SHOWN_S:

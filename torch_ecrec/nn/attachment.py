@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,6 +34,7 @@ from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters, load_, own_of
 from torch_ecrec.nn.gradients import WaitingGradients, put_back_
 from torch_ecrec.nn.loop import Judge
+from torch_ecrec.nn.loop_variables import inside
 from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.nn.random_states import random_states, set_random_states
 from torch_ecrec.nn.reader import Reader, Stateful
@@ -49,6 +51,7 @@ class Attachment:
         dense: packs the model's dense part, and says after which steps; told of the optimizers.
         optimizers, reader, stateful: as given to `attach`, schedulers among `stateful`.
         own: names of those among `stateful` that are the user's: they may count passes, and batches.
+        load_written: loads what was written into state dicts in place.
 
     Raises:
         TypeError: something of it cannot be kept.
@@ -63,12 +66,15 @@ class Attachment:
         reader: Iterable[Any] | None,
         stateful: Mapping[str, Stateful],
         own: Sequence[str],
+        load_written: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._dense = weakref.ref(model), dense
-        self._session = session
+        self._session, self._load_written = session, load_written
         self._state = TrainerState(optimizers, stateful)
         self._own = own
-        judge = Judge(self._counters, [stateful[name] for name in own])
+        known = [model, *model.modules(), *model.parameters(), *model.buffers(), *self._state.all_optimizers, session]
+        known += [p for o in self._state.all_optimizers for group in o.param_groups for p in group["params"]]
+        judge = Judge(self._counters, [stateful[n] for n in own], known + inside([reader, *stateful.values()]))
         self.reader = None if reader is None else Reader(reader, self._on_draw, judge)
         self._settings = ModuleSettings(model)
         if optimizers:
@@ -80,7 +86,10 @@ class Attachment:
         self._random: dict[str, Any] | None = None  # to be put back when the first step begins
         self._expected: int | None = None  # checksum of its batch
         self._restored = False
-        self._settings_then: Mapping[str, Mapping[str, Any]] = {}  # those that training goes on with
+        # what training goes on with; None: nothing was kept of the step that it goes on from
+        self._settings_then: Mapping[str, Mapping[str, Any]] | None = None
+        self._gradients_then: Mapping[str, Tensor] = {}  # those that wait for their optimizer's step
+        self._buffers_then: Mapping[str, Tensor] = {}
         # those at the first draw of this life, until the first forward
         self._settings_at_first: Mapping[str, Mapping[str, Any]] | None = None
         self._gradients = WaitingGradients(self._state.dense_optimizers)
@@ -155,14 +164,34 @@ class Attachment:
         if self._is_due():
             self._keep(self._before(at_forward=False), checksum())
 
+    def on_loaded(self) -> None:
+        """Weights were loaded into the model."""
+        if not self.begun:
+            self._checks.on_loaded(self._live_model)
+
     def _begin(self) -> None:
         if not self.begun:
             self.begun = True
-            if self._restored:
-                self._settings.load_(self._settings_then)
+            if self._settings_then is not None:
+                self._load_what_loops_reset(self._settings_then)
             self._settings_at_first = self._settings.changed()
-            self._checks.check_sealed(self._restored)
+            self._checks.check_sealed(self._restored and self._session.step > 1)
             self._checks.check_schedulers()
+
+    def _load_what_loops_reset(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Once more: before its first step a loop may put gradients to zero, evaluate, switch modes."""
+        self._settings.load_(settings)
+        model = self._live_model
+        parameters = dict(dense_parameters(model))
+        if self._gradients_then:
+            for parameter in parameters.values():
+                parameter.grad = None
+        put_back_(parameters, self._gradients_then)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in self._buffers_then:
+                    buffer.copy_(self._buffers_then[name])
+        self._gradients_then, self._buffers_then = {}, {}
 
     def _is_due(self) -> bool:
         step, every = self._session.step - 1, self._dense.every
@@ -205,6 +234,7 @@ class Attachment:
 
     def _keep(self, before: bytes, checksum: int | None) -> None:
         """Hands this trainer's part of the step before to the servers."""
+        self._load_written()  # it belongs to that step: whoever goes on from there does not write it again
         self._checks.check_groups()
         model, step = self._live_model, self._session.step - 1
         parameters = list(dense_parameters(model))
@@ -259,8 +289,11 @@ class Attachment:
         load_(model, self._dense.optimizers, parts, self._session.trainer)
         for _, parameter in dense_parameters(model):
             parameter.grad = None
-        put_back_(dict(dense_parameters(model)), own["gradients"])
+        self._gradients_then = own["gradients"]
+        put_back_(dict(dense_parameters(model)), self._gradients_then)
+        self._buffers_then = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         self._state.load_(self._state.decoded(before["state"]))
-        self._settings_then = before["settings"]
-        self._settings.load_(self._settings_then)
+        settings: Mapping[str, Mapping[str, Any]] = before["settings"]
+        self._settings.load_(settings)
+        self._settings_then = settings
         self._checks.seal()

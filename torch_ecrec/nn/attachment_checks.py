@@ -57,14 +57,20 @@ class AttachmentChecks:
         model = self._model()
         if model is None:
             raise RuntimeError("the model that this was attached to is gone")
-        found: dict[str, object] = dict(self._state.encoded())
-        for name, parameter in dense_parameters(model):
-            found[name] = parameter._version
+        found: dict[str, object] = {**self._state.encoded(), **self._versions(model)}
         for i, optimizer in enumerate(self._state.dense_optimizers):
             tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
             rates = [str(group.get("lr")) for group in optimizer.param_groups]
             found[f"optimizer {i} ({type(optimizer).__name__})"] = rates, [(id(t), t._version) for t in tensors]
         return found
+
+    @staticmethod
+    def _versions(model: nn.Module) -> dict[str, object]:
+        return {name: parameter._version for name, parameter in dense_parameters(model)}
+
+    def on_loaded(self, model: nn.Module) -> None:
+        """Parameters were loaded: a life that goes on after a restart leaves that out."""
+        self._sealed.update(self._versions(model))
 
     def seal(self) -> None:
         """From now on nothing that is attached may move until `check_sealed`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Never
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torchrec.distributed
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchrec.distributed.comm import get_local_size
@@ -52,6 +54,8 @@ from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
+
+log = logging.getLogger(__name__)
 
 DIGEST_CHUNK_ROWS = 65_536
 NO_TRACKER = (
@@ -150,7 +154,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._closed = False
         self._snapshotted = 0
         self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every)
-        self._step.on_training_lookup, self._step.on_load = self._keep_dense, self._check_load
+        self._step.on_training_lookup, self._step.may_load = self._keep_dense, self._may_load
         self._attached: Attachment | None = None
         self._trained = False
 
@@ -212,7 +216,14 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         schedulers = [lr_scheduler] if isinstance(lr_scheduler, Stateful) else list(lr_scheduler)
         named = {f"lr_scheduler[{i}]": scheduler for i, scheduler in enumerate(schedulers)}
         attached = Attachment(
-            self, self.session, self._dense, optimizers, reader, {**named, **stateful}, own=list(stateful)
+            self,
+            self.session,
+            self._dense,
+            optimizers,
+            reader,
+            {**named, **stateful},
+            own=list(stateful),
+            load_written=self._step.load_written,
         )
         if self.session.restarted:
             attached.resume(*self.session.resume())
@@ -246,15 +257,17 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         return super().forward(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TorchRec: before `attach`, or in the loop, where every trainer calls it at the same place.
+        """As in TorchRec, at any time; every trainer calls it at the same place of its script.
 
-        In the loop it belongs to the turn that it is in, and survives the same losses.
-
-        Raises:
-            RuntimeError: after `attach`, before the first step.
+        In the loop it belongs to the turn that it is in, and survives the same losses. What a script loads before it
+        goes on after a restart was trained since: between `attach` and the first step nothing is loaded then.
         """
-        self._check_load()
-        return super().load_state_dict(*args, **kwargs)
+        if not self._may_load():
+            return _IncompatibleKeys([], [])
+        keys = super().load_state_dict(*args, **kwargs)
+        if self._attached is not None:
+            self._attached.on_loaded()
+        return keys
 
     def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
         """Refused: it would track nothing."""
@@ -316,14 +329,13 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             result.update(name.encode() + parameter.detach().cpu().contiguous().numpy().tobytes())
         return result.hexdigest()
 
-    def _check_load(self) -> bool:
-        """Whether tables are to be loaded: not before `attach` brings them back."""
-        if self._attached is not None and not self._attached.begun:
-            raise RuntimeError(
-                "`load_state_dict` comes before `attach`: after a restart it would overwrite what `attach` has brought"
-                " back"
-            )
-        return self._attached is not None or not self.session.restarted
+    def _may_load(self) -> bool:
+        """Whether a load counts: not between what `attach` has brought back and the first step that follows it."""
+        if self._attached is None or self._attached.begun or not self.session.restarted or self.session.step == 1:
+            return True
+        done = self.session.step - 1
+        log.warning("training goes on after step %d: what is loaded before the next one was trained since", done)
+        return False
 
     def _check_attached(self) -> None:
         if self.session.restarted and self._attached is None:
@@ -337,6 +349,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._check_attached()
         step, every = self.session.step - 1, self._dense.every
         if self._attached is None and step > self._snapshotted and every > 0 and step % every == 0:
+            self._step.load_written()
             self.session.snapshot(*self._dense.pack(step))
             self._snapshotted = step
 

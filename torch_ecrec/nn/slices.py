@@ -152,6 +152,8 @@ class Bags:
 
     def rows_backward(self, gradient_BFD: Tensor, rows: int, divisor: int) -> tuple[Tensor, bool]:
         """Gradients (U, D) of the rows: of pooled values, over `divisor` and clamped; and whether all are finite."""
+        if self.limit < math.inf:
+            gradient_BFD, divisor = (gradient_BFD / divisor).clamp_(-self.limit, self.limit), 1
         out_UD = torch.from_numpy(shared.empty((rows, self.dim), np.float32))  # sent
         finite = pooling.pool_backward(
             gradient_BFD.numpy(),
@@ -161,7 +163,6 @@ class Bags:
             self.per_id_N is not None,
             self.mean_F,
             np.float32(divisor),
-            np.float32(self.limit),
             np.zeros(rows, np.bool_),
             out_UD.numpy(),
         )

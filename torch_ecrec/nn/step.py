@@ -65,7 +65,7 @@ class SparseStep:
         if nan_gradients not in NAN_GRADIENTS:
             raise ValueError(f"`nan_gradients` must be one of {', '.join(NAN_GRADIENTS)}, got {nan_gradients!r}")
         self.session = session
-        self.on_load: Callable[[], bool] = lambda: True  # called before tables are loaded: whether to; may refuse
+        self.may_load: Callable[[], bool] = lambda: True  # whether tables that are loaded now count
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
         self.on_open: list[Callable[[], None]] = []  # called before anything is read: may load
         self.optimizers: list[LearningRates] = []
@@ -158,16 +158,13 @@ class SparseStep:
         for look_ahead in self.on_pushed:
             look_ahead()
 
-    def begin_load(self, what: str) -> bool:
-        """Tables are loaded in training, by every trainer: a step of its own. Returns whether to.
+    def begin_load(self, what: str) -> None:
+        """Tables are loaded in training, by every trainer: a step of its own.
 
         Raises:
-            RuntimeError: not now; or another trainer trains, or loads something else.
+            RuntimeError: another trainer trains, or loads something else.
         """
-        if not self.on_load():
-            return False
         self._agree(f"loads {what}", [0] * len(self.session.job.tables))
-        return True
 
     def _agree(self, what: str, flags: list[int]) -> list[int]:
         """Of each flag the greatest of all trainers. Raises RuntimeError if they do not all do the same."""

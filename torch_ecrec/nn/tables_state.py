@@ -62,7 +62,7 @@ class TablesState:
 
         Raises:
             ValueError: another shape.
-            RuntimeError: it cannot be loaded now, or not by all trainers alike (`SparseStep.begin_load`).
+            RuntimeError: not all trainers load alike (`SparseStep.begin_load`).
         """
         self._load_written()  # before these, not after
         self._given.expire((name, first, last))
@@ -78,10 +78,11 @@ class TablesState:
         if tuple(values.shape) != (table.rows, last - first):
             raise ValueError(f"table {name} takes shape {(table.rows, last - first)} here, got {tuple(values.shape)}")
         in_training = self.step.is_open
+        if not self.step.may_load():
+            return
         if in_training:
-            if not self.step.begin_load(f"columns {first} to {last - 1} of table {name}"):
-                return
-        elif not self.step.on_load() or session.trainer != 0 or session.restarted:
+            self.step.begin_load(f"columns {first} to {last - 1} of table {name}")
+        elif session.trainer != 0 or session.restarted:
             return
         for begin, end in chunks(table):
             rows, records = torch.arange(begin, end) + table.first_row, None

@@ -31,7 +31,7 @@ from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.control import ControlClient, parse_address
 from torch_ecrec.transport.generations import Transport
 from torch_ecrec.transport.liveness import SignOfLife
-from torch_ecrec.transport.node import Node
+from torch_ecrec.transport.node import COMPLAINTS, Node
 from torch_ecrec.transport.rpc import RpcTransport
 from torch_ecrec.transport.sockets import SocketTransport
 from torch_ecrec.transport.timers import Timers
@@ -194,6 +194,9 @@ class Member:
         if isinstance(word, messages.Welcome):
             self._take_welcome(word)
         elif isinstance(word, messages.Refused):
+            if self._answered.is_set() and word.kind == "other_build":  # of a coordinator started in place of ours
+                self.end(JoinRefused(f"the coordinator at {self.settings.join} takes it for no member: {word.reason}"))
+                return
             if self._answered.is_set():  # a message, not the membership
                 log.error("%s: the coordinator refused a message: %s", self.name, word.reason)
                 return
@@ -286,8 +289,13 @@ class Member:
             self._connected.set()
 
     def _beat(self) -> None:
-        self.tell({"type": "beat", "report": {**self._report(), "bytes_sent": self.bytes_sent()}})
+        self.tell({"type": "beat", "report": {**self._report(), **self._figures()}})
         self._timers.later(self.settings.heartbeat_s, self._beat)
+
+    def _figures(self) -> dict[str, Any]:
+        assert self.transport is not None
+        refused = sum(self.transport.complaints.counts.values()) + sum(COMPLAINTS.counts.values())
+        return {"bytes_sent": self.bytes_sent(), "refused_messages": refused}
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""
@@ -325,7 +333,7 @@ class Member:
             self._generations.end()
         self._timers.close()
         if self.transport is not None:
-            self.tell({"type": "leave", "report": {"bytes_sent": self.bytes_sent()}})
+            self.tell({"type": "leave", "report": self._figures()})
             self.transport.close()
         self._cut.set()
         if self._control is not None:

@@ -103,7 +103,7 @@ class Vocabulary:
             reader = readers[kind] = _Reader(self.answers_to[kind] if kind else tuple(self.requests.values()))
         try:
             return reader.read(*encoded)
-        except (msgspec.MsgspecError, AttributeError, TypeError, RecursionError) as error:  # None for a tensor
+        except (msgspec.MsgspecError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(_why(encoded[0], kind, known, error)) from error
 
 
@@ -143,10 +143,10 @@ def _why(body: bytes, kind: type[Request[Any]] | None, known: _Kinds, error: Exc
         fields = msgspec.msgpack.decode(body)
         name = fields[0]
         found = known.get(name)
-    except (msgspec.MsgspecError, TypeError, LookupError):  # no array, or one that begins with no name
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, RecursionError):  # no array, or of no name
         return f"not a message: {error}"
     if found is None:
-        return f"unknown message {name!r}"
+        return f"unknown message {str(name)[:40]!r}"
     if kind is not None and not issubclass(found, (*answers_of(kind), Refused)):
         wanted = " or ".join(answer.__name__ for answer in answers_of(kind))
         return f"{name} is no answer to a {kind.__name__}: {wanted} is"

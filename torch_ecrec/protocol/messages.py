@@ -59,6 +59,10 @@ class BadMessage(ValueError):
     """What arrived is no message of this protocol; the text says which field, what was wanted and what came."""
 
 
+class OtherBuild(BadMessage):
+    """Who wants to join, or was a member, is of another build: it never can be one here."""
+
+
 class Said(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     """Base: a message."""
 
@@ -81,6 +85,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     slots: Annotated[list[dict[Text, Scalar]], Meta(max_length=SLOTS_MOST)] | None = None
     bytes_sent: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None
+    refused_messages: Version | None = None  # of the data plane, with connections that were not let in
 
 
 # from processes that are no members yet, and from tools -----------------------------------------------
@@ -241,6 +246,10 @@ class Welcome(Said, frozen=True, tag="welcome"):
 
 
 class Refused(Said, frozen=True, tag="refused"):
+    """Kinds: `refused`, a message counts for nothing; `other_build`, no message of that process will count; else why a
+    join is refused.
+    """
+
     kind: Text
     reason: str
 
@@ -305,12 +314,12 @@ def _check_build(message: Mapping[str, Any]) -> None:
     """Before anything else of it is looked at, which another build may mean otherwise."""
     version = message.get("version")
     if version != torch_ecrec.__version__:
-        raise BadMessage(f"version {str(version)[:40]} joins a cluster of version {torch_ecrec.__version__}")
+        raise OtherBuild(f"version {str(version)[:40]} joins a cluster of version {torch_ecrec.__version__}")
     told = message.get("messages")
     if isinstance(told, dict) and told:
         difference = own_build().difference(Build(version, {str(name): str(digest) for name, digest in told.items()}))
         if difference:
-            raise BadMessage(f"joins a cluster of another build: {difference}")
+            raise OtherBuild(f"joins a cluster of another build: {difference}")
 
 
 def from_coordinator(message: Mapping[str, Any]) -> FromCoordinator:

@@ -121,7 +121,7 @@ class Judge:
             if applied is not None:
                 most = applied + STEPS_AHEAD
                 check(step <= most, f"`{name}` must be at most {most}, got {step}: the slot is at step {applied}")
-        if isinstance(request, wire.Push | wire.Load):
+        if isinstance(request, wire.Part):
             check(request.resumable < request.step, f"`resumable` must be before step {request.step}")
 
     # requests ---------------------------------------------------------------------------------------

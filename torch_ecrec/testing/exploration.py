@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from torch_ecrec.runtime.checks import require
@@ -241,7 +242,11 @@ class Explorer:
 
 def _short(value: Any) -> str:
     """A message without its arrays."""
-    kept = {k: v for k, v in vars(value).items() if isinstance(v, (int, str, dict)) and not isinstance(v, bool)}
+    kept = {
+        k: v
+        for k, v in msgspec.structs.asdict(value).items()
+        if isinstance(v, (int, str, dict)) and not isinstance(v, bool)
+    }
     return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in kept.items())})"
 
 

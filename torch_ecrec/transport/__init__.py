@@ -1,8 +1,6 @@
-"""How processes talk: the messages and the ways to carry them.
+"""How processes talk: the ways to carry the messages of `protocol`.
 
-wire.py      requests, answers, outcomes
 node.py      a process on the data plane: one lock, an outbox, calls repeated until answered
-encoding.py  messages as plain values
 generations.py  the data plane: calls to the members of a world that is formed anew; carried by one of
     sockets.py   TCP connections of its own
     rpc.py       torch.distributed.rpc (the only module that imports it)

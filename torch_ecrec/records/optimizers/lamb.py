@@ -29,20 +29,24 @@ def _step(records_PW: Any, positions_U: Any, gradients_UD: Any, values_H: Any, d
     for i in range(positions_U.shape[0]):
         prefetch_row(records_PW, positions_U, i)
         position = positions_U[i]
-        for j in range(dim):
+        for j in range(dim):  # a loop for each field: with all in one there are too many arrays for vector code
             k = np.uint64(dim) + np.uint64(j)  # unsigned: else no vector code
-            n = k + np.uint64(dim)
-            g = gradients_UD[i, j]
-            old_m, old_v = records_PW[position, k], records_PW[position, n]
-            new_m = beta1 * old_m + rest1 * g
-            new_v = beta2 * old_v + rest2 * (g * g)
-            gradients_UD[i, j] = (
-                new_m / corrected1 / (np.sqrt(new_v / corrected2) + eps) + decay * records_PW[position, j]
-            )
+            old_m = records_PW[position, k]
+            new_m = beta1 * old_m + rest1 * gradients_UD[i, j]
             records_PW[position, k] = new_m
-            records_PW[position, n] = new_v
             delta_UW[i, k] = np.float32(old_m).view(np.uint32) ^ np.float32(new_m).view(np.uint32)
+        for j in range(dim):
+            n = np.uint64(2) * np.uint64(dim) + np.uint64(j)
+            g = gradients_UD[i, j]
+            old_v = records_PW[position, n]
+            new_v = beta2 * old_v + rest2 * (g * g)
+            records_PW[position, n] = new_v
             delta_UW[i, n] = np.float32(old_v).view(np.uint32) ^ np.float32(new_v).view(np.uint32)
+        for j in range(dim):
+            k = np.uint64(dim) + np.uint64(j)
+            n = k + np.uint64(dim)
+            below = np.sqrt(records_PW[position, n] / corrected2) + eps
+            gradients_UD[i, j] = records_PW[position, k] / corrected1 / below + decay * records_PW[position, j]
         size = np.sqrt(sum_of_squares(gradients_UD, i, dim))
         rate = lr * (np.sqrt(sum_of_squares(records_PW, position, dim)) / size) if size != 0 else np.float32(0)
         for j in range(dim):

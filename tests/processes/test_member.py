@@ -1,0 +1,229 @@
+"""Joining: a member asks until a coordinator answers, whatever ends meanwhile."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from torch_ecrec.errors import ClusterUnavailable, DataLoss, JoinRefused
+from torch_ecrec.processes.member import Member
+from torch_ecrec.protocol import messages
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import Settings
+from torch_ecrec.transport.control import ControlServer, LineConnection
+from torch_ecrec.transport.node import COMPLAINTS, Node
+
+LIMIT_S = 300.0  # for anything at all: only a hang reaches it
+WELCOME = {
+    "type": "welcome",
+    "name": "server-7",
+    "code": {"slots": 3, "k": 2, "r": 1, "protection": "parity"},
+    "restarted": False,
+    "life": 0,
+    "transport": "sockets",
+}
+
+
+class Coordinator:
+    """Does with each join what `on_join` says; may be killed and started again at its address."""
+
+    def __init__(self, on_join: Callable[[LineConnection, int], None]) -> None:
+        self.joins = 0
+        self.told: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._on_join = on_join
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        self.server = ControlServer("127.0.0.1", self.port, self._on_message, lambda connection: None)
+        self.port = self.server.address[1]
+        self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self.server.close()
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive()
+
+    def _on_message(self, connection: LineConnection, message: dict[str, Any]) -> None:
+        self.told.put(message)
+        if message["type"] == "join":
+            self.joins += 1
+            self._on_join(connection, self.joins)
+
+    def wait_for_join(self) -> None:
+        assert self.told.get(timeout=LIMIT_S)["type"] == "join"
+
+
+def join(
+    coordinator: Coordinator,
+    give_up_s: float = LIMIT_S,
+    make: Callable[..., Node] | None = None,
+    on_end: Callable[[BaseException], None] = lambda error: None,
+) -> Member:
+    settings = Settings(join=f"127.0.0.1:{coordinator.port}", give_up_s=give_up_s, shared_memory_bytes=0)
+
+    def node(name: str, member: Member, code: CodeSpec) -> Node:
+        return Node(name, member, 1.0)
+
+    hello = {"role": "server", "code": {}}
+    return Member(settings, hello, make or node, on_control=lambda message: None, on_end=on_end)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """What failed to join leaves no thread."""
+    before = set(threading.enumerate())
+    yield
+    end_s = time.monotonic() + LIMIT_S
+    while left := set(threading.enumerate()) - before:
+        assert time.monotonic() < end_s, left
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("ends", [1, 3])
+def test_a_coordinator_that_ends_while_somebody_joins(ends: int) -> None:
+    """A supervisor starts another one; who was joining asks that."""
+
+    def on_join(connection: LineConnection, number: int) -> None:
+        if number <= ends:
+            connection.close()
+        else:
+            connection.send(WELCOME)
+
+    coordinator = Coordinator(on_join)
+    member = join(coordinator)
+    assert (member.name, coordinator.joins) == ("server-7", ends + 1)
+    member.close()
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_another_coordinator_comes_a_while_later() -> None:
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME) if number == 2 else None)
+    joined: queue.Queue[Member] = queue.Queue()
+    thread = threading.Thread(target=lambda: joined.put(join(coordinator)), daemon=True)
+    thread.start()
+    coordinator.wait_for_join()  # it is kept waiting, as by one that regathers its members
+    coordinator.end()
+    coordinator.start()
+    member = joined.get(timeout=LIMIT_S)
+    assert (member.name, coordinator.joins) == ("server-7", 2)
+    member.close()
+    thread.join(LIMIT_S)
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_nobody_comes_in_its_place() -> None:
+    def on_join(connection: LineConnection, number: int) -> None:
+        coordinator.server.close()
+
+    coordinator = Coordinator(on_join)
+    with pytest.raises(ClusterUnavailable, match=r"ended \(.*\), and none came within 1 s"):
+        join(coordinator, give_up_s=1.0)
+
+
+@pytest.mark.usefixtures("threads")
+def test_one_that_ends_every_connection() -> None:
+    coordinator = Coordinator(lambda connection, number: connection.close())
+    begin_s = time.monotonic()
+    with pytest.raises(ClusterUnavailable, match="before it answered"):
+        join(coordinator, give_up_s=2.0)
+    assert 2 <= coordinator.joins <= 12, "with pauses between"
+    assert time.monotonic() - begin_s >= 1.0
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_one_that_does_not_answer() -> None:
+    coordinator = Coordinator(lambda connection, number: None)
+    with pytest.raises(ClusterUnavailable, match=r"did not answer in 0\.5 s"):
+        join(coordinator, give_up_s=0.5)
+    assert coordinator.joins == 1
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("kind", "error"), [("refused", JoinRefused), ("stopped", JoinRefused), ("data_loss", DataLoss)]
+)
+def test_a_refusal_is_final(kind: str, error: type[Exception]) -> None:
+    """Also if the connection ends right after it."""
+
+    def on_join(connection: LineConnection, number: int) -> None:
+        connection.send({"type": "refused", "kind": kind, "reason": "as ordered"})
+        connection.close()
+
+    coordinator = Coordinator(on_join)
+    with pytest.raises(error, match="as ordered"):
+        join(coordinator)
+    assert coordinator.joins == 1
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_goes_wrong_in_a_welcome_is_raised() -> None:
+    """And nothing is tried again: it would go wrong again."""
+
+    def make(name: str, member: Member, code: CodeSpec) -> Node:
+        raise MemoryError("as ordered")
+
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME))
+    with pytest.raises(MemoryError, match="as ordered"):
+        join(coordinator, make=make)
+    assert coordinator.joins == 1
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_coordinator_of_another_build_in_place_of_ours_ends_the_membership() -> None:
+    """Rather than that both meet and part for ever."""
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME))
+    ends: queue.Queue[BaseException] = queue.Queue()
+    member = join(coordinator, on_end=ends.put)
+    on_message = coordinator._on_message
+
+    def refuse(connection: LineConnection, message: dict[str, Any]) -> None:
+        if message["type"] == "rejoin":
+            try:
+                messages.from_member({**message, "messages": {**message["messages"], "Push": "another"}})
+            except messages.OtherBuild as error:
+                connection.send(messages.json_of(messages.Refused("other_build", str(error))))
+            connection.close()
+        else:
+            on_message(connection, message)
+
+    coordinator.end()
+    coordinator._on_message = refuse  # type: ignore[method-assign]
+    coordinator.start()
+    error = ends.get(timeout=LIMIT_S)
+    assert isinstance(error, JoinRefused) and str(error).endswith("other messages: Push")
+    member.close()
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_is_refused_on_the_data_plane_is_told_with_each_heartbeat() -> None:
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME))
+    member = join(coordinator)
+
+    def told() -> int:
+        while (message := coordinator.told.get(timeout=LIMIT_S))["type"] != "beat":
+            pass
+        figures: int = messages.from_member(message).report.refused_messages
+        return figures
+
+    before = told()
+    assert member.transport is not None
+    member.transport.complaints.add("a request is none", "as ordered")
+    COMPLAINTS.add("a request is refused", "as ordered")
+    end_s = time.monotonic() + LIMIT_S
+    while told() != before + 2:
+        assert time.monotonic() < end_s
+    member.close()
+    coordinator.end()

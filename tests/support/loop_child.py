@@ -1,0 +1,180 @@
+"""A trainer that a user might have written. Run under torchrun: python loop_child.py WAY OUT [STEP]
+
+WAY: `plain` (a loop over `DataLoader(shuffle=True)`), `workers` (with worker processes that draw at random),
+`torchdata` (`StatefulDataLoader`), `pipeline` (`TrainPipelineSparseDist`), `accumulate` (gradients of two batches),
+`rollback` (now and then, the model and the tables' optimizer are loaded: before a step, within one, after an epoch).
+Three epochs of 6 steps, a scheduler that steps with every epoch, a BatchNorm, dropout, an evaluation after each epoch.
+
+Trainer 1 kills itself after STEP in its first life, once OUT/go is there; OUT/STEP says that it waits for that. What a
+trainer has seen is in OUT/RANK.json at the end.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import Adagrad, in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+import torch_ecrec
+
+EPOCHS, STEPS, SIZE, ROWS, LIMIT_S = 3, 6, 8, 300, 60.0
+
+
+class Clicks(Dataset[tuple[int, float]]):
+    """Every sample is the same in each epoch, but for what is drawn at random for it."""
+
+    def __init__(self, rank: int, noisy: bool) -> None:
+        self.rank, self.noisy = rank, noisy
+
+    def __len__(self) -> int:
+        return STEPS * SIZE
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        noise = random.random() + float(torch.rand(())) if self.noisy else 0.0
+        return (index * 7 + 3 * self.rank) % ROWS, noise
+
+
+def collate(samples: list[tuple[int, float]]) -> Batch:
+    ids = torch.tensor([i for i, _ in samples])
+    sparse = KeyedJaggedTensor.from_lengths_sync(["f"], ids, torch.ones(SIZE, dtype=torch.int32))
+    dense = torch.tensor([[i / ROWS, noise] for i, noise in samples])
+    return Batch(dense, sparse, ids.float() / ROWS)
+
+
+class Net(nn.Module):
+    """Of bags and sequences."""
+
+    def __init__(self, tables: EmbeddingBagCollection, sequences: EmbeddingCollection) -> None:
+        super().__init__()
+        self.tables, self.sequences = tables, sequences
+        self.below = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
+        self.over = nn.Linear(20, 1)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        pooled = self.tables(batch.sparse_features).values()
+        rows = self.sequences(batch.sparse_features)["f"].values()
+        logits = self.over(torch.cat([self.below(batch.dense_features), pooled, rows], dim=1)).squeeze(1)
+        loss = nn.functional.mse_loss(logits, batch.labels)
+        return loss, (loss.detach(), batch.sparse_features.values())
+
+
+class Trace(list):
+    def state_dict(self):
+        return {"seen": list(self)}
+
+    def load_state_dict(self, state):
+        self[:] = state["seen"]
+
+
+def main() -> None:
+    way, out = sys.argv[1], Path(sys.argv[2])
+    kill_after = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    random.seed(rank)
+    tables = EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])],
+    )
+    apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
+    sequences = EmbeddingCollection(
+        device=torch.device("meta"),
+        tables=[EmbeddingConfig(name="s", num_embeddings=ROWS, embedding_dim=4, feature_names=["f"])],
+    )
+    apply_optimizer_in_backward(Adagrad, sequences.parameters(), {"lr": 0.05})
+    model = torch_ecrec.DistributedModelParallel(Net(tables, sequences), device=torch.device("cpu"))
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    optimizer = CombinedOptimizer(
+        [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.01))]
+    )
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    kind = StatefulDataLoader if way == "torchdata" else DataLoader
+    workers = 2 if way == "workers" else 0
+    loader = kind(Clicks(rank, way == "workers"), SIZE, shuffle=True, collate_fn=collate, num_workers=workers)
+    trace = Trace()
+    batches = model.attach(optimizer=optimizer, lr_scheduler=scheduler, reader=loader, trace=trace)
+    first_life = not model.session.restarted
+
+    def after_step(seen: tuple[torch.Tensor, torch.Tensor]) -> None:
+        trace.append([float(seen[0]), seen[1].tolist()])
+        done = model.steps_done
+        if rank == 1 and first_life and done == kill_after:
+            (out / str(done)).touch()
+            deadline_s = time.monotonic() + LIMIT_S
+            while not (out / "go").exists():
+                assert time.monotonic() < deadline_s, "nobody said go"
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def roll_back() -> None:
+        """To something that depends on all that there is."""
+        if way == "rollback":
+            model.load_state_dict({name: value * 0.9 + 0.01 for name, value in model.state_dict().items()})
+            fused = model.fused_optimizer.state_dict()
+            for values in fused["state"].values():
+                values.update({name: value * 0.5 for name, value in values.items()})
+            model.fused_optimizer.load_state_dict(fused)
+
+    for _ in batches.epochs(EPOCHS):
+        if way == "pipeline":
+            pipeline, stream = TrainPipelineSparseDist(model, optimizer, torch.device("cpu")), iter(batches)
+            while True:
+                try:
+                    after_step(pipeline.progress(stream))
+                except StopIteration:
+                    break
+            pipeline.detach()
+        else:
+            for batch in batches:
+                if way != "accumulate" or batches.drawn % 2 == 1:
+                    optimizer.zero_grad()
+                if batches.drawn == 5:
+                    roll_back()
+                loss, seen = model(batch)
+                loss.backward()
+                if batches.drawn == 2:
+                    roll_back()
+                if way != "accumulate" or batches.drawn % 2 == 0:
+                    optimizer.step()
+                after_step(seen)
+        model.eval()
+        _, seen = model(collate([(i, 0.5) for i in range(SIZE)]))  # without no_grad, as people forget it
+        model.train()
+        trace.append(["evaluated", float(seen[0])])
+        roll_back()
+        model.flush()
+        scheduler.step()
+    model.flush()
+    result = {"trace": list(trace), "first_life": first_life, "rates": [g["lr"] for g in optimizer.param_groups]}
+    result["running_mean"] = model.module.below[1].running_mean.tolist()
+    result["digest"] = model.digest() if rank == 0 else None
+    (out / f"{rank}.json").write_text(json.dumps(result))
+    model.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,509 @@
+"""The shape of the package, read from its source without importing it.
+
+    ranks        a module imports lower ranks or its own package; deferred imports count, and those for types too
+    cycles       none at run time, deferred imports included, and none for types but through the root
+    step rule    only `StepRule` changes the numbers of a slot's steps
+    seams        `torch.distributed.rpc` in transport/rpc.py only; environment variables read in config.py only
+    pure rules   no threads, clocks, sockets or torch.distributed
+    size, names  at most 900 lines, a docstring of at most 40, absolute imports, no `utils`
+
+The checks are themselves checked, on sources that break each rule.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+PACKAGE = ROOT / "torch_ecrec"
+
+# A unit (module or package directly under torch_ecrec) imports strictly lower ranks or itself. Equal ranks do not know
+# each other: records and layout; transport and durability; server, client and coordinator, which meet in `protocol`
+# only (`processes/member.py` carries either of the first two, and is given it).
+# "__init__" is `torch_ecrec` itself, the public names (all may read its `__version__`); "examples" is the top-level
+# folder, a user's code.
+RANKS = {
+    "errors": 0,
+    "runtime": 1,
+    "codec": 2,
+    "observe": 2,
+    "records": 3,
+    "layout": 3,
+    "spec": 4,
+    "protocol": 5,
+    "transport": 6,
+    "durability": 6,
+    "server": 7,
+    "client": 7,
+    "coordinator": 7,
+    "processes": 8,
+    "nn": 9,
+    "model_parallel": 10,
+    "testing": 10,
+    "__init__": 10,
+    "demo": 11,
+    "rehearsal": 12,
+    "bench": 12,
+    "examples": 12,
+    "cli": 13,
+    "__main__": 14,
+}
+
+# Only this module reads the environment.
+ENVIRONMENT_READER = "torch_ecrec.spec.settings"
+# These start processes: they may hand the environment on, changed or not, without looking into it.
+ENVIRONMENT_PASSERS = {"processes", "testing", "demo", "bench", "rehearsal"}
+# Modules with a reason to do more, each with that reason: module -> kinds of access allowed ("read", "copy", "write").
+ENVIRONMENT_EXCEPTIONS: dict[str, set[str]] = {}
+
+RPC_SEAM = "torch_ecrec.transport.rpc"
+
+PURE = {
+    "torch_ecrec.layout.stripes",
+    "torch_ecrec.client.client",
+    "torch_ecrec.client.reads",
+    "torch_ecrec.protocol.pieces",
+    "torch_ecrec.layout.repair",
+    "torch_ecrec.protocol.step_rule",
+    "torch_ecrec.server.inbox",
+    "torch_ecrec.protocol.wire",
+    "torch_ecrec.protocol.wellformed",
+    "torch_ecrec.coordinator.admission",
+    "torch_ecrec.coordinator.coordinator",
+    "torch_ecrec.coordinator.departures",
+    "torch_ecrec.coordinator.going_back",
+    "torch_ecrec.coordinator.job",
+    "torch_ecrec.coordinator.members",
+    "torch_ecrec.coordinator.placement",
+    "torch_ecrec.coordinator.regathering",
+    "torch_ecrec.coordinator.router",
+    "torch_ecrec.coordinator.settings",
+    "torch_ecrec.coordinator.state",
+    "torch_ecrec.coordinator.status",
+    "torch_ecrec.coordinator.succession",
+    "torch_ecrec.coordinator.world",
+}
+# Whose imports for types alone may close a circle: the root shows type checkers every public name.
+CIRCLES_FOR_TYPES = {"torch_ecrec"}
+IMPURE = ("asyncio", "concurrent", "multiprocessing", "socket", "subprocess", "threading", "time", "torch.distributed")
+
+VAGUE = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+# --- reading the source ----------------------------------------------------------------------------------------------
+
+
+def module_name(path: Path) -> str:
+    """`.../torch_ecrec/codec/field.py` -> `torch_ecrec.codec.field`; a package's `__init__.py` is the package."""
+    parts = list(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PATHS = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
+MODULES = {module_name(path): path for path in PATHS}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in MODULES.items()}
+
+each_module = pytest.mark.parametrize("name", MODULES)
+
+
+def imports(tree: ast.AST, for_types: bool = True) -> Iterator[tuple[str, int]]:
+    """Everything a module may import, at whatever depth: (dotted name, line).
+
+    `from a import b` yields `a.b`: b may be a module. Literal `import_module("a")` and `__import__("a")` count.
+
+    Args:
+        tree: the module.
+        for_types: include what stands under `if TYPE_CHECKING`.
+    """
+    if not for_types and isinstance(tree, ast.If) and ast.unparse(tree.test).endswith("TYPE_CHECKING"):
+        for statement in tree.orelse:
+            yield from imports(statement, for_types)
+        return
+    if isinstance(tree, ast.Import):
+        yield from ((alias.name, tree.lineno) for alias in tree.names)
+    elif isinstance(tree, ast.ImportFrom):
+        base = "." * tree.level + (tree.module or "")
+        yield from ((f"{base}.{alias.name}", tree.lineno) for alias in tree.names)
+    elif isinstance(tree, ast.Call) and ast.unparse(tree.func).rpartition(".")[2] in ("import_module", "__import__"):
+        for argument in tree.args[:1]:
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield argument.value, tree.lineno
+    for node in ast.iter_child_nodes(tree):
+        yield from imports(node, for_types)
+
+
+def unit_of(dotted: str) -> str | None:
+    """The unit that an imported name belongs to, or None outside the package."""
+    head, _, rest = dotted.partition(".")
+    if head != "torch_ecrec":
+        return None
+    first = rest.partition(".")[0]
+    return first if first in RANKS or f"torch_ecrec.{first}" in MODULES else "__init__"
+
+
+def module_of(dotted: str) -> str | None:
+    """The longest prefix of an imported name that is a module of the package."""
+    while dotted:
+        if dotted in MODULES:
+            return dotted
+        dotted = dotted.rpartition(".")[0]
+    return None
+
+
+def names(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Attribute chains with the imported name spelled out: after `import torch.distributed as d`, `d.rpc` is
+    `torch.distributed.rpc`. Scopes are not told apart."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        inner: ast.AST = node
+        while isinstance(inner, ast.Attribute):
+            parts.append(inner.attr)
+            inner = inner.value
+        if isinstance(inner, ast.Name) and inner.id in bound:
+            yield ".".join([bound[inner.id], *reversed(parts)]), node
+
+
+def environment_accesses(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every touch of the environment: ("read" | "copy" | "write", line).
+
+    copy: the whole of it, unseen, for a child process (`{**os.environ, ...}`, `dict(os.environ, ...)`, `.copy()`, `|`).
+    write: an item set or deleted, or `setdefault`, `update`, `pop` as a statement. Anything else is a read.
+    """
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for name, node in names(tree):
+        line = getattr(node, "lineno", 0)
+        if name in ("os.getenv", "os.getenvb"):
+            yield "read", line
+        elif name in ("os.putenv", "os.unsetenv"):
+            yield "write", line
+        elif name in ("os.environ", "os.environb"):
+            yield _access(node, parents), line
+
+
+def _access(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
+    parent = parents[node]
+    above = parents.get(parent)
+    if isinstance(parent, ast.Dict) and any(
+        key is None and value is node for key, value in zip(parent.keys, parent.values, strict=True)
+    ):
+        return "copy"
+    if isinstance(parent, ast.Call) and node in parent.args and ast.unparse(parent.func) == "dict":
+        return "copy"
+    if isinstance(parent, ast.keyword) and parent.arg is None and isinstance(above, ast.Call):
+        return "copy" if ast.unparse(above.func) == "dict" else "read"
+    if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.BitOr):
+        return "copy"
+    if isinstance(parent, ast.Attribute) and parent.attr == "copy":
+        return "copy"
+    if isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Store | ast.Del):
+        return "write"
+    if (
+        isinstance(parent, ast.Attribute)
+        and parent.attr in ("setdefault", "update", "pop")
+        and isinstance(above, ast.Call)
+        and isinstance(parents.get(above), ast.Expr)
+    ):
+        return "write"
+    return "read"
+
+
+def uses_of_the_root(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """What a module takes from the root after `import torch_ecrec`: (dotted name, line).
+
+    The root loads nothing by itself, so the import alone means nothing. Passed on whole, it counts as `torch_ecrec.*`.
+    """
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    roots = {alias.asname or alias.name for alias in aliases if alias.name == "torch_ecrec"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in roots:
+            parent = parents[node]
+            yield f"torch_ecrec.{parent.attr if isinstance(parent, ast.Attribute) else '*'}", node.lineno
+
+
+def rank_errors(name: str, tree: ast.AST) -> list[str]:
+    """Imports that do not go down. The version is everyone's."""
+    unit = unit_of(name)
+    if unit not in RANKS:
+        return [f"{name} has no rank"]
+    errors = []
+    for target, line in [*imports(tree), *uses_of_the_root(tree)]:
+        if target in ("torch_ecrec", "torch_ecrec.__version__"):
+            continue
+        other = unit_of(target)
+        if other is None or other == unit:
+            continue
+        if other not in RANKS or RANKS[other] >= RANKS[unit]:
+            errors.append(f"{name}:{line} ({unit}, rank {RANKS[unit]}) imports {target} (rank {RANKS.get(other)})")
+    return errors
+
+
+def rpc_lines(tree: ast.AST) -> list[int]:
+    """Lines that name torch.distributed.rpc, by import or by attribute."""
+    spelled = [(name, getattr(node, "lineno", 0)) for name, node in names(tree)]
+    return sorted(
+        {line for name, line in [*imports(tree), *spelled] if f"{name}.".startswith("torch.distributed.rpc.")}
+    )
+
+
+def impure_imports(tree: ast.AST) -> list[str]:
+    """Imports of what a pure rule must not know."""
+    return [
+        f"line {line}: {target}"
+        for target, line in imports(tree)
+        if any(f"{target}.".startswith(f"{module}.") for module in IMPURE)
+    ]
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    """One cycle of a graph, closed (first == last), or None."""
+    done: set[str] = set()
+
+    def visit(node: str, trail: list[str]) -> list[str] | None:
+        if node in trail:
+            return [*trail[trail.index(node) :], node]
+        if node in done:
+            return None
+        for following in sorted(graph.get(node, ())):
+            if found := visit(following, [*trail, node]):
+                return found
+        done.add(node)
+        return None
+
+    for node in sorted(graph):
+        if found := visit(node, []):
+            return found
+    return None
+
+
+# --- the rules -------------------------------------------------------------------------------------------------------
+
+
+def test_every_unit_has_a_rank() -> None:
+    assert MODULES, f"nothing under {PACKAGE}"
+    unranked = {unit_of(name) for name in MODULES} - set(RANKS)
+    assert not unranked, f"give it a rank in RANKS: {sorted(map(str, unranked))}"
+
+
+def test_the_tables_name_what_exists() -> None:
+    """A rule for a module that was renamed would hold for nobody."""
+    units = {unit_of(name) for name in MODULES} | {"__init__", "examples"}
+    assert set(RANKS) == units
+    assert units >= ENVIRONMENT_PASSERS
+    assert {ENVIRONMENT_READER, RPC_SEAM} | set(ENVIRONMENT_EXCEPTIONS) <= set(MODULES)
+    assert rpc_lines(TREES[RPC_SEAM]), "the seam itself"
+
+
+def test_server_client_and_coordinator_are_strangers() -> None:
+    """Their equal rank is what keeps them apart; this fails if someone 'repairs' the table."""
+    assert RANKS["server"] == RANKS["client"] == RANKS["coordinator"]
+    assert RANKS["records"] == RANKS["layout"]
+    assert RANKS["durability"] == RANKS["transport"], "what makes steps survive does not know how messages travel"
+
+
+@each_module
+def test_imports_go_down(name: str) -> None:
+    errors = rank_errors(name, TREES[name])
+    assert not errors, "\n".join(errors)
+
+
+@pytest.mark.parametrize("for_types", [False, True], ids=["at run time", "for types"])
+def test_no_import_cycle(for_types: bool) -> None:
+    graph: dict[str, set[str]] = {}
+    for name, tree in TREES.items():
+        targets = {module_of(target) for target, _ in imports(tree, for_types and name not in CIRCLES_FOR_TYPES)}
+        graph[name] = {target for target in targets if target is not None and target != name}
+    found = cycle(graph)
+    assert found is None, " -> ".join(found or [])
+
+
+def writes_of_steps(tree: ast.AST) -> list[str]:
+    """Assignments to what a `StepRule` keeps, made through whoever has one: `x.rule.applied = 3`."""
+    found = []
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else [getattr(node, "target", None)]
+        for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete) else []:
+            for inner in ast.walk(target) if target is not None else ():
+                if isinstance(inner, ast.Attribute) and ast.unparse(inner.value).rpartition(".")[2] == "rule":
+                    found.append(f"line {inner.lineno}: {ast.unparse(inner)}")
+    return found
+
+
+@each_module
+def test_only_the_step_rule_changes_steps(name: str) -> None:
+    assert not writes_of_steps(TREES[name])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "self.rule.applied = 3",
+        "slot.rule.applied = slot.rule.acknowledged = 3",
+        "rule.folded[source] -= 1",
+        "del held.rule.confirmed[2]",
+        "a, rule.applied = 1, 2",
+    ],
+)
+def test_a_write_to_the_step_rule_is_found(source: str) -> None:
+    assert writes_of_steps(ast.parse(source))
+    assert not writes_of_steps(ast.parse("self.rule = StepRule()\nx = self.rule.applied\nrule = slot.rule"))
+
+
+@each_module
+def test_imports_are_absolute(name: str) -> None:
+    relative = [f"line {line}: {target}" for target, line in imports(TREES[name]) if target.startswith(".")]
+    assert not relative
+
+
+@each_module
+def test_only_the_seam_knows_rpc(name: str) -> None:
+    if name != RPC_SEAM:
+        assert not rpc_lines(TREES[name])
+
+
+@each_module
+def test_only_config_reads_the_environment(name: str) -> None:
+    unit = unit_of(name)
+    if name == ENVIRONMENT_READER:
+        return
+    allowed = {"copy", "write"} if unit in ENVIRONMENT_PASSERS else set()
+    allowed |= ENVIRONMENT_EXCEPTIONS.get(name, set())
+    errors = [f"line {line}: {kind}" for kind, line in environment_accesses(TREES[name]) if kind not in allowed]
+    assert not errors
+
+
+@pytest.mark.parametrize("name", sorted(PURE))
+def test_rules_are_pure(name: str) -> None:
+    assert name in TREES, f"{name} is no module any more: name in PURE what it has become"
+    assert not impure_imports(TREES[name])
+
+
+@each_module
+def test_module_is_documented_and_not_too_long(name: str) -> None:
+    lines = len(MODULES[name].read_text(encoding="utf-8").splitlines())
+    assert lines <= 900, f"{lines} lines"
+    docstring = ast.get_docstring(TREES[name])
+    assert docstring, "no docstring"
+    assert len(docstring.splitlines()) <= 40, "the docstring is longer than 40 lines"
+
+
+@each_module
+def test_no_vague_name(name: str) -> None:
+    assert not VAGUE & {part.strip("_") for part in name.split(".")}
+
+
+# --- the rules find what breaks them ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("torch_ecrec.server.slot", "import torch_ecrec.client"),
+        ("torch_ecrec.server.slot", "from torch_ecrec import client"),
+        ("torch_ecrec.server.slot", "from torch_ecrec import DistributedModelParallel"),
+        ("torch_ecrec.client", "def f():\n    from torch_ecrec.coordinator import decide"),
+        ("torch_ecrec.codec.field", "if TYPE_CHECKING:\n    from torch_ecrec.layout import Layout"),
+        ("torch_ecrec.layout.stripes", "import importlib\nimportlib.import_module('torch_ecrec.records.shard')"),
+        ("torch_ecrec.processes.launch", "def f():\n    import torch_ecrec.nn.parallel as p"),
+        ("torch_ecrec.errors", "import torch_ecrec\nf = torch_ecrec.DistributedModelParallel"),
+        ("torch_ecrec.errors", "import torch_ecrec as t\ngetattr(t, 'nn')"),
+    ],
+)
+def test_a_wrong_import_is_found(name: str, source: str) -> None:
+    assert len(rank_errors(name, ast.parse(source))) == 1
+
+
+def test_a_right_import_is_not() -> None:
+    source = "import numpy\nfrom torch_ecrec.protocol.step_rule import StepRule\nfrom torch_ecrec import layout, errors"
+    assert rank_errors("torch_ecrec.server.slot", ast.parse(source)) == []
+    source = "import torch_ecrec\nx = torch_ecrec.__version__\nfrom torch_ecrec import __version__"
+    assert rank_errors("torch_ecrec.errors", ast.parse(source)) == []
+
+
+def test_a_cycle_is_found() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\nelse:\n    import b"
+    assert [name for name, _ in imports(ast.parse(source), for_types=False)] == ["typing.TYPE_CHECKING", "b"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed.rpc",
+        "import torch.distributed.rpc as r",
+        "from torch.distributed import rpc",
+        "from torch.distributed.rpc import rpc_async",
+        "import torch\ntorch.distributed.rpc.shutdown()",
+        "import torch.distributed as dist\ndef f():\n    dist.rpc.shutdown()",
+        "from torch import distributed as dist\ndist.rpc.shutdown()",
+    ],
+)
+def test_rpc_is_found(source: str) -> None:
+    assert rpc_lines(ast.parse(source))
+
+
+def test_other_uses_of_torch_distributed_are_not_rpc() -> None:
+    assert not rpc_lines(
+        ast.parse("import torch.distributed as dist\ndist.barrier()\nfrom torch.distributed import TCPStore")
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("read", "import os\nos.getenv('RANK')"),
+        ("read", "from os import getenv\ngetenv('RANK')"),
+        ("read", "import os\nos.environ['RANK']"),
+        ("read", "import os\nos.environ.get('RANK')"),
+        ("read", "import os as o\n'RANK' in o.environ"),
+        ("read", "from os import environ as e\nx = e.pop('RANK')"),
+        ("read", "import os\nf(**os.environ)"),
+        ("read", "import os\nx = os.environ"),
+        ("copy", "import os\nx = {**os.environ, 'A': 'b'}"),
+        ("copy", "import os\nx = dict(os.environ, A='b')"),
+        ("copy", "import os\nx = dict(A='b', **os.environ)"),
+        ("copy", "import os\nx = os.environ.copy()"),
+        ("copy", "import os\nx = os.environ | {'A': 'b'}"),
+        ("write", "import os\nos.environ['A'] = 'b'"),
+        ("write", "import os\nos.environ.setdefault('A', 'b')"),
+        ("write", "import os\ndel os.environ['A']"),
+    ],
+)
+def test_an_access_to_the_environment_is_told(kind: str, source: str) -> None:
+    assert {found for found, _ in environment_accesses(ast.parse(source))} == {kind}
+
+
+@pytest.mark.parametrize("source", ["import time", "from threading import Lock", "from torch import distributed"])
+def test_impurity_is_found(source: str) -> None:
+    assert impure_imports(ast.parse(source))
+    assert not impure_imports(ast.parse("import numpy, torch\nimport timeit"))
+
+
+def test_tests_lie_in_tiers() -> None:
+    """Those that start processes lie where those do; nothing lies beside the tiers."""
+    tests = ROOT / "tests"
+    beside = sorted(path.name for path in tests.iterdir() if path.is_file())
+    assert beside == ["conftest.py"], "a test lies in the folder of its tier, see CONTRIBUTING.md"
+    assert {path.parent.name for path in tests.rglob("test_*.py")} == {"unit", "simulated", "processes"}
+    starts = re.compile(r"\b(Supervisor|Popen|spawn)\(")
+    wrong = [
+        str(path.relative_to(tests))
+        for tier in ("unit", "simulated")
+        for path in (tests / tier).rglob("*.py")
+        if starts.search(path.read_text(encoding="utf-8"))
+    ]
+    assert not wrong, f"they start processes, and belong into tests/processes: {wrong}"

@@ -1,0 +1,199 @@
+"""`attach`: what cannot be kept, or would not come back, is refused or told by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attached import END, Passes, Trainer, attach, made, passes
+from models import (
+    batch_of,
+)
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from torch_ecrec.nn.dense import own_of
+from torch_ecrec.nn.trainer_state import unwrapped
+from torch_ecrec.nn.values import decode, encode
+
+pytestmark = pytest.mark.usefixtures("process_group")
+Part = tuple[Tensor, list[int]]
+
+
+def test_without_attach_a_restarted_trainer_does_not_train() -> None:
+    first = attach(made())
+    first.steps(3)
+    second = made(first.session, 2, seed=2)
+    with torch.no_grad():
+        second.model(batch_of(6, 0))
+    with pytest.raises(RuntimeError, match=r"the servers have trained before.*call `attach` before the first step"):
+        second.model(batch_of(6, 0))
+    with pytest.raises(RuntimeError, match="call `attach`"):
+        second.model.flush()
+    assert second.session.step == 3 and not second.session.snapshots
+
+
+def test_attach_is_called_once() -> None:
+    trainer = attach(made())
+    with pytest.raises(RuntimeError, match="`attach` is called once, before the first step"):
+        attach(trainer)
+
+
+def test_attach_after_a_step_is_refused() -> None:
+    trainer = made()
+    trainer.steps(1, passes(Passes()))
+    with pytest.raises(RuntimeError, match="`attach` is called once, before the first step"):
+        attach(trainer)
+
+
+def test_a_snapshot_taken_without_attach_cannot_be_resumed() -> None:
+    first = made()
+    first.steps(4, passes(Passes()))
+    second = made(first.session, 3, seed=2)
+    with pytest.raises(RuntimeError, match="after step 3: nothing was attached when that snapshot was taken"):
+        attach(second)
+
+
+def test_the_reader_itself_must_not_be_iterated() -> None:
+    trainer, reader = made(), Passes()
+    attach(trainer, reader)
+    with pytest.raises(RuntimeError, match="a batch that was not drawn from what `attach` returned: iterate that"):
+        trainer.model(next(iter(reader)))
+
+
+def refused(match: str, attachments: Callable[[Trainer], dict[str, Any]]) -> None:
+    """What differs from what was attached when the snapshot was taken is said, and nothing is changed."""
+    first = attach(made())
+    first.steps(4)
+    second = made(first.session, 3, seed=2)
+    before = [x.clone() if isinstance(x, Tensor) else x for x in second.state()]
+    with pytest.raises(ValueError, match=match):
+        second.model.attach(**attachments(second))
+    after = second.state()
+    assert len(before) == len(after) and second.losses == []
+    for x, y in zip(before, after, strict=True):
+        assert torch.equal(x, y) if isinstance(x, Tensor) else x == y
+
+
+def test_other_dense_optimizers_are_refused_and_nothing_is_changed() -> None:
+    refused("optimizers", lambda t: {"lr_scheduler": t.scheduler, "reader": Passes(), "losses": t.losses})
+
+
+def test_other_attachments_are_refused_and_nothing_is_changed() -> None:
+    refused(
+        "attached now but not when the snapshot was taken, or the other way: losses, reader",
+        lambda t: {"optimizer": t.optimizer, "lr_scheduler": t.scheduler},
+    )
+
+
+def test_a_thing_without_a_state_is_refused() -> None:
+    trainer = made()
+    with pytest.raises(TypeError, match=r"`losses` must have state_dict .*random generator.*got list"):
+        trainer.model.attach(optimizer=trainer.optimizer, losses=[])
+    attach(trainer)  # it was not attached
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_is_attached_does_not_move_before_the_first_step(
+    restarted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = attach(made())
+    first.steps(4)
+    trainer = attach(made(first.session, 3, seed=2) if restarted else made())
+    trainer.losses.append(0.5)
+    with torch.no_grad():
+        trainer.model.module.over.bias.add_(1)
+    if restarted:
+        with pytest.raises(RuntimeError, match=r"losses, over.bias changed between `attach` and the first step"):
+            trainer.steps(END)
+        assert trainer.model.steps_done == 3
+    else:
+        trainer.steps(1)
+        assert "changed between `attach` and the first step: after a restart that would happen again" in caplog.text
+
+
+def test_every_optimizer_of_dense_parameters_is_attached() -> None:
+    trainer = made()
+    trainer.model.attach(optimizer=trainer.model.fused_optimizer, reader=Passes())
+    loss, _ = trainer.model(next(trainer.model._attached.reader))  # type: ignore[union-attr]
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"Adam steps \S*below.0.weight, but was not attached"):
+        trainer.optimizer.step()
+
+
+def test_a_state_that_cannot_be_kept_is_refused_when_it_is_attached() -> None:
+    trainer = made()
+    trainer.losses.append(lambda: 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"losses\['losses'\]\[0\].*function"):
+        attach(trainer)
+    trainer.losses.clear()
+    attach(trainer).steps(2)
+    trainer.losses.append({1}.__contains__)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"losses\['losses'\]\[2\]"):
+        trainer.steps(3)
+
+
+def test_a_gradient_that_was_stepped_with_is_not_added_to() -> None:
+    trainer = attach(made())
+    trainer.steps(1)
+    loss, _ = trainer.model(next(trainer.batches))
+    with pytest.raises(RuntimeError, match="adds to a gradient that its optimizer has stepped with already"):
+        loss.backward()
+
+
+def test_dense_parameters_that_differ_between_trainers_are_told() -> None:
+    first = attach(made())
+    first.steps(4)
+    payload, header = first.session.snapshots[3]
+    own: Any = decode(own_of(payload, header))
+    other = {**own, "dense": own["dense"] + 1}
+    second = made(first.session, 3, seed=2)
+    second.session.parts = [*second.session.parts, with_own(payload, header, encode(other, "own"))]
+    with pytest.raises(RuntimeError, match="the trainers' dense parameters differed from each other"):
+        attach(second)
+
+
+def with_own(payload: Tensor, header: list[int], own: bytes) -> Part:
+    size = len(own_of(payload, header))
+    made_anew = torch.cat([payload[: payload.numel() - size], torch.frombuffer(bytearray(own), dtype=torch.uint8)])
+    return made_anew, [*header[:-1], len(own)]
+
+
+def test_a_scheduler_that_was_not_attached_is_refused_before_the_first_step() -> None:
+    trainer = made()
+    batches = trainer.model.attach(optimizer=trainer.optimizer, reader=Passes())
+    with pytest.raises(RuntimeError, match="a scheduler was made for CombinedOptimizer, but not attached"):
+        next(batches)
+
+
+def test_a_scheduler_that_something_attached_keeps_is_attached() -> None:
+    class Progress:
+        def __init__(self, scheduler: StepLR) -> None:
+            self.scheduler = scheduler
+            self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
+
+    trainer = made()
+    next(trainer.model.attach(optimizer=trainer.optimizer, reader=Passes(), progress=Progress(trainer.scheduler)))
+
+
+def test_parameters_that_an_optimizer_is_given_later_are_refused_before_the_next_step() -> None:
+    trainer = attach(made())
+    trainer.steps(2)
+    inner = next(o for o in unwrapped([trainer.optimizer]) if isinstance(o, torch.optim.Adam))
+    inner.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(RuntimeError, match="an optimizer was given parameters after `attach`"):
+        trainer.steps(3)
+    assert trainer.model.steps_done == 2
+
+
+def test_an_optimizer_of_parameters_outside_the_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    attach(made())
+    other = nn.Parameter(torch.ones(2))
+    stranger = torch.optim.SGD([other], lr=0.1)
+    other.grad = torch.ones(2)
+    stranger.step()
+    told = caplog.text.count("SGD steps parameters outside the model, and was not attached")
+    stranger.step()
+    assert told and caplog.text.count("SGD steps parameters") == told

@@ -1,0 +1,153 @@
+"""The sweep of loops: trainers lost at any step of whatever loop people write go on to the same bits, or are refused.
+
+The session is in memory, so that thousands of loops can be run; `test_attach.py` has the single cases, and
+`test_cluster.py`, `test_demo_runs.py` and chaos the real processes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loops import (
+    DRAWS,
+    DRIVERS,
+    EVALS,
+    FLUSHES,
+    LOADS,
+    MODULES,
+    OPTIMIZERS,
+    READERS,
+    STYLES,
+    Loop,
+    resumed,
+    same,
+    undisturbed,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("process_group"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> Iterator[None]:
+    """What draws from a reader is looked for among all objects of the process, once in each of thousands of lives."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+COUNTED: dict[str, int] = {"loops": 0, "lives": 0}
+
+
+def check(loop: Loop) -> None:
+    """Every step that training can go on from, and 0."""
+    first = undisturbed(loop)
+    steps = [0, *sorted(first.session.snapshots)]
+    done = first.session.step - 1
+    if loop.losses == 1:  # else a turn has several steps, and a snapshot is of the last
+        assert steps == list(range(0, max(done, 1), loop.snapshot_every)), "a step has ended when the next one begins"
+    for step in steps:
+        again = resumed(loop, first, step)
+        assert again.trace == first.trace, f"after step {step}: another trace"
+        assert same(first, again), f"after step {step}: another state"
+    COUNTED["loops"] += 1
+    COUNTED["lives"] += len(steps)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_every_reader_in_every_driver(reader: str, driver: str) -> None:
+    check(Loop(reader=reader, driver=driver, schedule=frozenset({"step", "pass"}), draws=frozenset({"after", "pass"})))
+
+
+@pytest.mark.parametrize("begins", ["zero", "evaluate", "load"])
+def test_what_a_pass_begins_with_is_done_once_more_and_changes_nothing(begins: str) -> None:
+    more = frozenset({"generator", "attribute"})
+    check(Loop(begins=frozenset({begins}), batches=4, accumulate=3, zero="after", numbered=True, modules=more))
+
+
+def test_what_is_not_loaded_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(begins=frozenset({"load"}))
+    first = undisturbed(loop)
+    assert "was trained since" not in caplog.text, "the first life loads what it says, after `attach`, too"
+    resumed(loop, first, 0)
+    assert "was trained since" not in caplog.text, "nothing was trained"
+    resumed(loop, first, 2)
+    assert "training goes on after step 2: what is loaded before the next one was trained since" in caplog.text
+
+
+def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
+    """Loops that can be brought back exactly."""
+
+    @st.composite
+    def loop(draw: Any) -> Loop:
+        driver = draw(st.sampled_from(drivers))
+        plain = driver == "plain"
+        reader = draw(st.sampled_from([*READERS, None] if plain else READERS))
+        some = lambda values: draw(st.frozensets(st.sampled_from(values)))  # noqa: E731
+        style = draw(st.sampled_from(STYLES))
+        batches = draw(st.integers(1, 4))
+        passed_over = draw(st.sampled_from([0, 0, 3])) if plain and style != "steps_done" and reader else 0
+        accumulate = draw(st.sampled_from([1, 1, 2, 3])) if plain else 1
+        zero = draw(st.sampled_from(["before", "late", "after"]))
+        if accumulate > 1 and passed_over:
+            zero = "after"  # else a gradient that was stepped with is added to, which is refused
+        losses = draw(st.sampled_from([1, 1, 2])) if plain and style != "steps_done" else 1
+        begins = some(["zero", "evaluate", "load"])
+        return Loop(
+            reader=reader,
+            driver=driver,
+            style=style,
+            epochs=draw(st.integers(1, 3)),
+            batches=batches,
+            leave_after=draw(st.sampled_from([0, 0, 1, 2])) if plain and style != "steps_done" else 0,
+            optimizers=tuple(draw(st.lists(st.sampled_from(sorted(OPTIMIZERS)), min_size=1, max_size=2))),
+            schedule=some(["step", "pass"]),
+            flushes=some(FLUSHES),
+            loads=some(LOADS),
+            in_place=draw(st.booleans()) if "load" not in begins else False,  # parameters move between turns
+            draws=some(DRAWS),
+            evals=some(EVALS if plain else ("pass",)),
+            counts=some(["before", "between", "after", "pass"]),
+            modules=some(MODULES) - ({"attribute", "generator"} if driver == "sparse" else set()),  # refused
+            generator=draw(st.booleans()) if reader and plain else False,
+            numbered=draw(st.booleans()),
+            losses=losses,
+            accumulate=accumulate,
+            clip=draw(st.booleans()),
+            skip_every=draw(st.sampled_from([0, 0, 2, 3])) if plain else 0,
+            pass_over_every=passed_over,
+            nan_at=draw(st.sampled_from([0, 0, 2])) if plain and style != "steps_done" else 0,
+            begins=begins,
+            zero=zero,
+            snapshot_every=draw(st.integers(1, 3)),
+        )
+
+    return loop()
+
+
+SWEEP = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+
+
+@settings(max_examples=100, derandomize=True, **SWEEP)
+@given(loops())
+def test_any_loop_goes_on_bit_for_bit(loop: Loop) -> None:
+    check(loop)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(max_examples=3000, **SWEEP)
+@given(loops())
+def test_thousands_of_loops_go_on_bit_for_bit(loop: Loop) -> None:
+    check(loop)
+    print(COUNTED)

@@ -1,0 +1,316 @@
+"""What a reader refuses by name: loops and batches that could not be brought about again."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from readers import MADE, PASS, Endless, Loop, Passes, loader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from tqdm import tqdm
+
+from torch_ecrec.nn.loop import Judge
+from torch_ecrec.nn.reader import Reader
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+
+def test_a_second_pass_needs_a_loop_that_is_known_to_begin_with_the_right_one() -> None:
+    reader = Reader([1, 2])
+    assert list(reader) == [1, 2]
+    with pytest.raises(RuntimeError, match=r"a second pass .* `for epoch in batches.epochs\(N\)"):
+        next(iter(reader))
+
+
+def test_a_loop_within_another_is_refused_before_its_first_batch() -> None:
+    reader = Reader([1, 2])
+    with pytest.raises(RuntimeError, match=r"is within another one.*`for epoch in batches.epochs\(N\)"):
+        for _ in range(3):
+            for _batch in reader:
+                pytest.fail("a batch")
+    assert reader._current is None
+    for _batch in Reader([1, 2]):
+        for _ in range(2):  # within, not around
+            pass
+    for _ in range(1):
+        for _batch in Reader([1, 2], judge=Judge(attached=[object()])):  # that may count
+            pass
+
+
+def test_a_long_loop_is_not_within_another_one() -> None:
+    """Python jumps back to what it puts before a jump of more than 255 instructions."""
+    scope: dict[str, Any] = {"reader": Reader([1, 2])}
+    exec("def loop():\n    for batch in reader:\n" + "        batch = abs(batch)\n" * 3000 + "loop()", scope)
+    assert scope["reader"].drawn == 0 and scope["reader"]._passes == 1
+
+
+@pytest.mark.parametrize(
+    ("around", "what"),
+    [
+        (enumerate, r"`enumerate`.*`for i, batch in batches.enumerate\(\)"),
+        (lambda batches: zip(batches, itertools.count(), strict=False), "`zip` begins the others anew"),
+        (lambda batches: itertools.zip_longest(batches, [1, 2]), "`zip_longest` begins the others anew"),
+        (itertools.cycle, "`cycle` keeps the batches of the first pass and draws no more"),
+        (lambda batches: itertools.islice(batches, 2), "`islice`.*`batches.drawn`"),
+        (lambda batches: enumerate(tqdm(batches, disable=None)), "`enumerate` counts from 0 again"),
+        (lambda batches: enumerate(batch for batch in (b for b in batches)), "`enumerate` counts from 0 again"),
+    ],
+)
+def test_what_counts_batches_by_itself_is_refused_by_name(around: Any, what: str) -> None:
+    with pytest.raises(RuntimeError, match=what):
+        next(iter(around(Reader([1, 2, 3]))))
+
+
+def test_a_count_of_the_loops_own_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def loop(reader: Reader, asks: bool) -> None:
+        turns, seen, factor = 0, 10, 3
+        for _ in reader.epochs(2):
+            for _batch in reader:
+                turns += reader.drawn - turns if asks else 1
+                seen -= 0 if asks else 2 + 0 * factor
+
+    loop(Reader(list("abcdefg")), asks=True)
+    assert not caplog.text
+    loop(Reader(list("abcdefg")), asks=False)
+    assert caplog.text.count("the loop keeps `turns`, `seen` in variables of its own, which begin anew") == 1
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: random.Random(1), lambda: np.random.default_rng(1), lambda: torch.Generator().manual_seed(1)]
+)
+def test_a_generator_of_the_loops_own_is_refused_by_name_or_attached(make: Any) -> None:
+    def loop(reader: Reader, negatives: Any) -> None:
+        for _batch in reader:
+            draw = getattr(negatives, "random", None)
+            float(torch.rand((), generator=negatives) if draw is None else draw())
+
+    with pytest.raises(RuntimeError, match=r"draws from `negatives`.*`model.attach\(..., negatives=negatives\)`"):
+        loop(Reader([1, 2, 3]), make())
+    attached = make()
+    loop(Reader([1, 2, 3], judge=Judge(attached=[attached])), attached)
+
+
+def test_a_generator_of_an_owner_is_seen() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.random = random.Random(1)
+
+        def train(self, reader: Reader) -> None:
+            for _batch in reader:
+                self.random.random()
+
+    with pytest.raises(RuntimeError, match=r"draws from `self\.random`"):
+        Trainer().train(Reader([1, 2, 3]))
+
+
+def test_after_a_draw_that_failed_the_pass_does_not_go_on() -> None:
+    class Broken(Dataset[int]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            if index == 1:
+                raise ValueError("a bad record")
+            return index
+
+    stream = iter(Reader(DataLoader(Broken(), batch_size=1)))
+    next(stream)
+    with pytest.raises(ValueError, match="a bad record"):
+        next(stream)
+    with pytest.raises(RuntimeError, match="a draw of this pass has failed before"):
+        next(stream)
+
+
+@pytest.mark.parametrize(("step", "refused"), [(1, False), (2, True), (0, True)])
+def test_a_counter_of_passes_is_one_that_counts_them_one_by_one(step: int, refused: bool) -> None:
+    count = 0
+    reader = Reader([1, 2], judge=Judge(lambda: {"epoch": count}))
+    list(reader)
+    count += step
+    if refused:
+        with pytest.raises(RuntimeError, match="a second pass"):
+            list(reader)
+    else:
+        assert list(reader) == [1, 2]
+
+
+def test_steps_done_tells_the_pass_only_if_it_is_asked_before_the_first_batch() -> None:
+    reader = Reader([1, 2])
+    next(iter(reader))
+    reader.on_steps_done()
+    with pytest.raises(RuntimeError, match="a second pass"):
+        next(iter(reader))
+    other = Reader([1, 2])
+    other.on_steps_done()
+    assert list(other) == list(other)
+
+
+def test_a_pass_is_left_only_by_a_loop_that_counts_from_where_training_goes_on() -> None:
+    reader = Reader([1, 2, 3])
+    for _ in reader.epochs(2):
+        stream = iter(reader)
+        next(stream)
+        break
+    with pytest.raises(RuntimeError, match=r"pass 0 .* was left after 1 batches.*`batches.drawn`"):
+        next(iter(reader))
+    other = Reader([1, 2, 3])
+    for _ in other.epochs(2):
+        next(iter(other))
+        assert other.drawn == 1
+
+
+def test_a_last_pass_that_was_left_by_a_loops_own_count_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    first = Loop("list").run(3)
+    again = Loop("list", first.saved[2])
+    next(iter(again.reader))
+    again.reader.check_end()
+    assert "the last pass was left after" in caplog.text
+    caplog.clear()
+    first.reader.check_end()
+    assert not caplog.text
+
+
+def test_two_passes_at_once_are_refused() -> None:
+    reader = Reader([1, 2, 3])
+    assert reader.epoch == 0 and reader.drawn == 0
+    one, two = iter(reader), iter(reader)
+    next(one), next(two)
+    with pytest.raises(RuntimeError, match="this pass was left"):
+        next(one)
+
+
+def test_a_loop_that_draws_ahead_by_itself_is_refused() -> None:
+    reader = Reader([1, 2, 3])
+    stream = iter(reader)
+    next(stream), next(stream)
+    with pytest.raises(RuntimeError, match="2 batches were drawn before the first was trained on"):
+        reader.on_forward()
+
+
+def test_another_thread_must_not_draw() -> None:
+    reader, raised = Reader([1, 2, 3]), []
+
+    def draw() -> None:
+        try:
+            next(iter(reader))
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    thread.join(10)
+    assert len(raised) == 1 and "on another thread than the one that called `attach`" in raised[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: DataLoader(Endless(), batch_size=1), "torch"),
+        (lambda: (random.random() for _ in range(4)), "Python's random"),
+        (lambda: (np.random.rand() for _ in range(4)), "NumPy"),
+    ],
+)
+def test_a_reader_that_draws_from_global_generators_in_the_middle_of_a_pass_is_refused(make: Any, names: str) -> None:
+    stream = iter(Reader(make()))
+    next(stream)
+    with pytest.raises(RuntimeError, match=rf"draws from {names} in the middle of a pass.*state_dict"):
+        next(stream)
+
+
+class Hidden:
+    """Depends on something that nobody can bring back."""
+
+    lives = itertools.count()
+
+    def __init__(self) -> None:
+        self.life = next(self.lives)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for i in range(PASS):
+            yield torch.tensor([i, self.life])
+
+
+@pytest.mark.parametrize("used", [1, 4, 6])
+def test_other_batches_than_before_are_an_error(used: int) -> None:
+    MADE["hidden"] = Hidden
+    try:
+        first = Loop("hidden").run(8)
+        with pytest.raises(RuntimeError, match=r"is another one than before the restart.*\(Hidden\)"):
+            Loop("hidden", first.saved[used]).run(8)
+    finally:
+        del MADE["hidden"]
+
+
+class Changing:
+    """Its first two batches of every pass are those of its life, the others not."""
+
+    lives = itertools.count()
+
+    def __init__(self) -> None:
+        self.life = next(self.lives)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for i in range(PASS):
+            yield torch.tensor([i, self.life if i < 2 else 0])
+
+
+def test_batches_that_are_drawn_again_are_those_of_before() -> None:
+    MADE["changing"] = Changing
+    try:
+        first = Loop("changing").run(8)
+        with pytest.raises(RuntimeError, match=r"one of the 3 batches that were drawn before in a pass is another one"):
+            Loop("changing", first.saved[3]).run(8)
+    finally:
+        del MADE["changing"]
+
+
+def test_indices_that_are_drawn_again_are_those_of_before() -> None:
+    weights = [[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]
+    MADE["weights"] = lambda: loader(
+        sampler=WeightedRandomSampler(weights.pop(0), PASS, generator=torch.Generator().manual_seed(3))
+    )
+    try:
+        first = Loop("weights").run(4)
+        with pytest.raises(RuntimeError, match=r"drawn before in a pass is another one.*\(DataLoader\)"):
+            Loop("weights", first.saved[3]).run(4)
+    finally:
+        del MADE["weights"]
+
+
+def test_a_reader_with_fewer_batches_than_before_is_told() -> None:
+    first = Loop("list").run(4)
+    shorter = Loop("list", first.saved[3])
+    shorter.reader._reader = [0, 1]
+    with pytest.raises(RuntimeError, match="the reader ended after 2 of the 3 batches that were drawn before"):
+        next(iter(shorter.reader))
+
+
+def test_a_pass_that_has_become_longer_is_told() -> None:
+    first = Loop("growing").run(6)
+    longer = Loop("growing", first.saved[5])
+    longer.reader._reader = iter(range(1, 100))
+    with pytest.raises(RuntimeError, match="a pass of the reader has more than the 4 batches"):
+        next(iter(longer.reader))
+
+
+def test_another_kind_of_reader_is_refused() -> None:
+    first = Loop("list").run(3)
+    with pytest.raises(ValueError, match=r"the reader \(Passes\) is of another kind"):
+        Loop("stateful", first.saved[2])
+
+
+def test_a_state_that_cannot_be_kept_is_named() -> None:
+    class Odd(Passes):
+        def state_dict(self) -> dict[str, Any]:
+            return {"file": object()}
+
+    reader = Reader(Odd(), lambda: reader.saved() and None)
+    with pytest.raises(TypeError, match=r"reader\['file'\]"):
+        next(iter(reader))

@@ -1,0 +1,398 @@
+"""The router: names and connections, the end of a connection, who comes back, and what is not a message."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from builds import BUILD
+
+from torch_ecrec.coordinator.regathering import REGATHER_S
+from torch_ecrec.coordinator.router import PROBE_AGAIN_S, Router
+from torch_ecrec.coordinator.settings import ClusterSettings
+from torch_ecrec.protocol.messages import Address
+from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
+from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
+
+CODE = CodeSpec(3, 2, 1)
+JOB = JobSpec((TableSpec("a", 30, 4, -1.0, 1.0),), CODE, 2)
+BIRTHS = itertools.count(1)
+Message = dict[str, Any]
+
+
+class Wire:
+    """A connection, as a test sees it."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer, self.sent = peer, list[Message]()
+        self.admitted = self.closed = False
+
+    def send(self, message: Message) -> None:
+        if not self.closed:
+            self.sent.append(message)
+
+    def admit(self) -> None:
+        self.admitted = True
+
+    def close(self) -> None:
+        self.closed = True
+
+    def told(self, kind: str) -> list[Message]:
+        return [message for message in self.sent if message["type"] == kind]
+
+
+class Process:
+    """What a process knows of its membership."""
+
+    def __init__(self, role: str, rank: int = -1) -> None:
+        number = next(BIRTHS)
+        self.hello: Message = {
+            **BUILD,
+            "pid": number,
+            "role": role,
+            "birth": f"b{number}",
+        }
+        self.hello["address"] = ["127.0.0.1", number]
+        if rank >= 0:
+            self.hello |= {"rank": rank, "job": JOB.to_json()}
+        self.wire = Wire(f"process {number}")
+
+    @property
+    def name(self) -> str:
+        name: str = self.wire.told("welcome")[-1]["name"]
+        return name
+
+
+class Running:
+    """A router, its probes and its events."""
+
+    def __init__(self, joins_from_s: float = 0.0, **settings: Any) -> None:
+        self.probes: list[tuple[str, int, Address]] = []
+        self.events: list[Message] = []
+        self.now_s = 0.0
+        self.router = Router(
+            ClusterSettings(CODE, 1, ("here", 1), **settings),
+            probe=lambda *probe: self.probes.append(probe),
+            announce=self.events.append,
+            joins_from_s=joins_from_s,
+        )
+        self.core = self.router.core
+        self.processes: list[Process] = []
+
+    def say(self, process: Process, **message: Any) -> None:
+        self.router.on_message(process.wire, message, self.now_s)
+
+    def join(self, role: str, rank: int = -1) -> Process:
+        process = Process(role, rank)
+        self.processes.append(process)
+        self.say(process, type="join", **process.hello)
+        return process
+
+    def close(self, wire: Wire) -> None:
+        wire.closed = True
+        self.router.on_closed(wire, self.now_s)
+
+    def rejoin(self, process: Process, **fields: Any) -> Wire:
+        """It comes back on another connection."""
+        name, member = process.name, self.core.members.get(process.name)
+        server = process.hello["role"] == "server"
+        placed = [[p.server, p.incarnation, p.healthy] for p in self.core.slots]
+        message = {
+            **process.hello,
+            "type": "rejoin",
+            "name": name,
+            "code": {"slots": 3, "k": 2, "r": 1, "protection": "parity"},
+            "life": self.core.life,
+            "generation": member.generation if member else 1,
+            "newest": member.generation if member else 1,
+            "world": list(self.core.world) or [name],
+            "job": JOB.to_json(),
+            "placement": {"epoch": self.core.epoch, "slots": placed} if placed else None,
+            "era": self.core.era,
+            "frozen": False,
+            "resume_step": 0,
+            "done": 0,
+            "origin": 0,
+            "whole": [],
+            "incarnations": [0, 0, 0] if server and placed else [],
+            **fields,
+        }
+        welcome = process.wire.told("welcome")
+        process.wire = Wire(process.wire.peer)
+        self.router.on_message(process.wire, message, self.now_s)
+        process.wire.sent[:0] = welcome  # for its name
+        return process.wire
+
+    def answer(self, found: str, name: str | None = None) -> None:
+        """The last probe (of that member) is answered."""
+        probe = [p for p in self.probes if name in (None, p[0])][-1]
+        self.router.on_probed(probe[0], probe[1], found, self.now_s)
+
+    def start(self) -> Running:
+        for _ in range(4):
+            self.join("server")
+        for rank in range(2):
+            self.join("trainer", rank)
+        self.enter()
+        assert self.core.epoch == 1
+        return self
+
+    def enter(self) -> None:
+        for process in self.processes:
+            for message in process.wire.told("generation")[-1:]:
+                self.say(process, type="in_generation", generation=message["generation"])
+
+    def names(self, kind: str) -> list[str]:
+        return [event["member"] for event in self.events if event["event"] == kind]
+
+
+def test_all_connections_reset_at_once_cost_nothing() -> None:
+    """Every process lives, and each is the member that it was: no loss, no era, no other name."""
+    running = Running().start()
+    wires = [process.wire for process in running.processes]
+    for wire in wires:
+        running.close(wire)
+    for name, number, _ in list(running.probes):
+        running.router.on_probed(name, number, ALIVE, running.now_s)
+    assert len(running.probes) == 6 and not running.names("lost")
+    for process in running.processes:
+        wire = running.rejoin(process)
+        assert wire.admitted and wire.told("rejoined") and wire.told("placement") and not wire.told("fatal")
+    assert running.core.era == 0 and running.core.epoch == 1 and not running.names("lost")
+    assert running.names("back") == [process.name for process in running.processes]
+
+
+def test_a_killed_process_is_lost_as_soon_as_its_probe_is_answered() -> None:
+    running = Running().start()
+    running.close(running.processes[1].wire)
+    assert running.probes[-1][0] == "server-1" and running.probes[-1][2] == tuple(running.processes[1].hello["address"])
+    assert not running.names("lost")
+    running.answer(GONE)
+    assert running.names("lost") == ["server-1"] and running.core.slots[1].server == "server-3"
+
+
+def test_a_process_that_cannot_be_reached_is_lost() -> None:
+    running = Running().start()
+    running.close(running.processes[4].wire)
+    running.answer(UNREACHABLE)
+    assert running.names("lost") == ["trainer-0"] and running.core.era == 1
+
+
+def test_one_that_lives_has_its_lease_and_is_asked_again() -> None:
+    running = Running(lease_s=10.0).start()
+    running.close(running.processes[1].wire)
+    running.answer(ALIVE)
+    for _ in range(8):
+        running.now_s += 1.0
+        for process in running.processes:
+            if process is not running.processes[1]:
+                running.say(process, type="beat")
+        before = len(running.probes)
+        running.router.on_tick(running.now_s)
+        assert len(running.probes) == before + 1 and running.now_s >= PROBE_AGAIN_S
+        running.answer(ALIVE)
+    assert not running.names("lost")
+    running.now_s += 1.0
+    running.router.on_tick(running.now_s)
+    running.answer(GONE)  # killed after all
+    assert running.names("lost") == ["server-1"]
+    assert running.rejoin(running.processes[1]).told("fatal")[0]["kind"] == "fenced"
+
+
+def test_a_lease_that_ends_while_away_is_a_loss() -> None:
+    running = Running(lease_s=3.0).start()
+    running.close(running.processes[1].wire)
+    running.answer(ALIVE)
+    for _ in range(5):
+        running.now_s += 1.0
+        for process in running.processes:
+            if process is not running.processes[1]:
+                running.say(process, type="beat")
+        running.router.on_tick(running.now_s)
+    assert running.names("lost") == ["server-1"]
+    running.answer(GONE)  # late
+    assert running.names("lost") == ["server-1"]
+
+
+def test_the_answer_to_a_probe_counts_only_while_the_member_is_away() -> None:
+    running = Running().start()
+    running.close(running.processes[1].wire)
+    running.rejoin(running.processes[1])
+    running.answer(GONE)  # of the process, as it seemed then
+    assert not running.names("lost")
+
+
+def test_a_new_connection_may_come_before_the_end_of_the_old_one() -> None:
+    running = Running().start()
+    old = running.processes[1].wire
+    running.rejoin(running.processes[1])
+    assert old.closed
+    running.router.on_closed(old, running.now_s)
+    running.router.on_message(old, {"type": "leave", "report": {}}, running.now_s)
+    assert not running.probes and not running.names("lost") and not running.names("left")
+
+
+def test_who_did_not_read_its_name_joins_again_and_is_the_same() -> None:
+    running = Running()
+    process = running.join("server")
+    running.close(process.wire)
+    process.wire = Wire("again")
+    running.say(process, type="join", **process.hello)
+    assert process.name == "server-0" and list(running.core.members) == ["server-0"]
+    running.answer(GONE, "server-0")
+    assert running.core.members["server-0"].alive
+
+
+def test_a_generation_that_is_being_formed_is_asked_for_again() -> None:
+    running = Running()
+    for _ in range(4):
+        running.join("server")
+    running.join("trainer", 0)
+    running.join("trainer", 1)
+    process = running.processes[2]
+    running.close(process.wire)
+    wire = running.rejoin(process, placement=None, incarnations=[], generation=0, newest=0, world=[])
+    assert [message["generation"] for message in wire.told("generation")] == [1]
+    running.enter()
+    assert running.core.epoch == 1 and not running.core.regathering
+
+
+def test_an_entry_that_was_lost_is_in_the_word_of_who_comes_back() -> None:
+    running = Running()
+    for _ in range(4):
+        running.join("server")
+    running.join("trainer", 0)
+    running.join("trainer", 1)
+    for process in running.processes[1:]:
+        running.say(process, type="in_generation", generation=1)
+    assert running.core.epoch == 0
+    running.rejoin(running.processes[0], generation=1, newest=1, placement=None, incarnations=[])
+    assert running.core.epoch == 1
+
+
+def test_a_process_that_claims_a_members_name_is_fenced() -> None:
+    running = Running().start()
+    process = running.processes[1]
+    wire = process.wire
+    stranger = Process("server")
+    stranger.wire.sent = list(wire.sent)
+    assert running.rejoin(stranger).told("fatal")[0]["kind"] == "fenced"
+    assert running.core.members["server-1"].birth == process.hello["birth"] and not wire.closed
+
+
+@pytest.mark.parametrize("field", ["generation", "newest", "era", "life", "resume_step"])
+def test_absurd_versions_are_refused(field: str) -> None:
+    running = Running().start()
+    for value in (2**53 + 1, 2**63, 2**64, -1, True, 1.5, "1", None):
+        before = running.router.refused
+        process = running.processes[1]
+        wire, old = running.rejoin(process, **{field: value}), process.wire
+        assert wire is old and wire.told("refused") and wire.closed and running.router.refused == before + 1
+    assert running.core.generation == 1 and running.core.era == 0
+
+
+def test_what_there_has_not_been_is_not_believed() -> None:
+    running = Running().start()
+    slots = [["server-0", 0, True]] * 3
+    for fields in ({"newest": 7}, {"era": 3}, {"placement": {"epoch": 9, "slots": slots}}):
+        assert running.rejoin(running.processes[1], **fields).told("fatal")[0]["kind"] == "fenced"
+    assert running.core.generation == 1 and running.core.era == 0 and running.core.epoch == 1
+
+
+def test_another_job_or_version_does_not_rejoin() -> None:
+    running = Running().start()
+    other = JobSpec((TableSpec("b", 31, 4, -1.0, 1.0),), CODE, 2)
+    assert "other tables" in running.rejoin(running.processes[1], job=other.to_json()).told("fatal")[0]["reason"]
+    assert "version 0.0" in running.rejoin(running.processes[2], version="0.0").told("refused")[0]["reason"]
+
+
+def test_joins_wait_for_members_of_before_and_are_let_in_then() -> None:
+    before, after = Running().start(), Running(joins_from_s=1.0)
+    early = after.join("server")
+    assert not early.wire.sent and early.wire.admitted
+    for process in before.processes[:4]:
+        wire = Wire("back")
+        name = process.name
+        message = {"generation": 1, "newest": 1, "world": list(before.core.world), "placement": None}
+        after.processes.append(process)
+        process.wire.sent = [{"type": "welcome", "name": name}]
+        after.rejoin(process, **message, incarnations=[])
+        assert not wire.closed
+    after.now_s = 1.5
+    after.router.on_tick(after.now_s)
+    assert after.core.regathering and not early.wire.told("welcome")
+    after.now_s = REGATHER_S + 1.0
+    after.router.on_tick(after.now_s)
+    assert early.name == "server-1000"
+
+
+def test_joins_are_let_in_also_if_all_who_came_back_are_gone() -> None:
+    """A coordinator that regathers, and whose members are all lost meanwhile, begins anew."""
+    before, after = Running().start(), Running()
+    process = before.processes[0]
+    after.rejoin(process, generation=1, newest=1, world=[process.name], placement=None, incarnations=[])
+    after.close(process.wire)
+    after.answer(GONE)
+    late = after.join("server")
+    after.now_s = REGATHER_S + 1.0
+    after.router.on_tick(after.now_s)
+    assert late.wire.told("welcome")
+
+
+def test_who_is_of_another_build_is_told_that_it_never_can_be_a_member() -> None:
+    """Also one that was, of the coordinator before."""
+    before, after = Running().start(), Running()
+    process = before.processes[0]
+    process.hello["messages"] = {**BUILD["messages"], "Push": "another"}
+    after.rejoin(process, generation=1, newest=1, world=[process.name], placement=None, incarnations=[])
+    (refusal,) = process.wire.told("refused")
+    assert refusal["kind"] == "other_build" and refusal["reason"].endswith("other messages: Push")
+    assert process.wire.closed and not after.core.members
+
+
+def test_a_refused_message_of_a_member_harms_nobody() -> None:
+    running = Running().start()
+    wire = running.processes[1].wire
+    for message in ({"type": "ready", "slot": 7, "incarnation": 0}, {"type": "in_generation", "generation": 9}):
+        running.say(running.processes[1], **message)
+    running.say(running.processes[1], type="loaded", origin=0)
+    running.say(running.processes[4], type="progress", trainer=1, step=1)
+    assert len(wire.told("refused")) == 3 and not wire.closed
+    assert running.router.status(0.0)["refused_messages"] == 4
+    assert sum(event["event"] == "refused" for event in running.events) == 1, "the log is told once a second"
+    assert running.core.step == 0 and running.core.origin is None
+
+
+def test_a_stranger_is_sent_away() -> None:
+    running = Running().start()
+    for message in ({"type": "ready", "slot": 0, "incarnation": 0}, {"type": "leave"}, {"type": 7}, {}):
+        stranger = Process("server")
+        running.say(stranger, **message)
+        assert stranger.wire.closed and stranger.wire.told("refused")
+    asks = Process("server")
+    running.say(asks, type="status")
+    assert asks.wire.told("status") and not asks.wire.closed
+
+
+def test_watchers_see_what_happens() -> None:
+    running = Running()
+    watcher = Process("server")
+    running.say(watcher, type="watch")
+    running.start()
+    assert watcher.wire.admitted and [m["event"] for m in watcher.wire.told("event")][:1] == ["joined"]
+    running.say(running.processes[4], type="progress", trainer=0, step=3, loss=0.5, mine="text")
+    assert watcher.wire.told("progress") == [{"type": "progress", "trainer": 0, "step": 3, "loss": 0.5, "mine": "text"}]
+    running.close(watcher.wire)
+    running.say(running.processes[4], type="progress", trainer=0, step=4)
+    assert len(watcher.wire.told("progress")) == 1
+
+
+def test_servers_that_are_gone_are_shown_for_a_while() -> None:
+    running = Running()
+    for _ in range(150):
+        process = running.join("server")
+        running.close(process.wire)
+        running.answer(GONE)
+    running.router.on_tick(1.0)
+    assert len(running.core.members) <= 101 and len(running.router._addresses) <= 101
