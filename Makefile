@@ -73,7 +73,7 @@ bench: setup
 	@$(BIN)/torch-ecrec bench $(or $(ARGS),train)
 
 docs: $(VENV)/.installed
-	@$(BIN)/python -m pytest -q tests/test_docs.py
+	@$(BIN)/python -m pytest -q tests/unit/test_docs.py
 
 # build/lib is removed first: setuptools would ship modules deleted since the last build.
 wheel: $(VENV)/.installed

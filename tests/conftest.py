@@ -21,8 +21,8 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 CRITEO = ROOT.parent / "shared" / "data" / "criteo_kaggle_10k.tsv.gz"
 
 MARK = "PYTEST_ECREC_SESSION"

@@ -34,6 +34,7 @@ from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters, load_, own_of
 from torch_ecrec.nn.gradients import WaitingGradients, put_back_
 from torch_ecrec.nn.loop import Judge
+from torch_ecrec.nn.loop_variables import inside
 from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.nn.random_states import random_states, set_random_states
 from torch_ecrec.nn.reader import Reader, Stateful
@@ -69,7 +70,9 @@ class Attachment:
         self._session = session
         self._state = TrainerState(optimizers, stateful)
         self._own = own
-        judge = Judge(self._counters, [stateful[name] for name in own])
+        known = [model, *model.modules(), *model.parameters(), *model.buffers(), *self._state.all_optimizers, session]
+        known += [p for o in self._state.all_optimizers for group in o.param_groups for p in group["params"]]
+        judge = Judge(self._counters, [stateful[n] for n in own], known + inside([reader, *stateful.values()]))
         self.reader = None if reader is None else Reader(reader, self._on_draw, judge)
         self._settings = ModuleSettings(model)
         if optimizers:

@@ -1,6 +1,6 @@
 """What the sharded modules need from the servers, as a protocol: `client.session.Session` is the real one.
 
-Tests have others, in memory; the same tests hold all of them to one behaviour (`tests/test_backend.py`).
+Tests have others, in memory; the same tests hold all of them to one behaviour (`tests/simulated/test_backend.py`).
 
 Shape legend: N ids, U unique rows, D embedding dim, W record width in floats.
 """

@@ -9,7 +9,7 @@ are drawn, and refused by name; a loop's counts, which it may only print, are to
     judge.on_forward(...)    a batch is trained on
 
 Does not know how batches are brought back (`reader.py` does). Sees the frame that draws, and no others: a loop that
-keeps its state elsewhere is not seen through.
+keeps its state elsewhere is not seen through. What variables hold `loop_variables.py` looks at.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import gc
 import inspect
 import itertools
 import logging
-import random
+import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType, GeneratorType
 from typing import Any
 
-from torch_ecrec.nn.random_states import GENERATORS, state_of
+from torch_ecrec.nn.loop_variables import Variable, Variables, inside
 
 log = logging.getLogger(__name__)
 
 FRAMES_MOST = 12
-LOOKS = 3  # at the variables of a loop, in each pass: what moves from each to the next moves with the batches
+LOOKS = 3  # at the variables of a loop, at the begin of each pass; then after twice as many batches each time
 PIPELINES = "torchrec.distributed.train_pipeline"  # these draw ahead of what they train on
 
 _COUNT_PASSES = (
@@ -41,6 +41,10 @@ _AROUND = {
     enumerate: "`enumerate` counts from 0 again after a restart in the middle of a pass. Write"
     " `for i, batch in batches.enumerate(): ...`, which goes on counting",
     zip: "`zip` begins the others anew after a restart. Attach one reader that gives what belongs together",
+    itertools.zip_longest: "`zip_longest` begins the others anew after a restart. Attach one reader that gives what"
+    " belongs together",
+    itertools.cycle: "`cycle` keeps the batches of the first pass and draws no more, so no step would end, and after a"
+    " restart it has others. Write `for epoch in batches.epochs(N): for batch in batches: ...`",
     itertools.islice: "`islice` counts from 0 again after a restart in the middle of a pass. Leave the pass when"
     " `batches.drawn` is what it should be",
 }
@@ -52,9 +56,15 @@ class Judge:
     Args:
         counters: whole numbers of what the user has attached, by name, as they are now.
         attached: what the user has attached.
+        known: all that is brought back, or is the reader's; None: what is attached.
     """
 
-    def __init__(self, counters: Callable[[], Mapping[str, int]] = dict, attached: Collection[object] = ()) -> None:
+    def __init__(
+        self,
+        counters: Callable[[], Mapping[str, int]] = dict,
+        attached: Collection[object] = (),
+        known: Collection[object] | None = None,
+    ) -> None:
         self._counters, self._attached = counters, attached
         self._thread = threading.get_ident()
         self.pipelined = False
@@ -64,7 +74,10 @@ class Judge:
         self._asked = False  # for a batch, in this life
         self._drawn_before_forward = 0
         self._trained = self._restored = False
-        self._looks: list[dict[str, Any]] = []  # at the variables of the loop
+        self._variables = Variables(inside(attached) if known is None else known)
+        self._looks: list[dict[str, Variable]] = []  # at the variables of the loop, in the present pass
+        self._bound: set[str] | None = None  # those that it had before its first batch
+        self._generators: dict[str, tuple[Any, Any]] = {}  # and their random states, when they were looked at last
         self._told = self._counts_now = False
 
     # what the loop asks ---------------------------------------------------------------------------
@@ -114,7 +127,7 @@ class Judge:
                     f" begin with the first pass after a restart, or with the one that training goes on in."
                     f" {_COUNT_PASSES}"
                 )
-        if drawn <= LOOKS:
+        if drawn <= LOOKS or drawn & (drawn - 1) == 0:
             self._look(drawn, caller)
         self._asked, self._counts_now = True, False
         self._drawn_before_forward += not self._trained
@@ -138,64 +151,87 @@ class Judge:
             holders, frame = gc.get_referrers(generators[0]), frame.f_back
 
     def _look(self, drawn: int, caller: FrameType) -> None:
-        """At the variables of the loop: does it count, or draw from a generator, that nobody would bring back?"""
+        """At the variables of the loop: does it train by something that nobody would bring back?
+
+        Raises:
+            RuntimeError: it draws from a generator, or moves something with a state, that was not attached.
+        """
         frame: FrameType | None = caller
         while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
             frame = frame.f_back
         if frame is None or self.pipelined:
             return
-        now = self._variables(frame)
+        now = self._variables.of(frame)
+        if self._bound is None:
+            self._bound = set(now)
+        self._check_generators(now)
         if drawn == 0:
             self._looks.clear()
         self._looks.append(now)
-        if len(self._looks) < 2:
-            return
-        before = self._looks[-2]
-        for name, value in now.items():
-            if not isinstance(value, int) and name in before and not _same(before[name], value):
+        moved = [name for name in now if name in self._bound and self._has_moved(name)]
+        for name in moved:
+            if now[name].attachable:
+                short = name.rpartition(".")[2]
                 raise RuntimeError(
-                    f"the loop draws from `{name}`, a generator of its own, which begins anew after a restart: other"
-                    f" numbers than without one. Attach it: `model.attach(..., {name.rpartition('.')[2]}={name})`"
+                    f"`{name}` changes with the batches, and begins anew after a restart. Attach it:"
+                    f" `model.attach(..., {short}={name})`"
                 )
-        if len(self._looks) <= LOOKS or self._told or self._counts_now:
-            return
-        counts = [name for name, value in now.items() if isinstance(value, int) and self._counts_up(name)]
-        if counts:
+        if drawn == LOOKS and not self._told:
+            self._tell([name for name in now if self._is_kept(name, now[name], name in moved)])
+
+    def _check_generators(self, now: Mapping[str, Variable]) -> None:
+        """Between any two looks, of different passes too."""
+        for variable in now.values():
+            for path, (generator, state) in variable.generators.items():
+                last, self._generators[path] = self._generators.get(path), (generator, state)
+                if last is not None and last[0] is generator and not _same(last[1], state):
+                    short = re.sub(r"\W+", "_", path.rpartition(".")[2]).strip("_")
+                    raise RuntimeError(
+                        f"the loop draws from `{path}`, a generator of its own, which begins anew after a restart:"
+                        f" other numbers than without one. Attach it: `model.attach(..., {short}={path})`"
+                    )
+
+    def _has_moved(self, name: str) -> bool:
+        """In this pass."""
+        seen = [look[name].sum for look in self._looks if name in look]
+        return len(set(seen)) > 1
+
+    def _is_kept(self, name: str, variable: Variable, moved: bool) -> bool:
+        """Whether the loop keeps something in a variable from batch to batch."""
+        if all(name in look and look[name].number is not None for look in self._looks):
+            return not self._counts_now and self._counts_up(name)
+        return variable.hidden or moved
+
+    def _tell(self, names: Sequence[str]) -> None:
+        if names:
             self._told = True
             log.warning(
-                "the loop counts in `%s`, which begins anew after a restart: if it trains by that, not only prints it,"
-                " attach what counts, or use `batches.drawn`, `batches.epoch` or `model.steps_done`, which go on",
-                "`, `".join(counts),
+                "the loop keeps `%s` in variables of its own, which begin anew after a restart: if it trains by them,"
+                " not only prints them, attach what keeps them, or use `batches.drawn`, `batches.epoch` or"
+                " `model.steps_done`, which go on",
+                "`, `".join(names),
             )
 
     def _counts_up(self, name: str) -> bool:
         """By the same number with every batch that was looked at."""
-        seen = [value for look in self._looks if isinstance(value := look.get(name), int)]
-        if len(seen) < len(self._looks):
-            return False
+        seen = [number for look in self._looks if (number := look[name].number) is not None]
         moves = {later - earlier for earlier, later in itertools.pairwise(seen)}
         return len(moves) == 1 and moves != {0}
 
-    def _variables(self, frame: FrameType) -> dict[str, Any]:
-        """Whole numbers, and states of generators, of a frame and of its `self`, but for what is attached."""
-        found: dict[str, Any] = {}
-        known = {id(thing) for thing in self._attached}
+    def sums(self, caller: FrameType) -> dict[str, int]:
+        """What the loop keeps in its variables, to be compared after a restart (`check_variables`)."""
+        return self._variables.sums(caller)
 
-        def look(values: Mapping[str, Any], prefix: str, numbers: bool) -> None:
-            for name, value in list(values.items()):
-                if numbers and type(value) is int:
-                    found[prefix + name] = value
-                elif isinstance(value, GENERATORS) and id(value) not in known:
-                    if not isinstance(value, random.SystemRandom):
-                        found[prefix + name] = state_of(value)
-
-        if frame.f_locals is not frame.f_globals:
-            look(frame.f_globals, "", numbers=False)
-        look(frame.f_locals, "", numbers=True)
-        owner = frame.f_locals.get("self")
-        if id(owner) not in known and hasattr(owner, "__dict__"):
-            look(vars(owner), "self.", numbers=True)
-        return found
+    def check_variables(self, caller: FrameType, then: Mapping[str, int]) -> None:
+        """The first draw after a restart: tells of variables that are other than they were at this draw."""
+        now = self._variables.sums(caller)
+        names = [name for name, value in then.items() if name in now and now[name] != value]
+        if names:
+            log.warning(
+                "after the restart variables of the loop are other than before: %s. If the loop trains by them, not"
+                " only prints them, it trains otherwise from here on: attach what keeps them",
+                ", ".join(names),
+            )
 
     def on_pass_begun(self) -> None:
         """What is attached is as at the begin of a pass."""
@@ -261,8 +297,11 @@ def _same(a: Any, b: Any) -> bool:
 
 def _is_in_outer_loop(frame: FrameType) -> bool:
     """Whether the `for` that draws is written within another loop of the same function."""
-    here = frame.f_lasti
+    here = begin = frame.f_lasti
     instructions = list(dis.get_instructions(frame.f_code))
     if not any(one.offset == here and one.opname == "FOR_ITER" for one in instructions):
         return False
-    return any("JUMP_BACKWARD" in one.opname and one.argval < here < one.offset for one in instructions)
+    for one in reversed(instructions):  # a long loop's has prefixes, and is jumped to before them
+        if one.offset == begin - 2 and one.opname == "EXTENDED_ARG":
+            begin = one.offset
+    return any("JUMP_BACKWARD" in one.opname and one.argval < begin < one.offset for one in instructions)

@@ -168,6 +168,7 @@ class Reader(Iterator[Any]):
         # of kind "all": drawn, whole, sum, began
         self._history: list[tuple[int, bool, int, dict[str, Any] | None]] = []
         self._now: Position | None = None  # of the draw that is being made
+        self._caller: FrameType | None = None  # likewise
         self._ahead: deque[_Draw] = deque()
         # after a restart
         self._target: Position | None = None  # where the first draw begins
@@ -175,6 +176,7 @@ class Reader(Iterator[Any]):
         self._then: dict[str, Any] | None = None  # random states after those
         self._then_at_forward = False  # they were taken when a forward began, after a pass was drawn to its end
         self._expected: int | None = None  # checksum of the batch after those
+        self._variables_then: Mapping[str, int] | None = None  # of the loop
 
     # the loop's side ------------------------------------------------------------------------------
 
@@ -266,7 +268,14 @@ class Reader(Iterator[Any]):
         outside = self._generators.states()
         state = self._state() if self.pipelined else None  # else `saved` asks for it
         self._now = Position(current.epoch, current.drawn, current.began, state, outside, current.sum)
-        on_batch = self._on_draw()
+        if self._variables_then is not None:
+            self._judge.check_variables(caller, self._variables_then)
+            self._variables_then = None
+        self._caller = caller
+        try:
+            on_batch = self._on_draw()
+        finally:
+            self._caller = None  # it holds what the loop has
         again = bool(self._again)
         expected: int | None
         if again:
@@ -378,6 +387,7 @@ class Reader(Iterator[Any]):
             "again": [(draw.position.random, draw.checksum) for draw in self._ahead] + list(self._again),
             "then": self._generators.states() if at_forward or self._now is None else self._now.random,
             "at_forward": at_forward,
+            "variables": None if self._caller is None else self._judge.sums(self._caller),
         }
 
     def load(self, saved: Mapping[str, Any], checksum: int | None) -> None:
@@ -401,6 +411,7 @@ class Reader(Iterator[Any]):
         self._again = deque(saved["again"])
         self._then, self._then_at_forward = saved["then"], saved["at_forward"]
         self._expected = checksum
+        self._variables_then = saved["variables"]
         self._judge.on_restored()
 
     def _go_to(self, current: Pass, target: Position) -> None:

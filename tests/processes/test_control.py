@@ -11,17 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import control
 from torch_ecrec.transport.control import ControlClient, ControlServer, LineConnection, Lines, encode_line, request
 from torch_ecrec.transport.liveness import ALIVE, GONE, SignOfLife
 
-REPO = Path(__file__).resolve().parent.parent
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
 PROMPTLY_S = 20.0  # by itself, on whatever machine
 
@@ -157,7 +156,7 @@ def test_a_killed_process_is_noticed_at_once(running: Running) -> None:
         "threading.Event().wait(600)\n"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", program, str(running.server.address[1])], env={**os.environ, "PYTHONPATH": str(REPO)}
+        [sys.executable, "-c", program, str(running.server.address[1])], env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     try:
         connection, message = running.message()
@@ -358,7 +357,7 @@ def test_no_more_descriptors_are_survived() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     try:
         assert child.stdout is not None and child.stderr is not None
@@ -403,7 +402,7 @@ def test_a_forked_child_holds_no_sign_of_life(running: Running) -> None:
         "time.sleep(60)\n"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", program, str(running.server.address[1])], env={**os.environ, "PYTHONPATH": str(REPO)}
+        [sys.executable, "-c", program, str(running.server.address[1])], env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     connection, message = running.message()
     try:
@@ -437,6 +436,6 @@ def test_a_coordinator_that_does_not_read_holds_no_member_up(monkeypatch: pytest
 
 
 def test_control_needs_no_torch() -> None:
-    source = (REPO / "torch_ecrec" / "transport" / "control.py").read_text()
+    source = (ROOT / "torch_ecrec" / "transport" / "control.py").read_text()
     assert "import torch" not in source.replace("from torch_ecrec", "")
     assert json.loads(encode_line({"a": 1})) == {"a": 1}

@@ -10,13 +10,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from junk import plain
+from places import ROOT
 from transport_child import (
     ANSWER_CLASSES,
     BAD_ANSWER,
@@ -38,7 +38,6 @@ from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.transport.rpc import _compact
 
-REPO = Path(__file__).resolve().parent.parent
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
 PROMPTLY_S = 20.0  # by itself, on whatever machine
 
@@ -50,12 +49,12 @@ class Child:
         self.name = name
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the child has failed
         self.process = subprocess.Popen(
-            [sys.executable, str(REPO / "tests" / "transport_child.py"), kind, name, str(store_port)],
+            [sys.executable, str(ROOT / "tests" / "transport_child.py"), kind, name, str(store_port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
         self.ids = itertools.count()
         self.news = threading.Condition()

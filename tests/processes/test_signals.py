@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import wait_for_none, wait_until
+from places import SUPPORT
 from test_cli import LIMIT_S, SMALL, Command, command, status_of
 from test_member import WELCOME, Coordinator
 
@@ -214,7 +215,7 @@ def test_a_server_told_to_end_at_any_line(monkeypatch: pytest.MonkeyPatch, reaso
 )
 def test_trainer_with_a_cluster_of_its_own(moment: str) -> None:
     """Its script catches nothing, so that Ctrl-C is Python's: nothing of ours adds to it."""
-    child = Path(__file__).with_name("embedded_child.py")
+    child = SUPPORT / "embedded_child.py"
     environment = {"PYTHONPATH": f"{child.parent}{os.pathsep}{child.parent.parent}"}
     with command(program=[str(child), "wait"], environment=environment) as trainer:
         if moment == "trained":

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import wait_for_none
+from places import SUPPORT
 from test_cli import LIMIT_S, SMALL, command
 
 END_S = 300.0  # only a hang reaches it
@@ -51,7 +52,7 @@ EVERY_DAY = {
 def test_nothing_is_left(launcher: str, ending: str, tmp_path: Path) -> None:
     expected = ENDINGS[ending][launcher == "trainer"]
     how = ending if ending in ("success", "failure") else "wait"
-    child = Path(__file__).with_name("embedded_child.py")
+    child = SUPPORT / "embedded_child.py"
     program = ["-m", "torch_ecrec", "up", *SMALL] if launcher == "up" else [str(child), how]
     shared = set(os.listdir("/dev/shm"))
     environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{child.parent}{os.pathsep}{child.parent.parent}"}

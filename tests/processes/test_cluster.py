@@ -25,6 +25,7 @@ import pytest
 from builds import BUILD
 from cluster_child import Orders
 from conftest import ROOT, wait_until
+from places import SUPPORT
 
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.supervisor import Supervisor
@@ -47,7 +48,7 @@ class Child:
     def __init__(self, orders: Orders, logs: Path) -> None:
         with (logs / f"trainer-{orders.trainer}.log").open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("cluster_child.py")), json.dumps(vars(orders))],
+                [sys.executable, str(SUPPORT / "cluster_child.py"), json.dumps(vars(orders))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

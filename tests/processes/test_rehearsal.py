@@ -33,7 +33,7 @@ from torch_ecrec.rehearsal.compare import (
     verdict,
 )
 
-CHILD = ROOT / "tests" / "rehearsed_child.py"
+CHILD = ROOT / "tests" / "support" / "rehearsed_child.py"
 LIMIT_S = 400.0
 
 # records ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import test_cluster
 from conftest import ROOT, is_stopped, wait_until
+from places import SUPPORT
 from test_cluster import STEPS, Cluster, Status, check, cluster
 
 from torch_ecrec.spec.job import CodeSpec
@@ -45,7 +46,7 @@ def test_a_server_that_hangs(tmp_path: Path, undisturbed: list[dict[str, Any]], 
     with is refused, and it joins again, as a spare."""
     environment = dict(LEASE)
     if in_fold:
-        environment |= {"PYTHONPATH": f"{Path(__file__).with_name('stopping')}{os.pathsep}{ROOT}"}
+        environment |= {"PYTHONPATH": f"{SUPPORT / 'stopping'}{os.pathsep}{ROOT}"}
         environment |= {"ECREC_TEST_STOP": f"1 0 {STOPPED_STEP + 1}"}
     orders: dict[str, Any] = {"steps": STEPS, "hold": (STOPPED_STEP,)}
     with cluster(tmp_path, CodeSpec(3, 2, 1), spares=1, environment=environment, **orders) as running:

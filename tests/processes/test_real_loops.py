@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import SUPPORT
 
 from torch_ecrec.processes.launch import Supervisor
 from torch_ecrec.spec.job import CodeSpec
 
-CHILD = Path(__file__).with_name("loop_child.py")
+CHILD = SUPPORT / "loop_child.py"
 LIMIT_S = 240.0
 
 

@@ -72,7 +72,7 @@ def test_every_optimizer_is_declared_in_a_file_of_its_name():
 @pytest.mark.parametrize("kind", NAMES)
 def test_hyperparameters_are_known_and_in_range(kind):
     found = optimizer(kind)
-    assert set(FORMULAS) >= {kind}, f"add the formula of {kind} to tests/formulas.py"
+    assert set(FORMULAS) >= {kind}, f"add the formula of {kind} to tests/support/formulas.py"
     assert found.complete({}) == dict(found.fixed)
     with pytest.raises(ValueError, match=f"optimizer {kind} has no nonsense; it has"):
         found.complete({"nonsense": 1.0})

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import ROOT
 
 from torch_ecrec.demo import criteo
 from torch_ecrec.demo.criteo import CATEGORIES, INTEGERS, auc, read, synthetic, write_synthetic
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+DATA = ROOT.parent / "shared" / "data"
 
 
 def line(label: str = "1", integers: list[str] | None = None, categories: list[str] | None = None) -> str:

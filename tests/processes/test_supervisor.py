@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import wait_until
+from places import SUPPORT
 from test_cli import command
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
@@ -21,7 +22,7 @@ from torch_ecrec.spec.job import CodeSpec
 LIMIT_S = 300.0  # only a hang reaches it
 CODE = CodeSpec(2, 1, 1)
 ENVIRONMENT = {"TORCH_ECREC_HEARTBEAT_S": "0.2", "OMP_NUM_THREADS": "1"}
-FAKES = Path(__file__).with_name("ending")
+FAKES = SUPPORT / "ending"
 
 
 @contextlib.contextmanager

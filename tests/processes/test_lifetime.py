@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import ROOT, is_stopped, wait_until
+from places import SUPPORT
 from test_cluster import ENVIRONMENT
 
 from torch_ecrec.errors import ClusterError, TrainersLost
@@ -32,7 +33,7 @@ class Trainer:
     def __init__(self, how: str, join: str | None, rank: int = 0, trainers: int = 1, store: Path | None = None) -> None:
         orders = {"how": how, "join": join, "rank": rank, "trainers": trainers, "store": str(store), "steps": STEPS}
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("ends_child.py")), json.dumps(orders)],
+            [sys.executable, str(SUPPORT / "ends_child.py"), json.dumps(orders)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

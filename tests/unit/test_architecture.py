@@ -11,12 +11,13 @@ The checks are themselves checked, on sources that break each rule.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torch_ecrec"
 
 # A unit (module or package directly under torch_ecrec) imports strictly lower ranks or itself. Equal ranks do not know
@@ -490,3 +491,19 @@ def test_an_access_to_the_environment_is_told(kind: str, source: str) -> None:
 def test_impurity_is_found(source: str) -> None:
     assert impure_imports(ast.parse(source))
     assert not impure_imports(ast.parse("import numpy, torch\nimport timeit"))
+
+
+def test_tests_lie_in_tiers() -> None:
+    """Those that start processes lie where those do; nothing lies beside the tiers."""
+    tests = ROOT / "tests"
+    beside = sorted(path.name for path in tests.iterdir() if path.is_file())
+    assert beside == ["conftest.py"], "a test lies in the folder of its tier, see CONTRIBUTING.md"
+    assert {path.parent.name for path in tests.rglob("test_*.py")} == {"unit", "simulated", "processes"}
+    starts = re.compile(r"\b(Supervisor|Popen|spawn)\(")
+    wrong = [
+        str(path.relative_to(tests))
+        for tier in ("unit", "simulated")
+        for path in (tests / tier).rglob("*.py")
+        if starts.search(path.read_text(encoding="utf-8"))
+    ]
+    assert not wrong, f"they start processes, and belong into tests/processes: {wrong}"

@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 
 import pytest
+from places import ROOT
 from test_architecture import RANKS
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
@@ -138,7 +138,7 @@ def test_the_architecture_has_every_room_with_its_rank() -> None:
 
 
 def test_a_name_that_is_gone_is_found() -> None:
-    text = "`layout/stripes.py:Layout.locate` tests/test_docs.py `StepRule.settled` StepRule.applied"
+    text = "`layout/stripes.py:Layout.locate` tests/unit/test_docs.py `StepRule.settled` StepRule.applied"
     assert not unknown_names(text)
     text = "`layout/none.py`, layout/stripes.py:None_, `layout/stripes.py:Layout.none`, StepRule.none"
     wanted = ["layout/none.py", "layout/stripes.py:None_", "layout/stripes.py:Layout.none", "StepRule.none"]

@@ -44,11 +44,20 @@ def test_a_loop_within_another_is_refused_before_its_first_batch() -> None:
             pass
 
 
+def test_a_long_loop_is_not_within_another_one() -> None:
+    """Python jumps back to what it puts before a jump of more than 255 instructions."""
+    scope: dict[str, Any] = {"reader": Reader([1, 2])}
+    exec("def loop():\n    for batch in reader:\n" + "        batch = abs(batch)\n" * 3000 + "loop()", scope)
+    assert scope["reader"].drawn == 0 and scope["reader"]._passes == 1
+
+
 @pytest.mark.parametrize(
     ("around", "what"),
     [
         (enumerate, r"`enumerate`.*`for i, batch in batches.enumerate\(\)"),
         (lambda batches: zip(batches, itertools.count(), strict=False), "`zip` begins the others anew"),
+        (lambda batches: itertools.zip_longest(batches, [1, 2]), "`zip_longest` begins the others anew"),
+        (itertools.cycle, "`cycle` keeps the batches of the first pass and draws no more"),
         (lambda batches: itertools.islice(batches, 2), "`islice`.*`batches.drawn`"),
         (lambda batches: enumerate(tqdm(batches, disable=None)), "`enumerate` counts from 0 again"),
         (lambda batches: enumerate(batch for batch in (b for b in batches)), "`enumerate` counts from 0 again"),
@@ -70,7 +79,7 @@ def test_a_count_of_the_loops_own_is_told_once(caplog: pytest.LogCaptureFixture)
     loop(Reader(list("abcdefg")), asks=True)
     assert not caplog.text
     loop(Reader(list("abcdefg")), asks=False)
-    assert caplog.text.count("the loop counts in `turns`, `seen`, which begins anew after a restart") == 1
+    assert caplog.text.count("the loop keeps `turns`, `seen` in variables of its own, which begin anew") == 1
 
 
 @pytest.mark.parametrize(
