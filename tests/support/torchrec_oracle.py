@@ -12,7 +12,6 @@ The bases are those of the installed TorchRec; nothing of them is here. `TORCH_E
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import multiprocessing
 import os
@@ -37,7 +36,7 @@ _MODULES = (
     "torchrec.distributed.test_utils.test_sharding",
 )
 _ENVIRONMENT = ("MASTER_ADDR", "GLOO_DEVICE_TRANSPORT", "TORCH_ECREC_ORACLE")
-TIMEOUT_S = 180.0
+TIMEOUT_S = 60.0
 _LACKING = "torchrec.distributed.tests.test_sequence_model"
 
 
@@ -102,7 +101,6 @@ class Processes:
         """Calls it on both, with `rank` and `world_size`; raises what one raised. None outlives an error."""
         if self._pool is None:
             self._pool = multiprocessing.get_context("spawn").Pool(2)
-            atexit.register(self.close)
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment["MASTER_PORT"] = str(get_free_port())
         results = [

@@ -1,0 +1,94 @@
+"""One step of TorchRec's test models, sharded, against the same model unsharded: their comparison, with our class.
+
+Every case says what it wants of a sharding; where our rows lie is not theirs to say, and the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchrec_oracle as oracle
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.test_utils import test_sharding as shardings
+from torchrec.distributed.test_utils.test_model import TestSparseNN
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.test_utils import get_free_port
+
+SHARDINGS = {"table_wise": "fused", "row_wise": "fused", "column_wise": "fused", "data_parallel": "dense"}
+INPUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int32": dict.fromkeys(("indices_dtype", "offsets_dtype", "lengths_dtype"), torch.int32) | {"use_offsets": True},
+    "variable batch": {"variable_batch_size": True},
+}
+CASES = [
+    (world, sharding, weighted, pooling, given)
+    for world in (1, 2)
+    for sharding in SHARDINGS
+    for weighted in (True, False)
+    for pooling in (PoolingType.SUM, PoolingType.MEAN)
+    for given in INPUTS
+]
+
+
+def tables(count: int, pooling: PoolingType, prefix: str = "") -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            num_embeddings=10 * (i % 4 + 1),
+            embedding_dim=8 * (i % 4 + 2),
+            name=f"{prefix}table_{i}",
+            feature_names=[f"{prefix}feature_{i % 4}"],  # two features are of two tables
+            pooling=pooling,
+        )
+        for i in range(count)
+    ]
+
+
+def groups(configs: list[EmbeddingBagConfig]) -> dict[str, list[str]]:
+    shared = {config.feature_names[0] for config in configs[4:]}
+    names = [(config.feature_names[0], config.name) for config in configs]
+    return {"group_0": [f"{feature}@{table}" if feature in shared else feature for feature, table in names]}
+
+
+def run(world: int, sharding: str, weighted: bool, pooling: PoolingType, given: dict[str, Any]) -> None:
+    configs = tables(6, pooling)
+    arguments: dict[str, Any] = {
+        "model_class": TestSparseNN,
+        "tables": configs,
+        "weighted_tables": tables(2, PoolingType.SUM, "weighted_") if weighted else None,
+        "embedding_groups": groups(configs),
+        "sharders": [shardings.create_test_sharder("embedding_bag_collection", sharding, SHARDINGS[sharding])],
+        "constraints": {config.name: ParameterConstraints(min_partition=4) for config in configs},
+        "backend": "gloo",
+        "optim": EmbOptimType.EXACT_SGD,
+        **given,
+    }
+    if world == 2:
+        oracle.PROCESSES.call(shardings.sharding_single_rank_test, **arguments)
+    else:
+        shardings.sharding_single_rank_test(rank=0, world_size=1, **arguments)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _processes() -> Iterator[None]:
+    yield
+    oracle.PROCESSES.close()
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle.swap()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(get_free_port()))
+
+
+@pytest.mark.parametrize(
+    ("world", "sharding", "weighted", "pooling", "given"), CASES, ids=lambda value: str(getattr(value, "value", value))
+)
+def test_a_sharded_model_is_the_unsharded_one(
+    world: int, sharding: str, weighted: bool, pooling: PoolingType, given: str
+) -> None:
+    run(world, sharding, weighted, pooling, INPUTS[given])
