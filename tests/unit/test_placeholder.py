@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_session import FakeSession
 from models import CPU, META, Net, batch_of, collection, dense_parameters, plain_torchrec, shard, train
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -213,8 +214,13 @@ def test_what_is_written_before_attach_is_loaded_before_it_and_not_after_a_resta
     model.state_dict()[key].fill_(1.0)
     model.attach()
     assert model.state_dict()[key].eq(1.0).all()
-    session.restarted = True
-    again = DistributedModelParallel(Net(collection("sgd", device=CPU)), session=session)
+    for seed in range(2):
+        with model.step():
+            model(batch_of(3, seed))[0].backward()
+    assert list(session.snapshots) == [1]
+    trained = session.after[1][0].clone()
+    later = FakeSession(session.job, before=session, step=1)
+    again = DistributedModelParallel(Net(collection("sgd", device=CPU)), session=later)
     again.state_dict()[key].fill_(2.0)
     again.load_state_dict(again.state_dict() | {key: torch.full_like(model.state_dict()[key], 3.0)})
-    assert again.state_dict()[key].eq(1.0).all()
+    assert torch.equal(later.records[0], trained), "it was trained since"
