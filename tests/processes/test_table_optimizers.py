@@ -101,6 +101,10 @@ UNDERSTOOD: dict[str, tuple[type | None, dict[str, Any], dict[str, Any], Optimiz
         torchrec_optimizers.LarsSGD, {"lr": 0.1, "momentum": 0.5, "eta": 0.1, "weight_decay": 0.2}, {},
         OptimizerSpec("lars_sgd", 0.1, momentum=0.5, eta=0.1, weight_decay=0.2),
     ),
+    "decay that is decoupled anyhow": (
+        None, {}, {"optimizer": TYPES.LAMB, "weight_decay": 0.1, "weight_decay_mode": MODES.DECOUPLE},
+        OptimizerSpec("lamb", weight_decay=0.1),
+    ),
     "fused alone": (
         None, {}, {"optimizer": TYPES.ADAM, "learning_rate": 0.3, "beta1": 0.5, "weight_decay": 0.1},
         OptimizerSpec("adam", 0.3, beta1=0.5, weight_decay=0.1),
@@ -152,6 +156,7 @@ REFUSED: dict[str, tuple[type | None, dict[str, Any], dict[str, Any], str]] = {
     "amsgrad": (torch.optim.Adam, {"amsgrad": True}, {}, "adam with amsgrad=True"),
     "decay of Adagrad": (torch.optim.Adagrad, {"weight_decay": 0.1}, {}, "weight_decay=0.1 .* it has `lr`, `eps`"),
     "decay without a mode": (RowWiseAdagrad, {"weight_decay": 0.1}, {}, "no effect without `weight_decay_mode`"),
+    "L2 decay of Adam": (torchrec_optimizers.Adam, DECAY, {}, "optimizer adam with weight_decay_mode=1.0 is not"),
     "negative": (torchrec_optimizers.Adam, {"eps": -1.0}, {}, "`eps` must not be negative"),
     "beta of one": (None, {}, {"optimizer": TYPES.ADAM, "beta2": 1.0}, "`beta2` of adam must be less than 1"),
     "max without clipping": (None, {}, {"max_gradient": 0.5}, "no effect without `gradient_clipping=True`"),
@@ -316,6 +321,14 @@ def test_tables_of_one_layout_have_rates_of_their_own() -> None:
         for k in [f"collections.0.embedding_bags.{name}.weight"]
     }
     assert same == {"wide": False, "shared": True, "small": False, "last": False}
+
+
+def test_only_learning_rates_may_change_in_training() -> None:
+    model, _ = shard(Net(made(torch.optim.Adam, {"lr": 0.1})))
+    train(model, [batch_of(6, 0)])
+    model.fused_optimizer.param_groups[0]["beta1"] = 0.5
+    with pytest.raises(ValueError, match=r"`beta1` of the fused optimizer was changed from 0\.9 to 0\.5"):
+        train(model, [batch_of(6, 1)])
 
 
 # state ------------------------------------------------------------------------------------------------

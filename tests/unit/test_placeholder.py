@@ -214,11 +214,13 @@ def test_what_is_written_before_attach_is_loaded_before_it_and_not_after_a_resta
     model.state_dict()[key].fill_(1.0)
     model.attach()
     assert model.state_dict()[key].eq(1.0).all()
-    with model.step():
-        model(batch_of(4, 0))[0].backward()
-    trained, step = model.state_dict()[key].clone(), session.step - 1
-    session.snapshots[step] = (torch.empty(0), [])
-    restarted = FakeSession(session.job, before=session, step=step)
-    again = DistributedModelParallel(Net(collection("sgd", device=CPU)), session=restarted)
+    for seed in range(2):
+        with model.step():
+            model(batch_of(3, seed))[0].backward()
+    assert list(session.snapshots) == [1]
+    trained = session.after[1][0].clone()
+    later = FakeSession(session.job, before=session, step=1)
+    again = DistributedModelParallel(Net(collection("sgd", device=CPU)), session=later)
     again.state_dict()[key].fill_(2.0)
-    assert torch.equal(again.state_dict()[key], trained)
+    again.load_state_dict(again.state_dict() | {key: torch.full_like(model.state_dict()[key], 3.0)})
+    assert torch.equal(later.records[0], trained), "it was trained since"

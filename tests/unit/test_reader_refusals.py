@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from torch_ecrec.nn.loop import Judge
 from torch_ecrec.nn.reader import Reader
+from torch_ecrec.nn.values import decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
@@ -298,6 +299,16 @@ def test_a_pass_that_has_become_longer_is_told() -> None:
     longer.reader._reader = iter(range(1, 100))
     with pytest.raises(RuntimeError, match="a pass of the reader has more than the 4 batches"):
         next(iter(longer.reader))
+
+
+def test_a_sequence_that_the_loop_has_changed_is_told() -> None:
+    """Hard examples, say, that the lost life had added."""
+    first = Loop("list").run(3)
+    saved = decode(first.saved[2])
+    saved["reader"]["size"] += 1
+    first.saved[2] = encode(saved, "loop")
+    with pytest.raises(ValueError, match="a sequence that the loop changes is not brought back"):
+        Loop("list", first.saved[2])
 
 
 def test_another_kind_of_reader_is_refused() -> None:

@@ -378,6 +378,7 @@ class Reader(Iterator[Any]):
             state = self._state()
         return {
             "kind": self._kind,
+            "size": len(self._reader) if isinstance(self._reader, Sequence) else -1,
             "epoch": position.epoch,
             "drawn": position.drawn,
             "began": position.began,
@@ -398,11 +399,17 @@ class Reader(Iterator[Any]):
             checksum: of the batch that comes after those that were drawn ahead, if it is known.
 
         Raises:
-            ValueError: it was another kind of reader.
+            ValueError: it was another kind of reader, or a sequence of another length.
         """
         if saved["kind"] != self._kind:
             raise ValueError(
                 f"the reader ({type(self._reader).__name__}) is of another kind than when the snapshot was taken"
+            )
+        if isinstance(self._reader, Sequence) and saved["size"] != len(self._reader):
+            raise ValueError(
+                f"the reader had {saved['size']} batches when the snapshot was taken, and has {len(self._reader)}: a"
+                " sequence that the loop changes is not brought back. Attach a reader with state_dict and"
+                " load_state_dict"
             )
         self._target = Position(
             saved["epoch"], saved["drawn"], saved["began"], saved["state"], saved["then"], saved["sum"]

@@ -218,10 +218,20 @@ class SparseStep:
         )
 
     def rates(self) -> list[float]:
-        """The learning rate in force, per slab."""
+        """The learning rate in force, per slab.
+
+        Raises:
+            ValueError: tables that share one have several, or another hyperparameter was changed.
+        """
         rates: dict[int, float] = {}
         for optimizer in self.optimizers:
             for slab, group in zip(optimizer.slabs, optimizer.param_groups, strict=True):
+                for name, value in self.session.job.slabs[slab].optimizer.fixed:
+                    if group.get(name, value) != value:
+                        raise ValueError(
+                            f"`{name}` of the fused optimizer was changed from {value} to {group[name]}: of a job that"
+                            " runs, the servers take other learning rates only"
+                        )
                 lr = float(group["lr"])
                 if rates.setdefault(slab, lr) != lr:
                     names = ", ".join(table.name for table in self.session.job.slabs[slab].tables)

@@ -121,7 +121,9 @@ def _with_wishes(found: SparseOptimizer, wishes: dict[str, Any]) -> OptimizerSpe
     limit = _gradient_limit(wishes)
     _take_settings(wishes)
     if "weight_decay_mode" in wishes:
-        wishes["weight_decay_mode"] = _decay_mode(wishes["weight_decay_mode"])
+        wishes["weight_decay_mode"] = mode = _decay_mode(wishes["weight_decay_mode"])
+        if mode == _DECAY_MODES.index("DECOUPLE") and "weight_decay_mode" not in found.fixed and found.types:
+            del wishes["weight_decay_mode"]  # it is, where FBGEMM has no choice
     fixed = {name: float(wishes.pop(name)) for name in found.fixed if name in wishes}
     has = ", ".join(f"`{name}`" for name in ("lr", *found.fixed))
     refused = [f"{k}={v}" for k, v in wishes.items() if v and DEFAULTS.get(k) != v]
