@@ -18,6 +18,7 @@ from torch_ecrec.nn.unsharded import check_config
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
+    oracle.leave()
     oracle.PROCESSES.close()
 
 

@@ -75,6 +75,7 @@ def run(world: int, sharding: str, weighted: bool, pooling: PoolingType, given: 
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:
     yield
+    oracle.leave()
     oracle.PROCESSES.close()
 
 

@@ -28,6 +28,7 @@ from torchrec.test_utils import get_free_port
 
 import torch_ecrec
 from torch_ecrec.nn import parallel
+from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.spec.job import JobSpec
 
 MODES = ("memory", "cluster", "stock")
@@ -37,6 +38,9 @@ _MODULES = (
 )
 _ENVIRONMENT = ("MASTER_ADDR", "GLOO_DEVICE_TRANSPORT", "TORCH_ECREC_ORACLE")
 TIMEOUT_S = 60.0
+MODELS_AT_ONCE = 2
+_CONNECT = parallel._connect
+_SESSIONS: list[EmbeddingBackend] = []
 _LACKING = "torchrec.distributed.tests.test_sequence_model"
 
 
@@ -71,14 +75,28 @@ def model_class() -> type[Any]:
 def swap() -> None:
     """Gives TorchRec's test modules our class, in this process."""
     provide_missing()
-    if mode() == "memory":
-        parallel._connect = _in_memory
+    if mode() != "stock":
+        parallel._connect = _in_memory if mode() == "memory" else _in_cluster
     for name in _MODULES:
         setattr(importlib.import_module(name), "DistributedModelParallel", model_class())  # noqa: B010
 
 
 def _in_memory(job: JobSpec, settings: object, code: object, trainer: int, snapshot_every: int) -> FakeSession:
     return FakeSession(job, trainer)
+
+
+def _in_cluster(*job_and_more: Any) -> EmbeddingBackend:
+    """These tests close no model: all but the newest two leave, and their clusters end."""
+    while len(_SESSIONS) >= MODELS_AT_ONCE:
+        _SESSIONS.pop(0).close()
+    _SESSIONS.append(_CONNECT(*job_and_more))
+    return _SESSIONS[-1]
+
+
+def leave() -> None:
+    """Ends the clusters that are left."""
+    while _SESSIONS:
+        _SESSIONS.pop().close()
 
 
 def _call(function: Callable[..., Any], environment: dict[str, str], arguments: dict[str, Any]) -> None:
@@ -89,6 +107,8 @@ def _call(function: Callable[..., Any], environment: dict[str, str], arguments: 
         function(**arguments)
     except Exception:
         raise RuntimeError(traceback.format_exc()) from None  # the exception itself may not travel
+    finally:
+        leave()
 
 
 class Processes:
