@@ -23,8 +23,10 @@ def _processes() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def ours() -> None:
+def ours() -> Iterator[None]:
     oracle.swap()
+    yield
+    oracle.restore()
 
 
 class TestShardings(oracle.OracleProcesses, shardings._ModelParallelBase):

@@ -34,6 +34,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("MASTER_PORT", str(get_free_port()))
     made = init_distributed_single_host(backend="gloo", rank=0, world_size=1)
     yield made
+    oracle.restore()
     oracle.leave()
     dist.destroy_process_group(made)
 

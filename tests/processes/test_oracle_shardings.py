@@ -80,10 +80,12 @@ def _processes() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     oracle.swap()
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(get_free_port()))
+    yield
+    oracle.restore()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """TorchRec's own tests with our class in place of theirs: what a script is after one changed import line.
 
     swap()              their test modules, in this process, make our `DistributedModelParallel` from now on
+    restore()           ends that
     PROCESSES           two processes that do the same
 
 The bases are those of the installed TorchRec; nothing of them is here. `TORCH_ECREC_ORACLE` says with what they run:
@@ -79,6 +80,11 @@ def swap() -> None:
         parallel._connect = _in_memory if mode() == "memory" else _in_cluster
     for name in _MODULES:
         setattr(importlib.import_module(name), "DistributedModelParallel", model_class())  # noqa: B010
+
+
+def restore() -> None:
+    """Models of other tests are made as ever."""
+    parallel._connect = _CONNECT
 
 
 def _in_memory(job: JobSpec, settings: object, code: object, trainer: int, snapshot_every: int) -> FakeSession:
