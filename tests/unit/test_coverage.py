@@ -151,14 +151,17 @@ def test_unprotected_is_one_of_two() -> None:
 
 
 class Weighted(nn.Module):
-    def __init__(self, device: torch.device = CPU) -> None:
+    def __init__(self, device: torch.device = CPU, unlike: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
+        tables = [table("t", 20, 8, "f0", "f1")]
+        if unlike:  # in width; one feature is of two tables
+            tables = [table("t", 20, 8, "f1"), table("u", 20, 4, "f1"), table("v", 20, 8, "f0")]
         self.tables = FeatureProcessedEmbeddingBagCollection(
-            collection("sgd", [table("t", 20, 8, "f0", "f1")], device=device, is_weighted=True),
+            collection("sgd", tables, device=device, is_weighted=True),
             {"f0": PositionWeightedModule(4), "f1": PositionWeightedModule(4)},
         )
-        self.over = nn.Linear(16, 1)
+        self.over = nn.Linear(sum(config.embedding_dim * len(config.feature_names) for config in tables), 1)
         with torch.no_grad():
             for processor in self.tables._feature_processors.values():
                 processor.position_weight.uniform_(0.5, 1.5)
@@ -202,6 +205,36 @@ def test_feature_processors_are_trained_as_unsharded(planned: bool) -> None:
         )
     key = "tables._embedding_bag_collection.embedding_bags.t.weight"
     torch.testing.assert_close(model.state_dict()[key], weight.detach())
+
+
+@pytest.mark.parametrize("keys", ["as it is", "turned"])
+def test_feature_processors_of_tables_that_differ_in_width_are_trained_as_unsharded(keys: str) -> None:
+    """Each slab takes some of the features, one of them for two tables: gradients of all weights come back."""
+    oracle, module = Weighted(unlike=True), Weighted(unlike=True)
+    module.load_state_dict(oracle.state_dict())
+    model, _ = shard(module)
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    collection_of = oracle.tables._embedding_bag_collection
+    for bag in collection_of.embedding_bags.values():
+        bag.weight.requires_grad_(True)
+    tables = list(collection_of.parameters())
+    dense = [p for name, p in oracle.named_parameters() if "embedding_bags" not in name]
+    theirs = [torch.optim.SGD(dense, lr=0.1), torch.optim.SGD(tables, lr=0.05)]
+    for seed in range(4):
+        features = two_features(seed)
+        if keys == "turned":
+            features = features.permute([1, 0])
+        expected, loss = oracle(features), model(features)
+        torch.testing.assert_close(loss, expected)
+        for optimizer in (*theirs, mine):
+            optimizer.zero_grad()
+        expected.backward()
+        loss.backward()
+        for optimizer in (*theirs, mine):
+            optimizer.step()
+    state = model.state_dict()
+    for name, values in oracle.state_dict().items():
+        torch.testing.assert_close(state[name], values)
 
 
 # sharders and trackers ------------------------------------------------------------------------------------

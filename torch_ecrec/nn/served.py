@@ -185,7 +185,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         bags = []
         for part in self._slices:
             order = [features.keys().index(name) for name in part.features]
-            in_order = features if order == list(range(len(features.keys()))) else features.permute(order)
+            in_order = features if order == list(range(len(features.keys()))) else _permuted(features, order)
             rows[part.slab], some = self._bags(part, in_order)
             bags.append(some)
         return rows, bags
@@ -285,3 +285,12 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             for table in self._tables.values()
         ]
         return "\n".join(lines)
+
+
+def _permuted(features: KeyedJaggedTensor, order: list[int]) -> KeyedJaggedTensor:
+    """The features at these places, some perhaps twice and some not at all."""
+    weights = features.weights_or_none()
+    if weights is None or not weights.requires_grad:
+        return features.permute(order)
+    single = features.split([1] * len(features.keys()))  # FBGEMM's backward of a permutation wants each once
+    return KeyedJaggedTensor.concat([single[i] for i in order])
