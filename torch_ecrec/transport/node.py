@@ -167,7 +167,8 @@ class Node:
         fault = self.fault_of_answer(request, outcome.answer) if isinstance(outcome, Ok) else None
         if fault is None:
             return outcome
-        COMPLAINTS.add(f"an answer of {peer} is not believed", fault)
+        if request.era == self.era:  # else it may be an honest one that came late: this node has gone back since
+            COMPLAINTS.add(f"an answer of {peer} is not believed", fault)
         return Unknown(f"{peer} answered what is no answer: {fault}")
 
     def fault_of_answer(self, request: Request[Any], answer: Answer) -> str | None:
