@@ -1,5 +1,6 @@
 """The names of the package's root: what users import, at run time and as type checkers see them."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,16 @@ def test_type_checkers_see_the_classes(tmp_path: Path) -> None:
         assert line.startswith(f'{number}: note: Revealed type is "def ('), line
         assert line.endswith(f') -> {cls.__module__}.{name}"'), line
     assert told[-1].startswith(f'{len(lines)}: error: Module has no attribute "Nonsense"'), told[-1]
+
+
+def test_constructor_parameters_are_torchrecs_and_then_ours_by_name_only() -> None:
+    import torchrec.distributed.model_parallel as theirs
+
+    wanted = inspect.signature(theirs.DistributedModelParallel).parameters
+    found = inspect.signature(torch_ecrec.DistributedModelParallel).parameters
+    first = list(found.values())[: len(wanted)]
+    assert [(p.name, p.kind, p.default) for p in first] == [(p.name, p.kind, p.default) for p in wanted.values()]
+    assert all(p.kind is p.KEYWORD_ONLY for p in list(found.values())[len(wanted) :])
 
 
 def test_one_import_line_is_the_change_from_torchrec() -> None:
