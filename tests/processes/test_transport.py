@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from junk import plain
-from places import ROOT
+from places import ROOT, SUPPORT
 from transport_child import (
     ANSWER_CLASSES,
     BAD_ANSWER,
@@ -49,7 +49,7 @@ class Child:
         self.name = name
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the child has failed
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "transport_child.py"), kind, name, str(store_port)],
+            [sys.executable, str(SUPPORT / "transport_child.py"), kind, name, str(store_port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
