@@ -1,4 +1,4 @@
-"""The scripts of `examples/`, as a user runs them: trainers and a server are killed, and every step is as undisturbed."""
+"""The scripts of `examples/`, as a user runs them: trainers and a server are killed, and no step is another one."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def test_an_example_goes_on_bit_for_bit(
     """Killed in the last step of a pass, with a server. All steps, the evaluation and the end are compared."""
     monkeypatch.chdir(tmp_path)
     words = ["--nproc-per-node", "2", "--at", "8", "--server-too", "--steps", "0", "--limit-s", str(LIMIT_S)]
-    assert main(["rehearse", *words, "--", str(ROOT / "examples" / script), *REHEARSED[script]]) == 0, capfd.readouterr()
+    code = main(["rehearse", *words, "--", str(ROOT / "examples" / script), *REHEARSED[script]])
     said = capfd.readouterr().out
+    assert code == 0, said
     assert "EQUAL: 12 steps of 2 trainers, 1 restart" in said, said
