@@ -23,6 +23,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "int32": dict.fromkeys(("indices_dtype", "offsets_dtype", "lengths_dtype"), torch.int32) | {"use_offsets": True},
     "variable batch": {"variable_batch_size": True},
+    "batch per feature": {"variable_batch_per_feature": True},
 }
 CASES = [
     (world, sharding, weighted, pooling, given)
@@ -31,6 +32,7 @@ CASES = [
     for weighted in (True, False)
     for pooling in (PoolingType.SUM, PoolingType.MEAN)
     for given in INPUTS
+    if not (weighted and given == "batch per feature")  # their batches of that kind have no weights
 ]
 
 

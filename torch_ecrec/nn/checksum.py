@@ -40,6 +40,8 @@ def _parts(value: Any, depth: int) -> Iterator[Any]:
     elif isinstance(value, (KeyedJaggedTensor, JaggedTensor)):
         parts = (value.values(), value.lengths(), value.weights_or_none())
         yield from (part for part in parts if part is not None)
+        repeats = value.inverse_indices_or_none() if isinstance(value, KeyedJaggedTensor) else None
+        yield from () if repeats is None else (repeats[1],)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _parts(key, depth + 1)
