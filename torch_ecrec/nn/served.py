@@ -126,7 +126,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         self._optimizer = ServerOptimizer(self._state)
         step.optimizers.append(self._optimizer)
         self._parameters_of_tables = {
-            self._state.key_of(table.name): TableParameter(table.name, table.rows, table.dim)
+            self._state.key_of(table.name): TableParameter(table.name, table.rows, table.dim, table.dtype)
             for table in self._tables.values()
         }
         self._configs = {config.name: config for config in configs}
@@ -249,10 +249,10 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         A load (`tables_state.py`): trainer 0 draws them, from its random state.
         """
         for name, table in self._tables.items():
-            weights = torch.empty(table.rows, table.dim, device="meta")
+            weights = torch.empty(table.rows, table.dim, dtype=table.dtype, device="meta")
             if self._step.session.trainer == 0:
                 config = self._configs[name]
-                weights = torch.empty(table.rows, table.dim)
+                weights = torch.empty(table.rows, table.dim, dtype=table.dtype)
                 if config.init_fn is None:
                     weights.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
                 else:

@@ -34,6 +34,7 @@ from torch_ecrec.records.schema import Schema
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.tensors import as_array
 
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NO_WEIGHTS = np.empty(0, np.float32)
 
 
@@ -51,6 +52,11 @@ class Table:
     features: tuple[str, ...]
     pooling: PoolingType
     optimizer: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights, in state dicts as on the servers."""
+        return DTYPES[self.schema.weights]
 
 
 class Slice:

@@ -152,7 +152,10 @@ def _take_settings(wishes: dict[str, Any]) -> None:
     for name in _PRECISIONS:
         value = wishes.pop(name, None)
         if value is not None and value not in _FLOAT32:
-            raise ValueError(f"`{name}`={value} is not supported; tables, and what is looked up, are float32")
+            raise ValueError(
+                f"`{name}`={value} is not supported; what is looked up is float32, and a table has the `data_type` of"
+                " its config"
+            )
     dtypes = wishes.pop("optimizer_state_dtypes", {})
     if any(value not in _FLOAT32 for value in dtypes.values()):
         raise ValueError(f"`optimizer_state_dtypes`={dtypes} is not supported; optimizer state is float32")
