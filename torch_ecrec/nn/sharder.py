@@ -49,6 +49,7 @@ def table_specs(
     specs = []
     for config in configs_of(module):
         check_config(config)
+        parameter, weights = weight_of(module, config.name), weights_of(config)
         specs.append(
             TableSpec(
                 name=job_names[config.name],
@@ -56,8 +57,8 @@ def table_specs(
                 dim=config.embedding_dim,
                 low=config.get_weight_init_min(),
                 high=config.get_weight_init_max(),
-                optimizer=optimizer_spec(config.name, weight_of(module, config.name), fused_params),
-                weights=weights_of(config),
+                optimizer=optimizer_spec(config.name, parameter, fused_params, weights),
+                weights=weights,
             )
         )
     return specs

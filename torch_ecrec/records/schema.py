@@ -4,7 +4,8 @@ A *record* is what a server keeps for one row of a table: its weights, then what
 fields one behind the other. Example: dim = 2 with row-wise Adagrad is the fields `weight` (2 values) and `momentum1` (1
 value): 12 bytes, the weights (1.0, -2.0) with state 0.5 being 00 00 80 3f 00 00 00 c0 00 00 00 3f.
 
-Names of optimizer state are TorchRec's, under which checkpoints have it.
+Weights may have 16 bits (`halves.py`); state is float32. Names of optimizer state are TorchRec's, under which
+checkpoints have it.
 """
 
 from __future__ import annotations
