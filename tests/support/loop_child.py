@@ -31,6 +31,7 @@ from torchrec import (
 )
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import Adagrad, in_backward_optimizer_filter
@@ -63,13 +64,13 @@ def collate(samples: list[tuple[int, float]]) -> Batch:
 
 
 class Net(nn.Module):
-    """Of bags and sequences."""
+    """Of bags and sequences, of tables of float32, float16 and bfloat16."""
 
     def __init__(self, tables: EmbeddingBagCollection, sequences: EmbeddingCollection) -> None:
         super().__init__()
         self.tables, self.sequences = tables, sequences
         self.below = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
-        self.over = nn.Linear(20, 1)
+        self.over = nn.Linear(28, 1)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         pooled = self.tables(batch.sparse_features).values()
@@ -97,12 +98,21 @@ def main() -> None:
     random.seed(rank)
     tables = EmbeddingBagCollection(
         device=torch.device("meta"),
-        tables=[EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])],
+        tables=[
+            EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"]),
+            EmbeddingBagConfig(
+                name="h", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"], data_type=DataType.FP16
+            ),
+        ],
     )
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
     sequences = EmbeddingCollection(
         device=torch.device("meta"),
-        tables=[EmbeddingConfig(name="s", num_embeddings=ROWS, embedding_dim=4, feature_names=["f"])],
+        tables=[
+            EmbeddingConfig(
+                name="s", num_embeddings=ROWS, embedding_dim=4, feature_names=["f"], data_type=DataType.BF16
+            )
+        ],
     )
     apply_optimizer_in_backward(Adagrad, sequences.parameters(), {"lr": 0.05})
     model = torch_ecrec.DistributedModelParallel(Net(tables, sequences), device=torch.device("cpu"))

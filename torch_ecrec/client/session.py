@@ -6,8 +6,8 @@ client counts loads of initial values, too.
 
 Threads: the user's calls all methods but `fail`, `on_control` and `known`, which any thread may call.
 
-Shape legend: U unique rows of a slab, D embedding dim, W record width in floats; lists hold one tensor per slab. Rows
-are slab rows: first row of the table in its slab, plus the id.
+Shape legend: U unique rows of a slab, D embedding dim, M words of 4 bytes of a record; lists hold one tensor per slab.
+Rows are slab rows: first row of the table in its slab, plus the id.
 """
 
 from __future__ import annotations
@@ -278,7 +278,9 @@ class Session:
     # whole records, and initial values ------------------------------------------------------------
 
     def read(self, slab: int, rows: Tensor) -> Tensor:
-        """(U, W) float32 records (weights, then optimizer state) of slab rows (U,) as of the previous step.
+        """(U, M) float32, the memory of records (weights, then optimizer state) of slab rows (U,) after the last step.
+
+        Where weights have 16 bits two of them are a word: `records.halves.numbers_of` takes them apart.
 
         Before training, on trainer 0: with all that it has loaded so far. Other trainers wait until it has loaded all;
         in a session that was `restarted` it is as of the step that training goes on after.
@@ -296,7 +298,7 @@ class Session:
         Args:
             slab: which.
             rows: (U,) int64, ascending and unique. Rows may be loaded again: the last values count.
-            records: (U, W) float32. Copied.
+            records: (U, M) float32, the memory of records. Copied.
 
         Raises:
             ValueError: on another trainer, after `loaded`, or `rows` are not as they must be.
@@ -314,7 +316,7 @@ class Session:
         Args:
             slab: which.
             rows: (U,) int64, ascending and unique; trainer 0's count.
-            records: (U, W) float32, copied; trainer 0's. Others may give None.
+            records: (U, M) float32, the memory of records, copied; trainer 0's. Others may give None.
 
         Raises:
             ValueError: `rows` are not as they must be, or trainer 0 gives no records.

@@ -14,6 +14,7 @@ from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torch_ecrec.nn.repeats import Repeats, check_repeats
 from torch_ecrec.nn.served import Context, ServedModule
 from torch_ecrec.nn.slices import Bags, Slice
 from torch_ecrec.nn.step import SparseStep
@@ -35,6 +36,8 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
     """An `EmbeddingBagCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSharder`.
 
     Returns a `KeyedTensor` with the keys, order and values of the unsharded module. Arguments as of `ServedModule`.
+
+    Features may have batch sizes of their own, if the batch has inverse indices (`repeats.py`).
     """
 
     def __init__(
@@ -52,8 +55,12 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
         """As in TorchRec, with placeholders of the tables."""
         return self.modules_of_tables()
 
-    def _bags(self, part: Slice, features: KeyedJaggedTensor) -> tuple[Tensor, Bags]:
-        return part.bags(features, self._weighted, self._step.session.arrange)
+    def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        check_repeats(features, [name for part in self._slices for name in part.features])
+        return features
+
+    def _bags(self, part: Slice, features: KeyedJaggedTensor, repeats: Repeats | None) -> tuple[Tensor, Bags]:
+        return part.bags(features, self._weighted, self._step.session.arrange, repeats)
 
     def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Puts the pooled features side by side: (B, sum of dims)."""

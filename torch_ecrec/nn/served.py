@@ -40,6 +40,7 @@ from torchrec.streamable import Multistreamable
 
 from torch_ecrec.nn.lookup import PooledLookup
 from torch_ecrec.nn.placeholder import TableParameter
+from torch_ecrec.nn.repeats import Repeats
 from torch_ecrec.nn.server_optimizer import ServerOptimizer
 from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
@@ -125,7 +126,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         self._optimizer = ServerOptimizer(self._state)
         step.optimizers.append(self._optimizer)
         self._parameters_of_tables = {
-            self._state.key_of(table.name): TableParameter(table.name, table.rows, table.dim)
+            self._state.key_of(table.name): TableParameter(table.name, table.rows, table.dim, table.dtype)
             for table in self._tables.values()
         }
         self._configs = {config.name: config for config in configs}
@@ -140,7 +141,11 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         """The class of the collection that it stands for."""
 
     @abc.abstractmethod
-    def _bags(self, part: Slice, features: KeyedJaggedTensor) -> tuple[Tensor, Bags]:
+    def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """A batch as it is looked up. Raises ValueError where its batch sizes are not as they must be."""
+
+    @abc.abstractmethod
+    def _bags(self, part: Slice, features: KeyedJaggedTensor, repeats: Repeats | None) -> tuple[Tensor, Bags]:
         """As `Slice.bags`: unique slab rows of the ids, and how they become this module's output."""
 
     # TorchRec's stages ----------------------------------------------------------------------------
@@ -154,13 +159,12 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             torchrec_logger.info("Validating input features...")
             validate_keyed_jagged_tensor(features)
             self._validated = True
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            raise ValueError("a batch size per feature (variable stride, inverse indices) is not supported")
         if features.values().dtype not in (torch.int64, torch.int32):
             raise ValueError(f"ids must be int64 or int32, got {features.values().dtype}")
         missing = [name for part in self._slices for name in part.features if name not in features.keys()]
         if missing:
             raise ValueError(f"the batch lacks features {', '.join(missing)}; it has {', '.join(features.keys())}")
+        features = self._checked(features)
         ctx.features = features
         if torch.is_grad_enabled():
             self._coming.append(self._staging.ids(features))
@@ -186,7 +190,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         for part in self._slices:
             order = [features.keys().index(name) for name in part.features]
             in_order = features if order == list(range(len(features.keys()))) else _permuted(features, order)
-            rows[part.slab], some = self._bags(part, in_order)
+            rows[part.slab], some = self._bags(part, in_order, features.inverse_indices_or_none())
             bags.append(some)
         return rows, bags
 
@@ -245,10 +249,10 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         A load (`tables_state.py`): trainer 0 draws them, from its random state.
         """
         for name, table in self._tables.items():
-            weights = torch.empty(table.rows, table.dim, device="meta")
+            weights = torch.empty(table.rows, table.dim, dtype=table.dtype, device="meta")
             if self._step.session.trainer == 0:
                 config = self._configs[name]
-                weights = torch.empty(table.rows, table.dim)
+                weights = torch.empty(table.rows, table.dim, dtype=table.dtype)
                 if config.init_fn is None:
                     weights.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
                 else:

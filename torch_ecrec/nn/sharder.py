@@ -28,9 +28,10 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection
 from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection
 from torch_ecrec.nn.served import ServedModule
+from torch_ecrec.nn.slices import DTYPES
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.table_optimizers import is_named, optimizer_spec
-from torch_ecrec.nn.unsharded import Collection, check_config, configs_of, weight_of
+from torch_ecrec.nn.unsharded import Collection, check_config, configs_of, weight_of, weights_of
 from torch_ecrec.spec.job import TableSpec
 
 
@@ -48,6 +49,7 @@ def table_specs(
     specs = []
     for config in configs_of(module):
         check_config(config)
+        parameter, weights = weight_of(module, config.name), weights_of(config)
         specs.append(
             TableSpec(
                 name=job_names[config.name],
@@ -55,7 +57,8 @@ def table_specs(
                 dim=config.embedding_dim,
                 low=config.get_weight_init_min(),
                 high=config.get_weight_init_max(),
-                optimizer=optimizer_spec(config.name, weight_of(module, config.name), fused_params),
+                optimizer=optimizer_spec(config.name, parameter, fused_params, weights),
+                weights=weights,
             )
         )
     return specs
@@ -198,7 +201,7 @@ def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: i
     if config.init_fn is None or _is_default(config):
         return None
     digest = hashlib.sha256(f"{seed}/{job_name}".encode()).digest()
-    weights = torch.empty(config.num_embeddings, config.embedding_dim)
+    weights = torch.empty(config.num_embeddings, config.embedding_dim, dtype=DTYPES[weights_of(config)])
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         config.init_fn(weights)

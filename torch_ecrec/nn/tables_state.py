@@ -7,7 +7,7 @@ What is loaded before the first lookup or read of any module of the model (`Spar
 trainer 0 loads. Later, a load is a step of its own, of every trainer; trainer 0's values count then, too. What is
 written into a state dict in place is loaded, too (`given.py`).
 
-Shape legend: D embedding dim, W record width in floats.
+Shape legend: D embedding dim, M words, W numbers of a record.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch_ecrec.nn.given import GivenTensors
 from torch_ecrec.nn.slices import Table
 from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.records.halves import numbers_of, records_of
 
 CHUNK_BYTES = 4 << 20  # of records read or loaded at a time
 
@@ -50,10 +51,9 @@ class TablesState:
         self.step.open()
         table = self.tables[name]
         with torch.inference_mode(False):  # a tensor of inference does not count what is written into it
-            out = torch.empty(table.rows, last - first)
+            out = torch.empty(table.rows, last - first, dtype=table.dtype if last <= table.dim else torch.float32)
         for begin, end in chunks(table):
-            records = self.step.session.read(table.slab, torch.arange(begin, end) + table.first_row)
-            out[begin:end] = records[:, first:last]
+            out[begin:end] = self._numbers(table, torch.arange(begin, end) + table.first_row)[:, first:last]
         self._given.add((name, first, last), out)
         return out
 
@@ -87,8 +87,9 @@ class TablesState:
         for begin, end in chunks(table):
             rows, records = torch.arange(begin, end) + table.first_row, None
             if session.trainer == 0:
-                records = session.read(table.slab, rows).clone()
-                records[:, first:last] = values[begin:end]
+                numbers = self._numbers(table, rows).clone()
+                numbers[:, first:last] = values[begin:end]
+                records = _records(table, numbers)
             if in_training:
                 session.overwrite(table.slab, rows, records)
             elif records is not None:
@@ -98,9 +99,14 @@ class TablesState:
         """Trainer 0: gives a table its first weights (rows, D), with fresh optimizer state."""
         table, session = self.tables[name], self.step.session
         for begin, end in chunks(table):
-            records = torch.zeros(end - begin, table.schema.width)
-            records[:, : table.dim] = weights[begin:end]
-            session.load(table.slab, torch.arange(begin, end) + table.first_row, records)
+            numbers = torch.zeros(end - begin, table.schema.width)
+            numbers[:, : table.dim] = weights[begin:end]
+            session.load(table.slab, torch.arange(begin, end) + table.first_row, _records(table, numbers))
+
+    def _numbers(self, table: Table, rows: Tensor) -> Tensor:
+        """(U, W) float32, what records of some slab rows hold."""
+        records = self.step.session.read(table.slab, rows)
+        return torch.from_numpy(numbers_of(records.view(torch.uint8).numpy(), table.schema))
 
     def save_weights(self, destination: dict[str, Any], prefix: str) -> None:
         """Puts the weights of every table, (rows, D), into a state dict. Every trainer calls it."""
@@ -135,6 +141,11 @@ class TablesState:
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in keys)
 
 
+def _records(table: Table, numbers: Tensor) -> Tensor:
+    """(U, M) float32, the memory of records that hold `numbers` (U, W)."""
+    return torch.from_numpy(records_of(numbers.numpy(), table.schema)).view(torch.float32)
+
+
 def chunks(table: Table) -> Iterator[tuple[int, int]]:
     """Row ranges of a table, each of at most `CHUNK_BYTES` of records."""
     rows = max(1, CHUNK_BYTES // table.schema.nbytes)
@@ -145,7 +156,7 @@ def chunks(table: Table) -> Iterator[tuple[int, int]]:
 def whole(value: Any, trainer: int) -> Tensor:
     """The full tensor of a plain, sharded or distributed one; a sharded one is gathered, in full on trainer 0 only."""
     if isinstance(value, ShardedTensor):
-        out = torch.empty(value.size()) if trainer == 0 else None
+        out = torch.empty(value.size(), dtype=value.dtype) if trainer == 0 else None
         value.gather(0, out)
         return torch.empty(value.size(), device="meta") if out is None else out
     if isinstance(value, DTensor):

@@ -14,6 +14,7 @@ COLLECTIONS: tuple[type[nn.Module], ...] = (EmbeddingBagCollection, EmbeddingCol
 FOLDERS = {EmbeddingBagCollection: "embedding_bags", EmbeddingCollection: "embeddings"}
 """What a collection calls the module of its tables; their weights are saved as <folder>.<table>.weight."""
 
+_WEIGHTS = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 _NOT_SERVED = (
     "use_virtual_table",
     "enable_embedding_update",
@@ -37,6 +38,11 @@ def weight_of(module: Collection, table: str) -> nn.Parameter:
     return weight
 
 
+def weights_of(config: BaseEmbeddingConfig) -> str:
+    """What the servers keep the weights of a table as, which `check_config` has let pass."""
+    return _WEIGHTS[config.data_type]
+
+
 def pooling_of(config: BaseEmbeddingConfig) -> PoolingType:
     """`NONE`: each id's row is handed out as it is."""
     return config.pooling if isinstance(config, EmbeddingBagConfig) else PoolingType.NONE
@@ -48,8 +54,11 @@ def check_config(config: BaseEmbeddingConfig) -> None:
     Raises:
         ValueError: names the table and what it wants.
     """
-    if config.data_type is not DataType.FP32:
-        raise ValueError(f"table {config.name}: data type {config.data_type} is not supported; supported is FP32")
+    if config.data_type not in _WEIGHTS:
+        supported = ", ".join(data_type.name for data_type in _WEIGHTS)
+        raise ValueError(
+            f"table {config.name}: data type {config.data_type} is not supported; supported are {supported}"
+        )
     if isinstance(config, EmbeddingBagConfig) and config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
         raise ValueError(f"table {config.name}: pooling {config.pooling} is not supported; supported are SUM and MEAN")
     for name in _NOT_SERVED:

@@ -18,7 +18,9 @@ from torch_ecrec.testing.scenario import (
     gradients_of,
     load_all,
     loss_of,
+    numbers_in,
     payload_of,
+    records_with,
     touched,
 )
 
@@ -123,12 +125,13 @@ class TrainerScripts:
             read: list[torch.Tensor] = []
             client.run(client.read, load.slab, route, read.append)
             yield lambda read=read: bool(read)  # type: ignore[misc]
-            before_UW = read[0].view(torch.float32)
+            schema = client.job.slabs[load.slab].schema
+            before_UW = numbers_in(read[0], schema)
             self._same(self._result.overwritten, (number, i), before_UW)
             client.run(client.without_snapshot)
             yield client.may_push
             if i == 0:
-                client.run(client.load, load.slab, route, load.values(before_UW).view(torch.uint8))
+                client.run(client.load, load.slab, route, records_with(load.values(before_UW), schema))
             else:
                 client.run(client.pass_)
 
