@@ -20,9 +20,9 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
 )
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
@@ -56,8 +56,9 @@ def remapped() -> ManagedCollisionEmbeddingBagCollection:
     )
 
 
-def fused() -> FusedEmbeddingBagCollection:
-    return FusedEmbeddingBagCollection([table("m", 10, 4, "f1")], torch.optim.SGD, {"lr": 0.1}, device=CPU)
+def quantized() -> nn.Module:
+    made = collection("sgd", [table("m", 10, 4, "f1")])
+    return quantize_embeddings(nn.Sequential(made), torch.qint8, inplace=True)[0]
 
 
 class Clipped(EmbeddingBagCollection):
@@ -83,7 +84,7 @@ def sharded_before() -> nn.Module:
 
 UNPROTECTED = {
     "remapped": (remapped, "other: ManagedCollisionEmbeddingBagCollection remaps ids on each trainer for itself"),
-    "fused": (fused, "other: FusedEmbeddingBagCollection is not served"),
+    "quantized": (quantized, "other: torchrec.quant.embedding_modules.EmbeddingBagCollection is not served"),
     "a subclass": (subclassed, "other: Clipped is a subclass of EmbeddingBagCollection"),
     "a dense optimizer": (attached_dense, "other.weight: an optimizer that steps in the backward is attached to it"),
     "sharded": (sharded_before, "other: ErasureCodedEmbeddingBagCollection is sharded already"),
@@ -98,9 +99,9 @@ def test_what_nobody_protects_is_refused_by_name(make: Any, message: str) -> Non
 
 
 def test_all_that_is_unprotected_is_named_at_once() -> None:
-    with pytest.raises(ValueError, match=r"(?s)other\.0: Clipped.*other\.1: FusedEmbeddingBag"):
+    with pytest.raises(ValueError, match=r"(?s)other\.0: Clipped.*other\.1: torchrec\.quant"):
         DistributedModelParallel(
-            Beside(nn.ModuleList([subclassed(), fused()])), session=FakeSession(job_of(Beside(nn.Identity())))
+            Beside(nn.ModuleList([subclassed(), quantized()])), session=FakeSession(job_of(Beside(nn.Identity())))
         )
 
 

@@ -1,6 +1,7 @@
 """Which modules of a model the servers serve, and which nobody would protect: said before anything is built.
 
-    served       `EmbeddingBagCollection`, also inside a `FeatureProcessedEmbeddingBagCollection`; `EmbeddingCollection`
+    served       `EmbeddingBagCollection`, also inside a `FeatureProcessedEmbeddingBagCollection`;
+                 `EmbeddingCollection`; the fused forms of both
     dense        every other parameter: data-parallel, in the snapshot
     unprotected  what TorchRec would keep in the trainers, one part in each: lost with a trainer
 
@@ -19,10 +20,13 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.fused_embedding import FusedEmbeddingCollectionSharder
+from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -35,6 +39,8 @@ _STOCK: dict[type[nn.Module], type[ModuleSharder[Any]]] = {
     EmbeddingBagCollection: EmbeddingBagCollectionSharder,
     FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder,
     EmbeddingCollection: EmbeddingCollectionSharder,
+    FusedEmbeddingBagCollection: FusedEmbeddingBagCollectionSharder,
+    FusedEmbeddingCollection: FusedEmbeddingCollectionSharder,
 }
 """TorchRec's own sharders for what is served; of others nobody knows what they would do."""
 _REMAPPING = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
@@ -125,7 +131,8 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
                 f" use {served.__name__} itself"
             )
     if type(module) in tables_of:
-        return f"{name} is not served; {' and '.join(cls.__name__ for cls in COLLECTIONS)} are"
+        full = f"{type(module).__module__}.{name}"  # quantised ones have the names of others
+        return f"{full} is not served; {', '.join(cls.__name__ for cls in COLLECTIONS)} are"
     if planned:
         return f"the plan shards this {name} over the trainers; leave it out of the plan"
     return None

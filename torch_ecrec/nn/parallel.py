@@ -48,7 +48,7 @@ from torch_ecrec.nn.no_tables import NO_TABLES, NoTables
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
-from torch_ecrec.nn.sharder import ErasureCodedSequenceSharder, ErasureCodedSharder, all_table_specs, job_names
+from torch_ecrec.nn.sharder import SHARDERS, all_table_specs, job_names
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
 from torch_ecrec.runtime.checks import require_int
@@ -143,7 +143,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             env=env,
             device=device,
             plan=_plan(covered, plan, env.world_size),
-            sharders=[ErasureCodedSharder(step, names), ErasureCodedSequenceSharder(step, names), *others],
+            sharders=[*(sharder(step, names) for sharder in SHARDERS), *others],
             init_data_parallel=init_data_parallel,
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,

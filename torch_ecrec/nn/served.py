@@ -45,7 +45,7 @@ from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import TablesState
-from torch_ecrec.nn.unsharded import FOLDERS, Collection, configs_of, pooling_of
+from torch_ecrec.nn.unsharded import Collection, configs_of, folder_of, pooling_of
 
 Output = TypeVar("Output")
 PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3
@@ -121,7 +121,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             )
             for slab in sorted({table.slab for _, table in places})
         ]
-        self._state = TablesState(step, self._tables, FOLDERS[self.unsharded_module_type])
+        self._state = TablesState(step, self._tables, folder_of(module))
         self._optimizer = ServerOptimizer(self._state)
         step.optimizers.append(self._optimizer)
         self._parameters_of_tables = {

@@ -1,6 +1,6 @@
 """Turns TorchRec's collections (of bags, of sequences) into tables of a job, and into their sharded form.
 
-Optimizers are given the TorchRec way (`table_optimizers.py`).
+Optimizers are given the TorchRec way (`table_optimizers.py`); a fused collection brings its own.
 
 First weights. A module on the meta device whose table has no `init_fn` is initialised by the servers, uniform between
 the config's bounds, seeded per row. One with an `init_fn`, and one that holds weights, is loaded by trainer 0 in
@@ -24,13 +24,14 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharde
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 
-from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection
-from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection
+from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection, ErasureCodedFusedEmbeddingBagCollection
+from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection, ErasureCodedFusedEmbeddingCollection
 from torch_ecrec.nn.served import ServedModule
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.table_optimizers import is_named, optimizer_spec
-from torch_ecrec.nn.unsharded import Collection, check_config, configs_of, weight_of
+from torch_ecrec.nn.unsharded import Collection, check_config, configs_of, own_optimizer, weight_of
 from torch_ecrec.spec.job import TableSpec
 
 
@@ -101,7 +102,9 @@ def all_table_specs(
 def _fused_params(
     model: nn.Module, path: str, module: Collection, sharders: Sequence[ModuleSharder[nn.Module]]
 ) -> Mapping[str, Any]:
-    """What the sharder says that TorchRec would take for a module: that of what wraps it, if something does."""
+    """What TorchRec would take for a module: its own, else what the sharder says of it or of what wraps it."""
+    if (own := own_optimizer(module)) is not None:
+        return own
     around = model.get_submodule(path.rpartition(".")[0])
     wanted = type(around) if isinstance(around, FeatureProcessedEmbeddingBagCollection) and path else type(module)
     sharder: Any = next((sharder for sharder in sharders if sharder.module_type is wanted), None)
@@ -189,6 +192,34 @@ class ErasureCodedSequenceSharder(_TablesSharder):
     @property
     def module_type(self) -> type[EmbeddingCollection]:
         return EmbeddingCollection
+
+
+class ErasureCodedFusedSharder(_TablesSharder):
+    """Puts the tables of `FusedEmbeddingBagCollection`s on the servers."""
+
+    made = ErasureCodedFusedEmbeddingBagCollection
+
+    @property
+    def module_type(self) -> type[FusedEmbeddingBagCollection]:
+        return FusedEmbeddingBagCollection
+
+
+class ErasureCodedFusedSequenceSharder(_TablesSharder):
+    """Puts the tables of `FusedEmbeddingCollection`s on the servers."""
+
+    made = ErasureCodedFusedEmbeddingCollection
+
+    @property
+    def module_type(self) -> type[FusedEmbeddingCollection]:
+        return FusedEmbeddingCollection
+
+
+SHARDERS: tuple[type[_TablesSharder], ...] = (
+    ErasureCodedSharder,
+    ErasureCodedSequenceSharder,
+    ErasureCodedFusedSharder,
+    ErasureCodedFusedSequenceSharder,
+)
 
 
 def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: int, job_name: str) -> Tensor | None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard
 
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    convert_optimizer_type_and_kwargs,
+)
 
-Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
-COLLECTIONS: tuple[type[nn.Module], ...] = (EmbeddingBagCollection, EmbeddingCollection)
-FOLDERS = {EmbeddingBagCollection: "embedding_bags", EmbeddingCollection: "embeddings"}
-"""What a collection calls the module of its tables; their weights are saved as <folder>.<table>.weight."""
+Bags: TypeAlias = EmbeddingBagCollection | FusedEmbeddingBagCollection
+Collection: TypeAlias = Bags | EmbeddingCollection | FusedEmbeddingCollection
+COLLECTIONS: tuple[type[nn.Module], ...] = (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+)
 
 _NOT_SERVED = (
     "use_virtual_table",
@@ -23,17 +32,35 @@ _NOT_SERVED = (
 )
 
 
+def _pools(module: Collection) -> TypeGuard[Bags]:
+    return isinstance(module, (EmbeddingBagCollection, FusedEmbeddingBagCollection))
+
+
+def folder_of(module: Collection) -> str:
+    """What a collection calls the module of its tables; their weights are saved as <folder>.<table>.weight."""
+    return "embedding_bags" if _pools(module) else "embeddings"
+
+
+def own_optimizer(module: Collection) -> Mapping[str, Any] | None:
+    """The optimizer that a fused collection was made with, as `fused_params`; None: it has none of its own."""
+    if not isinstance(module, (FusedEmbeddingBagCollection, FusedEmbeddingCollection)):
+        return None
+    converted = convert_optimizer_type_and_kwargs(module.optimizer_type(), module.optimizer_kwargs())
+    assert converted is not None  # its constructor refuses what this does not know
+    kind, arguments = converted
+    return {"optimizer": kind, **arguments}
+
+
 def configs_of(module: Collection) -> Sequence[BaseEmbeddingConfig]:
     """Its tables, in their order."""
-    if isinstance(module, EmbeddingBagCollection):
+    if _pools(module):
         return module.embedding_bag_configs()
     return module.embedding_configs()
 
 
 def weight_of(module: Collection, table: str) -> nn.Parameter:
     """(rows, D) on any device, meta included."""
-    tables = module.embedding_bags if isinstance(module, EmbeddingBagCollection) else module.embeddings
-    weight: nn.Parameter = tables[table].weight
+    weight: nn.Parameter = getattr(module, folder_of(module))[table].weight
     return weight
 
 
