@@ -23,11 +23,13 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
+    probabilistic_threshold_filter,
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -47,13 +49,33 @@ class Beside(nn.Module):
         self.over = nn.Linear(4, 1)
 
 
-def remapped() -> ManagedCollisionEmbeddingBagCollection:
-    configs = [table("m", 10, 4, "f1")]
-    policy = DistanceLFU_EvictionPolicy()
-    module = MCHManagedCollisionModule(10, CPU, eviction_policy=policy, eviction_interval=1, input_hash_size=100)
+class Own(DistanceLFU_EvictionPolicy):
+    """What it keeps beside what TorchRec's keep, nobody knows."""
+
+
+def remapped(policy: Any = None, other: Any = None, *features: str) -> ManagedCollisionEmbeddingBagCollection:
+    configs = [table("m", 10, 4, *(features or ("f1",)))]
+    policy = policy or DistanceLFU_EvictionPolicy()
+    module = other or MCHManagedCollisionModule(
+        10, CPU, eviction_policy=policy, eviction_interval=1, input_hash_size=100
+    )
     return ManagedCollisionEmbeddingBagCollection(
         collection("sgd", configs), ManagedCollisionCollection({"m": module}, configs)
     )
+
+
+def hashed() -> nn.Module:
+    return remapped(None, HashZchManagedCollisionModule(10, CPU, 1))
+
+
+class Remapping(ManagedCollisionEmbeddingBagCollection):
+    pass
+
+
+def remapped_otherwise() -> nn.Module:
+    made = remapped()
+    made.__class__ = Remapping
+    return made
 
 
 def quantized() -> nn.Module:
@@ -83,7 +105,14 @@ def sharded_before() -> nn.Module:
 
 
 UNPROTECTED = {
-    "remapped": (remapped, "other: ManagedCollisionEmbeddingBagCollection remaps ids on each trainer for itself"),
+    "a map that is filled on a GPU": (hashed, "table m: a map of HashZchManagedCollisionModule is not served"),
+    "a policy": (lambda: remapped(Own()), "table m: eviction policy Own is not served"),
+    "a filter": (
+        lambda: remapped(DistanceLFU_EvictionPolicy(threshold_filtering_func=probabilistic_threshold_filter)),
+        "other: ManagedCollisionEmbeddingBagCollection: table m: threshold filter probabilistic_threshold_filter",
+    ),
+    "a feature twice": (lambda: remapped(None, None, "f1", "f1"), "feature f1 is of several tables"),
+    "a remapping subclass": (remapped_otherwise, "other: Remapping is a subclass of ManagedCollisionEmbeddingBagColl"),
     "quantized": (quantized, "other: torchrec.quant.embedding_modules.EmbeddingBagCollection is not served"),
     "a subclass": (subclassed, "other: Clipped is a subclass of EmbeddingBagCollection"),
     "a dense optimizer": (attached_dense, "other.weight: an optimizer that steps in the backward is attached to it"),
@@ -133,13 +162,18 @@ def test_what_is_allowed_is_torchrecs_planned_by_its_planner() -> None:
 
 
 def test_what_is_allowed_is_sharded_by_the_plan_that_is_given() -> None:
-    module = Beside(remapped())
+    module = Beside(hashed())
     sharder = ManagedCollisionEmbeddingBagCollectionSharder()
     entry = construct_module_sharding_plan(module.other, {"m": row_wise()}, sharder, local_size=1, device_type="cpu")
     plan = ShardingPlan({"other": entry})
-    job = job_of(Beside(nn.Identity()))
+    module.third = remapped()  # one of the same kind that is served
+    module.third._embedding_module = collection("sgd", [table("third", 10, 4, "f1")])
+    named = Beside(nn.Identity())
+    named.third = module.third
+    job = job_of(named)
     model = DistributedModelParallel(module, session=FakeSession(job), plan=plan, unprotected="allow", device=CPU)
-    assert [t.name for t in model.session.job.tables] == ["t"]  # the collection inside is not ours
+    assert type(model.module.third).__name__ == "ErasureCodedManagedCollisionEmbeddingBagCollection"
+    assert [t.name for t in model.session.job.tables] == ["t", "third"]  # the collection inside is not ours
     assert type(model.module.other).__name__ == "ShardedManagedCollisionEmbeddingBagCollection"
 
 

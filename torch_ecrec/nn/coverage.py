@@ -1,7 +1,7 @@
 """Which modules of a model the servers serve, and which nobody would protect: said before anything is built.
 
     served       `EmbeddingBagCollection`, also inside a `FeatureProcessedEmbeddingBagCollection`;
-                 `EmbeddingCollection`; the fused forms of both
+                 `EmbeddingCollection`; the fused forms of both, and those with managed collisions (`remapping.py`)
     dense        every other parameter: data-parallel, in the snapshot
     unprotected  what TorchRec would keep in the trainers, one part in each: lost with a trainer
 
@@ -22,17 +22,21 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.fused_embedding import FusedEmbeddingCollectionSharder
 from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
 
-from torch_ecrec.nn.unsharded import COLLECTIONS, Collection
+from torch_ecrec.nn.remapping import why_not_served
+from torch_ecrec.nn.unsharded import COLLECTIONS, Collection, inside_of
 
 UNPROTECTED = ("refuse", "allow")
 _STOCK: dict[type[nn.Module], type[ModuleSharder[Any]]] = {
@@ -41,9 +45,14 @@ _STOCK: dict[type[nn.Module], type[ModuleSharder[Any]]] = {
     EmbeddingCollection: EmbeddingCollectionSharder,
     FusedEmbeddingBagCollection: FusedEmbeddingBagCollectionSharder,
     FusedEmbeddingCollection: FusedEmbeddingCollectionSharder,
+    ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollectionSharder,
+    ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder,
 }
 """TorchRec's own sharders for what is served; of others nobody knows what they would do."""
-_REMAPPING = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
+_REMAPPING: tuple[type[BaseManagedCollisionEmbeddingCollection], ...] = (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 
 
 @dataclass(frozen=True)
@@ -52,11 +61,13 @@ class Coverage:
 
     Args:
         served: by path: those whose tables go to the servers.
+        remapping: path -> that of the collection in it, which is one of `served`: modules with managed collisions.
         unprotected: path -> why nobody protects it; "" is the model itself.
     """
 
     served: dict[str, Collection]
     unprotected: dict[str, str]
+    remapping: dict[str, str]
 
     def check(self, unprotected: str) -> None:
         """Refuses what is unprotected, unless that is allowed.
@@ -86,11 +97,17 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
     tables_of = {sharder.module_type for sharder in (*get_default_sharders(), *sharders)}
     served: dict[str, Collection] = {}
     unprotected: dict[str, str] = {}
+    remapping: dict[str, str] = {}
 
     def look(path: str, child: nn.Module) -> None:
         reason = None if _is_served(child) else _reason(child, tables_of, path in planned)
         if reason is not None:
             unprotected[path] = reason
+        elif isinstance(child, _REMAPPING):
+            inside = child._embedding_module
+            if id(inside) not in map(id, served.values()):
+                remapping[path] = inside_of(path)
+                served[remapping[path]] = inside
         elif type(child) in COLLECTIONS:
             if id(child) not in map(id, served.values()):  # at two paths it is one
                 served[path] = cast(Collection, child)
@@ -105,7 +122,7 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
                 look(_join(path, name), inner)
 
     look("", module)
-    return Coverage(served, unprotected)
+    return Coverage(served, unprotected, remapping)
 
 
 def _join(path: str, name: str) -> str:
@@ -114,6 +131,8 @@ def _join(path: str, name: str) -> str:
 
 def _is_served(module: nn.Module) -> bool:
     """Whether it is served, or nothing but a wrapper of what is: whatever a plan says of it."""
+    if isinstance(module, _REMAPPING) and type(module) in _REMAPPING:
+        return why_not_served(module) is None
     return type(module) in (*COLLECTIONS, FeatureProcessedEmbeddingBagCollection)
 
 
@@ -122,9 +141,9 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
     name = type(module).__name__
     if isinstance(module, ShardedModule):
         return f"{name} is sharded already; give the model as it was before"
-    if isinstance(module, _REMAPPING):
-        return f"{name} remaps ids on each trainer for itself, so trainers would not mean the same rows"
-    for served in COLLECTIONS:
+    if isinstance(module, _REMAPPING) and type(module) in _REMAPPING:
+        return f"{name}: {why_not_served(module)}"
+    for served in (*COLLECTIONS, *_REMAPPING):
         if isinstance(module, served):
             return (
                 f"{name} is a subclass of {served.__name__}, and the servers would not do what it does otherwise;"

@@ -48,7 +48,7 @@ from torch_ecrec.nn.no_tables import NO_TABLES, NoTables
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
-from torch_ecrec.nn.sharder import SHARDERS, all_table_specs, job_names
+from torch_ecrec.nn.sharder import all_table_specs, job_names, sharders_for
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
 from torch_ecrec.runtime.checks import require_int
@@ -143,7 +143,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             env=env,
             device=device,
             plan=_plan(covered, plan, env.world_size),
-            sharders=[*(sharder(step, names) for sharder in SHARDERS), *others],
+            sharders=[*others, *sharders_for(step, names, others)],  # of one kind, the last counts
             init_data_parallel=init_data_parallel,
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,
@@ -166,8 +166,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         if wrapped or not isinstance(model, DistributedDataParallel) or group is None or dist.get_world_size(group) < 3:
             return
         if not model._comm_hooks:  # the user's own stays
-            ranks = dist.get_process_group_ranks(group)
-            OrderedMean(dist.new_group(ranks, use_local_synchronization=True)).install(model)
+            OrderedMean(_same_trainers(group)).install(model)
 
     def attach(
         self,
@@ -358,8 +357,9 @@ def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> Sha
     """What the given plan says of unprotected modules, and our entries for those that are served."""
     planned = given.plan.items() if given is not None else ()
     plan = {path: entry for path, entry in planned if is_inside(path, covered.unprotected)}
-    for path, module in covered.served.items():
-        plan[path] = EmbeddingModuleShardingPlan(
+    around = {inside: path for path, inside in covered.remapping.items()}
+    for inside, module in covered.served.items():
+        plan[around.get(inside, inside)] = EmbeddingModuleShardingPlan(
             {
                 config.name: ParameterSharding("erasure_coded", "parameter_server", ranks=list(range(world_size)))
                 for config in configs_of(module)
@@ -384,8 +384,19 @@ def _group_of_steps(env: ShardingEnv) -> dist.ProcessGroup | None:
     """A group of the trainers for what `SparseStep` agrees on; every trainer makes it. None with one trainer."""
     if env.world_size == 1:
         return None
-    ranks = dist.get_process_group_ranks(env.process_group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _same_trainers(env.process_group, "gloo")
+
+
+def _same_trainers(group: dist.ProcessGroup | None, backend: str | None = None) -> dist.ProcessGroup:
+    """Another group of the same trainers; each of them makes it.
+
+    Of all processes if these are all: torch names a group that only its members make by how many groups each of them
+    is in, so that a script with a group of some of the trainers would wait for ever here.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    some = len(ranks) < dist.get_world_size()
+    made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=some)
+    return made
 
 
 def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: ShardingEnv) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import (
@@ -51,6 +52,11 @@ def own_optimizer(module: Collection) -> Mapping[str, Any] | None:
     return {"optimizer": kind, **arguments}
 
 
+def inside_of(path: str) -> str:
+    """Where the collection is of a module with managed collisions at a path."""
+    return f"{path}._embedding_module" if path else "_embedding_module"
+
+
 def configs_of(module: Collection) -> Sequence[BaseEmbeddingConfig]:
     """Its tables, in their order."""
     if _pools(module):
@@ -67,6 +73,15 @@ def weight_of(module: Collection, table: str) -> nn.Parameter:
 def pooling_of(config: BaseEmbeddingConfig) -> PoolingType:
     """`NONE`: each id's row is handed out as it is."""
     return config.pooling if isinstance(config, EmbeddingBagConfig) else PoolingType.NONE
+
+
+def draw_weights(config: BaseEmbeddingConfig, weights: Tensor) -> Tensor:
+    """First weights (N, D) as a table's config says, drawn with the global generator; written into `weights`."""
+    if config.init_fn is None:
+        return weights.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
+    with torch.no_grad():
+        drawn = config.init_fn(weights)
+    return weights if drawn is None else drawn
 
 
 def check_config(config: BaseEmbeddingConfig) -> None:
