@@ -86,4 +86,4 @@ def differ(model: torch.nn.Module, rank: int) -> None:
 
 
 def test_two_trainers_remap_as_one_process_with_both_batches(tmp_path: Path) -> None:
-    spawn(two_trainers, 2, str(tmp_path), limit_s=60)
+    spawn(two_trainers, 2, str(tmp_path), limit_s=240)
