@@ -8,9 +8,23 @@ from typing import Any
 import pytest
 import torch
 from fake_session import FakeSession
-from models import CPU, Net, batch_of, collection, job_of, shard, table
+from managed import whole
+from models import (
+    CPU,
+    META,
+    Net,
+    batch_of,
+    collection,
+    compare_shards,
+    job_of,
+    plain_torchrec,
+    seeded_tables,
+    shard,
+    table,
+)
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -300,6 +314,66 @@ def test_trackers_are_refused() -> None:
     model, _ = shard(Net(collection()))
     with pytest.raises(ValueError, match="trackers of TorchRec"):
         model.init_torchrec_delta_tracker(object())
+
+
+class Holder(nn.Module):
+    """TorchRec itself loses the second of two names in one parent."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.held = tables
+
+
+class Twice(nn.Module):
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        tables = collection("sgd", seeded_tables(), META)
+        self.one, self.two = (tables, tables) if beside else (Holder(tables), Holder(tables))
+        torch.manual_seed(1)
+        self.over = nn.Linear(sum(c.embedding_dim * len(c.feature_names) for c in seeded_tables()), 1)
+
+    def forward(self, batch: Batch) -> Tensor:
+        found = []
+        for where in (self.one, self.two):
+            rows = getattr(where, "held", where)(batch.sparse_features)
+            found.append(torch.cat([rows[key] for key in sorted(rows.keys())], dim=1))
+        return (self.over(found[0] + found[1].tanh()).squeeze(1) - batch.labels).square().mean()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_collection_at_two_paths_is_trained_as_one_and_named_as_by_torchrec(beside: bool) -> None:
+    oracle, (mine, session) = plain_torchrec(Twice(beside=False), 1), shard(Twice(beside))
+    first, second = (getattr(where, "held", where) for where in (mine.module.one, mine.module.two))
+    assert first is second and len(session.job.tables) == 4
+    for seed in range(4):
+        expected, loss = oracle(batch_of(6, seed)), mine(batch_of(6, seed))
+        torch.testing.assert_close(loss, expected)
+        expected.backward()
+        loss.backward()
+    assert session.step == 5
+
+    def bare(names: Any) -> list[str]:
+        return sorted(name.replace(".held", "") for name in names)
+
+    assert bare(mine.state_dict()) == bare(oracle.state_dict())
+    assert bare(n for n, _ in mine.named_parameters()) == bare(n for n, _ in oracle.named_parameters())
+    assert bare(mine.fused_optimizer.params) == bare(oracle.fused_optimizer.params)
+    theirs = {name.replace(".held", ""): value for name, value in oracle.state_dict().items()}
+    for name, value in mine.state_dict().items():
+        compare_shards(value, theirs[name.replace(".held", "")])
+    mine.load_state_dict({name: value * 0.5 for name, value in mine.state_dict().items()})
+    for name, value in mine.state_dict().items():
+        torch.testing.assert_close(value * 2, whole(theirs[name.replace(".held", "")]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_collection_with_its_ids_remapped_and_without_is_refused(first: bool) -> None:
+    module = Beside(remapped())
+    module.plain = module.other._embedding_module
+    if not first:
+        module = nn.Sequential(module.plain, module.other)
+    with pytest.raises(ValueError, match="the same collection is reached with its ids remapped and without"):
+        shard(module)
 
 
 def test_a_collection_at_two_paths_is_one() -> None:

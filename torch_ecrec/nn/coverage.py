@@ -39,6 +39,7 @@ from torch_ecrec.nn.remapping import why_not_served
 from torch_ecrec.nn.unsharded import COLLECTIONS, Collection, inside_of
 
 UNPROTECTED = ("refuse", "allow")
+_TWO_WAYS = "the same collection is reached with its ids remapped and without; make it one of them"
 _STOCK: dict[type[nn.Module], type[ModuleSharder[Any]]] = {
     EmbeddingBagCollection: EmbeddingBagCollectionSharder,
     FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder,
@@ -98,6 +99,7 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
     served: dict[str, Collection] = {}
     unprotected: dict[str, str] = {}
     remapping: dict[str, str] = {}
+    remapped: set[int] = set()  # these modules, and the collections in them
 
     def look(path: str, child: nn.Module) -> None:
         reason = None if _is_served(child) else _reason(child, tables_of, path in planned)
@@ -105,9 +107,14 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
             unprotected[path] = reason
         elif isinstance(child, _REMAPPING):
             inside = child._embedding_module
-            if id(inside) not in map(id, served.values()):
+            if id(child) not in remapped and id(inside) in map(id, served.values()):
+                unprotected[path] = _TWO_WAYS
+            elif id(child) not in remapped:
                 remapping[path] = inside_of(path)
                 served[remapping[path]] = inside
+                remapped.update((id(child), id(inside)))
+        elif id(child) in remapped:
+            unprotected[path] = _TWO_WAYS
         elif type(child) in COLLECTIONS:
             if id(child) not in map(id, served.values()):  # at two paths it is one
                 served[path] = cast(Collection, child)

@@ -158,6 +158,19 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._attached: Attachment | None = None
         self._trained = False
 
+    def _init_dmp(self, module: nn.Module) -> nn.Module:
+        """As in TorchRec; a module that is reached at several paths is sharded once, and reached at all of them.
+
+        TorchRec's own leaves it unsharded under the second name in one parent, since `named_children` passes that over.
+        """
+        places = [(p, name, child) for p in list(module.modules()) for name, child in p._modules.items() if child]
+        sharded = super()._init_dmp(module)
+        made = {id(child): new for p, name, child in places if (new := p._modules[name]) is not child}
+        for parent, name, child in places:
+            if id(child) in made:
+                setattr(parent, name, made[id(child)])
+        return sharded
+
     def init_data_parallel(self) -> None:
         """As in TorchRec; gradients of three and more trainers are summed in trainer order, see `reduce.py`."""
         wrapped = self._ddp_wrapped
