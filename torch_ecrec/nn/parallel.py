@@ -112,10 +112,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         require_int("snapshot_every", snapshot_every, 0)
         if model_tracker_configs is not None:
             raise ValueError(NO_TRACKER)
-        if env is None:
-            if not dist.is_initialized():
-                raise ValueError("no process group: call torch.distributed.init_process_group first, or pass `env`")
-            env = ShardingEnv.from_process_group(dist.group.WORLD)
+        env = _environment() if env is None else env
         others = [s for s in get_default_sharders() if sharders is None] + list(sharders or ())
         check_sharders(others)
         covered = coverage_of(module, plan, others)
@@ -123,21 +120,18 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         collections = covered.served
         names = job_names(collections)
         tables = all_table_specs(module, collections, names, others)
+        owns_session = session is None and bool(tables)
         if session is None and not tables:
             warnings.warn(NO_TABLES, stacklevel=2)
-            session, owns_session = NoTables(env.rank, env.world_size, snapshot_every), False
+            session = NoTables(env.rank, env.world_size, snapshot_every)
         elif session is None:
             job = JobSpec(tables=tables, code=code or CodeSpec(), trainers=env.world_size, seed=seed)
             session = _connect(job, settings, code, env.rank, snapshot_every)
-            owns_session = True
-        else:
-            owns_session = False
         _check_session(session, tables, env)
         session, recorder = recorded(session, self)
         step = SparseStep(session, _group_of_steps(env), nan_gradients)
         others = [sharder for sharder in others if sharder.module_type not in COLLECTIONS]
-        if plan is None and covered.unprotected:
-            plan = _planned(module, env, device, others)
+        plan = _planned(module, env, device, others) if plan is None and covered.unprotected else plan
         super().__init__(
             module,
             env=env,
@@ -151,12 +145,10 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._step = step
         self._recorder = recorder  # None but in a rehearsal
         self._owns_session = owns_session
-        self._closed = False
-        self._snapshotted = 0
+        self._closed = self._trained = False
         self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every)
         self._step.on_training_lookup, self._step.may_load = self._keep_dense, self._may_load
         self._attached: Attachment | None = None
-        self._trained = False
 
     def _init_dmp(self, module: nn.Module) -> nn.Module:
         """As in TorchRec; a module that is reached at several paths is sharded once, and reached at all of them.
@@ -229,13 +221,12 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         named = {f"lr_scheduler[{i}]": scheduler for i, scheduler in enumerate(schedulers)}
         attached = Attachment(
             self,
-            self.session,
+            self._step,
             self._dense,
             optimizers,
             reader,
             {**named, **stateful},
             own=list(stateful),
-            load_written=self._step.load_written,
         )
         if self.session.restarted:
             attached.resume(*self.session.resume())
@@ -359,11 +350,14 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
     def _keep_dense(self) -> None:
         """Where nothing is attached, the dense model alone is kept, as it is when the rows of a step are asked for."""
         self._check_attached()
-        step, every = self.session.step - 1, self._dense.every
-        if self._attached is None and step > self._snapshotted and every > 0 and step % every == 0:
-            self._step.load_written()
-            self.session.snapshot(*self._dense.pack(step))
-            self._snapshotted = step
+        if self._attached is None and self._dense.is_due(self.session.step - 1):
+            self._step.hand_over(self._dense.pack)
+
+
+def _environment() -> ShardingEnv:
+    if not dist.is_initialized():
+        raise ValueError("no process group: call torch.distributed.init_process_group first, or pass `env`")
+    return ShardingEnv.from_process_group(dist.group.WORLD)
 
 
 def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> ShardingPlan:

@@ -93,6 +93,18 @@ class SparseStep:
         for load in self.on_open:
             load()
 
+    def hand_over(self, pack: Callable[[int], tuple[Tensor, list[int]]]) -> None:
+        """Hands this trainer's part of the dense snapshot of the last step to the servers.
+
+        What was written into state dicts belongs to that step, so it is loaded before: whoever goes on from there does
+        not write it again.
+
+        Args:
+            pack: step -> payload and header.
+        """
+        self.load_written()
+        self.session.snapshot(*pack(self.session.step - 1))
+
     @property
     def is_open(self) -> bool:
         """Whether loading has ended."""
