@@ -17,7 +17,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Never
 
@@ -117,16 +120,15 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         check_sharders(others)
         covered = coverage_of(module, plan, others)
         covered.check(unprotected)
-        collections = covered.served
-        names = job_names(collections)
-        tables = all_table_specs(module, collections, names, others)
-        owns_session = session is None and bool(tables)
+        names = job_names(covered.served)
+        tables = all_table_specs(module, covered.served, names, others)
+        connected: EmbeddingBackend | None = None
         if session is None and not tables:
             warnings.warn(NO_TABLES, stacklevel=2)
             session = NoTables(env.rank, env.world_size, snapshot_every)
         elif session is None:
             job = JobSpec(tables=tables, code=code or CodeSpec(), trainers=env.world_size, seed=seed)
-            session = _connect(job, settings, code, env.rank, snapshot_every)
+            session = connected = _connect(job, settings, code, env.rank, snapshot_every)
         _check_session(session, tables, env)
         session, recorder = recorded(session, self)
         step = SparseStep(session, _group_of_steps(env), nan_gradients)
@@ -144,18 +146,22 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         )
         self._step = step
         self._recorder = recorder  # None but in a rehearsal
-        self._owns_session = owns_session
+        self._owns_session = connected is not None
         self._closed = self._trained = False
         self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every)
         self._step.on_training_lookup, self._step.may_load = self._keep_dense, self._may_load
         self._attached: Attachment | None = None
+        self._abandoned = weakref.finalize(self, _leave, connected)
+        self._abandoned.atexit = False
 
     def _init_dmp(self, module: nn.Module) -> nn.Module:
         """As in TorchRec; a module that is reached at several paths is sharded once, and reached at all of them.
 
         TorchRec's own leaves it unsharded under the second name in one parent, since `named_children` passes that over.
         """
-        places = [(p, name, child) for p in list(module.modules()) for name, child in p._modules.items() if child]
+        places = [
+            (p, name, child) for p in list(module.modules()) for name, child in p._modules.items() if child is not None
+        ]
         sharded = super()._init_dmp(module)
         made = {id(child): new for p, name, child in places if (new := p._modules[name]) is not child}
         for parent, name, child in places:
@@ -306,6 +312,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         if self._closed:
             return
         self._closed = True
+        self._abandoned.detach()
         try:
             self.flush()
         finally:
@@ -417,6 +424,15 @@ def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: Shar
             f"the session's job has other tables: {[t.name for t in session.job.tables]}"
             f" there, {[t.name for t in tables]} here, or their sizes or optimizers differ"
         )
+
+
+def _leave(session: EmbeddingBackend | None) -> None:
+    """The model of a session is gone, and nobody has closed it. At the end of the process it sees to that itself."""
+    from torch_ecrec.client.session import Session
+    from torch_ecrec.processes import launch
+
+    if isinstance(session, Session) and not sys.is_finalizing():
+        threading.Thread(target=launch.abandon, args=[session], name="abandoned", daemon=True).start()
 
 
 def _connect(

@@ -241,7 +241,8 @@ class SparseStep:
             return None
         return NonFiniteGradient(
             f"step {self.session.step}: gradients of {', '.join(names)} hold NaN or infinity;"
-            " nothing of the step was applied"
+            ' nothing of the step was applied. DistributedModelParallel(..., nan_gradients="pass") applies them, as'
+            " TorchRec does"
         )
 
     def rates(self) -> list[float]:
