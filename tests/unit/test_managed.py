@@ -9,14 +9,16 @@ import managed
 import pytest
 import torch
 from fake_session import FakeSession
-from managed import SIZES, Net, batch_of, reset_on_a_cpu, stock, whole
+from managed import NAMES, SIZES, Net, batch_of, reset_on_a_cpu, stock, whole
 from models import CPU, LR, META, dense_parameters, job_of, shard
 from torch import Tensor
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torch_ecrec.nn.parallel import DistributedModelParallel
+from torch_ecrec.nn.sharder import sharders_for
 
 pytestmark = pytest.mark.usefixtures("process_group")
 warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -210,3 +212,20 @@ def test_maps_of_another_size_are_not_loaded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(managed, "POLICIES", managed.POLICIES | {"lfu": managed.POLICIES["lru"]})
     with pytest.raises(ValueError, match="the map of table a is another one in the snapshot"):
         Life("lfu", "plain", first.session, 4)
+
+
+def test_ids_that_cannot_be_remapped_are_refused_by_name() -> None:
+    model, _ = shard(Net("sgd", "lfu", "bags"))
+    batch = batch_of(4, 0)
+    features = batch.sparse_features
+    for values in (features.values().int(), features.values().float()):
+        batch.sparse_features = KeyedJaggedTensor.from_lengths_sync(NAMES, values, features.lengths())
+        with pytest.raises(ValueError, match=r"managed: ids that are remapped must be int64, got torch\."):
+            model(batch)
+
+
+def test_a_dense_model_elsewhere_is_refused_by_name() -> None:
+    net = Net("sgd", "lfu", "bags")
+    sharder = sharders_for(None, {"managed._embedding_module": {}}, [])[-2]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="managed: ids are remapped with the dense model on a CPU, got cuda"):
+        sharder.shard(net.managed, {}, None, torch.device("cuda"), "managed")  # type: ignore[arg-type]
