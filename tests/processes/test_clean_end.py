@@ -55,7 +55,7 @@ def test_nothing_is_left(launcher: str, ending: str, tmp_path: Path) -> None:
     child = SUPPORT / "embedded_child.py"
     program = ["-m", "torch_ecrec", "up", *SMALL] if launcher == "up" else [str(child), how]
     shared = set(os.listdir("/dev/shm"))
-    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{child.parent}{os.pathsep}{child.parent.parent}"}
+    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{child.parent}{os.pathsep}{child.parent.parent.parent}"}
     with command(program=program, environment=environment) as started:
         started.read_until("cluster at" if launcher == "up" else "READY")
         if how == "wait":

@@ -145,8 +145,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             data_parallel_wrapper=data_parallel_wrapper,
         )
         self._step = step
-        self._recorder = recorder  # None but in a rehearsal
-        self._owns_session = connected is not None
+        self._recorder, self._owns_session = recorder, connected is not None  # None but in a rehearsal
         self._closed = self._trained = False
         self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every)
         self._step.on_training_lookup, self._step.may_load = self._keep_dense, self._may_load
