@@ -37,10 +37,6 @@ class TestStateDicts(bases.ModelParallelStateDictBase):
 class TestSparseOnly(bases.ModelParallelSparseOnlyBase):
     backend = "gloo"
 
-    def test_sharding_fused_ebc_as_top_level(self) -> None:
-        with refused(ValueError, "FusedEmbeddingBagCollection is not served"):
-            super().test_sharding_fused_ebc_as_top_level()
-
     def test_initialize_torch_state_error_includes_table_name(self) -> None:
         """It looks into TorchRec's sharded module, at a method that makes tensors of shards: there are none."""
         with refused(AttributeError, "no attribute '_initialize_torch_state'"):

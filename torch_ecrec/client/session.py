@@ -155,6 +155,11 @@ class Session:
     # steps --------------------------------------------------------------------------------------
 
     @property
+    def over(self) -> bool:
+        """Whether there is nothing to wait for: it is closed, something went wrong, or all that was sent survives."""
+        return self._closed or self._error is not None or not self.client.exchanges
+
+    @property
     def step(self) -> int:
         """The step of training being worked on, from 1."""
         return self.client.training_step

@@ -10,14 +10,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fused_embeddingbag import ShardedFusedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torch_ecrec.nn.repeats import Repeats, check_repeats
 from torch_ecrec.nn.served import Context, ServedModule
 from torch_ecrec.nn.slices import Bags, Slice
 from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.nn.unsharded import Bags as UnshardedBags
 
 
 class _Ready(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
@@ -41,13 +44,13 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
     """
 
     def __init__(
-        self, module: EmbeddingBagCollection, step: SparseStep, job_names: Mapping[str, str], device: torch.device
+        self, module: UnshardedBags, step: SparseStep, job_names: Mapping[str, str], device: torch.device
     ) -> None:
         super().__init__(module, step, job_names, device, module.is_weighted())
         self._dims = [table.dim for table in self._tables.values() for _ in table.features]
 
     @property
-    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
+    def unsharded_module_type(self) -> type[UnshardedBags]:
         return EmbeddingBagCollection
 
     @property
@@ -76,3 +79,12 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
 
     def extra_repr(self) -> str:
         return f"is_weighted={self._weighted}\n{super().extra_repr()}"
+
+
+@ShardedFusedEmbeddingBagCollection.register
+class ErasureCodedFusedEmbeddingBagCollection(ErasureCodedEmbeddingBagCollection):
+    """Of a `FusedEmbeddingBagCollection`: the servers run the optimizer that it was made with."""
+
+    @property
+    def unsharded_module_type(self) -> type[FusedEmbeddingBagCollection]:
+        return FusedEmbeddingBagCollection

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.fused_embedding import ShardedFusedEmbeddingCollection
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torch_ecrec.nn.repeats import Repeats, check_repeats, repeated
@@ -44,13 +46,17 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
     """
 
     def __init__(
-        self, module: EmbeddingCollection, step: SparseStep, job_names: Mapping[str, str], device: torch.device
+        self,
+        module: EmbeddingCollection | FusedEmbeddingCollection,
+        step: SparseStep,
+        job_names: Mapping[str, str],
+        device: torch.device,
     ) -> None:
         super().__init__(module, step, job_names, device)
         self._need_indices = module.need_indices()
 
     @property
-    def unsharded_module_type(self) -> type[EmbeddingCollection]:
+    def unsharded_module_type(self) -> type[EmbeddingCollection | FusedEmbeddingCollection]:
         return EmbeddingCollection
 
     @property
@@ -80,3 +86,12 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
                 weights = ids[name] if self._need_indices else None
                 found[self._keys[column]] = JaggedTensor(values=rows_ND, lengths=lengths[name], weights=weights)
         return _Ready({key: found[key] for key in self._keys})
+
+
+@ShardedFusedEmbeddingCollection.register
+class ErasureCodedFusedEmbeddingCollection(ErasureCodedEmbeddingCollection):
+    """Of a `FusedEmbeddingCollection`: the servers run the optimizer that it was made with."""
+
+    @property
+    def unsharded_module_type(self) -> type[FusedEmbeddingCollection]:
+        return FusedEmbeddingCollection

@@ -32,6 +32,7 @@ from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import logger as torchrec_logger
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, NoWait, ShardedModule
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -46,7 +47,7 @@ from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import TablesState
-from torch_ecrec.nn.unsharded import FOLDERS, Collection, configs_of, pooling_of
+from torch_ecrec.nn.unsharded import Collection, configs_of, draw_weights, folder_of, pooling_of
 
 Output = TypeVar("Output")
 PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3
@@ -122,7 +123,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             )
             for slab in sorted({table.slab for _, table in places})
         ]
-        self._state = TablesState(step, self._tables, FOLDERS[self.unsharded_module_type])
+        self._state = TablesState(step, self._tables, folder_of(module))
         self._optimizer = ServerOptimizer(self._state)
         step.optimizers.append(self._optimizer)
         self._parameters_of_tables = {
@@ -189,10 +190,17 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         bags = []
         for part in self._slices:
             order = [features.keys().index(name) for name in part.features]
-            in_order = features if order == list(range(len(features.keys()))) else _permuted(features, order)
+            in_order = features if order == list(range(len(features.keys()))) else permuted(features, order)
             rows[part.slab], some = self._bags(part, in_order, features.inverse_indices_or_none())
             bags.append(some)
         return rows, bags
+
+    def before_lookup(self) -> None:
+        """What comes before any lookup; twice is once."""
+        self._step.open()
+        if torch.is_grad_enabled():
+            self._state.on_training_lookup()
+            self._step.on_training_lookup()
 
     def compute(self, ctx: Context, dist_input: KJTList) -> list[Tensor]:
         """Looks the rows up and pools them, on the host.
@@ -202,10 +210,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         """
         (features,) = dist_input
         step = self._step
-        step.open()
-        if torch.is_grad_enabled():
-            self._state.on_training_lookup()
-            step.on_training_lookup()
+        self.before_lookup()
         ids = None
         while any(other.features is features for other in self._coming):
             ids = self._coming.popleft()
@@ -221,6 +226,10 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             weights = step.lookup(rows)
             pooled = [part.pool(weights[part.slab], crossing) for part, crossing in zip(bags, crossings, strict=True)]
         return [crossing.over(pooled_BFD) for crossing, pooled_BFD in zip(crossings, pooled, strict=True)]
+
+    def config_of(self, table: str) -> BaseEmbeddingConfig:
+        """As the user made it."""
+        return self._configs[table]
 
     @property
     def fused_optimizer(self) -> ServerOptimizer:
@@ -251,13 +260,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         for name, table in self._tables.items():
             weights = torch.empty(table.rows, table.dim, dtype=table.dtype, device="meta")
             if self._step.session.trainer == 0:
-                config = self._configs[name]
-                weights = torch.empty(table.rows, table.dim, dtype=table.dtype)
-                if config.init_fn is None:
-                    weights.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
-                else:
-                    with torch.no_grad():
-                        config.init_fn(weights)
+                weights = draw_weights(self._configs[name], torch.empty(table.rows, table.dim, dtype=table.dtype))
             self._state.load_columns(name, 0, table.dim, weights)
 
     # state dicts ------------------------------------------------------------------------------------
@@ -291,7 +294,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         return "\n".join(lines)
 
 
-def _permuted(features: KeyedJaggedTensor, order: list[int]) -> KeyedJaggedTensor:
+def permuted(features: KeyedJaggedTensor, order: list[int]) -> KeyedJaggedTensor:
     """The features at these places, some perhaps twice and some not at all."""
     weights = features.weights_or_none()
     if weights is None or not weights.requires_grad:

@@ -193,6 +193,21 @@ class SparseStep:
             )
         return flags
 
+    def gather(self, what: str, values_N: Tensor) -> list[Tensor]:
+        """Every trainer's values (N,), int64, in trainer order; N may differ. Every trainer calls it, for the same.
+
+        Raises:
+            RuntimeError: another trainer does something else.
+        """
+        most, *_ = self._agree(what, [len(values_N), *[0] * (len(self.session.job.tables) - 1)])
+        if self._group is None:
+            return [values_N]
+        padded = torch.zeros(1 + most, dtype=torch.int64)
+        padded[0], padded[1 : 1 + len(values_N)] = len(values_N), values_N
+        found = [torch.empty_like(padded) for _ in range(self.session.trainers)]
+        dist.all_gather(found, padded, group=self._group)
+        return [values[1 : 1 + int(values[0])] for values in found]
+
     def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
         """Rows and gradients per slab; where several lookups asked for a row, its gradients are summed as they came."""
         rows, gradients = [], []
@@ -226,7 +241,8 @@ class SparseStep:
             return None
         return NonFiniteGradient(
             f"step {self.session.step}: gradients of {', '.join(names)} hold NaN or infinity;"
-            " nothing of the step was applied"
+            ' nothing of the step was applied. DistributedModelParallel(..., nan_gradients="pass") applies them, as'
+            " TorchRec does"
         )
 
     def rates(self) -> list[float]:
