@@ -1,4 +1,4 @@
-"""Kernels in the cache on disk: never one of other sources, whoever starts when; loaded, not compiled, where one is there.
+"""Kernels in the cache on disk: never one of other sources, whoever starts when; loaded where one is there.
 
 The oracle is what a process computes that compiles everything itself.
 """
@@ -287,19 +287,19 @@ def test_make_compiles_again_when_the_digest_is_another():
 
 
 def test_warm_kernels_are_loaded_by_the_next_process(tmp_path):
-    """With the package's own kernels, one of each kind of flags, and a loop over blocks."""
+    """With two of the package's own."""
     code = """
 import json, numpy as np
 from torch_ecrec.runtime.kernels import first_outside
 from torch_ecrec.records.optimizers import optimizer
-from torch_ecrec.records.merge import _union
 rows = np.arange(4)
 first_outside(rows, 0, 4)
 sgd = optimizer("sgd")
 records, delta = np.ones((4, 2), np.float32), np.empty((4, 2), np.uint32)
 sgd.kernel(records, rows, np.ones((4, 2), np.float32), np.array([0.1], np.float32), delta)
 kernels = [first_outside, sgd.kernel]
-print(json.dumps([[sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values())] for kernel in kernels]))
+stats = [kernel.stats for kernel in kernels]
+print(json.dumps([[sum(found.cache_hits.values()), sum(found.cache_misses.values())] for found in stats]))
 """
     said = []
     for _ in range(2):

@@ -56,7 +56,8 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def compiled(function: Callable[..., Any]) -> Any:
         dispatcher: Any = numba.njit(nogil=True, **options)(function)
-        if is_jitted(dispatcher):  # else the user has set NUMBA_DISABLE_JIT
+        compiles = is_jitted(dispatcher)  # else the user has set NUMBA_DISABLE_JIT
+        if compiles:
             dispatcher._cache = KernelCache(function)
         return dispatcher
 
@@ -80,12 +81,13 @@ def digest_of_sources() -> str:
     return digest.hexdigest()
 
 
-class KernelCache(FunctionCache):  # type: ignore[misc]  # untyped
+class KernelCache(FunctionCache):
     """Numba's cache of a function, with other files."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._cache_file = Entries(Path(self.cache_path), self._impl.filename_base, digest_of_sources())
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        entries: Any = Entries(Path(self.cache_path), self._impl.filename_base, digest_of_sources())
+        self._cache_file = entries
 
 
 class Entries:
@@ -98,10 +100,7 @@ class Entries:
     """
 
     def __init__(self, folder: Path, name: str, sources: str) -> None:
-        self._folder = folder
-        self._start = f"{name}.{sources}."
-        tag = re.escape(name.rpartition(".")[2])
-        self._of_other_sources = re.compile(rf".*\.{tag}\.(?!{sources})[0-9a-f]{{16}}\.[0-9a-f]{{32}}\.nbc")
+        self._folder, self._name, self._sources = folder, name, sources
 
     def load(self, key: Any) -> Any:
         """What was saved under the key; None: nothing."""
@@ -117,19 +116,23 @@ class Entries:
         path = self._path(key)
         part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         try:
-            part.write_bytes(dumps((key, data)))
+            part.write_bytes(dumps((key, data)))  # type: ignore[no-untyped-call]
             os.replace(part, path)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        self._remove(lambda name: self._of_other_sources.fullmatch(name) is not None)
+        tag = re.escape(self._name.rpartition(".")[2])
+        of_others = re.compile(rf".*\.{tag}\.(?!{self._sources})[0-9a-f]{{16}}\.[0-9a-f]{{32}}\.nbc")
+        self._remove(lambda name: of_others.fullmatch(name) is not None)
 
     def flush(self) -> None:
         """Removes what is kept of the function."""
-        self._remove(lambda name: name.startswith(self._start) and name.endswith(".nbc"))
+        start = f"{self._name}.{self._sources}."
+        self._remove(lambda name: name.startswith(start) and name.endswith(".nbc"))
 
     def _path(self, key: Any) -> Path:
-        return self._folder / f"{self._start}{hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()}.nbc"
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+        return self._folder / f"{self._name}.{self._sources}.{digest}.nbc"
 
     def _remove(self, which: Callable[[str], bool]) -> None:
         for name in filter(which, os.listdir(self._folder)):
