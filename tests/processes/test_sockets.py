@@ -138,7 +138,7 @@ def test_a_connection_of_another_build_is_told_which_messages_differ(pair: Pair)
     pair.a.build = Build(mine.version, {**mine.messages, "Push": "another", "Pull": "a new one"})
     outcome = pair.call(wire.Versions(0, 0))
     assert isinstance(outcome, wire.Failed) and not handled
-    assert f"another build of torch_ecrec: the same version {mine.version}, but other messages: Pull, Push" in (
+    assert f"another build of torch_ecrec: the same version {mine.version}, but not the same: Pull, Push" in (
         outcome.reason
     )
     assert pair.a.complaints.counts["a connection to b is closed"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Annotated, Any
 
@@ -11,10 +12,11 @@ import torch
 from builds import BUILD
 
 import torch_ecrec
-from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.build import Build, declaration, own_build
+from torch_ecrec.protocol import build, wire
+from torch_ecrec.protocol.build import Build, declaration, own_build, specification
 from torch_ecrec.protocol.encoding import WIRE, Vocabulary
 from torch_ecrec.protocol.messages import BadMessage, Join, from_member
+from torch_ecrec.spec.job import JobSpec, TableSpec
 
 Small = Annotated[int, msgspec.Meta(ge=0, le=9)]
 Rank3 = wire.TensorOf("Rank3", 3, (torch.float32,))
@@ -65,14 +67,27 @@ def test_a_declaration_says_all_that_the_bytes_depend_on() -> None:
 def test_a_message_that_is_declared_otherwise_is_named(changes: dict[str, Any]) -> None:
     mine, other = (own_build(Vocabulary([kind, wire.Push])) for kind in (Ask, variant(**changes)))
     assert mine.digest != other.digest
-    assert f"the same version {torch_ecrec.__version__}, but other messages: Ask" in mine.difference(other)
+    assert f"the same version {torch_ecrec.__version__}, but not the same: Ask" in mine.difference(other)
+
+
+def test_another_job_or_other_kernels_are_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field of a table that the other side does not know would end it; other kernels might give other bits."""
+    mine = own_build(Vocabulary([Ask]))
+    monkeypatch.setattr(build, "digest_of_sources", lambda: "of others")
+    monkeypatch.setattr(build, "JobSpec", dataclasses.make_dataclass("JobSpec", [("tables", tuple[TableSpec, ...])]))
+    other = own_build(Vocabulary([Ask, wire.Versions]))
+    assert mine.difference(other).endswith("but not the same: JobSpec, Versions, VersionsAre, kernels")
+    assert specification(JobSpec).startswith("JobSpec(tables: tuple[TableSpec, Ellipsis], code: CodeSpec, ")
+    assert "; TableSpec(name: str, " in specification(JobSpec) and "; OptimizerSpec(kind: str, " in specification(
+        JobSpec
+    )
 
 
 def test_builds_that_are_alike() -> None:
     mine, other = own_build(), own_build(Vocabulary(list(WIRE.requests.values())))
     assert mine == other and mine.digest == other.digest and mine.difference(other) == ""
     assert mine.difference_told(other.told()) == ""
-    assert set(mine.messages) == {*WIRE.requests, *WIRE.answers}
+    assert set(mine.messages) == {*WIRE.requests, *WIRE.answers, "JobSpec", "kernels"}
     later = Build("9.9.9", mine.messages)
     assert later.digest != mine.digest and mine.difference(later) == f"version 9.9.9, here {mine.version}"
 
@@ -84,9 +99,9 @@ JOINS = {"type": "join", "role": "server", "pid": 1, "birth": "one"}
     ("said", "says"),
     [
         ({"version": "0.0.0"}, f"version 0.0.0 joins a cluster of version {torch_ecrec.__version__}"),
-        ({"messages": {**BUILD["messages"], "Push": "x", "Pull": "y"}}, "another build: .* other messages: Pull, Push"),
-        ({"messages": {"Push": BUILD["messages"]["Push"]}}, "other messages: Acknowledged, Adopt, "),
-        ({"messages": {**BUILD["messages"], "Push": "x"}, "pid": "?"}, "other messages: Push"),
+        ({"messages": {**BUILD["messages"], "Push": "x", "Pull": "y"}}, "another build: .* not the same: Pull, Push"),
+        ({"messages": {"Push": BUILD["messages"]["Push"]}}, "not the same: Acknowledged, Adopt, "),
+        ({"messages": {**BUILD["messages"], "Push": "x"}, "pid": "?"}, "not the same: Push"),
         ({"messages": {}}, "messages"),
         ({"messages": ["Push"]}, "messages"),
         ({"messages": None}, "messages"),

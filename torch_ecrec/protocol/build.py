@@ -1,14 +1,17 @@
-"""What two processes must have alike to understand each other: the package's version, and every message's declaration.
+"""What two processes must have alike to work together: the package's version, and all that is declared below.
 
-    Push: Push(slot: int -1..281474976710656, ..., positions: list[1-D int64], ...) -> Acknowledged      7c9d02e1
+    Push      Push(slot: int -1..281474976710656, ..., positions: list[1-D int64], ...) -> Acknowledged      7c9d02e1
+    JobSpec   JobSpec(tables: tuple[TableSpec, ...], ...); TableSpec(name: str, ...); ...
+    kernels   the sources of all kernels: others may give other bits
 
-Of each message a digest of that line is told: where a process joins the cluster, where members meet before a
-generation, and in the first bytes of each connection. Who differs is told in which messages; nothing is misread. The
-order of fields counts, since they travel without names. What is compatible with what: docs/protocol.md, "Builds".
+Of each a digest is told: where a process joins the cluster, where members meet before a generation, and in the first
+bytes of each connection. Who differs is told in what; nothing is misread. The order of a message's fields counts, since
+they travel without names. What is compatible with what: docs/protocol.md, "Builds".
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -23,6 +26,8 @@ import msgspec
 import torch_ecrec
 from torch_ecrec.protocol.encoding import WIRE, Vocabulary, answers_of
 from torch_ecrec.protocol.wire import TensorOf
+from torch_ecrec.runtime.kernel_cache import digest_of_sources
+from torch_ecrec.spec.job import JobSpec
 
 DIGEST_BYTES = 16
 _BOUNDS = ("gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_length")
@@ -34,7 +39,7 @@ class Build:
 
     Attributes:
         version: of the package.
-        messages: digest of each message's declaration, by the name of its class.
+        messages: digest of each message's declaration, by the name of its class; of the job's; of the kernels.
     """
 
     version: str
@@ -51,7 +56,7 @@ class Build:
         if other.version != self.version:
             return f"version {other.version[:40]}, here {self.version}"
         names = sorted({name for name, _ in set(self.messages.items()) ^ set(other.messages.items())})
-        return f"the same version {self.version}, but other messages: {', '.join(names)[:400]}" if names else ""
+        return f"the same version {self.version}, but not the same: {', '.join(names)[:400]}" if names else ""
 
     def told(self) -> bytes:
         """For a process that seems to be of another build."""
@@ -72,10 +77,20 @@ def own_build(vocabulary: Vocabulary = WIRE) -> Build:
 
 @functools.lru_cache(maxsize=16)
 def _digests(vocabulary: Vocabulary) -> Mapping[str, str]:
-    classes = {**vocabulary.requests, **vocabulary.answers}
-    return {
-        name: hashlib.blake2b(declaration(kind).encode(), digest_size=4).hexdigest() for name, kind in classes.items()
-    }
+    declared = {name: declaration(kind) for name, kind in {**vocabulary.requests, **vocabulary.answers}.items()}
+    declared |= {"JobSpec": specification(JobSpec), "kernels": digest_of_sources()}
+    return {name: hashlib.blake2b(text.encode(), digest_size=4).hexdigest() for name, text in declared.items()}
+
+
+def specification(kind: type[Any]) -> str:
+    """The fields of a dataclass, and of all that are in them."""
+    hints = typing.get_type_hints(kind)
+    hints = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    fields = ", ".join(f"{name}: {_text(hint)}" for name, hint in hints.items())
+    inside = [
+        part for hint in hints.values() for part in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(part)
+    ]
+    return "; ".join([f"{kind.__name__}({fields})", *(specification(part) for part in inside)])  # type: ignore[arg-type]
 
 
 def declaration(kind: type[Any]) -> str:
