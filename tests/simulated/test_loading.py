@@ -395,7 +395,7 @@ def loads_as_they_come(patch):
 
     def eager(self, request, reply):
         if request.step > self.rule.applied + 1:
-            self.inbox.loads[self.rule.applied + 1] = msgspec.structs.replace(request, step=self.rule.applied + 1)
+            self.inbox.put(msgspec.structs.replace(request, step=self.rule.applied + 1))
         on_load(self, request, reply)
 
     on_load = slot_module.Slot._on_load

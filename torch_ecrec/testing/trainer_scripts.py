@@ -127,10 +127,12 @@ class TrainerScripts:
             self._same(self._result.overwritten, (number, i), before_UW)
             client.run(client.without_snapshot)
             yield client.may_push
-            if i == 0:
-                client.run(client.load, load.slab, route, load.values(before_UW).view(torch.uint8))
-            else:
+            part = load.part(i, self._scenario.trainers, load.values(before_UW))
+            if part is None:
                 client.run(client.pass_)
+            else:
+                rows, values_Ub, first_byte = part
+                client.run(client.load, load.slab, client.route(load.slab, rows), values_Ub, first_byte)
 
     @property
     def _loads(self) -> tuple[Load, ...]:
