@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from shards import changed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -132,10 +133,12 @@ def main() -> None:
     def roll_back() -> None:
         """To something that depends on all that there is."""
         if way == "rollback":
-            model.load_state_dict({name: value * 0.9 + 0.01 for name, value in model.state_dict().items()})
+            model.load_state_dict(
+                {name: changed(value, lambda v: v * 0.9 + 0.01) for name, value in model.state_dict().items()}
+            )
             fused = model.fused_optimizer.state_dict()
             for values in fused["state"].values():
-                values.update({name: value * 0.5 for name, value in values.items()})
+                values.update({name: changed(value, lambda v: v * 0.5) for name, value in values.items()})
             model.fused_optimizer.load_state_dict(fused)
 
     for _ in batches.epochs(EPOCHS):

@@ -18,7 +18,7 @@ import contextlib
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Never
 
 import torch
@@ -134,7 +134,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             owns_session = False
         _check_session(session, tables, env)
         session, recorder = recorded(session, self)
-        step = SparseStep(session, _group_of_steps(env), nan_gradients)
+        step = SparseStep(session, _group_of_steps(env), nan_gradients, env.process_group)
         others = [sharder for sharder in others if sharder.module_type not in COLLECTIONS]
         if plan is None and covered.unprotected:
             plan = _planned(module, env, device, others)
@@ -256,18 +256,45 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
                 self._recorder.on_forward((args, kwargs))
         return super().forward(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(
+        self, state_dict: Any, prefix: str = "", strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
         """As in TorchRec, at any time; every trainer calls it at the same place of its script.
 
+        Tables may be sharded in any way: each trainer loads the rows that it has. Of a whole table trainer 0's counts.
         In the loop it belongs to the turn that it is in, and survives the same losses. What a script loads before it
         goes on after a restart was trained since: between `attach` and the first step nothing is loaded then.
+
+        Args:
+            state_dict, prefix, strict: as in TorchRec.
+            assign: taken, as `torch.distributed.checkpoint` gives it, and of no effect: values are copied.
         """
         if not self._may_load():
             return _IncompatibleKeys([], [])
-        keys = super().load_state_dict(*args, **kwargs)
+        keys: _IncompatibleKeys = super().load_state_dict(state_dict, prefix, strict)
         if self._attached is not None:
             self._attached.on_loaded()
         return keys
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """As `state_dict`, with whole tensors on the CPU, on trainer 0; {} on the others. Every trainer calls it.
+
+        For `torch.save`, exports, comparisons. Trainer 0 needs memory for all tables; it asks the servers for them in
+        portions, and the others for nothing.
+        """
+        return self._whole(self.state_dict)
+
+    def full_optim_state_dict(self) -> dict[str, Any]:
+        """As `fused_optimizer.state_dict()`, likewise."""
+        return self._whole(self.fused_optimizer.state_dict)
+
+    def _whole(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        self._step.whole = True
+        try:
+            made = make()
+        finally:
+            self._step.whole = False
+        return made if self.session.trainer == 0 else {}
 
     def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
         """Refused: it would track nothing."""
@@ -295,16 +322,24 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         The dense model of the present step is sent when that has ended; trainers that are lost before make it again.
         """
         self._step.open()
+        self._step.load_written()
+        self._flush()
+
+    def _flush(self) -> None:
         self._keep_dense()
         self.session.flush()
 
     def close(self) -> None:
-        """Flushes, and leaves the cluster if this object has joined it. Every trainer calls it; twice is once."""
+        """Flushes, and leaves the cluster if this object has joined it. Every trainer calls it; twice is once.
+
+        What was written into a state dict in place and not asked for since is not loaded any more.
+        """
         if self._closed:
             return
         self._closed = True
         try:
-            self.flush()
+            self._step.open()
+            self._flush()
         finally:
             self._dense.close()
             if self._attached is not None:
@@ -349,7 +384,8 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._check_attached()
         step, every = self.session.step - 1, self._dense.every
         if self._attached is None and step > self._snapshotted and every > 0 and step % every == 0:
-            self._step.load_written()
+            if not self._closed:
+                self._step.load_written()
             self.session.snapshot(*self._dense.pack(step))
             self._snapshotted = step
 

@@ -21,6 +21,7 @@ Shape legend: F features, B batch size, N ids, U unique rows, D embedding dim.
 from __future__ import annotations
 
 import abc
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import logger as torchrec_logger
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, NoWait, ShardedModule
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -45,7 +47,7 @@ from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import TablesState
-from torch_ecrec.nn.unsharded import FOLDERS, Collection, configs_of, pooling_of
+from torch_ecrec.nn.unsharded import FOLDERS, Collection, configs_of, is_default, pooling_of
 
 Output = TypeVar("Output")
 PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3
@@ -65,7 +67,7 @@ class Context(Multistreamable):
 class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedOptimizerModule, Generic[Output]):
     """A sharded module whose tables are served by erasure-coded servers. Takes a `KeyedJaggedTensor`.
 
-    Its parameters are placeholders without rows; `state_dict` reads every row from the servers, on every trainer.
+    Its parameters are placeholders without rows; `state_dict` reads of each table the trainer's range of rows.
 
     Args:
         module: the collection to serve. Not kept.
@@ -199,6 +201,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         (features,) = dist_input
         step = self._step
         step.open()
+        step.load_written(everybody=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._state.on_training_lookup()
             step.on_training_lookup()
@@ -245,16 +248,15 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         A load (`tables_state.py`): trainer 0 draws them, from its random state.
         """
         for name, table in self._tables.items():
-            weights = torch.empty(table.rows, table.dim, device="meta")
+            config = self._configs[name]
+            if config.init_fn is None or is_default(config):
+                self._state.load_drawn(name, functools.partial(_uniform, config))
+                continue
+            weights = torch.empty(table.rows, table.dim, device="cpu" if self._step.session.trainer == 0 else "meta")
             if self._step.session.trainer == 0:
-                config = self._configs[name]
-                weights = torch.empty(table.rows, table.dim)
-                if config.init_fn is None:
-                    weights.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
-                else:
-                    with torch.no_grad():
-                        config.init_fn(weights)
-            self._state.load_columns(name, 0, table.dim, weights)
+                with torch.no_grad():
+                    config.init_fn(weights)
+            self._state.load(name, table.schema.fields[0], weights)
 
     # state dicts ------------------------------------------------------------------------------------
 
@@ -285,6 +287,11 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             for table in self._tables.values()
         ]
         return "\n".join(lines)
+
+
+def _uniform(config: BaseEmbeddingConfig, rows: int) -> Tensor:
+    low, high = config.get_weight_init_min(), config.get_weight_init_max()
+    return torch.empty(rows, config.embedding_dim).uniform_(low, high)
 
 
 def _permuted(features: KeyedJaggedTensor, order: list[int]) -> KeyedJaggedTensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.layout.routing import Parts
 from torch_ecrec.nn.backend import EmbeddingBackend
+from torch_ecrec.nn.shares import Shares
 
 NAN_GRADIENTS = ("raise", "pass")
 
@@ -57,17 +58,26 @@ class SparseStep:
     Args:
         session: the backend.
         group: a process group of the trainers, used for nothing else; None with one trainer.
+        tables_group: that of the sharded tensors in state dicts; None, of one trainer: they are plain ones.
         nan_gradients: "raise" refuses a step in which any trainer has a NaN or infinite gradient: `NonFiniteGradient`
             on every trainer when its backward is over, nothing sent. "pass" sends them, as TorchRec does.
     """
 
-    def __init__(self, session: EmbeddingBackend, group: dist.ProcessGroup | None = None, nan_gradients: str = "raise"):
+    def __init__(
+        self,
+        session: EmbeddingBackend,
+        group: dist.ProcessGroup | None = None,
+        nan_gradients: str = "raise",
+        tables_group: dist.ProcessGroup | None = None,
+    ) -> None:
         if nan_gradients not in NAN_GRADIENTS:
             raise ValueError(f"`nan_gradients` must be one of {', '.join(NAN_GRADIENTS)}, got {nan_gradients!r}")
         self.session = session
         self.may_load: Callable[[], bool] = lambda: True  # whether tables that are loaded now count
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
-        self.on_open: list[Callable[[], None]] = []  # called before anything is read: may load
+        self.on_written: list[Callable[[bool], None]] = []  # load what was written into state dicts (`load_written`)
+        self.shares = Shares(session.trainer, session.trainers, tables_group)
+        self.whole = False  # the state dict that is being made is a whole one, of trainer 0
         self.optimizers: list[LearningRates] = []
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
         self._group = group
@@ -82,21 +92,19 @@ class SparseStep:
         self._refusal: NonFiniteGradient | None = None
 
     def open(self) -> None:
-        """Before anything is read. Ends the loading of first weights, once: a barrier of all trainers."""
+        """Before anything is read or loaded. Ends the loading of first weights, once: a barrier of all trainers."""
         if not self._open:
             self.session.loaded()
             self._open = True
-        self.load_written()
 
-    def load_written(self) -> None:
-        """Loads what was written into state dicts in place."""
-        for load in self.on_open:
-            load()
+    def load_written(self, everybody: bool = True) -> None:
+        """Before anything is read: loads what was written into state dicts in place.
 
-    @property
-    def is_open(self) -> bool:
-        """Whether loading has ended."""
-        return self._open
+        Args:
+            everybody: every trainer calls it now; False in an evaluation, which some may have and others not.
+        """
+        for load in self.on_written:
+            load(everybody)
 
     def lookup(self, rows: list[Tensor]) -> list[Parts]:
         """Weights (U, D) per slab, in parts."""
@@ -158,13 +166,23 @@ class SparseStep:
         for look_ahead in self.on_pushed:
             look_ahead()
 
-    def begin_load(self, what: str) -> None:
-        """Tables are loaded in training, by every trainer: a step of its own.
+    def begin_load(self, what: str, portions: int) -> int:
+        """Tables are loaded, by every trainer: in as many steps as the trainer with most has portions.
+
+        Returns:
+            That number.
 
         Raises:
             RuntimeError: another trainer trains, or loads something else.
         """
-        self._agree(f"loads {what}", [0] * len(self.session.job.tables))
+        most, *_ = self._agree(f"loads {what}", [portions, *(0 for _ in self.session.job.tables[1:])])
+        return most
+
+    def agree_on_tables(self, what: str, names: Set[str]) -> Set[str]:
+        """Of all trainers' names of tables of the job, those that any of them names."""
+        tables = [table.name for table in self.session.job.tables]
+        flags = self._agree(what, [int(name in names) for name in tables])
+        return {name for name, flag in zip(tables, flags, strict=True) if flag}
 
     def _agree(self, what: str, flags: list[int]) -> list[int]:
         """Of each flag the greatest of all trainers. Raises RuntimeError if they do not all do the same."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, PoolingType
@@ -40,6 +41,13 @@ def weight_of(module: Collection, table: str) -> nn.Parameter:
 def pooling_of(config: BaseEmbeddingConfig) -> PoolingType:
     """`NONE`: each id's row is handed out as it is."""
     return config.pooling if isinstance(config, EmbeddingBagConfig) else PoolingType.NONE
+
+
+def is_default(config: BaseEmbeddingConfig) -> bool:
+    """Whether `init_fn` is the uniform one that TorchRec's configs fill in."""
+    fn: Any = config.init_fn
+    bounds = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
+    return isinstance(fn, functools.partial) and fn.func is nn.init.uniform_ and not fn.args and fn.keywords == bounds
 
 
 def check_config(config: BaseEmbeddingConfig) -> None:

@@ -158,7 +158,7 @@ class Judge:
             return
         width = records.shape[1]
         check(
-            0 <= first and 1 <= width <= nbytes - first,
+            first >= 0 and 1 <= width <= nbytes - first,
             f"`records` must be bytes of {nbytes}, got {width} from {first}",
         )
         _check_shape("records", request.slab, records, (many, width))

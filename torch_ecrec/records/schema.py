@@ -91,6 +91,27 @@ class Schema:
         """Bytes of a record."""
         return sum(field.nbytes for field in self.fields)
 
+    def field(self, name: str) -> Field:
+        """The field of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise KeyError(f"records have no field {name!r}, only {[field.name for field in self.fields]}")
+
+    def bytes_of(self, name: str) -> tuple[int, int]:
+        """Where a field begins and ends in the memory of a record.
+
+        Raises:
+            KeyError: there is no such field.
+        """
+        wanted = self.field(name)
+        begin = sum(field.nbytes for field in self.fields[: self.fields.index(wanted)])
+        return begin, begin + wanted.nbytes
+
     def columns(self, name: str) -> tuple[int, int]:
         """Where a field begins and ends, counted in numbers.
 

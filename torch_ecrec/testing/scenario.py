@@ -55,7 +55,7 @@ class Load:
     def part(
         self, trainer: int, trainers: int, values_UW: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-        """What one trainer writes of it: rows (u,), bytes of their records (u, b), and the first byte; None: nothing."""
+        """What one trainer writes of it: rows (u,), bytes of their records (u, b), the first byte; None: nothing."""
         rows, columns = torch.arange(self.first, self.end), torch.arange(values_UW.shape[1])
         if self.writers == "all":
             values_UW = values_UW + (trainers - 1 - trainer)
