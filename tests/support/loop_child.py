@@ -133,9 +133,8 @@ def main() -> None:
     def roll_back() -> None:
         """To something that depends on all that there is."""
         if way == "rollback":
-            model.load_state_dict(
-                {name: changed(value, lambda v: v * 0.9 + 0.01) for name, value in model.state_dict().items()}
-            )
+            state = model.state_dict()
+            model.load_state_dict({name: changed(value, lambda v: v * 0.9 + 0.01) for name, value in state.items()})
             fused = model.fused_optimizer.state_dict()
             for values in fused["state"].values():
                 values.update({name: changed(value, lambda v: v * 0.5) for name, value in values.items()})

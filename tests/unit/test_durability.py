@@ -87,6 +87,8 @@ def test_a_load_in_training_is_due_when_all_others_pass() -> None:
     inbox.put(pass_(5, 1))
     inbox.put(pass_(5, 2))
     assert inbox.due(5) is None, "trainer 0 has said nothing"
+    inbox.put(pass_(5, 0))
+    assert inbox.due(5) == [], "all pass: a step that changes nothing"
     inbox.keep_after(5)
     assert not len(inbox)
 

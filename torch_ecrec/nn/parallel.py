@@ -134,7 +134,8 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             owns_session = False
         _check_session(session, tables, env)
         session, recorder = recorded(session, self)
-        step = SparseStep(session, _group_of_steps(env), nan_gradients, env.process_group)
+        tables_group = env.process_group if env.world_size > 1 else None
+        step = SparseStep(session, _group_of_steps(env), nan_gradients, tables_group)
         others = [sharder for sharder in others if sharder.module_type not in COLLECTIONS]
         if plan is None and covered.unprotected:
             plan = _planned(module, env, device, others)

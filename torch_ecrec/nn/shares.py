@@ -2,7 +2,8 @@
 
 A state dict has a table as TorchRec's row-wise sharding has it, a `ShardedTensor`: as many rows for each trainer, and
 what is left of them, or none, for the last. Ten rows and three trainers: [0, 4), [4, 8) and [8, 10). That is the form
-of which `torch.distributed.checkpoint` makes whole tensors, too (`StateDictOptions(full_state_dict=True)`).
+of which `torch.distributed.checkpoint` makes whole tensors, too (`StateDictOptions(full_state_dict=True)`). A single
+trainer has all rows, in plain tensors.
 
 What is loaded may be sharded in another way, by rows, by columns or by tables: each trainer loads what it has of it.
 Of a whole tensor, which every trainer has, that of trainer 0 is loaded; nobody looks at the others.
@@ -33,7 +34,7 @@ class Shares:
 
     Args:
         trainer, trainers: this one, of how many.
-        group: of the trainers, in their order; None: there is one, and its tensors are plain ones.
+        group: of the trainers, in their order; None with one trainer.
     """
 
     def __init__(self, trainer: int, trainers: int, group: dist.ProcessGroup | None) -> None:

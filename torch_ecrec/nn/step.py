@@ -58,7 +58,7 @@ class SparseStep:
     Args:
         session: the backend.
         group: a process group of the trainers, used for nothing else; None with one trainer.
-        tables_group: that of the sharded tensors in state dicts; None, of one trainer: they are plain ones.
+        tables_group: that of the sharded tensors in state dicts; None with one trainer: they are plain ones.
         nan_gradients: "raise" refuses a step in which any trainer has a NaN or infinite gradient: `NonFiniteGradient`
             on every trainer when its backward is over, nothing sent. "pass" sends them, as TorchRec does.
     """

@@ -45,11 +45,10 @@ class Inbox:
         Returns:
             The loads of those who load, in trainer order; or the pushes of all trainers, by trainer.
         """
-        loads, pushes = self.loads.get(step, {}), self.pushes.get(step, {})
-        if loads:
-            alone = any(load.alone for load in loads.values())
-            complete = alone or len(loads.keys() | self.passes.get(step, set())) == self.trainers
-            return [loads[trainer] for trainer in sorted(loads)] if complete else None
+        loads, passes, pushes = (sent.get(step, {}) for sent in (self.loads, self.passes, self.pushes))
+        alone = any(load.alone for load in loads.values())
+        if alone or len({*loads, *passes}) == self.trainers:
+            return [loads[trainer] for trainer in sorted(loads)]
         return pushes if len(pushes) == self.trainers else None
 
     def on_applied(self, step: int) -> None:
