@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import pytest
 import torch
 from fake_session import FakeSession
-from test_client import VirtualSession
 from torch import Tensor
+from virtual_session import VirtualSession
 
 from torch_ecrec.client.session import Session
 from torch_ecrec.nn.backend import EmbeddingBackend

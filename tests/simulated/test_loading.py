@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from faults import CODES, THREE_TWO, WAYS, check, found, hunt_at, oracle
-from test_client import VirtualSession
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from virtual_session import VirtualSession
 
 from torch_ecrec.client import client as client_module
 from torch_ecrec.nn.parallel import DistributedModelParallel
