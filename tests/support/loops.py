@@ -83,6 +83,7 @@ class Loop:
     clip: bool = False
     skip_every: int = 0  # every so many batches the optimizer's step is left out
     pass_over_every: int = 0  # every so many batches, one is not trained on
+    alters: bool = False  # the forward writes into its batch
     nan_at: int = 0  # the batch of the run whose labels are NaN
     begins: frozenset[str] = frozenset()  # what each pass begins with, see `_begin_pass`
     zero: str = "before"  # gradients: "before" the forward, "late" between forward and backward, "after" the step
@@ -210,9 +211,9 @@ def reader_of(loop: Loop) -> tuple[Any, Callable[[int], None]]:
 class Net(nn.Module):
     """Draws from every generator, and has a buffer that moves."""
 
-    def __init__(self, tables: EmbeddingBagCollection, losses: int, modules: frozenset[str]) -> None:
+    def __init__(self, tables: EmbeddingBagCollection, losses: int, modules: frozenset[str], alters: bool) -> None:
         super().__init__()
-        self.losses = losses
+        self.losses, self.alters = losses, alters
         self._calls, self.counts = 0, "attribute" in modules
         self.random = np.random.default_rng(5) if "generator" in modules else None
         self.tables = tables
@@ -220,6 +221,8 @@ class Net(nn.Module):
         self.over = nn.Linear(3 + 4, 1)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if self.alters:
+            batch.dense.clamp_(max=0.0)
         pooled = self.tables(batch.sparse).values()
         logits = torch.tanh(self.over(torch.cat([self.below(batch.dense), pooled], dim=1))).squeeze(1)
         logits = logits + 0.01 * random.random() + 0.01 * float(np.random.rand())
@@ -327,7 +330,7 @@ def made(loop: Loop, before: FakeSession | None = None, step: int = 0, seed: int
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    net = Net(tables, loop.losses, loop.modules)
+    net = Net(tables, loop.losses, loop.modules, loop.alters)
     session = FakeSession(job_of(net), before=before, step=step)
     model = DistributedModelParallel(net, device=CPU, session=session, snapshot_every=loop.snapshot_every)
     dense = dict(model.module.named_parameters())

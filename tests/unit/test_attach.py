@@ -7,6 +7,7 @@ other seeds, on a session that says it has trained before, and runs to the end, 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from torch_ecrec.nn.attachment import STEPS_OF_A_DRAW
 from torch_ecrec.nn.dense import Header
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -297,3 +299,21 @@ def test_two_backwards_of_one_forward_are_two_steps_with_one_snapshot() -> None:
         loss.backward()
         trainer.optimizer.step()
     assert trainer.model.steps_done == 6 and sorted(trainer.session.snapshots) == [2, 4]
+
+
+def test_training_again_and_again_on_one_batch_that_was_drawn_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """No snapshot is taken meanwhile: logs grow, and a restart makes all of it again."""
+    trainer = attach(made())
+    for turns in (STEPS_OF_A_DRAW, STEPS_OF_A_DRAW + 1):
+        assert "steps were trained since a batch was drawn" not in caplog.text
+        trainer.steps(trainer.model.steps_done + turns, itertools.repeat(next(trainer.batches)))
+    trainer.steps(trainer.model.steps_done + 2 * STEPS_OF_A_DRAW, itertools.repeat(next(trainer.batches)))
+    assert caplog.text.count(f"{STEPS_OF_A_DRAW} steps were trained since a batch was drawn") == 1
+
+
+def test_one_batch_that_a_reader_gives_again_and_again_goes_on() -> None:
+    first = attach(made(), itertools.repeat(batch_of(6, 1)))
+    first.steps(END)
+    second = attach(made(first.session, 4, seed=2), itertools.repeat(batch_of(6, 1)))
+    second.steps(END)
+    assert second.losses == first.losses and same(first, second) and len(first.session.snapshots) == END - 1

@@ -71,6 +71,14 @@ def test_every_reader_in_every_driver(reader: str, driver: str) -> None:
     check(Loop(reader=reader, driver=driver, schedule=frozenset({"step", "pass"}), draws=frozenset({"after", "pass"})))
 
 
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_forward_that_alters_its_batch_is_refused(reader: str, driver: str) -> None:
+    """None of these readers is known to give copies: a list gives the batch again, altered; a new list does not."""
+    with pytest.raises(RuntimeError, match=r"batch 0 of pass 0 was altered in place .*`batch.dense`"):
+        undisturbed(Loop(reader=reader, driver=driver, batches=4, alters=True))
+
+
 @pytest.mark.parametrize("begins", ["zero", "evaluate", "load"])
 def test_what_a_pass_begins_with_is_done_once_more_and_changes_nothing(begins: str) -> None:
     more = frozenset({"generator", "attribute"})

@@ -13,7 +13,7 @@ import pytest
 import torch
 from readers import MADE, PASS, Endless, Loop, Passes, loader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 from tqdm import tqdm
 
 from torch_ecrec.nn.loop import Judge
@@ -325,3 +325,109 @@ def test_a_state_that_cannot_be_kept_is_named() -> None:
     reader = Reader(Odd(), lambda: reader.saved() and None)
     with pytest.raises(TypeError, match=r"reader\['file'\]"):
         next(iter(reader))
+
+
+def _draw_again(reader: object, alter: Any) -> None:
+    """Draws once, alters the batch, and draws the next one."""
+    batches = iter(Reader(reader))  # type: ignore[arg-type]
+    batch = next(batches)
+    alter(batch)
+    next(batches)
+
+
+def _dicts() -> list[dict[str, Any]]:
+    return [{"dense": torch.ones(2, 3), "at": i} for i in range(3)]
+
+
+def _give_what_is_kept() -> Iterator[dict[str, Any]]:
+    yield from _dicts()
+
+
+class _Kept:
+    """As TorchRec's random datasets: batches that it made once."""
+
+    def __init__(self) -> None:
+        self.batches = _dicts()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.batches)
+
+
+class _Samples(Dataset[Any]):
+    """Of dicts that it keeps."""
+
+    def __init__(self) -> None:
+        self.samples = _dicts()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, at: int) -> dict[str, Any]:
+        return self.samples[at]
+
+
+def _write(batch: dict[str, Any]) -> None:
+    batch["dense"].mul_(2)
+
+
+ALTERED = {
+    "a write": (_write, r"\['dense'\]"),
+    "a write into a view": (lambda batch: batch["dense"][0].add_(1), r"\['dense'\]"),
+    "another tensor": (lambda batch: batch.update(dense=batch["dense"] * 2), r"\['dense'\]"),
+    "a part less": (lambda batch: batch.pop("dense"), r"\['dense'\]"),
+}
+
+
+@pytest.mark.parametrize("how", sorted(ALTERED))
+@pytest.mark.parametrize(
+    "make",
+    [_dicts, _Kept, lambda: DataLoader(_Samples(), collate_fn=min)],
+    ids=["list", "iterable", "own collate"],
+)
+def test_a_batch_that_the_loop_alters_in_place_is_refused(make: Any, how: str) -> None:
+    """After a restart the script makes its batches anew: those of later passes would come without the change."""
+    alter, path = ALTERED[how]
+    with pytest.raises(RuntimeError, match=rf"batch 0 of pass 0 was altered in place .*`batch{path}`.*x.clone"):
+        _draw_again(make(), alter)
+
+
+def test_the_tensors_in_a_container_of_the_loops_own_are_the_readers() -> None:
+    """Without collating, a DataLoader gives new containers, of the samples' memory."""
+    samples = TensorDataset(torch.ones(4, 3), torch.zeros(4))
+    with pytest.raises(RuntimeError, match=r"`batch\[0\]`"):
+        _draw_again(DataLoader(samples, batch_size=None), lambda batch: batch[0].mul_(2))
+    _draw_again(DataLoader(samples, batch_size=None), lambda batch: batch.pop(0))  # of a list that only the loop has
+    with pytest.raises(RuntimeError, match=r"`batch\['dense'\]`"):
+        _draw_again(DataLoader(_Samples(), batch_size=None), _write)
+    _draw_again(DataLoader(_Samples(), batch_size=None), lambda batch: batch.pop("dense"))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "collate_fn": min}], ids=["torch's collate", "workers"])
+def test_a_batch_that_is_a_copy_may_be_altered(options: dict[str, Any]) -> None:
+    _draw_again(DataLoader(_Samples(), **options), _write)
+
+
+def test_reading_a_batch_does_not_alter_it() -> None:
+    """Neither does what an object computes once and keeps."""
+
+    class Batch:
+        def __init__(self) -> None:
+            self.dense, self.total = torch.ones(3), None
+
+        def sum(self) -> Any:
+            self.total = self.dense.sum() if self.total is None else self.total
+            return self.total
+
+    _draw_again([Batch(), Batch()], lambda batch: batch.sum())
+
+
+def test_a_batch_that_a_pipeline_trains_on_may_not_be_altered_either() -> None:
+    judge = Judge()
+    judge.pipelined = True
+    reader = Reader(_dicts(), judge=judge)
+    batches = iter(reader)
+    first, _ = next(batches), next(batches)
+    reader.on_forward()
+    _write(first)
+    with pytest.raises(RuntimeError, match="batch 0 of pass 0 was altered"):
+        next(batches)

@@ -20,6 +20,7 @@ Several backwards between two draws are several steps of the servers; after a re
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_ecrec.nn.attachment_checks import AttachmentChecks
-from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters, load_, own_of
 from torch_ecrec.nn.gradients import WaitingGradients, put_back_
@@ -38,8 +38,13 @@ from torch_ecrec.nn.loop_variables import inside
 from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.nn.random_states import random_states, set_random_states
 from torch_ecrec.nn.reader import Reader, Stateful
+from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.trainer_state import TrainerState
 from torch_ecrec.nn.values import decode, encode
+
+log = logging.getLogger(__name__)
+
+STEPS_OF_A_DRAW = 64  # of more, the log is told once
 
 
 class Attachment:
@@ -47,11 +52,10 @@ class Attachment:
 
     Args:
         model: held weakly.
-        session: the backend.
+        step: hands snapshots over, and has the backend.
         dense: packs the model's dense part, and says after which steps; told of the optimizers.
         optimizers, reader, stateful: as given to `attach`, schedulers among `stateful`.
         own: names of those among `stateful` that are the user's: they may count passes, and batches.
-        load_written: loads what was written into state dicts in place.
 
     Raises:
         TypeError: something of it cannot be kept.
@@ -60,19 +64,19 @@ class Attachment:
     def __init__(
         self,
         model: nn.Module,
-        session: EmbeddingBackend,
+        step: SparseStep,
         dense: DenseSnapshot,
         optimizers: Sequence[Optimizer],
         reader: Iterable[Any] | None,
         stateful: Mapping[str, Stateful],
         own: Sequence[str],
-        load_written: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._dense = weakref.ref(model), dense
-        self._session, self._load_written = session, load_written
+        self._step, self._session = step, step.session
         self._state = TrainerState(optimizers, stateful)
         self._own = own
-        known = [model, *model.modules(), *model.parameters(), *model.buffers(), *self._state.all_optimizers, session]
+        known = [model, step.session, *model.modules(), *model.parameters(), *model.buffers()]
+        known += self._state.all_optimizers
         known += [p for o in self._state.all_optimizers for group in o.param_groups for p in group["params"]]
         judge = Judge(self._counters, [stateful[n] for n in own], known + inside([reader, *stateful.values()]))
         self.reader = None if reader is None else Reader(reader, self._on_draw, judge)
@@ -81,7 +85,7 @@ class Attachment:
             dense.use(self._state.dense_optimizers)
         dense.check()
         self.begun = False  # a step of this life has
-        self._snapshotted = 0
+        self._drawn_at: int | None = 0  # the step of the last draw; None: that many steps follow it was told
         self._in_step = self._closed = False
         self._random: dict[str, Any] | None = None  # to be put back when the first step begins
         self._expected: int | None = None  # checksum of its batch
@@ -108,6 +112,8 @@ class Attachment:
     def _on_draw(self) -> Callable[[int | None], None] | None:
         """A batch is about to be drawn. If that begins a step, the one before is kept once there is a batch."""
         self._begin()
+        if self._drawn_at is not None:
+            self._drawn_at = self._session.step
         if not self._is_due():
             return None
         before = self._before(at_forward=False)
@@ -129,8 +135,20 @@ class Attachment:
             if self.reader.pipelined and self._is_due():
                 self._keep(self._before(at_forward=True), None)
             self.reader.on_forward()
+            self._look_at_steps_since_draw()
         elif not self._in_step:
             self._begin_without_reader(lambda: checksum_of(batch))
+
+    def _look_at_steps_since_draw(self) -> None:
+        if self._drawn_at is None or self._session.step - self._drawn_at < STEPS_OF_A_DRAW:
+            return
+        self._drawn_at = None
+        log.warning(
+            "%d steps were trained since a batch was drawn. A snapshot is taken when the next one is: until then the"
+            " servers' logs grow, and a restart makes all these steps again. To train on one batch, attach a reader"
+            " that gives it again (`itertools.repeat(batch)`)",
+            STEPS_OF_A_DRAW,
+        )
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -194,8 +212,7 @@ class Attachment:
         self._gradients_then, self._buffers_then = {}, {}
 
     def _is_due(self) -> bool:
-        step, every = self._session.step - 1, self._dense.every
-        return step > self._snapshotted and every > 0 and step % every == 0
+        return self._dense.is_due(self._session.step - 1)
 
     def _counters(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -234,10 +251,8 @@ class Attachment:
 
     def _keep(self, before: bytes, checksum: int | None) -> None:
         """Hands this trainer's part of the step before to the servers."""
-        self._load_written()  # it belongs to that step: whoever goes on from there does not write it again
         self._checks.check_groups()
-        model, step = self._live_model, self._session.step - 1
-        parameters = list(dense_parameters(model))
+        parameters = list(dense_parameters(self._live_model))
         own = encode(
             {
                 "before": before,
@@ -247,8 +262,7 @@ class Attachment:
             },
             "attached",
         )
-        self._session.snapshot(*self._dense.pack(step, own))
-        self._snapshotted = step
+        self._step.hand_over(lambda step: self._dense.pack(step, own))
 
     # restarts -------------------------------------------------------------------------------------
 
@@ -262,7 +276,7 @@ class Attachment:
             ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
             RuntimeError: nothing was attached then, or the trainers had trained different dense models.
         """
-        self._snapshotted = step
+        self._dense.last = step
         self._restored = True
         if step == 0:
             return

@@ -7,7 +7,7 @@ no protection against who wants to be mistaken.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,33 +23,46 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 
 def checksum_of(batch: object) -> int:
     """CRC-32 of what a batch holds."""
-    found = list(_parts(batch, 0))
-    arrays = [part for part in found if isinstance(part, (Tensor, np.ndarray))]
     total = 0
-    for part in arrays or found:
-        total = zlib.crc32(_sample(part) if isinstance(part, (Tensor, np.ndarray)) else repr(part).encode(), total)
+    for _, part in parts_of(batch):
+        total = _sum(part, total)
     return total
 
 
-def _parts(value: Any, depth: int) -> Iterator[Any]:
+def sums_of(parts: Iterable[tuple[str, Any]]) -> dict[str, int]:
+    """CRC-32 of each of the parts, by path."""
+    return {path: _sum(part, 0) for path, part in parts}
+
+
+def parts_of(batch: object) -> list[tuple[str, Any]]:
+    """Tensors and arrays in a batch, with their paths (`['dense']`, `.labels`); where there are none, plain values."""
+    found = list(_parts(batch, "", 0))
+    return [(path, part) for path, part in found if isinstance(part, (Tensor, np.ndarray))] or found
+
+
+def _sum(part: Any, before: int) -> int:
+    return zlib.crc32(_sample(part) if isinstance(part, (Tensor, np.ndarray)) else repr(part).encode(), before)
+
+
+def _parts(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     """Tensors, arrays and plain values, in their order."""
     if isinstance(value, (Tensor, np.ndarray, *_PLAIN)):
-        yield value
+        yield path, value
     elif depth == DEPTH_MOST:
         return
     elif isinstance(value, (KeyedJaggedTensor, JaggedTensor)):
-        parts = (value.values(), value.lengths(), value.weights_or_none())
-        yield from (part for part in parts if part is not None)
+        parts = {"values()": value.values(), "lengths()": value.lengths(), "weights()": value.weights_or_none()}
+        yield from ((f"{path}.{name}", part) for name, part in parts.items() if part is not None)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _parts(key, depth + 1)
-            yield from _parts(item, depth + 1)
+            yield from _parts(key, f"{path} key {key!r}", depth + 1)
+            yield from _parts(item, f"{path}[{key!r}]", depth + 1)
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _parts(item, depth + 1)
+        for i, item in enumerate(value):
+            yield from _parts(item, f"{path}[{i}]", depth + 1)
     elif hasattr(value, "__dict__"):
-        for item in vars(value).values():
-            yield from _parts(item, depth + 1)
+        for name, item in vars(value).items():
+            yield from _parts(item, f"{path}.{name}", depth + 1)
 
 
 def _sample(value: Tensor | np.ndarray) -> bytes:

@@ -97,12 +97,15 @@ class DenseSnapshot:
         model: held weakly. Parameters that TorchRec has sharded are left out: they differ from trainer to trainer.
         part, parts: which part this trainer packs, 0 <= part < parts.
         every: it is kept after each step that is a multiple of it; 0: never. Its users ask; may be set.
+
+    Attributes:
+        last: the step that was kept last, or that training goes on after.
     """
 
     def __init__(self, model: nn.Module, part: int, parts: int, every: int = 1) -> None:
         if not 0 <= part < parts:
             raise ValueError(f"`part` must be at least 0 and less than `parts`, got {part} of {parts}")
-        self.part, self.parts, self.every = part, parts, every
+        self.part, self.parts, self.every, self.last = part, parts, every, 0
         self._model = weakref.ref(model)
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -135,6 +138,10 @@ class DenseSnapshot:
         once = {id(optimizer): optimizer for optimizer in optimizers}
         self._optimizers = [weakref.ref(optimizer) for optimizer in once.values()]
 
+    def is_due(self, step: int) -> bool:
+        """Whether the state after `step` is to be kept, and was not yet."""
+        return step > self.last and self.every > 0 and step % self.every == 0
+
     def check(self) -> None:
         """Looks whether all that there is now can be kept. More may come with the first steps: `pack` looks again.
 
@@ -156,6 +163,7 @@ class DenseSnapshot:
             RuntimeError: the model is gone.
         """
         index, out, whole = _collect(self._the_model(), self.optimizers)
+        self.last = step
         stream_bytes = len(index) + out.bytes
         header = Header(step, self.part, self.parts, stream_bytes, len(index), _digest(index), len(whole), len(own))
         begin, end = header.span

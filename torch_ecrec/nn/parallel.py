@@ -153,7 +153,6 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         self._recorder = recorder  # None but in a rehearsal
         self._owns_session = owns_session
         self._closed = False
-        self._snapshotted = 0
         self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every)
         self._step.on_training_lookup, self._step.may_load = self._keep_dense, self._may_load
         self._attached: Attachment | None = None
@@ -218,13 +217,12 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         named = {f"lr_scheduler[{i}]": scheduler for i, scheduler in enumerate(schedulers)}
         attached = Attachment(
             self,
-            self.session,
+            self._step,
             self._dense,
             optimizers,
             reader,
             {**named, **stateful},
             own=list(stateful),
-            load_written=self._step.load_written,
         )
         if self.session.restarted:
             attached.resume(*self.session.resume())
@@ -337,7 +335,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         """
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._step.closing = True
         try:
             self._step.open()
             self._flush()
@@ -383,12 +381,8 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
     def _keep_dense(self) -> None:
         """Where nothing is attached, the dense model alone is kept, as it is when the rows of a step are asked for."""
         self._check_attached()
-        step, every = self.session.step - 1, self._dense.every
-        if self._attached is None and step > self._snapshotted and every > 0 and step % every == 0:
-            if not self._closed:
-                self._step.load_written()
-            self.session.snapshot(*self._dense.pack(step))
-            self._snapshotted = step
+        if self._attached is None and self._dense.is_due(self.session.step - 1):
+            self._step.hand_over(self._dense.pack)
 
 
 def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> ShardingPlan:

@@ -35,6 +35,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from torch_ecrec.nn.altered import Watched, may_give_again, watched
 from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.loop import Judge
 from torch_ecrec.nn.random_states import Generators, moved, random_states, set_random_states
@@ -96,10 +97,15 @@ class Position:
 
 @dataclass
 class _Draw:
-    """A batch that was drawn and not trained on yet."""
+    """A batch that was drawn.
+
+    Attributes:
+        watched: None where it may be altered.
+    """
 
     position: Position
     checksum: int
+    watched: Watched | None
 
 
 class Pass(Iterator[Any]):
@@ -169,7 +175,9 @@ class Reader(Iterator[Any]):
         self._history: list[tuple[int, bool, int, dict[str, Any] | None]] = []
         self._now: Position | None = None  # of the draw that is being made
         self._caller: FrameType | None = None  # likewise
-        self._ahead: deque[_Draw] = deque()
+        self._ahead: deque[_Draw] = deque()  # and not trained on yet
+        self._in_turn: list[_Draw] = []  # trained on, since the last draw
+        self._watches = may_give_again(reader)
         # after a restart
         self._target: Position | None = None  # where the first draw begins
         self._again: deque[tuple[dict[str, Any], int]] = deque()  # draws to be made again: random states, checksum
@@ -259,7 +267,9 @@ class Reader(Iterator[Any]):
             raise RuntimeError("this pass was left: another one over what `attach` returned has begun since")
         current.turns += 1
         if not self.pipelined:
-            self._ahead.clear()  # trained on, or left out for good
+            self._in_turn += self._ahead  # trained on, or left out for good
+            self._ahead.clear()
+        self._check_unaltered()
         if current.batches is None:
             self._begin(current)
         if not self._again and self._then is not None:
@@ -287,12 +297,13 @@ class Reader(Iterator[Any]):
         else:
             begin, expected, self._expected = outside, self._expected, None
             batch = self._next(current, begin)
+        seen = watched(batch) if self._watches else None
         checksum = checksum_of(batch)
         if not self._has_indices:
             current.add(checksum)
         if expected is not None and checksum != expected:
             raise _other(self._reader, f"batch {current.drawn - 1} of pass {current.epoch} is another one")
-        self._ahead.append(_Draw(Position(**{**vars(self._now), "random": begin}), checksum))
+        self._ahead.append(_Draw(Position(**{**vars(self._now), "random": begin}), checksum, seen))
         if on_batch is not None:
             on_batch(None if again else checksum)
         return batch
@@ -356,7 +367,15 @@ class Reader(Iterator[Any]):
             set_random_states(self._then) if self._again else self._generators.set_(self._then)
             self._then = None
         if self.pipelined and self._ahead:
-            self._ahead.popleft()
+            self._in_turn.append(self._ahead.popleft())
+
+    def _check_unaltered(self) -> None:
+        """Of batches whose turn is over."""
+        for draw in self._in_turn:
+            if draw.watched is not None:
+                at = draw.position
+                draw.watched.check(f"batch {at.drawn} of pass {at.epoch}", self._reader)
+        self._in_turn.clear()
 
     def check_end(self) -> None:
         """Training is over. Warns of a pass that a loop may have left too late."""

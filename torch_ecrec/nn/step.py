@@ -77,6 +77,7 @@ class SparseStep:
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
         self.on_written: list[Callable[[bool], None]] = []  # load what was written into state dicts (`load_written`)
         self.shares = Shares(session.trainer, session.trainers, tables_group)
+        self.closing = False  # this trainer leaves, others perhaps do not: nothing is done together any more
         self.whole = False  # the state dict that is being made is a whole one, of trainer 0
         self.optimizers: list[LearningRates] = []
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
@@ -103,8 +104,20 @@ class SparseStep:
         Args:
             everybody: every trainer calls it now; False in an evaluation, which some may have and others not.
         """
-        for load in self.on_written:
+        for load in () if self.closing else self.on_written:
             load(everybody)
+
+    def hand_over(self, pack: Callable[[int], tuple[Tensor, list[int]]]) -> None:
+        """Hands this trainer's part of the dense snapshot of the last step to the servers.
+
+        What was written into state dicts belongs to that step, so it is loaded before: whoever goes on from there does
+        not write it again.
+
+        Args:
+            pack: step -> payload and header.
+        """
+        self.load_written()
+        self.session.snapshot(*pack(self.session.step - 1))
 
     def lookup(self, rows: list[Tensor]) -> list[Parts]:
         """Weights (U, D) per slab, in parts."""

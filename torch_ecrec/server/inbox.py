@@ -45,9 +45,9 @@ class Inbox:
         Returns:
             The loads of those who load, in trainer order; or the pushes of all trainers, by trainer.
         """
-        loads, passes, pushes = (sent.get(step, {}) for sent in (self.loads, self.passes, self.pushes))
+        loads, pushes = self.loads.get(step, {}), self.pushes.get(step, {})
         alone = any(load.alone for load in loads.values())
-        if alone or len({*loads, *passes}) == self.trainers:
+        if alone or len(loads.keys() | self.passes.get(step, set())) == self.trainers:
             return [loads[trainer] for trainer in sorted(loads)]
         return pushes if len(pushes) == self.trainers else None
 

@@ -1,0 +1,84 @@
+"""Batches that the loop has altered in place, where the reader may give the same memory again.
+
+A list of batches gives the same tensors in every pass. What a loop (or the model's forward) writes into them trains the
+later passes; after a restart the script makes the list anew, without what was written: another run. So a batch is
+looked at when it is drawn, and again when its turn is over; if it was altered, the next draw is refused.
+
+Some readers give memory that is nobody else's. Their batches may be altered, and are not looked at again:
+
+    workers           batches come from other processes
+    torch's collate   a batch is a copy of its samples
+
+A list, a generator or a collate function of one's own may give what they keep. If nothing but the loop holds the
+container (a fresh dict), the loop may do with it what it likes (`batch.pop("labels")`), but not with the tensors in it.
+
+Not noticed: what a loop keeps, and alters when the batch's turn is over.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, default_collate
+
+from torch_ecrec.nn.checksum import parts_of, sums_of
+
+
+def may_give_again(reader: object) -> bool:
+    """Whether a batch of it may be memory that it gives once more later."""
+    if not isinstance(reader, DataLoader):
+        return True
+    return reader.num_workers == 0 and (reader.batch_size is None or reader.collate_fn is not default_collate)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A batch, as it was drawn.
+
+    Attributes:
+        batch: None where the container is the loop's own.
+        parts: its tensors and arrays by path, or its plain values.
+        sums: of the parts.
+    """
+
+    batch: Any
+    parts: Sequence[tuple[str, Any]]
+    sums: Mapping[str, int]
+
+    def check(self, what: str, reader: object) -> None:
+        """Raises RuntimeError if it was altered. `what`: which batch it is."""
+        now = sums_of(self.parts if self.batch is None else parts_of(self.batch))
+        altered = next((path for path, total in self.sums.items() if now.get(path) != total), None)
+        if altered is None:
+            return
+        raise RuntimeError(
+            f"{what} was altered in place after it was drawn (`batch{altered}`), by the loop or in a forward, and the"
+            f" reader ({type(reader).__name__}) may give the same memory again: after a restart it would come without"
+            " the change. Change a copy of it (`x = x.clone()`), or let the reader give copies"
+        )
+
+
+def watched(batch: Any) -> Watched:
+    """Of a batch that one variable of the caller's holds, and nothing else of ours."""
+    parts = parts_of(batch)
+    return Watched(batch if _references(batch) > _OWN else None, parts, sums_of(parts))
+
+
+def _references(batch: Any) -> int:
+    return sys.getrefcount(batch)
+
+
+def _references_of_own() -> int:
+    """What `watched` counts where nobody else holds the batch: it depends on the interpreter."""
+
+    def counted(batch: Any) -> int:
+        return _references(batch)
+
+    own: list[int] = []
+    return counted(own)
+
+
+_OWN = _references_of_own()
