@@ -39,7 +39,8 @@ from torchrec.distributed.sharding_plan import column_wise, construct_module_sha
 from torchrec.distributed.types import ShardingPlan
 from virtual_session import VirtualSession
 
-from torch_ecrec import DistributedModelParallel
+from torch_ecrec import DistributedModelParallel, checkpoint
+from torch_ecrec.nn import streamed, tables_state
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import Scenario, SimulatedCluster
 
@@ -204,6 +205,42 @@ def check_whole_state_dicts(trainer: int, folder: Path, saved: dict[str, Any], s
             set_model_state_dict(other.module, get_model_state_dict(model.module))
         other.fused_optimizer.load_state_dict(states)
         assert same(all_whole(state_of(other)), saved), way
+
+
+def check_streamed(trainer: int, folder: Path, saved: dict[str, Any], session: FakeSession) -> None:
+    """Tables that go through trainers in portions, of four rows of `wide` and of 32 momenta: either way reads both."""
+    model, _ = shard(net(), TRAINERS, trainer)
+    portion, streamed.PORTION_BYTES = streamed.PORTION_BYTES, 4 * 8 * 4
+    chunk, tables_state.CHUNK_BYTES = tables_state.CHUNK_BYTES, 3 * 9 * 4
+    numbers = torch.tensor([1.0, 2.0])
+    with pytest.raises(ValueError, match="names in `more` must be others than model, optimizer, got model"):
+        checkpoint.save(model, folder / "no", {"model": 1})
+    more = checkpoint.load(model, folder / "ours") | {"numbers": numbers + trainer * 0, "epoch": 3}
+    assert same(all_whole(state_of(model)), saved)
+    checkpoint.save(model, folder / "streamed", more)
+    for name in ("streamed", "theirs True", "theirs False"):
+        plain, _ = shard(net(), TRAINERS, trainer)
+        load(plain, folder / name)
+        later, _ = shard(net(), TRAINERS, trainer)
+        wanted = {"numbers": torch.zeros(2), "epoch": 0} if name == "streamed" else None
+        found = checkpoint.load(later, folder / name, wanted)
+        assert same(all_whole(state_of(later)), all_whole(state_of(plain)))
+        assert found.get("epoch", 3) == 3 and torch.equal(found.get("numbers", numbers), numbers)
+    metadata: Any = dcp.FileSystemReader(folder / "streamed").read_metadata().state_dict_metadata[f"model.{WIDE}"]
+    rows = [part.sizes[0] for part in metadata.chunks]
+    assert sorted(set(rows)) == [1, 4] and sum(rows) == 50
+    other, _ = shard(Net(collection(KIND, [table("wide", 51, 8, "f0")], device=META)), TRAINERS, trainer)
+    with pytest.raises(ValueError, match=r"takes shape \(51, 8\) here, the checkpoint has \(50, 8\)"):
+        checkpoint.load(other, folder / "streamed")
+    with pytest.raises(ValueError, match="has no tensor"):
+        checkpoint.load(another(trainer), folder / "streamed")
+    with pytest.raises(RuntimeError, match="of table wide is streamed to a checkpoint, and cannot be asked for"):
+        model.streamed_state_dict()[WIDE] + 1
+    streamed.PORTION_BYTES, tables_state.CHUNK_BYTES = portion, chunk
+
+
+def another(trainer: int) -> Any:
+    return shard(Net(collection(KIND, [table("unknown", 5, 8, "f0")], device=META)), TRAINERS, trainer)[0]
 
 
 def check_other_shards(trainer: int, folder: Path, saved: dict[str, Any], session: FakeSession) -> None:

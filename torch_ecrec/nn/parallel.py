@@ -281,19 +281,28 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         For `torch.save`, exports, comparisons. Trainer 0 needs memory for all tables; it asks the servers for them in
         portions, and the others for nothing.
         """
-        return self._whole(self.state_dict)
+        made = self._in_form("whole", self.state_dict)
+        return made if self.session.trainer == 0 else {}
 
     def full_optim_state_dict(self) -> dict[str, Any]:
         """As `fused_optimizer.state_dict()`, likewise."""
-        return self._whole(self.fused_optimizer.state_dict)
-
-    def _whole(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        self._step.whole = True
-        try:
-            made = make()
-        finally:
-            self._step.whole = False
+        made = self._in_form("whole", self.fused_optimizer.state_dict)
         return made if self.session.trainer == 0 else {}
+
+    def streamed_state_dict(self) -> dict[str, Any]:
+        """As `state_dict`, for `torch_ecrec.checkpoint`: tables have no rows yet. Every trainer calls it."""
+        return self._in_form("streamed", self.state_dict)
+
+    def streamed_optim_state_dict(self) -> dict[str, Any]:
+        """As `fused_optimizer.state_dict()`, likewise."""
+        return self._in_form("streamed", self.fused_optimizer.state_dict)
+
+    def _in_form(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        self._step.form = form
+        try:
+            return make()
+        finally:
+            self._step.form = "sharded"
 
     def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
         """Refused: it would track nothing."""

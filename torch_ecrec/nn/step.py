@@ -78,7 +78,7 @@ class SparseStep:
         self.on_written: list[Callable[[bool], None]] = []  # load what was written into state dicts (`load_written`)
         self.shares = Shares(session.trainer, session.trainers, tables_group)
         self.closing = False  # this trainer leaves, others perhaps do not: nothing is done together any more
-        self.whole = False  # the state dict that is being made is a whole one, of trainer 0
+        self.form = "sharded"  # of tables in the state dict that is being made; see `TablesState.read`
         self.optimizers: list[LearningRates] = []
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
         self._group = group

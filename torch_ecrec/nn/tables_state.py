@@ -13,7 +13,8 @@ Shape legend: U rows, D embedding dim, C numbers of a field, W numbers of a reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch_ecrec.nn.given import GivenTensors, Place
 from torch_ecrec.nn.shares import Part, Shares, parts_of, shape_of
 from torch_ecrec.nn.slices import Table
 from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.nn.streamed import StreamedTable
 from torch_ecrec.records.schema import WEIGHT, Field
 
 CHUNK_BYTES = 4 << 20  # of records read or loaded at a time
@@ -56,12 +58,15 @@ class TablesState:
     def read(self, name: str, field: Field) -> Tensor | None:
         """A field of a table, (rows, C), or (rows,) if it has one number per row: this trainer's rows of it.
 
-        Every trainer calls it. In a state dict that is whole (`SparseStep.whole`): all rows on trainer 0, else None.
+        Every trainer calls it. The form that a state dict has at present (`SparseStep.form`) may be another: "whole",
+        all rows on trainer 0, and None on others; "streamed", nothing yet (`streamed.py`).
         """
         self.step.open()
         self.step.load_written()
-        if self.step.whole:
+        if self.step.form == "whole":
             return self._rows_of(name, field, 0, self.tables[name].rows) if self._shares.trainer == 0 else None
+        if self.step.form == "streamed":
+            return self._streamed(name, field)
         values = self._rows_of(name, field, *self._shares.mine(self.tables[name].rows))
         self._given.add((name, field.name), values)
         return self._shares.sharded(self.tables[name].rows, values)
@@ -77,6 +82,17 @@ class TablesState:
             values_Ub = records.view(torch.uint8)[:, begin_byte:end_byte].contiguous()
             out[begin - first : end - first] = values_Ub.view(dtype)
         return out.squeeze(1) if field.per_row else out
+
+    def _streamed(self, name: str, field: Field) -> StreamedTable:
+        rows = self.tables[name].rows
+        return StreamedTable(
+            what=f"`{field.name}` of table {name}",
+            size=(rows,) if field.per_row else (rows, field.values),
+            dtype=dtype_of(field),
+            rows=self._shares.mine(rows),
+            read=functools.partial(self._rows_of, name, field),
+            load=functools.partial(self.load_parts, name, field),
+        )
 
     def save_weights(self, destination: dict[str, Any], prefix: str) -> None:
         """Puts the weights of every table, (rows, D), into a state dict. Every trainer calls it."""
@@ -94,13 +110,25 @@ class TablesState:
             ValueError: another shape.
             RuntimeError: not all trainers load alike (`SparseStep.begin_load`).
         """
+        if isinstance(value, StreamedTable):
+            return  # `checkpoint.load` has loaded it
         parts = parts_of(value, self._shares.trainer)
         columns, rows = (self.tables[name].rows, field.values), (self.tables[name].rows,)
         wanted = [rows, columns] if field.per_row else [columns]
         if shape_of(value) not in wanted:
             raise ValueError(f"table {name} takes shape {wanted[0]} here, got {shape_of(value)}")
-        portions = [(part, *rows) for part in parts for rows in self._portions(name, part)]
-        self._load((name, field.name), portions, len(portions))
+        self.load_parts(name, field, [len(part.values) for part in parts], parts)
+
+    def load_parts(self, name: str, field: Field, rows: Sequence[int], parts: Iterable[Part]) -> None:
+        """Overwrites a field with what this trainer has of it. Every trainer calls it.
+
+        Args:
+            rows: of each part.
+            parts: are taken one after the other, as they are loaded.
+        """
+        table = self.tables[name]
+        portions = ((part, *rows) for part in parts for rows in chunks(table, 0, len(part.values)))
+        self._load((name, field.name), portions, sum(len(list(chunks(table, 0, many))) for many in rows))
 
     def load_drawn(self, name: str, draw: Callable[[int], Tensor]) -> None:
         """Overwrites the weights of a table with what trainer 0 draws: so many rows (U, D) at a time, in order."""
@@ -108,9 +136,6 @@ class TablesState:
         portions = list(chunks(table, 0, table.rows)) if self._shares.trainer == 0 else []
         drawn = ((Part(begin, 0, draw(end - begin)), 0, end - begin) for begin, end in portions)
         self._load((name, WEIGHT), drawn, len(portions))
-
-    def _portions(self, name: str, part: Part) -> Iterator[tuple[int, int]]:
-        return chunks(self.tables[name], 0, len(part.values))
 
     def _load(self, place: Place, portions: Iterable[tuple[Part, int, int]], count: int) -> None:
         """Loads what this trainer has, `count` portions: each is rows [begin, end) of a part."""
@@ -195,7 +220,7 @@ class TablesState:
     def _overwrite_written(self, place: Place, values: Tensor | None) -> None:
         first, _ = self._shares.mine(self.tables[place[0]].rows)
         parts = [] if values is None else [Part(first, 0, values.view(len(values), -1))]
-        portions = [(part, *rows) for part in parts for rows in self._portions(place[0], part)]
+        portions = [(part, *rows) for part in parts for rows in chunks(self.tables[place[0]], 0, len(part.values))]
         self._overwrite(place, portions, len(portions))
 
     def on_training_lookup(self) -> None:
