@@ -2,7 +2,8 @@
 
 WAY: `plain` (a loop over `DataLoader(shuffle=True)`), `workers` (with worker processes that draw at random),
 `torchdata` (`StatefulDataLoader`), `pipeline` (`TrainPipelineSparseDist`), `accumulate` (gradients of two batches),
-`rollback` (now and then, the model and the tables' optimizer are loaded: before a step, within one, after an epoch).
+`rollback` (now and then, the model and the tables' optimizer are loaded: before a step, within one, after an epoch),
+`checkpoint` (at these places they are saved and loaded by DCP, which changes nothing of what `plain` does).
 Three epochs of 6 steps, a scheduler that steps with every epoch, a BatchNorm, dropout, an evaluation after each epoch.
 
 Trainer 1 kills itself after STEP in its first life, once OUT/go is there; OUT/STEP says that it waits for that. What a
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from shards import changed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -38,6 +40,7 @@ from torchrec.optim.optimizers import Adagrad, in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torch_ecrec
+from torch_ecrec import checkpoint
 
 EPOCHS, STEPS, SIZE, ROWS, LIMIT_S = 3, 6, 8, 300, 60.0
 
@@ -130,8 +133,24 @@ def main() -> None:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def there_and_back() -> None:
+        """Saved sharded and loaded in portions, and the other way round; between, all weights are others."""
+        state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+        folder = out / f"{model.steps_done}-{batches.drawn}-{batches.epoch}"
+        dcp.save(state, checkpoint_id=folder / "sharded")
+        torch_ecrec.DistributedModelParallel._reset_parameters(model)
+        checkpoint.load(model, folder / "sharded")
+        checkpoint.save(model, folder / "streamed")
+        torch_ecrec.DistributedModelParallel._reset_parameters(model)
+        dcp.load(state, checkpoint_id=folder / "streamed")
+        model.load_state_dict(state["model"])
+        model.fused_optimizer.load_state_dict(state["optimizer"])
+
     def roll_back() -> None:
         """To something that depends on all that there is."""
+        if way == "checkpoint":
+            with torch.random.fork_rng(devices=[]):
+                there_and_back()
         if way == "rollback":
             state = model.state_dict()
             model.load_state_dict({name: changed(value, lambda v: v * 0.9 + 0.01) for name, value in state.items()})

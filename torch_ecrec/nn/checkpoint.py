@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
@@ -87,7 +88,8 @@ def load(
     if (checkpoint_id is None) == (storage_reader is None):
         raise ValueError("one of `checkpoint_id` and `storage_reader` says where the checkpoint is")
     reader = storage_reader or FileSystemReader(checkpoint_id or "")
-    flat, places = flatten_state_dict(_state_of(model, more))
+    state = _state_of(model, more)
+    flat, places = flatten_state_dict(state)
     tables = {name: value for name, value in flat.items() if isinstance(value, StreamedTable)}
     metadata = reader.read_metadata()
     for name, table in tables.items():
@@ -97,7 +99,8 @@ def load(
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     for name, table in tables.items():
         _load_table(name, table, metadata, reader)
-    state = unflatten_state_dict({**flat, **rest}, places)
+    for name, value in rest.items():  # what is no tensor is not loaded in place
+        set_element(state, places[name], value)
     model.load_state_dict(state.pop("model"))
     model.fused_optimizer.load_state_dict(state.pop("optimizer"))
     return state

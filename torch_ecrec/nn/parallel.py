@@ -57,7 +57,7 @@ from torch_ecrec.spec.settings import Settings
 
 log = logging.getLogger(__name__)
 
-DIGEST_CHUNK_ROWS = 65_536
+DIGEST_CHUNK_BYTES = 4 << 20  # of records read at a time
 NO_TRACKER = (
     "trackers of TorchRec (`model_tracker_configs`, `init_torchrec_delta_tracker`) look for tables in the trainers, and"
     " would find none; leave them out"
@@ -365,8 +365,9 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         for table in session.job.tables:
             slab, first = session.job.place_of_table[table.name]
             result.update(table.name.encode())
-            for begin in range(0, table.rows, DIGEST_CHUNK_ROWS):
-                rows = torch.arange(begin, min(begin + DIGEST_CHUNK_ROWS, table.rows))
+            portion = max(1, DIGEST_CHUNK_BYTES // session.job.slabs[slab].schema.nbytes)
+            for begin in range(0, table.rows, portion):
+                rows = torch.arange(begin, min(begin + portion, table.rows))
                 result.update(session.read(slab, first + rows).numpy().tobytes())
         for name, parameter in dense_parameters(self):
             result.update(name.encode() + parameter.detach().cpu().contiguous().numpy().tobytes())
