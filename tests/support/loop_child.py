@@ -135,6 +135,7 @@ def main() -> None:
 
     def there_and_back() -> None:
         """Saved sharded and loaded in portions, and the other way round; between, all weights are others."""
+        own = {name: buffer.clone() for name, buffer in model.named_buffers()}  # of which DCP keeps one trainer's
         state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
         folder = out / f"{model.steps_done}-{batches.drawn}-{batches.epoch}"
         dcp.save(state, checkpoint_id=folder / "sharded")
@@ -145,6 +146,8 @@ def main() -> None:
         dcp.load(state, checkpoint_id=folder / "streamed")
         model.load_state_dict(state["model"])
         model.fused_optimizer.load_state_dict(state["optimizer"])
+        for name, buffer in model.named_buffers():
+            buffer.copy_(own[name])
 
     def roll_back() -> None:
         """To something that depends on all that there is."""
