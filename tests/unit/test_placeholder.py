@@ -187,6 +187,22 @@ def test_a_write_into_a_state_dict_changes_the_table() -> None:
     assert torch.equal(model.full_state_dict()[key], trained)
 
 
+def test_a_write_within_a_step_is_told() -> None:
+    """Before its forward it counts, after it does not; also where people train in evaluation's mode."""
+    model, _ = shard(Net(collection("sgd", device=CPU)))
+    key = "collections.0.embedding_bags.wide.weight"
+    for mode in (True, False):
+        model.train(mode)
+        state = model.state_dict()
+        local(state[key])[0].fill_(3.0)
+        loss, _ = model(batch_of(4, 0))
+        local(state[key])[0].fill_(4.0)
+        loss.backward()
+        with pytest.warns(UserWarning, match="table wide in a state dict was changed in place, and the table was not"):
+            model(batch_of(4, 1))
+        assert model.full_state_dict()[key][49].eq(3.0).all(), "no batch has it"
+
+
 def test_of_two_state_dicts_the_one_that_was_written_counts() -> None:
     model, _ = shard(Net(collection("sgd", device=CPU)))
     key = "collections.0.embedding_bags.wide.weight"

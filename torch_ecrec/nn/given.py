@@ -83,10 +83,16 @@ class GivenTensors:
                 self._fresh.append(self._of(place, users))
         return taken
 
-    def expire(self, place: Place | None = None) -> None:
-        """This place, or every one, changes: what was given of it is older from now on."""
-        self.places = {} if place is None else {other: None for other in self.places if other != place}
-        self._expire([given for given in self._fresh if place in (None, given.place)])
+    def expire(self, place: Place) -> None:
+        """Is loaded: what was given of it is older from now on, and what was written into that does not count."""
+        self.places.pop(place, None)
+        self._expire([given for given in self._fresh if given.place == place])
+
+    def on_trained(self) -> None:
+        """All places have changed: what was given is older, and what was written and not loaded until now is lost."""
+        self.places = {}
+        self._stale += [(given.place, given.users, given.version) for given in self._fresh]
+        self._fresh = []
 
     def _expire(self, those: list[_Given]) -> None:
         self._stale += [

@@ -42,8 +42,8 @@ class TablesState:
     def __init__(self, step: SparseStep, tables: Mapping[str, Table], folder: str) -> None:
         self.step, self.tables, self._folder = step, tables, folder
         self._given = GivenTensors()
-        self._asked = False  # an evaluation has asked what was written, and nothing of every trainer came since
         step.on_written.append(self.load_written)
+        step.on_pushed.append(self._given.on_trained)
 
     def key_of(self, name: str) -> str:
         """Of a table's weights in the module's state dict: `embedding_bags.t.weight`."""
@@ -193,22 +193,21 @@ class TablesState:
         """Loads what was written into state dicts in place.
 
         Args:
-            everybody: every trainer calls it now. False in an evaluation: the first one since the last such call is
-                one of every trainer, later ones may be of some.
+            everybody: every trainer calls it now. False in an evaluation, which perhaps not all have: then nothing can
+                be loaded, which is a step of all, unless there is one trainer.
 
         Raises:
-            RuntimeError: this trainer has written something, and the others may not come here.
+            RuntimeError: this trainer evaluates and has written something.
         """
         if not self._given.places:
             return
-        if not everybody and self._asked and self._shares.trainers > 1:
+        if not everybody and self._shares.trainers > 1:
             if self._given.any_written:
                 raise RuntimeError(
-                    "a tensor of a table in a state dict was changed in place between two evaluations:"
-                    " load it with `model.load_state_dict(...)`"
+                    "a tensor of a table in a state dict was changed in place: before an evaluation, every trainer"
+                    " calls `model.flush()`, or `model.load_state_dict(...)` with it"
                 )
             return
-        self._asked = not everybody
         written = self._given.take_written()
         tables = self.step.agree_on_tables(
             "asks what was written into a state dict", {self.tables[name].job_name for name, _ in written}
@@ -224,9 +223,8 @@ class TablesState:
         self._overwrite(place, portions, len(portions))
 
     def on_training_lookup(self) -> None:
-        """The tables are about to change."""
+        """Tells of writes into state dicts that came too late."""
         self._given.tell_of_lost_writes()
-        self._given.expire()
 
 
 def chunks(table: Table, first: int, last: int) -> Iterator[tuple[int, int]]:
