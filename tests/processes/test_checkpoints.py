@@ -261,6 +261,22 @@ def check_other_shards(trainer: int, folder: Path, saved: dict[str, Any], sessio
     assert torch.equal(mine, right) and not right.isnan().any()
 
 
+def check_a_state_dict_of_one_trainer(trainer: int, folder: Path, saved: dict[str, Any], session: FakeSession) -> None:
+    """One may look at its own, as people do on rank 0 to print names; to write into it is refused, to all."""
+    model, _ = shard(net(), TRAINERS, trainer)
+    right, _ = shard(net(), TRAINERS, trainer)
+    for seed in (1, 2):
+        if trainer == 0:
+            assert list(model.state_dict())
+        assert train(model, batches(trainer, seed)) == train(right, batches(trainer, seed))
+    if trainer == 0:
+        local(model.state_dict()[WIDE])[0].zero_()
+    with pytest.raises(
+        RuntimeError, match=r"this trainer (has a state dict|trains), and another one does something else"
+    ):
+        train(model, batches(trainer, 3))
+
+
 def check_dtensors(trainer: int, folder: Path, saved: dict[str, Any], session: FakeSession) -> None:
     """Sharded by rows or columns, in TorchRec's wrapper of shards, and replicated: then trainer 0's."""
     mesh = init_device_mesh("cpu", (TRAINERS,))

@@ -9,8 +9,8 @@ are next asked for, as by `model.load_state_dict(...)`.
 After the next training step, or load, the copy is older than the table: a write into it then changes nothing, and is
 told. Memory of a copy is free with the user's last reference to it, unless it was written into and not loaded yet.
 
-What was given is the same on all trainers, but for the rows; what was written is not. So whoever decides something
-together looks at `places` only, which does not depend on what a user has written or let go of.
+What was written is not the same on all trainers, and perhaps not all have made a state dict: `SparseStep.load_written`
+says when they agree on it.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ class GivenTensors:
     def any_written(self) -> bool:
         """Whether this trainer has something to load."""
         return any(given.written for given in self._fresh)
+
+    def written_to(self, place: Place) -> Tensor | None:
+        """A copy of what was written last and is not loaded yet: this trainer's rows as they will be."""
+        found = [given.values for given in self._fresh if given.place == place and given.written]
+        return found[-1].clone() if found and found[-1] is not None else None
 
     def take_written(self) -> dict[Place, Tensor]:
         """What was written in place since: by place, all values. It counts as loaded from then on."""

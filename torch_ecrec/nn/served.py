@@ -201,7 +201,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         (features,) = dist_input
         step = self._step
         step.open()
-        step.load_written(everybody=torch.is_grad_enabled() and self.training)
+        step.load_written("training" if torch.is_grad_enabled() and self.training else "alone")
         if torch.is_grad_enabled():
             self._state.on_training_lookup()
             step.on_training_lookup()

@@ -75,7 +75,7 @@ class SparseStep:
         self.session = session
         self.may_load: Callable[[], bool] = lambda: True  # whether tables that are loaded now count
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
-        self.on_written: list[Callable[[bool], None]] = []  # load what was written into state dicts (`load_written`)
+        self.on_written: list[Callable[[str], None]] = []  # load what was written into state dicts (`load_written`)
         self.shares = Shares(session.trainer, session.trainers, tables_group)
         self.closing = False  # this trainer leaves, others perhaps do not: nothing is done together any more
         self.form = "sharded"  # of tables in the state dict that is being made; see `TablesState.read`
@@ -98,25 +98,28 @@ class SparseStep:
             self.session.loaded()
             self._open = True
 
-    def load_written(self, everybody: bool = True) -> None:
-        """Before anything is read: loads what was written into state dicts in place.
+    def load_written(self, when: str = "all") -> None:
+        """Before anything is read: loads what was written into state dicts in place, which is a step of all trainers.
 
         Args:
-            everybody: every trainer calls it now; False in an evaluation, which some may have and others not.
+            when: "all": every trainer calls it here. "training": those that have a state dict do, while the others
+                train. "alone": perhaps no other one does, so that with several trainers nothing can be loaded.
         """
+        if when == "training" and not self._refuses_nan:
+            when = "alone"  # others would not be met: they agree on nothing
         for load in () if self.closing else self.on_written:
-            load(everybody)
+            load(when)
 
     def hand_over(self, pack: Callable[[int], tuple[Tensor, list[int]]]) -> None:
         """Hands this trainer's part of the dense snapshot of the last step to the servers.
 
         What was written into state dicts belongs to that step, so it is loaded before: whoever goes on from there does
-        not write it again.
+        not write it again. With several trainers that is refused by name: not all of them may come here.
 
         Args:
             pack: step -> payload and header.
         """
-        self.load_written()
+        self.load_written("alone")
         self.session.snapshot(*pack(self.session.step - 1))
 
     def lookup(self, rows: list[Tensor]) -> list[Parts]:
@@ -188,29 +191,44 @@ class SparseStep:
         Raises:
             RuntimeError: another trainer trains, or loads something else.
         """
-        most, *_ = self._agree(f"loads {what}", [portions, *(0 for _ in self.session.job.tables[1:])])
+        most, *_ = self._agree(f"loads {what}", [portions, *(0 for _ in self.session.job.tables[1:])]) or [0]
         return most
 
-    def agree_on_tables(self, what: str, names: Set[str]) -> Set[str]:
-        """Of all trainers' names of tables of the job, those that any of them names."""
-        tables = [table.name for table in self.session.job.tables]
-        flags = self._agree(what, [int(name in names) for name in tables])
-        return {name for name, flag in zip(tables, flags, strict=True) if flag}
+    def agree_on_written(self, names: Set[str]) -> Set[str] | None:
+        """Of all trainers' names of tables that they have written into, in state dicts, those that any of them names.
 
-    def _agree(self, what: str, flags: list[int]) -> list[int]:
-        """Of each flag the greatest of all trainers. Raises RuntimeError if they do not all do the same."""
+        Returns:
+            None if not all trainers ask: others train, and have no state dict. Nobody has written anything then.
+
+        Raises:
+            RuntimeError: not all trainers ask, and one that does has written something.
+        """
+        tables = [table.name for table in self.session.job.tables]
+        flags = self._agree("has a state dict", [int(name in names) for name in tables], asks=True)
+        return None if flags is None else {name for name, flag in zip(tables, flags, strict=True) if flag}
+
+    def _agree(self, what: str, flags: list[int], asks: bool = False) -> list[int] | None:
+        """Of each flag the greatest of all trainers. Raises RuntimeError if they do not all do the same.
+
+        Who `asks` what was written, perhaps since only this trainer has a state dict, meets others that train: it gets
+        None, and they try again.
+        """
         if self._group is None:
             return flags
-        mark = zlib.crc32(what.encode()) >> 1
-        all_flags = torch.tensor([mark, -mark, *flags], dtype=torch.int32)
-        dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self._group)
-        most, least, *flags = all_flags.tolist()
-        if most != -least:
-            raise RuntimeError(
-                f"step {self.session.step}: this trainer {what}, and another one does something else."
-                " Every trainer trains, and loads the same, at the same place of its loop"
-            )
-        return flags
+        mark, wrote = zlib.crc32(what.encode()) >> 1, asks and any(flags)
+        while True:
+            all_flags = torch.tensor([mark, -mark, asks, -asks, wrote, *flags], dtype=torch.int32)
+            dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self._group)
+            most, least, any_asks, none_asks, any_wrote, *found = all_flags.tolist()
+            if most == -least:
+                return found
+            if not any_asks or not none_asks + any_asks or any_wrote:
+                raise RuntimeError(
+                    f"step {self.session.step}: this trainer {what}, and another one does something else."
+                    " Every trainer trains, and loads the same, at the same place of its loop"
+                )
+            if asks:
+                return None
 
     def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
         """Rows and gradients per slab; where several lookups asked for a row, its gradients are summed as they came."""
@@ -239,7 +257,7 @@ class SparseStep:
                 at = torch.bucketize(bad_rows, torch.tensor(slab.first_rows), right=True) - 1
                 for table in at.unique().tolist():
                     flags[slab.table_indices[table]] = 1
-        flags = self._agree("trains", flags)
+        flags = self._agree("trains", flags) or flags
         names = [table.name for table, flag in zip(job.tables, flags, strict=True) if flag]
         if not names:
             return None

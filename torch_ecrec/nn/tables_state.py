@@ -58,16 +58,19 @@ class TablesState:
     def read(self, name: str, field: Field) -> Tensor | None:
         """A field of a table, (rows, C), or (rows,) if it has one number per row: this trainer's rows of it.
 
-        Every trainer calls it. The form that a state dict has at present (`SparseStep.form`) may be another: "whole",
-        all rows on trainer 0, and None on others; "streamed", nothing yet (`streamed.py`).
+        The form that a state dict has at present (`SparseStep.form`) may be another, of which every trainer calls it:
+        "whole", all rows on trainer 0, and None on others; "streamed", nothing yet (`streamed.py`).
         """
         self.step.open()
-        self.step.load_written()
+        if self.step.form != "sharded":
+            self.step.load_written()
         if self.step.form == "whole":
             return self._rows_of(name, field, 0, self.tables[name].rows) if self._shares.trainer == 0 else None
         if self.step.form == "streamed":
             return self._streamed(name, field)
-        values = self._rows_of(name, field, *self._shares.mine(self.tables[name].rows))
+        values = self._given.written_to((name, field.name))
+        if values is None:
+            values = self._rows_of(name, field, *self._shares.mine(self.tables[name].rows))
         self._given.add((name, field.name), values)
         return self._shares.sharded(self.tables[name].rows, values)
 
@@ -189,32 +192,29 @@ class TablesState:
 
     # what was written into state dicts --------------------------------------------------------------
 
-    def load_written(self, everybody: bool = True) -> None:
-        """Loads what was written into state dicts in place.
-
-        Args:
-            everybody: every trainer calls it now. False in an evaluation, which perhaps not all have: then nothing can
-                be loaded, which is a step of all, unless there is one trainer.
+    def load_written(self, when: str) -> None:
+        """Loads what was written into state dicts in place. `when`: see `SparseStep.load_written`.
 
         Raises:
-            RuntimeError: this trainer evaluates and has written something.
+            RuntimeError: something was written, and not all trainers can be asked to load it.
         """
-        if not self._given.places:
+        if when != "all" and not self._given.places:
             return
-        if not everybody and self._shares.trainers > 1:
+        if when == "alone" and self._shares.trainers > 1:
             if self._given.any_written:
                 raise RuntimeError(
-                    "a tensor of a table in a state dict was changed in place: before an evaluation, every trainer"
-                    " calls `model.flush()`, or `model.load_state_dict(...)` with it"
+                    "a tensor of a table in a state dict was changed in place: before an evaluation or the end of a"
+                    " step, every trainer calls `model.flush()`, or `model.load_state_dict(...)` with it"
                 )
             return
         written = self._given.take_written()
-        tables = self.step.agree_on_tables(
-            "asks what was written into a state dict", {self.tables[name].job_name for name, _ in written}
-        )
-        for place in list(self._given.places):
-            if self.tables[place[0]].job_name in tables and self.step.may_load():
+        tables = self.step.agree_on_written({self.tables[name].job_name for name, _ in written})
+        for place in self._places():
+            if tables is not None and self.tables[place[0]].job_name in tables and self.step.may_load():
                 self._overwrite_written(place, written.get(place))
+
+    def _places(self) -> list[Place]:
+        return [(name, field.name) for name, table in self.tables.items() for field in table.schema.fields]
 
     def _overwrite_written(self, place: Place, values: Tensor | None) -> None:
         first, _ = self._shares.mine(self.tables[place[0]].rows)
