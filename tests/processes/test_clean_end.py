@@ -55,7 +55,7 @@ def test_nothing_is_left(launcher: str, ending: str, tmp_path: Path) -> None:
     child = SUPPORT / "embedded_child.py"
     program = ["-m", "torch_ecrec", "up", *SMALL] if launcher == "up" else [str(child), how]
     shared = set(os.listdir("/dev/shm"))
-    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{child.parent}{os.pathsep}{child.parent.parent}"}
+    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{child.parent}{os.pathsep}{child.parent.parent.parent}"}
     with command(program=program, environment=environment) as started:
         started.read_until("cluster at" if launcher == "up" else "READY")
         if how == "wait":
@@ -71,4 +71,8 @@ def test_nothing_is_left(launcher: str, ending: str, tmp_path: Path) -> None:
         assert started.wait() == expected, started.err
     assert not listening(psutil.pids()) & ports
     assert not [name for name in set(os.listdir("/dev/shm")) - shared if any(str(pid) in name for pid in pids)]
-    assert not list(tmp_path.iterdir()), "temporary files are left"
+    left = [path.name for path in tmp_path.iterdir()]
+    if launcher == "trainer" and ending != "success":  # what its servers said is of use then
+        assert len(left) == 1 and left[0].startswith("torch-ecrec-"), left
+    else:
+        assert not left, "temporary files are left"

@@ -10,7 +10,7 @@ SCRIPT = """
 import threading
 from torch_ecrec.errors import DataLoss, TrainersLost
 from torch_ecrec.processes.launch import _exit_with_reason
-reasons = _exit_with_reason()
+reasons = _exit_with_reason().reasons
 {script}
 """
 

@@ -10,9 +10,6 @@ import pytest
 import torchrec_oracle as oracle
 from torchrec.distributed.test_utils import test_model_parallel as shardings
 from torchrec.distributed.test_utils import test_model_parallel_base as bases
-from torchrec.modules.embedding_configs import DataType
-
-from torch_ecrec.nn.unsharded import check_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,14 +29,6 @@ def ours() -> Iterator[None]:
 class TestShardings(oracle.OracleProcesses, shardings._ModelParallelBase):
     backend = "gloo"
 
-    def _test_sharding(self, *args: Any, data_type: DataType = DataType.FP32, **kwargs: Any) -> None:
-        if data_type is not DataType.FP32 and oracle.mode() != "stock":
-            self._build_tables_and_groups(data_type=data_type)
-            with pytest.raises(ValueError, match="data type FP16 is not supported"):
-                check_config(self.tables[0])
-        else:
-            super()._test_sharding(*args, data_type=data_type, **kwargs)
-
 
 class TestStateDicts(bases.ModelParallelStateDictBase):
     backend = "gloo"
@@ -47,10 +36,6 @@ class TestStateDicts(bases.ModelParallelStateDictBase):
 
 class TestSparseOnly(bases.ModelParallelSparseOnlyBase):
     backend = "gloo"
-
-    def test_sharding_fused_ebc_as_top_level(self) -> None:
-        with refused(ValueError, "FusedEmbeddingBagCollection is not served"):
-            super().test_sharding_fused_ebc_as_top_level()
 
     def test_initialize_torch_state_error_includes_table_name(self) -> None:
         """It looks into TorchRec's sharded module, at a method that makes tensors of shards: there are none."""

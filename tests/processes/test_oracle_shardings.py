@@ -15,7 +15,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.test_utils import test_sharding as shardings
 from torchrec.distributed.test_utils.test_model import TestSparseNN
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.test_utils import get_free_port
 
 SHARDINGS = {"table_wise": "fused", "row_wise": "fused", "column_wise": "fused", "data_parallel": "dense"}
@@ -23,6 +23,8 @@ INPUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "int32": dict.fromkeys(("indices_dtype", "offsets_dtype", "lengths_dtype"), torch.int32) | {"use_offsets": True},
     "variable batch": {"variable_batch_size": True},
+    "batch per feature": {"variable_batch_per_feature": True},
+    "FP16": {"data_type": DataType.FP16},
 }
 CASES = [
     (world, sharding, weighted, pooling, given)
@@ -31,10 +33,11 @@ CASES = [
     for weighted in (True, False)
     for pooling in (PoolingType.SUM, PoolingType.MEAN)
     for given in INPUTS
+    if not (weighted and given == "batch per feature")  # their batches of that kind have no weights
 ]
 
 
-def tables(count: int, pooling: PoolingType, prefix: str = "") -> list[EmbeddingBagConfig]:
+def tables(count: int, pooling: PoolingType, data_type: DataType, prefix: str = "") -> list[EmbeddingBagConfig]:
     return [
         EmbeddingBagConfig(
             num_embeddings=10 * (i % 4 + 1),
@@ -42,6 +45,7 @@ def tables(count: int, pooling: PoolingType, prefix: str = "") -> list[Embedding
             name=f"{prefix}table_{i}",
             feature_names=[f"{prefix}feature_{i % 4}"],  # two features are of two tables
             pooling=pooling,
+            data_type=data_type,
         )
         for i in range(count)
     ]
@@ -54,17 +58,19 @@ def groups(configs: list[EmbeddingBagConfig]) -> dict[str, list[str]]:
 
 
 def run(world: int, sharding: str, weighted: bool, pooling: PoolingType, given: dict[str, Any]) -> None:
-    configs = tables(6, pooling)
+    more = dict(given)
+    data_type = more.pop("data_type", DataType.FP32)
+    configs = tables(6, pooling, data_type)
     arguments: dict[str, Any] = {
         "model_class": TestSparseNN,
         "tables": configs,
-        "weighted_tables": tables(2, PoolingType.SUM, "weighted_") if weighted else None,
+        "weighted_tables": tables(2, PoolingType.SUM, data_type, "weighted_") if weighted else None,
         "embedding_groups": groups(configs),
         "sharders": [shardings.create_test_sharder("embedding_bag_collection", sharding, SHARDINGS[sharding])],
         "constraints": {config.name: ParameterConstraints(min_partition=4) for config in configs},
         "backend": "gloo",
         "optim": EmbOptimType.EXACT_SGD,
-        **given,
+        **more,
     }
     if world == 2:
         oracle.PROCESSES.call(shardings.sharding_single_rank_test, **arguments)

@@ -81,6 +81,8 @@ def train(way: str, out: Path, kill_after: int = 0) -> list[dict[str, Any]]:
         pytest.param("torchdata", 12, marks=pytest.mark.slow),
         pytest.param("pipeline", 17, marks=pytest.mark.slow),
         pytest.param("accumulate", 7, marks=pytest.mark.slow),
+        pytest.param("managed", 7, marks=pytest.mark.slow),  # ids wait for the next change of the map
+        pytest.param("managed", 8, marks=pytest.mark.slow),
     ],
 )
 def test_a_loop_with_a_trainer_and_a_server_lost_sees_and_learns_the_same(way: str, step: int, tmp_path: Path) -> None:
@@ -91,3 +93,7 @@ def test_a_loop_with_a_trainer_and_a_server_lost_sees_and_learns_the_same(way: s
     assert [result.pop("first_life") for result in expected] == [True, True]
     assert len(expected[0]["trace"]) == 21 and expected[0]["trace"] != expected[1]["trace"]
     assert found == expected
+    assert bool(expected[0]["maps"]) == (way == "managed")
+    for name, values in expected[0]["maps"].items():
+        if name.endswith("_sorted_raw_ids"):
+            assert len(set(values)) > 20 and expected[1]["maps"][name] == values

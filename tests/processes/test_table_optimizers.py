@@ -77,6 +77,15 @@ def test_every_class_and_type_means_its_optimizer(kind: str) -> None:
         assert spec == OptimizerSpec(kind, 0.5)
 
 
+def test_rounding_at_random_is_refused_where_anything_is_rounded() -> None:
+    wish = {"stochastic_rounding": True}
+    assert optimizer_spec("t", parameter_with(), wish) == OptimizerSpec("sgd", 0.01), "of float32 nothing is rounded"
+    assert optimizer_spec("t", parameter_with(), {"stochastic_rounding": False}, "float16").kind == "sgd"
+    for fused, attached in ((wish, {}), ({}, wish)):
+        with pytest.raises(ValueError, match="table t: `stochastic_rounding` of a table of float16 is not supported"):
+            optimizer_spec("t", parameter_with(RowWiseAdagrad, attached), fused, "float16")
+
+
 def test_a_table_of_which_nobody_says_anything_has_torchrecs_default() -> None:
     assert optimizer_spec("t", parameter_with()) == OptimizerSpec("sgd", 0.01)
     assert optimizer_spec("t", parameter_with(), {"learning_rate": 0.2}) == OptimizerSpec("sgd", 0.2)

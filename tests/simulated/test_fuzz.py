@@ -40,7 +40,7 @@ from torch_ecrec.runtime import shared
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.testing import Scenario, SimulatedCluster, simulate, small_tables
+from torch_ecrec.testing import Scenario, SimulatedCluster, half_tables, simulate, small_tables
 from torch_ecrec.testing.result import SimulationResult
 from torch_ecrec.transport.door import HELLO
 from torch_ecrec.transport.frames import HEADER, MAGIC, Frame, FrameReader
@@ -126,10 +126,17 @@ def test_broken_requests_and_answers_change_nothing(seeds: range, monkeypatch: p
     for seed in seeds:
         code = CodeSpec(5, 3, 2) if seed % 2 else CodeSpec(3, 2, 1)
         with monkeypatch.context() as patch:
-            oracle = undisturbed(Scenario(code=code, steps=6))
+            tables = half_tables() if seed % 3 == 2 else small_tables()
+            oracle = undisturbed(Scenario(code=code, steps=6, tables=tables))
             breaker = Breaker(seed, patch)
             scenario = Scenario(
-                code=code, steps=6, network_seed=seed, kills=((1, 2), (0, 4)), reborn=True, trainer_kills=((0, 3),)
+                code=code,
+                tables=tables,
+                steps=6,
+                network_seed=seed,
+                kills=((1, 2), (0, 4)),
+                reborn=True,
+                trainer_kills=((0, 3),),
             )
             run = simulate(scenario)
         run.check_against(oracle)

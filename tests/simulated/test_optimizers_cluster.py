@@ -13,6 +13,7 @@ import torch
 from formulas import stepped, variants
 
 from torch_ecrec.protocol import wire
+from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.records.merge import merge
 from torch_ecrec.records.optimizers import NAMES
 from torch_ecrec.server.apply import Applier
@@ -24,37 +25,45 @@ STEPS = 5
 OVERWRITES = ((2, False, Load(0, 6, 19, change=True)), (3, True, Load(1, 0, 9, change=True)))  # after steps 2 and 3
 
 
-def scenario_of(kind, **more):
+DTYPES = {"float32": ("float32", "float32"), "halves": ("float16", "bfloat16")}
+
+
+def scenario_of(kind, dtypes="float32", **more):
     """Two slabs of one layout, which differ in the learning rate alone, and a third with other hyperparameters."""
-    one = OptimizerSpec(kind, lr=0.1, **variants(kind)[-1])
+    one, (first, second) = OptimizerSpec(kind, lr=0.1, **variants(kind)[-1]), DTYPES[dtypes]
     tables = (
-        TableSpec("a", rows=17, dim=3, low=-1.0, high=1.0, optimizer=one),
-        TableSpec("b", rows=8, dim=3, low=-0.5, high=0.5, optimizer=one),
-        TableSpec("c", rows=13, dim=2, low=-1.0, high=1.0, optimizer=OptimizerSpec(kind, lr=0.1)),
+        TableSpec("a", rows=17, dim=3, low=-1.0, high=1.0, optimizer=one, weights=first),
+        TableSpec("b", rows=8, dim=3, low=-0.5, high=0.5, optimizer=one, weights=first),
+        TableSpec("c", rows=13, dim=2, low=-1.0, high=1.0, optimizer=OptimizerSpec(kind, lr=0.1), weights=second),
         TableSpec("d", rows=13, dim=2, low=-1.0, high=1.0, optimizer=OptimizerSpec(kind, lr=0.02)),
     )
     return Scenario(tables=tables, steps=STEPS, loads=LOADS, overwrites=OVERWRITES, **more)
 
 
 @functools.cache
-def undisturbed(kind):
-    return simulate(scenario_of(kind))
+def undisturbed(kind, dtypes="float32"):
+    return simulate(scenario_of(kind, dtypes))
 
 
+@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("kind", NAMES)
-def test_training_is_a_replay_by_the_formula_bit_for_bit(kind):
-    scenario, dense = scenario_of(kind), 1.0
+def test_training_is_a_replay_by_the_formula_bit_for_bit(kind, dtypes):
+    scenario, dense = scenario_of(kind, dtypes), 1.0
     job = scenario.job
     assert [(slab.dim, slab.optimizer.lr, len(slab.tables)) for slab in job.slabs] == [
         (3, 0.1, 2),
         (2, 0.1, 1),
         (2, 0.02, 1),
     ]
-    tables = [slab.initial(job.seed).of(np.arange(slab.rows)).view(np.float32).copy() for slab in job.slabs]
+    tables = [numbers_of(slab.initial(job.seed).of(np.arange(slab.rows)), slab.schema).copy() for slab in job.slabs]
+
+    def rounded(s):
+        tables[s] = numbers_of(records_of(tables[s], job.slabs[s].schema), job.slabs[s].schema).copy()
 
     def overwrite(load):
         part = torch.from_numpy(tables[load.slab][load.first : load.end].copy())
         tables[load.slab][load.first : load.end] = load.values(part).numpy()
+        rounded(load.slab)
 
     for load in LOADS:
         overwrite(load)
@@ -71,14 +80,16 @@ def test_training_is_a_replay_by_the_formula_bit_for_bit(kind):
             merged, spec = merge(parts[s]), slab.optimizer
             args = merged.positions, merged.gradients(), spec.lr, step, dict(spec.fixed)
             tables[s] = stepped(kind, tables[s], *args)
+            rounded(s)
         dense = dense_after(dense, losses)
         for after, _, load in OVERWRITES:
             if after == step:
                 overwrite(load)
-    found = undisturbed(kind)
+    found = undisturbed(kind, dtypes)
     assert found.dense[STEPS] == dense
     for s, table in enumerate(tables):
-        assert torch.equal(found.records[s], torch.from_numpy(table)), f"slab {s}"
+        records = records_of(table, job.slabs[s].schema)
+        assert np.array_equal(found.records[s].numpy().view(np.uint8), records), f"slab {s}"
 
 
 LOSSES = {
@@ -91,14 +102,15 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("kind", NAMES)
-def test_losses_change_nothing(kind, name):
+def test_losses_change_nothing(kind, name, dtypes):
     for code in (CodeSpec(3, 2, 1), CodeSpec(5, 3, 2)):
-        run = simulate(scenario_of(kind, code=code, **LOSSES[name]))
+        run = simulate(scenario_of(kind, dtypes, code=code, **LOSSES[name]))
         assert run.kills >= len(LOSSES[name].get("kills", ())) and bool(run.resumed) == (
             "trainer_kills" in LOSSES[name]
         )
-        run.check_against(undisturbed(kind))
+        run.check_against(undisturbed(kind, dtypes))
 
 
 def test_an_iteration_that_is_not_that_of_the_step_would_be_seen(monkeypatch):

@@ -23,7 +23,7 @@ from torch_ecrec.records.pages import HUGE_PAGE_BYTES, LEAST_BYTES
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.server import service
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, simulate
+from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, half_tables, simulate
 from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, LOSSES, Line
 
 # the undisturbed run ------------------------------------------------------------------------------
@@ -70,6 +70,9 @@ RECOVERIES = {
     "a spare takes the slot": Scenario(steps=2, kills=((0, 1),), spares=2),
     "a survivor takes the slot, then the restarted process": Scenario(steps=2, kills=((0, 1),), spares=0, reborn=True),
     "trainers may be lost as well": Scenario(steps=2, kills=((0, 1),), spares=2, trainers_return=True),
+    "tables of three dtypes, trainers may be lost as well": Scenario(
+        tables=half_tables(), steps=2, kills=((0, 1),), spares=2, trainers_return=True
+    ),
 }
 
 

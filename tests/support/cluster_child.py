@@ -28,16 +28,17 @@ import torch
 
 from torch_ecrec.client.session import Session
 from torch_ecrec.processes import launch
+from torch_ecrec.records.halves import records_of
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.spec.settings import Settings
 
 LIMIT_S = 600.0
 ROWWISE = OptimizerSpec("rowwise_adagrad", lr=0.1)
-TABLES = (  # three slabs; row counts that leave partial stripes for every k that is tested
+TABLES = (  # three slabs, one of each dtype; row counts that leave partial stripes for every k that is tested
     TableSpec("a", rows=317, dim=8, low=-1.0, high=1.0, optimizer=ROWWISE),
     TableSpec("b", rows=53, dim=8, low=-0.5, high=0.5, optimizer=ROWWISE),
-    TableSpec("c", rows=113, dim=4, low=-1.0, high=1.0, optimizer=OptimizerSpec("sgd", lr=0.1)),
-    TableSpec("d", rows=61, dim=4, low=-1.0, high=1.0, optimizer=OptimizerSpec("adagrad", lr=0.1)),
+    TableSpec("c", rows=113, dim=4, low=-1.0, high=1.0, optimizer=OptimizerSpec("sgd", lr=0.1), weights="float16"),
+    TableSpec("d", rows=61, dim=4, low=-1.0, high=1.0, optimizer=OptimizerSpec("adagrad", lr=0.1), weights="bfloat16"),
 )
 
 
@@ -126,7 +127,8 @@ def load(session: Session, hold: Callable[[str], None] = lambda where: None) -> 
         ):
             if part == 2:
                 hold(f"loading {s}")
-            values = torch.rand((len(rows), slab.schema.width), generator=generator(99, s, part))
+            numbers = torch.rand((len(rows), slab.schema.width), generator=generator(99, s, part))
+            values = torch.from_numpy(records_of(numbers.numpy(), slab.schema)).view(torch.float32)
             session.load(s, rows, values)
             whole[rows] = values
         expected.append(whole)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.spec.job import JobSpec
 
@@ -40,13 +41,13 @@ class FakeSession:
         self.reports: list[dict[str, float]] = []
         self.group = dist.new_group() if self.trainers > 1 else None
         for slab in job.slabs:
-            records = torch.zeros(slab.rows, slab.schema.width)
+            numbers = torch.zeros(slab.rows, slab.schema.width)
             for table, first in zip(slab.tables, slab.first_rows, strict=True):
                 random = torch.Generator().manual_seed(job.seed + first + slab.dim)
-                records[first : first + table.rows, : slab.dim] = torch.empty(table.rows, slab.dim).uniform_(
+                numbers[first : first + table.rows, : slab.dim] = torch.empty(table.rows, slab.dim).uniform_(
                     table.low, table.high, generator=random
                 )
-            self.records.append(records)
+            self.records.append(torch.from_numpy(records_of(numbers.numpy(), slab.schema)).view(torch.float32))
         if before is not None:
             self.step = step + 1
             self.records = [records.clone() for records in before.after[step]]
@@ -71,9 +72,16 @@ class FakeSession:
             assert rows_U.dtype == torch.int64 and rows_U.device == torch.device("cpu")
             assert len(rows_U.unique()) == len(rows_U) and (rows_U >= 0).all() and (rows_U < slab.rows).all()
         return [
-            list(records[rows_U, : slab.dim].split([(len(rows_U) + 1) // 2, len(rows_U) // 2]))
-            for slab, records, rows_U in zip(self.job.slabs, self.records, rows, strict=True)
+            list(self._weights(s, rows_U).split([(len(rows_U) + 1) // 2, len(rows_U) // 2]))
+            for s, rows_U in enumerate(rows)
         ]
+
+    def _numbers(self, slab: int, rows: Tensor) -> Tensor:
+        records = self.records[slab][rows].view(torch.uint8)
+        return torch.from_numpy(numbers_of(records.numpy(), self.job.slabs[slab].schema))
+
+    def _weights(self, slab: int, rows: Tensor) -> Tensor:
+        return self._numbers(slab, rows)[:, : self.job.slabs[slab].dim].contiguous()
 
     def push(self, rows: list[Tensor], gradients: list[Tensor], rates: list[float]) -> None:
         self._check_training()
@@ -91,7 +99,7 @@ class FakeSession:
             gradient = torch.zeros(len(rows_U), slab.dim).index_add_(0, inverse, torch.cat([p[1][s] for p in parts]))
             one = Merged(rows_U.numpy(), [gradient.numpy()], np.arange(len(rows_U))[None, :])
             spec = slab.optimizer
-            spec.optimizer.update_(records.numpy(), one, rates[s], self.step, dict(spec.fixed))
+            spec.optimizer.update_(records.numpy(), one, rates[s], self.step, dict(spec.fixed), weights=slab.weights)
         self.step += 1
         self._keep()
 
@@ -111,7 +119,7 @@ class FakeSession:
         if self.trainer != 0 or self.opened:
             raise ValueError("only trainer 0 loads initial values, before the first step")
         self._check_rows(slab, rows)
-        assert records.shape == (len(rows), self.job.slabs[slab].schema.width)
+        assert records.shape == (len(rows), self.job.slabs[slab].schema.nbytes // 4)
         self.loads += 1
         self.records[slab][rows] = records
 
@@ -173,4 +181,4 @@ class FakeSession:
     def weights(self, table: str) -> Tensor:
         slab, first = self.job.place_of_table[table]
         rows = next(t.rows for t in self.job.tables if t.name == table)
-        return self.records[slab][first : first + rows, : self.job.slabs[slab].dim]
+        return self._weights(slab, torch.arange(first, first + rows))

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing import Fault, Scenario, SimulationResult, simulate
+from torch_ecrec.testing import Fault, Scenario, SimulationResult, half_tables, simulate, small_tables
 from torch_ecrec.transport.local import CRASHES, FAULTS
 
 TWO_ONE = CodeSpec(3, 2, 1)
@@ -18,10 +18,16 @@ CODES = (TWO_ONE, THREE_TWO, *(CodeSpec(*numbers) for numbers in OTHERS))
 
 @functools.cache
 def undisturbed(
-    code: CodeSpec, steps: int, trainers: int = 2, snapshot_every: int = 1, loads: tuple = (), overwrites: tuple = ()
+    code: CodeSpec,
+    steps: int,
+    trainers: int = 2,
+    snapshot_every: int = 1,
+    loads: tuple = (),
+    overwrites: tuple = (),
+    tables: tuple = small_tables(),
 ) -> SimulationResult:
     """The oracle. Computed before anything is taken out of the protocol."""
-    more = {"snapshot_every": snapshot_every, "loads": loads, "overwrites": overwrites}
+    more = {"snapshot_every": snapshot_every, "loads": loads, "overwrites": overwrites, "tables": tables}
     run = simulate(Scenario(code=code, steps=steps, trainers=trainers, **more))
     run.check_against(run)
     assert run.kills == 0
@@ -35,8 +41,8 @@ def check(scenario: Scenario, *faults: Fault) -> SimulationResult:
 
 
 def oracle(scenario: Scenario) -> SimulationResult:
-    loads = {"loads": scenario.loads, "overwrites": scenario.overwrites}
-    return undisturbed(scenario.code, scenario.steps, scenario.trainers, scenario.snapshot_every, **loads)
+    more = {"loads": scenario.loads, "overwrites": scenario.overwrites, "tables": scenario.tables}
+    return undisturbed(scenario.code, scenario.steps, scenario.trainers, scenario.snapshot_every, **more)
 
 
 # crash points -------------------------------------------------------------------------------------
@@ -128,6 +134,7 @@ def schedules(way: str, first: int, count: int):
             network_seed=seed,
             random_kills=3,
             kill_probability=(0.005, 0.02, 0.05)[seed % 3],
+            tables=half_tables() if seed % 4 == 3 else small_tables(),
         )
 
 

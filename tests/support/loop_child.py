@@ -3,7 +3,8 @@
 WAY: `plain` (a loop over `DataLoader(shuffle=True)`), `workers` (with worker processes that draw at random),
 `torchdata` (`StatefulDataLoader`), `pipeline` (`TrainPipelineSparseDist`), `accumulate` (gradients of two batches),
 `rollback` (now and then, the model and the tables' optimizer are loaded: before a step, within one, after an epoch),
-`checkpoint` (at these places they are saved and loaded by DCP, which changes nothing of what `plain` does).
+`checkpoint` (at these places they are saved and loaded by DCP, which changes nothing of what `plain` does),
+`managed` (ids of the bags are remapped; rows are given to other ids all the time).
 Three epochs of 6 steps, a scheduler that steps with every epoch, a BatchNorm, dropout, an evaluation after each epoch.
 
 Trainer 1 kills itself after STEP in its first life, once OUT/go is there; OUT/STEP says that it waits for that. What a
@@ -34,6 +35,13 @@ from torchrec import (
 )
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import Adagrad, in_backward_optimizer_filter
@@ -67,16 +75,17 @@ def collate(samples: list[tuple[int, float]]) -> Batch:
 
 
 class Net(nn.Module):
-    """Of bags and sequences."""
+    """Of bags and sequences, of tables of float32, float16 and bfloat16."""
 
-    def __init__(self, tables: EmbeddingBagCollection, sequences: EmbeddingCollection) -> None:
+    def __init__(self, tables: nn.Module, pooled: int, sequences: EmbeddingCollection) -> None:
         super().__init__()
         self.tables, self.sequences = tables, sequences
         self.below = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
-        self.over = nn.Linear(20, 1)
+        self.over = nn.Linear(8 + pooled + 4, 1)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        pooled = self.tables(batch.sparse_features).values()
+        found = self.tables(batch.sparse_features)
+        pooled = (found[0] if isinstance(found, tuple) else found).values()
         rows = self.sequences(batch.sparse_features)["f"].values()
         logits = self.over(torch.cat([self.below(batch.dense_features), pooled, rows], dim=1)).squeeze(1)
         loss = nn.functional.mse_loss(logits, batch.labels)
@@ -99,17 +108,30 @@ def main() -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     random.seed(rank)
-    tables = EmbeddingBagCollection(
-        device=torch.device("meta"),
-        tables=[EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"])],
-    )
+    rows = ROWS // 5 if way == "managed" else ROWS
+    configs = [EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=8, feature_names=["f"])]
+    if way != "managed":  # a feature whose ids are remapped is of one table
+        configs += [
+            EmbeddingBagConfig(
+                name="h", num_embeddings=ROWS, embedding_dim=8, feature_names=["f"], data_type=DataType.FP16
+            )
+        ]
+    tables: nn.Module = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
+    if way == "managed":
+        policy = DistanceLFU_EvictionPolicy()
+        mapped = MCHManagedCollisionModule(rows, torch.device("cpu"), policy, eviction_interval=2)
+        tables = ManagedCollisionEmbeddingBagCollection(tables, ManagedCollisionCollection({"t": mapped}, configs))
     sequences = EmbeddingCollection(
         device=torch.device("meta"),
-        tables=[EmbeddingConfig(name="s", num_embeddings=ROWS, embedding_dim=4, feature_names=["f"])],
+        tables=[
+            EmbeddingConfig(
+                name="s", num_embeddings=ROWS, embedding_dim=4, feature_names=["f"], data_type=DataType.BF16
+            )
+        ],
     )
     apply_optimizer_in_backward(Adagrad, sequences.parameters(), {"lr": 0.05})
-    model = torch_ecrec.DistributedModelParallel(Net(tables, sequences), device=torch.device("cpu"))
+    model = torch_ecrec.DistributedModelParallel(Net(tables, 8 * len(configs), sequences), device=torch.device("cpu"))
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = CombinedOptimizer(
         [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.01))]
@@ -194,6 +216,7 @@ def main() -> None:
     model.flush()
     result = {"trace": list(trace), "first_life": first_life, "rates": [g["lr"] for g in optimizer.param_groups]}
     result["running_mean"] = model.module.below[1].running_mean.tolist()
+    result["maps"] = {name: values.tolist() for name, values in model.named_buffers() if "_mch_" in name}
     result["digest"] = model.digest() if rank == 0 else None
     (out / f"{rank}.json").write_text(json.dumps(result))
     model.close()

@@ -216,3 +216,23 @@ def spawn(worker: Callable[..., None], processes: int, *arguments: Any, limit_s:
             for process in context.processes:
                 process.kill()
             raise TimeoutError(f"{worker.__name__} took longer than {limit_s} s")
+
+
+def repeated_batch(
+    keys: list[str], samples: int, seed: int, most: int = 3, weighted: bool = False, rows: int = 7
+) -> KeyedJaggedTensor:
+    """Features with batch sizes of their own, fewer bags than samples, some of which nobody has."""
+    random = torch.Generator().manual_seed(seed)
+    strides = [int(torch.randint(1, samples + 1, (), generator=random)) for _ in keys]
+    lengths = torch.randint(0, most + 1, (sum(strides),), generator=random)
+    count = int(lengths.sum())
+    names = keys[::-1]  # one order for all batches, or TorchRec mixes them up
+    index = torch.stack([torch.randint(0, strides[keys.index(name)], (samples,), generator=random) for name in names])
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.randint(0, rows, (count,), generator=random),
+        lengths=lengths,
+        weights=torch.rand(count, generator=random) if weighted else None,
+        stride_per_key_per_rank=[[stride] for stride in strides],
+        inverse_indices=(names, index),
+    )

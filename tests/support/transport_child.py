@@ -168,7 +168,7 @@ class Child:
 
     def do_die_in_join(self, place: str, before: bool) -> Any:
         """The next join kills this process in the round at `place`: before it says that it is there, or right after."""
-        meet = self.transport._meet
+        meet = self.transport._rendezvous.meet
 
         def meet_and_die(shared: Any, here: str, world: Any, says: str, deadline_s: float) -> None:
             if here == place:
@@ -177,7 +177,7 @@ class Child:
                 os.kill(os.getpid(), signal.SIGKILL)
             meet(shared, here, world, says, deadline_s)
 
-        self.transport._meet = meet_and_die  # type: ignore[method-assign]
+        self.transport._rendezvous.meet = meet_and_die  # type: ignore[method-assign]
 
     def do_overtake(self, generation: int) -> Any:
         self.transport.overtake(generation)

@@ -18,14 +18,16 @@ def run(*words):
 
 def test_it_measures_every_optimizer_and_writes_what_it_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(optimizers, "CALL_BYTES", 1 << 14)
-    assert run("--dims", 3, 16, "--repeats", 2, "--memory-mib", 1, "--out", tmp_path) == 0
+    words = ("--dims", 3, 16, "--weights", "float32", "float16", "--repeats", 2, "--memory-mib", 1, "--out", tmp_path)
+    assert run(*words) == 0
     printed = capsys.readouterr().out
     content = json.loads((tmp_path / "optimizers.json").read_text())
     rows = content["rows"]
     assert content["repeats"] == 2 and content["memory_mib"] == 1 and content["header"]["commit"]
-    assert [(row["optimizer"], row["dim"]) for row in rows] == [(kind, dim) for kind in NAMES for dim in (3, 16)]
-    for row in rows:
-        assert row["record_bytes"] == 4 * optimizer(row["optimizer"]).schema(row["dim"]).width
+    cases = [(kind, dim, weights) for kind in NAMES for dim in (3, 16) for weights in ("float32", "float16")]
+    for row, (kind, dim, weights) in zip(rows, cases, strict=True):
+        assert (row["optimizer"], row["dim"]) == (kind if weights == "float32" else f"{kind}, float16", dim)
+        assert row["record_bytes"] == optimizer(kind).schema(dim, weights).nbytes
         for rate in ("gbps", "memcpy_gbps", "scattered_copy_gbps"):
             assert 0 < row[f"{rate}_min"] <= row[rate] <= row[f"{rate}_max"]
         assert min(row["of_memcpy"], row["of_scattered_copy"], row["million_rows_per_s"]) > 0

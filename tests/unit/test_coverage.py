@@ -8,9 +8,23 @@ from typing import Any
 import pytest
 import torch
 from fake_session import FakeSession
-from models import CPU, Net, batch_of, collection, job_of, shard, table
+from managed import whole
+from models import (
+    CPU,
+    META,
+    Net,
+    batch_of,
+    collection,
+    compare_shards,
+    job_of,
+    plain_torchrec,
+    seeded_tables,
+    shard,
+    table,
+)
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -20,14 +34,16 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
 )
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
+    probabilistic_threshold_filter,
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -47,17 +63,38 @@ class Beside(nn.Module):
         self.over = nn.Linear(4, 1)
 
 
-def remapped() -> ManagedCollisionEmbeddingBagCollection:
-    configs = [table("m", 10, 4, "f1")]
-    policy = DistanceLFU_EvictionPolicy()
-    module = MCHManagedCollisionModule(10, CPU, eviction_policy=policy, eviction_interval=1, input_hash_size=100)
+class Own(DistanceLFU_EvictionPolicy):
+    """What it keeps beside what TorchRec's keep, nobody knows."""
+
+
+def remapped(policy: Any = None, other: Any = None, *features: str) -> ManagedCollisionEmbeddingBagCollection:
+    configs = [table("m", 10, 4, *(features or ("f1",)))]
+    policy = policy or DistanceLFU_EvictionPolicy()
+    module = other or MCHManagedCollisionModule(
+        10, CPU, eviction_policy=policy, eviction_interval=1, input_hash_size=100
+    )
     return ManagedCollisionEmbeddingBagCollection(
         collection("sgd", configs), ManagedCollisionCollection({"m": module}, configs)
     )
 
 
-def fused() -> FusedEmbeddingBagCollection:
-    return FusedEmbeddingBagCollection([table("m", 10, 4, "f1")], torch.optim.SGD, {"lr": 0.1}, device=CPU)
+def hashed() -> nn.Module:
+    return remapped(None, HashZchManagedCollisionModule(10, CPU, 1))
+
+
+class Remapping(ManagedCollisionEmbeddingBagCollection):
+    pass
+
+
+def remapped_otherwise() -> nn.Module:
+    made = remapped()
+    made.__class__ = Remapping
+    return made
+
+
+def quantized() -> nn.Module:
+    made = collection("sgd", [table("m", 10, 4, "f1")])
+    return quantize_embeddings(nn.Sequential(made), torch.qint8, inplace=True)[0]
 
 
 class Clipped(EmbeddingBagCollection):
@@ -82,8 +119,15 @@ def sharded_before() -> nn.Module:
 
 
 UNPROTECTED = {
-    "remapped": (remapped, "other: ManagedCollisionEmbeddingBagCollection remaps ids on each trainer for itself"),
-    "fused": (fused, "other: FusedEmbeddingBagCollection is not served"),
+    "a map that is filled on a GPU": (hashed, "table m: a map of HashZchManagedCollisionModule is not served"),
+    "a policy": (lambda: remapped(Own()), "table m: eviction policy Own is not served"),
+    "a filter": (
+        lambda: remapped(DistanceLFU_EvictionPolicy(threshold_filtering_func=probabilistic_threshold_filter)),
+        "other: ManagedCollisionEmbeddingBagCollection: table m: threshold filter probabilistic_threshold_filter",
+    ),
+    "a feature twice": (lambda: remapped(None, None, "f1", "f1"), "feature f1 is of several tables"),
+    "a remapping subclass": (remapped_otherwise, "other: Remapping is a subclass of ManagedCollisionEmbeddingBagColl"),
+    "quantized": (quantized, "other: torchrec.quant.embedding_modules.EmbeddingBagCollection is not served"),
     "a subclass": (subclassed, "other: Clipped is a subclass of EmbeddingBagCollection"),
     "a dense optimizer": (attached_dense, "other.weight: an optimizer that steps in the backward is attached to it"),
     "sharded": (sharded_before, "other: ErasureCodedEmbeddingBagCollection is sharded already"),
@@ -98,9 +142,9 @@ def test_what_nobody_protects_is_refused_by_name(make: Any, message: str) -> Non
 
 
 def test_all_that_is_unprotected_is_named_at_once() -> None:
-    with pytest.raises(ValueError, match=r"(?s)other\.0: Clipped.*other\.1: FusedEmbeddingBag"):
+    with pytest.raises(ValueError, match=r"(?s)other\.0: Clipped.*other\.1: torchrec\.quant"):
         DistributedModelParallel(
-            Beside(nn.ModuleList([subclassed(), fused()])), session=FakeSession(job_of(Beside(nn.Identity())))
+            Beside(nn.ModuleList([subclassed(), quantized()])), session=FakeSession(job_of(Beside(nn.Identity())))
         )
 
 
@@ -132,13 +176,18 @@ def test_what_is_allowed_is_torchrecs_planned_by_its_planner() -> None:
 
 
 def test_what_is_allowed_is_sharded_by_the_plan_that_is_given() -> None:
-    module = Beside(remapped())
+    module = Beside(hashed())
     sharder = ManagedCollisionEmbeddingBagCollectionSharder()
     entry = construct_module_sharding_plan(module.other, {"m": row_wise()}, sharder, local_size=1, device_type="cpu")
     plan = ShardingPlan({"other": entry})
-    job = job_of(Beside(nn.Identity()))
+    module.third = remapped()  # one of the same kind that is served
+    module.third._embedding_module = collection("sgd", [table("third", 10, 4, "f1")])
+    named = Beside(nn.Identity())
+    named.third = module.third
+    job = job_of(named)
     model = DistributedModelParallel(module, session=FakeSession(job), plan=plan, unprotected="allow", device=CPU)
-    assert [t.name for t in model.session.job.tables] == ["t"]  # the collection inside is not ours
+    assert type(model.module.third).__name__ == "ErasureCodedManagedCollisionEmbeddingBagCollection"
+    assert [t.name for t in model.session.job.tables] == ["t", "third"]  # the collection inside is not ours
     assert type(model.module.other).__name__ == "ShardedManagedCollisionEmbeddingBagCollection"
 
 
@@ -265,6 +314,66 @@ def test_trackers_are_refused() -> None:
     model, _ = shard(Net(collection()))
     with pytest.raises(ValueError, match="trackers of TorchRec"):
         model.init_torchrec_delta_tracker(object())
+
+
+class Holder(nn.Module):
+    """TorchRec itself loses the second of two names in one parent."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.held = tables
+
+
+class Twice(nn.Module):
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        tables = collection("sgd", seeded_tables(), META)
+        self.one, self.two = (tables, tables) if beside else (Holder(tables), Holder(tables))
+        torch.manual_seed(1)
+        self.over = nn.Linear(sum(c.embedding_dim * len(c.feature_names) for c in seeded_tables()), 1)
+
+    def forward(self, batch: Batch) -> Tensor:
+        found = []
+        for where in (self.one, self.two):
+            rows = getattr(where, "held", where)(batch.sparse_features)
+            found.append(torch.cat([rows[key] for key in sorted(rows.keys())], dim=1))
+        return (self.over(found[0] + found[1].tanh()).squeeze(1) - batch.labels).square().mean()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_collection_at_two_paths_is_trained_as_one_and_named_as_by_torchrec(beside: bool) -> None:
+    oracle, (mine, session) = plain_torchrec(Twice(beside=False), 1), shard(Twice(beside))
+    first, second = (getattr(where, "held", where) for where in (mine.module.one, mine.module.two))
+    assert first is second and len(session.job.tables) == 4
+    for seed in range(4):
+        expected, loss = oracle(batch_of(6, seed)), mine(batch_of(6, seed))
+        torch.testing.assert_close(loss, expected)
+        expected.backward()
+        loss.backward()
+    assert session.step == 5
+
+    def bare(names: Any) -> list[str]:
+        return sorted(name.replace(".held", "") for name in names)
+
+    assert bare(mine.state_dict()) == bare(oracle.state_dict())
+    assert bare(n for n, _ in mine.named_parameters()) == bare(n for n, _ in oracle.named_parameters())
+    assert bare(mine.fused_optimizer.params) == bare(oracle.fused_optimizer.params)
+    theirs = {name.replace(".held", ""): value for name, value in oracle.state_dict().items()}
+    for name, value in mine.state_dict().items():
+        compare_shards(value, theirs[name.replace(".held", "")])
+    mine.load_state_dict({name: value * 0.5 for name, value in mine.state_dict().items()})
+    for name, value in mine.state_dict().items():
+        torch.testing.assert_close(value * 2, whole(theirs[name.replace(".held", "")]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_collection_with_its_ids_remapped_and_without_is_refused(first: bool) -> None:
+    module = Beside(remapped())
+    module.plain = module.other._embedding_module
+    if not first:
+        module = nn.Sequential(module.plain, module.other)
+    with pytest.raises(ValueError, match="the same collection is reached with its ids remapped and without"):
+        shard(module)
 
 
 def test_a_collection_at_two_paths_is_one() -> None:

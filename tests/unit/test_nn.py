@@ -280,14 +280,3 @@ def test_each_step_is_snapshotted_once_with_its_optimizer() -> None:
     for name, parameter in dense_parameters(other).items():
         assert torch.equal(parameter, dense_parameters(model)[name])
         assert torch.equal(fresh.state[parameter]["sum"], optimizer.state[dense_parameters(model)[name]]["sum"])
-
-
-def test_a_batch_size_for_each_feature_is_refused() -> None:
-    model, session = shard(Net(collection()))
-    names = sorted({name for config in tables() for name in config.feature_names})
-    strides = [[2], *[[1]] * (len(names) - 1)]
-    ids = torch.zeros(len(names) + 1, dtype=torch.int64)
-    features = KeyedJaggedTensor(names, ids, lengths=torch.ones_like(ids), stride_per_key_per_rank=strides)
-    with pytest.raises(ValueError, match=r"a batch size per feature .* is not supported"):
-        model.module.collections[0](features)
-    assert session.lookups == 0

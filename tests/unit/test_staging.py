@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CPU, LossNet, batch_of, collection, shard, train, train_in_pipeline
+from models import CPU, FEATURES, LossNet, batch_of, collection, repeated_batch, shard, train, train_in_pipeline
 from torch import Tensor
 
 from torch_ecrec.nn import staging
@@ -77,6 +77,20 @@ def test_what_crosses_is_waited_for(pipeline: bool, monkeypatch: pytest.MonkeyPa
     assert all(map(torch.equal, session.records, plain_session.records))
     assert streams.copied == 5 * (2 + 2), "ids and lengths, and gradients of two dims"
     assert streams.log.count("held") == 5 * (2 + 2 + 2), "and the pooled values"
+
+
+def test_inverse_indices_cross_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [batch_of(5, seed) for seed in range(3)]
+    for seed, batch in enumerate(batches):
+        batch.sparse_features = repeated_batch(FEATURES, 5, seed)
+    plain, plain_session = shard(LossNet(collection("rowwise_adagrad")))
+    expected = train(plain, batches)
+    streams = LateStreams(monkeypatch)
+    model, session = shard(LossNet(collection("rowwise_adagrad")))
+    to_late_streams(model)
+    assert train(model, batches) == expected
+    assert all(map(torch.equal, session.records, plain_session.records))
+    assert streams.copied == 3 * (3 + 2), "ids, lengths and inverse indices, and gradients of two dims"
 
 
 def test_a_look_without_gradients_crosses_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,8 +161,8 @@ def test_the_module_prints_its_tables() -> None:
 def test_unsuitable_models_are_refused() -> None:
     with pytest.raises(ValueError, match="the session's job has other tables"):
         DistributedModelParallel(nn.Linear(2, 2), session=FakeSession(job_of(collection("sgd"))))
-    with pytest.raises(ValueError, match=r"table t: data type .* is not supported"):
-        shard(collection("sgd", [table("t", 4, 4, "f0", data_type=DataType.FP16)]))
+    with pytest.raises(ValueError, match=r"table t: data type .* is not supported; supported are FP32, FP16, BF16"):
+        shard(collection("sgd", [table("t", 4, 4, "f0", data_type=DataType.INT8)]))
     with pytest.raises(ValueError, match="`nan_gradients` must be one of raise, pass, got 'stop'"):
         shard(collection(), nan_gradients="stop")
     other = FakeSession(job_of(collection("adagrad")))

@@ -1,7 +1,7 @@
 """How fast one core applies a step, for each optimizer there is, beside memcpy and a scattered copy, all in one run.
 
 Every number is GB/s of bytes *moved*, read or written. A step reads a row's gradient, reads and writes its record, and
-writes the delta: (D + 3 W) * 4 bytes of a record of W numbers, D of them weights. A copy moves each byte twice.
+writes the delta: (D + 3 M) * 4 bytes of a record of M words and D weights. A copy moves each byte twice.
 
     memcpy          np.copyto of the records' bytes to one contiguous place
     scattered copy  each delta is copied to the record that the step would change, with the step's prefetches
@@ -25,6 +25,7 @@ from torch_ecrec.bench import record
 from torch_ecrec.bench.codec import interleaved
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.optimizers import NAMES, optimizer
+from torch_ecrec.records.schema import ITEM_BYTES
 from torch_ecrec.records.shard import scatter
 from torch_ecrec.runtime.checks import require_int
 
@@ -48,9 +49,9 @@ A step moves a row's gradient, its record twice, and its delta; a copy moves eac
 of ...: the median over the blocks of the ratio within a block."""
 
 
-def _measure(kind: str, dim: int, memory: NDArray[np.float32], repeats: int, seed: int) -> dict[str, Any]:
+def _measure(kind: str, dim: int, weights: str, memory: NDArray[np.float32], repeats: int, seed: int) -> dict[str, Any]:
     found, random = optimizer(kind), np.random.default_rng(seed)
-    width = found.schema(dim).width
+    width = found.schema(dim, weights).nbytes // 4  # in words
     records_PW = memory[: len(memory) // width * width].reshape(-1, width)
     count = max(1, min(CALL_BYTES // (4 * width), len(records_PW) // 2))
     gap = len(records_PW) // count
@@ -63,7 +64,8 @@ def _measure(kind: str, dim: int, memory: NDArray[np.float32], repeats: int, see
         return base + random.integers(0, gap, count)
 
     def step(positions_U: NDArray[np.int64]) -> None:
-        found.update_(records_PW, Merged(positions_U, [gradients_UD], index), 0.01, 10, out=delta_UB)
+        merged = Merged(positions_U, [gradients_UD], index)
+        found.update_(records_PW, merged, 0.01, 10, out=delta_UB, weights=weights)
 
     def memcpy(_: NDArray[np.int64]) -> None:
         np.copyto(copy_UB, delta_UB)
@@ -79,7 +81,8 @@ def _measure(kind: str, dim: int, memory: NDArray[np.float32], repeats: int, see
     moved = {"": (dim + 3 * width) * 4 * count, "memcpy": 8 * width * count, "scattered_copy": 8 * width * count}
     times = interleaved(alternatives, repeats, 1)
     rates = {name: [moved[name] / seconds / 1e9 for seconds in taken] for name, taken in times.items()}
-    row: dict[str, Any] = {"optimizer": kind, "dim": dim, "record_bytes": 4 * width, "rows": count}
+    name = kind if weights == "float32" else f"{kind}, {weights}"
+    row: dict[str, Any] = {"optimizer": name, "dim": dim, "record_bytes": 4 * width, "rows": count}
     for name, values in rates.items():
         spread = record.spread(values)
         prefix = f"{name}_gbps" if name else "gbps"
@@ -91,11 +94,17 @@ def _measure(kind: str, dim: int, memory: NDArray[np.float32], repeats: int, see
 
 
 def measure(
-    kinds: Sequence[str], dims: Sequence[int], memory_mib: int, repeats: int, seed: int = 0
+    kinds: Sequence[str],
+    dims: Sequence[int],
+    memory_mib: int,
+    repeats: int,
+    seed: int = 0,
+    weights: Sequence[str] = ("float32",),
 ) -> list[dict[str, Any]]:
-    """A row for each optimizer and dim."""
+    """A row for each optimizer, dim and dtype of weights."""
     memory = np.zeros(memory_mib << 18, np.float32)
-    return [_measure(kind, dim, memory, repeats, seed) for kind in kinds for dim in dims]
+    cases = [(kind, dim, dtype) for kind in kinds for dim in dims for dtype in weights]
+    return [_measure(*case, memory, repeats, seed) for case in cases]
 
 
 def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -109,7 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
     require_int("memory_mib", arguments.memory_mib, 1)
     for dim in arguments.dims:
         require_int("dims", dim, 1)
-    rows = measure(arguments.optimizers, arguments.dims, arguments.memory_mib, arguments.repeats, arguments.seed)
+    sizes = arguments.memory_mib, arguments.repeats, arguments.seed
+    rows = measure(arguments.optimizers, arguments.dims, *sizes, arguments.weights)
     notes = NOTES.format(repeats=arguments.repeats).splitlines()
     print(record.table(shown(rows)))
     print("\n".join(notes))
@@ -122,6 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `torch-ecrec bench optimizers`."""
     parser.add_argument("--optimizers", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--dims", nargs="+", type=int, default=list(DIMS), metavar="D", help="weights in a row")
+    parser.add_argument("--weights", nargs="+", choices=list(ITEM_BYTES), default=["float32"], help="their dtypes")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="interleaved blocks (default 15)")
     parser.add_argument("--memory-mib", type=int, default=512, metavar="MIB", help="of records (default 512)")
     parser.add_argument("--seed", type=int, default=0, help="of gradients and rows")

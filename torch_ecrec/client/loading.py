@@ -13,7 +13,7 @@ overwrites nothing, unless no step of training counts: what it would overwrite w
 
 How a load travels, as a step of the protocol, is the client's business.
 
-Shape legend: U unique rows of a slab, W record width in floats, b some bytes of a record.
+Shape legend: U unique rows of a slab, M words of a record, b some bytes of one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Loading:
             self._await_origin()
 
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
-        """See `Session.load`: rows (U,) int64, records (U, W) float32."""
+        """See `Session.load`: rows (U,) int64, records (U, M) float32."""
         client = self._client
         if self._restarted:
             return

@@ -192,6 +192,26 @@ def per_id_backward(grad_BFD: Any, weight_UD: Any, inverse_N: Any, lengths_FB: A
             n += length
 
 
+@njit(nogil=True, cache=True)
+def repeat_bags(pooled_BFD: Any, index_FN: Any, out_NFD: Any) -> None:
+    """out[n, f] = pooled[index[f, n], f]: for each sample its bag. Not checked: that there are such bags."""
+    for n in range(out_NFD.shape[0]):
+        for f in range(out_NFD.shape[1]):
+            b = index_FN[f, n]
+            for j in range(out_NFD.shape[2]):
+                out_NFD[n, f, j] = pooled_BFD[b, f, j]
+
+
+@njit(nogil=True, cache=True)
+def sum_repeats(grad_NFD: Any, index_FN: Any, out_BFD: Any) -> None:
+    """Gradients of bags from those of the samples that have them, in the order of the samples. `out_BFD` is zeros."""
+    for n in range(grad_NFD.shape[0]):
+        for f in range(grad_NFD.shape[1]):
+            b = index_FN[f, n]
+            for j in range(grad_NFD.shape[2]):
+                out_BFD[b, f, j] += grad_NFD[n, f, j]
+
+
 def warm() -> None:
     """Compiles or loads every kernel of this module, for ids and lengths of 32 and 64 bits."""
     floats = np.zeros((1, 1, 1), np.float32)
@@ -203,3 +223,5 @@ def warm() -> None:
             pool([rows], index, lengths, floats[0, 0], False, flags, floats)
             per_id_backward(floats, rows, index, lengths, flags, floats[0, 0].copy())
         pool_backward(floats, index, lengths, floats[0, 0], False, flags, np.float32(1), flags.copy(), floats[0].copy())
+    repeat_bags(floats, index[None], floats.copy())
+    sum_repeats(floats, index[None], floats.copy())

@@ -6,7 +6,7 @@ client counts loads of initial values, too.
 
 Threads: the user's calls all methods but `fail`, `on_control` and `known`, which any thread may call.
 
-Shape legend: U unique rows of a slab, D embedding dim, W record width in floats, b some bytes of a record; lists hold
+Shape legend: U unique rows of a slab, D embedding dim, M words of 4 bytes of a record, b some bytes of one; lists hold
 one tensor per slab. Rows are slab rows: first row of the table in its slab, plus the id.
 """
 
@@ -155,6 +155,11 @@ class Session:
     # steps --------------------------------------------------------------------------------------
 
     @property
+    def over(self) -> bool:
+        """Whether there is nothing to wait for: it is closed, something went wrong, or all that was sent survives."""
+        return self._closed or self._error is not None or not self.client.exchanges
+
+    @property
     def step(self) -> int:
         """The step of training being worked on, from 1."""
         return self.client.training_step
@@ -278,7 +283,9 @@ class Session:
     # whole records, and initial values ------------------------------------------------------------
 
     def read(self, slab: int, rows: Tensor) -> Tensor:
-        """(U, W) float32 records (weights, then optimizer state) of slab rows (U,) as of the previous step.
+        """(U, M) float32, the memory of records (weights, then optimizer state) of slab rows (U,) after the last step.
+
+        Where weights have 16 bits two of them are a word: `records.halves.numbers_of` takes them apart.
 
         Before training, on trainer 0: with all that it has loaded so far. Other trainers wait until it has loaded all;
         in a session that was `restarted` it is as of the step that training goes on after.
@@ -290,13 +297,12 @@ class Session:
 
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
         """Overwrites records before the first step. Trainer 0 only; does nothing in a session that was `restarted`.
-
         Does not wait until it survives a loss: `loaded` does.
 
         Args:
             slab: which.
             rows: (U,) int64, ascending and unique. Rows may be loaded again: the last values count.
-            records: (U, W) float32. Copied.
+            records: (U, M) float32, the memory of records. Copied.
 
         Raises:
             ValueError: on another trainer, after `loaded`, or `rows` are not as they must be.
@@ -312,11 +318,9 @@ class Session:
         before `resume`, unless no step of training counts.
 
         Args:
-            slab: which; each trainer's own, as all that follows.
-            rows: (U,) int64, ascending and unique.
-            values: (U, b) uint8, copied: bytes of each record, in its memory's order. None: this trainer writes
-                nothing, and another one does. What several write becomes what the last of them wrote.
-            first_byte: of a record, that is written.
+            slab, rows: which, (U,) int64, ascending and unique; each trainer's own.
+            values: (U, b) uint8, copied: bytes of each record from `first_byte` on. None: this trainer writes nothing.
+                What several write becomes what the last of them wrote.
 
         Raises:
             ValueError: `rows` or `values` are not as they must be.

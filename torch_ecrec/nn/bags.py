@@ -10,13 +10,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fused_embeddingbag import ShardedFusedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torch_ecrec.nn.repeats import Repeats, check_repeats
 from torch_ecrec.nn.served import Context, ServedModule
 from torch_ecrec.nn.slices import Bags, Slice
 from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.nn.unsharded import Bags as UnshardedBags
 
 
 class _Ready(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
@@ -35,16 +39,18 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
     """An `EmbeddingBagCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSharder`.
 
     Returns a `KeyedTensor` with the keys, order and values of the unsharded module. Arguments as of `ServedModule`.
+
+    Features may have batch sizes of their own, if the batch has inverse indices (`repeats.py`).
     """
 
     def __init__(
-        self, module: EmbeddingBagCollection, step: SparseStep, job_names: Mapping[str, str], device: torch.device
+        self, module: UnshardedBags, step: SparseStep, job_names: Mapping[str, str], device: torch.device
     ) -> None:
         super().__init__(module, step, job_names, device, module.is_weighted())
         self._dims = [table.dim for table in self._tables.values() for _ in table.features]
 
     @property
-    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
+    def unsharded_module_type(self) -> type[UnshardedBags]:
         return EmbeddingBagCollection
 
     @property
@@ -52,8 +58,12 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
         """As in TorchRec, with placeholders of the tables."""
         return self.modules_of_tables()
 
-    def _bags(self, part: Slice, features: KeyedJaggedTensor) -> tuple[Tensor, Bags]:
-        return part.bags(features, self._weighted, self._step.session.arrange)
+    def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        check_repeats(features, [name for part in self._slices for name in part.features])
+        return features
+
+    def _bags(self, part: Slice, features: KeyedJaggedTensor, repeats: Repeats | None) -> tuple[Tensor, Bags]:
+        return part.bags(features, self._weighted, self._step.session.arrange, repeats)
 
     def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Puts the pooled features side by side: (B, sum of dims)."""
@@ -69,3 +79,12 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
 
     def extra_repr(self) -> str:
         return f"is_weighted={self._weighted}\n{super().extra_repr()}"
+
+
+@ShardedFusedEmbeddingBagCollection.register
+class ErasureCodedFusedEmbeddingBagCollection(ErasureCodedEmbeddingBagCollection):
+    """Of a `FusedEmbeddingBagCollection`: the servers run the optimizer that it was made with."""
+
+    @property
+    def unsharded_module_type(self) -> type[FusedEmbeddingBagCollection]:
+        return FusedEmbeddingBagCollection

@@ -52,6 +52,8 @@ def _parts(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         return
     elif isinstance(value, (KeyedJaggedTensor, JaggedTensor)):
         parts = {"values()": value.values(), "lengths()": value.lengths(), "weights()": value.weights_or_none()}
+        if isinstance(value, KeyedJaggedTensor) and (repeats := value.inverse_indices_or_none()) is not None:
+            parts["inverse_indices()"] = repeats[1]
         yield from ((f"{path}.{name}", part) for name, part in parts.items() if part is not None)
     elif isinstance(value, Mapping):
         for key, item in value.items():

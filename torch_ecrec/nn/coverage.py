@@ -1,6 +1,7 @@
 """Which modules of a model the servers serve, and which nobody would protect: said before anything is built.
 
-    served       `EmbeddingBagCollection`, also inside a `FeatureProcessedEmbeddingBagCollection`; `EmbeddingCollection`
+    served       `EmbeddingBagCollection`, also inside a `FeatureProcessedEmbeddingBagCollection`;
+                 `EmbeddingCollection`; the fused forms of both, and those with managed collisions (`remapping.py`)
     dense        every other parameter: data-parallel, in the snapshot
     unprotected  what TorchRec would keep in the trainers, one part in each: lost with a trainer
 
@@ -19,25 +20,40 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.fused_embedding import FusedEmbeddingCollectionSharder
+from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
 
-from torch_ecrec.nn.unsharded import COLLECTIONS, Collection
+from torch_ecrec.nn.remapping import why_not_served
+from torch_ecrec.nn.unsharded import COLLECTIONS, Collection, inside_of
 
 UNPROTECTED = ("refuse", "allow")
+_TWO_WAYS = "the same collection is reached with its ids remapped and without; make it one of them"
 _STOCK: dict[type[nn.Module], type[ModuleSharder[Any]]] = {
     EmbeddingBagCollection: EmbeddingBagCollectionSharder,
     FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder,
     EmbeddingCollection: EmbeddingCollectionSharder,
+    FusedEmbeddingBagCollection: FusedEmbeddingBagCollectionSharder,
+    FusedEmbeddingCollection: FusedEmbeddingCollectionSharder,
+    ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollectionSharder,
+    ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder,
 }
 """TorchRec's own sharders for what is served; of others nobody knows what they would do."""
-_REMAPPING = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
+_REMAPPING: tuple[type[BaseManagedCollisionEmbeddingCollection], ...] = (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 
 
 @dataclass(frozen=True)
@@ -46,11 +62,13 @@ class Coverage:
 
     Args:
         served: by path: those whose tables go to the servers.
+        remapping: path -> that of the collection in it, which is one of `served`: modules with managed collisions.
         unprotected: path -> why nobody protects it; "" is the model itself.
     """
 
     served: dict[str, Collection]
     unprotected: dict[str, str]
+    remapping: dict[str, str]
 
     def check(self, unprotected: str) -> None:
         """Refuses what is unprotected, unless that is allowed.
@@ -80,11 +98,23 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
     tables_of = {sharder.module_type for sharder in (*get_default_sharders(), *sharders)}
     served: dict[str, Collection] = {}
     unprotected: dict[str, str] = {}
+    remapping: dict[str, str] = {}
+    remapped: set[int] = set()  # these modules, and the collections in them
 
     def look(path: str, child: nn.Module) -> None:
         reason = None if _is_served(child) else _reason(child, tables_of, path in planned)
         if reason is not None:
             unprotected[path] = reason
+        elif isinstance(child, _REMAPPING):
+            inside = child._embedding_module
+            if id(child) not in remapped and id(inside) in map(id, served.values()):
+                unprotected[path] = _TWO_WAYS
+            elif id(child) not in remapped:
+                remapping[path] = inside_of(path)
+                served[remapping[path]] = inside
+                remapped.update((id(child), id(inside)))
+        elif id(child) in remapped:
+            unprotected[path] = _TWO_WAYS
         elif type(child) in COLLECTIONS:
             if id(child) not in map(id, served.values()):  # at two paths it is one
                 served[path] = cast(Collection, child)
@@ -99,7 +129,7 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
                 look(_join(path, name), inner)
 
     look("", module)
-    return Coverage(served, unprotected)
+    return Coverage(served, unprotected, remapping)
 
 
 def _join(path: str, name: str) -> str:
@@ -108,6 +138,8 @@ def _join(path: str, name: str) -> str:
 
 def _is_served(module: nn.Module) -> bool:
     """Whether it is served, or nothing but a wrapper of what is: whatever a plan says of it."""
+    if isinstance(module, _REMAPPING) and type(module) in _REMAPPING:
+        return why_not_served(module) is None
     return type(module) in (*COLLECTIONS, FeatureProcessedEmbeddingBagCollection)
 
 
@@ -116,16 +148,17 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
     name = type(module).__name__
     if isinstance(module, ShardedModule):
         return f"{name} is sharded already; give the model as it was before"
-    if isinstance(module, _REMAPPING):
-        return f"{name} remaps ids on each trainer for itself, so trainers would not mean the same rows"
-    for served in COLLECTIONS:
+    if isinstance(module, _REMAPPING) and type(module) in _REMAPPING:
+        return f"{name}: {why_not_served(module)}"
+    for served in (*COLLECTIONS, *_REMAPPING):
         if isinstance(module, served):
             return (
                 f"{name} is a subclass of {served.__name__}, and the servers would not do what it does otherwise;"
                 f" use {served.__name__} itself"
             )
     if type(module) in tables_of:
-        return f"{name} is not served; {' and '.join(cls.__name__ for cls in COLLECTIONS)} are"
+        full = f"{type(module).__module__}.{name}"  # quantised ones have the names of others
+        return f"{full} is not served; {', '.join(cls.__name__ for cls in COLLECTIONS)} are"
     if planned:
         return f"the plan shards this {name} over the trainers; leave it out of the plan"
     return None

@@ -25,6 +25,7 @@ Does not contain embedding rows (the servers hold them), and does not know what 
 
 from __future__ import annotations
 
+import abc
 import bisect
 import hashlib
 import weakref
@@ -46,6 +47,18 @@ from torch_ecrec.runtime import shared
 
 NUMBERS_MOST = 1 << 48  # of a header; the transport takes no larger ones
 _USUAL = {"state", "param_groups"}  # of an optimizer's state_dict
+
+
+class Replicated(abc.ABC):
+    """A module with state that all trainers have alike, and that is none of its parameters; its buffers are of it."""
+
+    @abc.abstractmethod
+    def replicated_state(self) -> dict[str, Any]:
+        """All of it, tensors shared: encoded before it changes."""
+
+    @abc.abstractmethod
+    def load_replicated_state(self, state: Mapping[str, Any]) -> None:
+        """Puts it back. Raises ValueError if it does not fit; nothing was changed then."""
 
 
 class Header(NamedTuple):
@@ -198,6 +211,7 @@ class State:
 
     step: int
     parameters: dict[str, Tensor]  # by name
+    replicated: dict[str, dict[str, Any]]  # by path of the module
     optimizers: list[dict[str, Any]]
     tensors: TensorsIn  # those of the optimizers
     whole: list[bytes]  # what each trainer has kept whole
@@ -236,9 +250,9 @@ def unpack(parts: Sequence[tuple[Tensor, Sequence[int]]]) -> State:
     tensors = TensorsIn(stream[first.index_bytes :])
     content = values.decode(index, tensors, "cpu")
     whole = [payload[size : size + header.whole_bytes].numpy().tobytes() for header, payload, size in spans]
-    if type(content) is not dict or content.keys() != {"parameters", "optimizers"}:
+    if type(content) is not dict or content.keys() != {"parameters", "replicated", "optimizers"}:
         raise ValueError(f"step {step}: the index is not one of a dense state")
-    return State(step, content["parameters"], content["optimizers"], tensors, whole)
+    return State(step, content["parameters"], content["replicated"], content["optimizers"], tensors, whole)
 
 
 def own_of(payload: Tensor, header: Sequence[int]) -> bytes:
@@ -273,6 +287,8 @@ def load_(
         raise ValueError(f"step {state.step}: not what a trainer keeps: {error!r}") from error
     for one in saved:
         one.load_more()
+    for path, module in _replicated(model):
+        module.load_replicated_state(state.replicated[path])
     with torch.no_grad():
         for target, value in copies:
             target.copy_(value)
@@ -291,6 +307,10 @@ def _fitting(
     whole = values.decode(state.whole[part], device="cpu")
     copies = _copies("parameters", dict(dense_parameters(model)), state.parameters)
     copies += _copies("buffers", dict(_buffers(model)), whole["buffers"])
+    paths = {path for path, _ in _replicated(model)}
+    if state.replicated.keys() != paths:
+        differ = ", ".join(sorted(state.replicated.keys() ^ paths))
+        raise ValueError(f"the model and the snapshot differ in what trainers have alike: {differ}")
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     if kinds != [entry["class"] for entry in state.optimizers]:
         raise ValueError(f"optimizers {kinds} given, {[e['class'] for e in state.optimizers]} in the snapshot")
@@ -402,8 +422,14 @@ def _sharded_names(model: nn.Module) -> set[str]:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that are not persistent, too."""
-    return iter(model.named_buffers())
+    """Those that are not persistent, too; not those that are replicated."""
+    apart = {id(buffer) for _, module in _replicated(model) for buffer in module.buffers()}
+    return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in apart)
+
+
+def _replicated(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """By path."""
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, Replicated))
 
 
 _Place = str | tuple[int, int]  # a parameter: its name in the model, or else its group and place in an optimizer
@@ -439,7 +465,9 @@ def _collect(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[bytes, 
         entry, whole = _collect_optimizer(optimizer, f"optimizer {i} ({type(optimizer).__name__})", names, sharded, out)
         entries.append(entry)
         wholes.append(whole)
-    index = values.encode({"parameters": parameters, "optimizers": entries}, "the dense state", out)
+    replicated = {path: module.replicated_state() for path, module in _replicated(model)}
+    content = {"parameters": parameters, "replicated": replicated, "optimizers": entries}
+    index = values.encode(content, "the dense state", out)
     buffers = {name: buffer.detach() for name, buffer in _buffers(model)}
     return index, out, values.encode({"buffers": buffers, "optimizers": wholes}, "the dense state")
 

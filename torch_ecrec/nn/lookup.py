@@ -48,7 +48,7 @@ class PooledLookup(torch.autograd.Function):
             if gradient_BFD is None:
                 continue
             ctx.crossings[i].wait()
-            gradient_BFD = gradient_BFD.contiguous()
+            gradient_BFD = part.of_bags(gradient_BFD)
             divisor = ctx.step.gradient_divisor
             of_rows[part.slab], finite = part.rows_backward(gradient_BFD, len(ctx.rows[part.slab]), divisor)
             all_finite &= finite

@@ -10,11 +10,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, Never
 
-from torch_ecrec.nn.unsharded import COLLECTIONS
-
 NO_TABLES = (
-    f"the model holds no {' and no '.join(cls.__name__ for cls in COLLECTIONS)} to serve: it is trained as with"
-    " TorchRec, without servers"
+    "the model holds no EmbeddingBagCollection and no EmbeddingCollection to serve, nor a fused one: it is trained as"
+    " with TorchRec, without servers"
 )
 
 

@@ -17,8 +17,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, Never
 
 import torch
@@ -48,7 +51,8 @@ from torch_ecrec.nn.no_tables import NO_TABLES, NoTables
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
-from torch_ecrec.nn.sharder import ErasureCodedSequenceSharder, ErasureCodedSharder, all_table_specs, job_names
+from torch_ecrec.nn.sharder import all_table_specs, job_names, sharders_for
+from torch_ecrec.nn.state_dict_forms import StateDictForms
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
 from torch_ecrec.runtime.checks import require_int
@@ -64,7 +68,7 @@ NO_TRACKER = (
 )
 
 
-class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
+class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedModelParallel):
     """Drop-in for `torchrec.distributed.DistributedModelParallel`.
 
     Args:
@@ -112,51 +116,59 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         require_int("snapshot_every", snapshot_every, 0)
         if model_tracker_configs is not None:
             raise ValueError(NO_TRACKER)
-        if env is None:
-            if not dist.is_initialized():
-                raise ValueError("no process group: call torch.distributed.init_process_group first, or pass `env`")
-            env = ShardingEnv.from_process_group(dist.group.WORLD)
+        env = _environment() if env is None else env
         others = [s for s in get_default_sharders() if sharders is None] + list(sharders or ())
         check_sharders(others)
         covered = coverage_of(module, plan, others)
         covered.check(unprotected)
-        collections = covered.served
-        names = job_names(collections)
-        tables = all_table_specs(module, collections, names, others)
+        names = job_names(covered.served)
+        tables = all_table_specs(module, covered.served, names, others)
+        connected: EmbeddingBackend | None = None
         if session is None and not tables:
             warnings.warn(NO_TABLES, stacklevel=2)
-            session, owns_session = NoTables(env.rank, env.world_size, snapshot_every), False
+            session = NoTables(env.rank, env.world_size, snapshot_every)
         elif session is None:
             job = JobSpec(tables=tables, code=code or CodeSpec(), trainers=env.world_size, seed=seed)
-            session = _connect(job, settings, code, env.rank, snapshot_every)
-            owns_session = True
-        else:
-            owns_session = False
+            session = connected = _connect(job, settings, code, env.rank, snapshot_every)
         _check_session(session, tables, env)
         session, recorder = recorded(session, self)
         tables_group = env.process_group if env.world_size > 1 else None
         step = SparseStep(session, _group_of_steps(env), nan_gradients, tables_group)
         others = [sharder for sharder in others if sharder.module_type not in COLLECTIONS]
-        if plan is None and covered.unprotected:
-            plan = _planned(module, env, device, others)
+        plan = _planned(module, env, device, others) if plan is None and covered.unprotected else plan
         super().__init__(
             module,
             env=env,
             device=device,
             plan=_plan(covered, plan, env.world_size),
-            sharders=[ErasureCodedSharder(step, names), ErasureCodedSequenceSharder(step, names), *others],
+            sharders=[*others, *sharders_for(step, names, others)],  # of one kind, the last counts
             init_data_parallel=init_data_parallel,
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,
         )
         self._step = step
-        self._recorder = recorder  # None but in a rehearsal
-        self._owns_session = owns_session
-        self._closed = False
+        self._recorder, self._owns_session = recorder, connected is not None  # None but in a rehearsal
+        self._closed = self._trained = False
         self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every)
         self._step.on_training_lookup, self._step.may_load = self._keep_dense, self._may_load
         self._attached: Attachment | None = None
-        self._trained = False
+        self._abandoned = weakref.finalize(self, _leave, connected)
+        self._abandoned.atexit = False
+
+    def _init_dmp(self, module: nn.Module) -> nn.Module:
+        """As in TorchRec; a module that is reached at several paths is sharded once, and reached at all of them.
+
+        TorchRec's own leaves it unsharded under the second name in one parent, since `named_children` passes that over.
+        """
+        places = [
+            (p, name, child) for p in list(module.modules()) for name, child in p._modules.items() if child is not None
+        ]
+        sharded = super()._init_dmp(module)
+        made = {id(child): new for p, name, child in places if (new := p._modules[name]) is not child}
+        for parent, name, child in places:
+            if id(child) in made:
+                setattr(parent, name, made[id(child)])
+        return sharded
 
     def init_data_parallel(self) -> None:
         """As in TorchRec; gradients of three and more trainers are summed in trainer order, see `reduce.py`."""
@@ -166,8 +178,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         if wrapped or not isinstance(model, DistributedDataParallel) or group is None or dist.get_world_size(group) < 3:
             return
         if not model._comm_hooks:  # the user's own stays
-            ranks = dist.get_process_group_ranks(group)
-            OrderedMean(dist.new_group(ranks, use_local_synchronization=True)).install(model)
+            OrderedMean(_same_trainers(group)).install(model)
 
     def attach(
         self,
@@ -262,11 +273,8 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
 
         Tables may be sharded in any way: each trainer loads the rows that it has. Of a whole table trainer 0's counts.
         In the loop it belongs to the turn that it is in, and survives the same losses. What a script loads before it
-        goes on after a restart was trained since: between `attach` and the first step nothing is loaded then.
-
-        Args:
-            state_dict, prefix, strict: as in TorchRec.
-            assign: taken, as `torch.distributed.checkpoint` gives it, and of no effect: values are copied.
+        goes on after a restart was trained since: between `attach` and the first step nothing is loaded then. `assign`
+        is taken, as `torch.distributed.checkpoint` gives it, and of no effect: values are copied.
         """
         if not self._may_load():
             return _IncompatibleKeys([], [])
@@ -274,35 +282,6 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         if self._attached is not None:
             self._attached.on_loaded()
         return keys
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """As `state_dict`, with whole tensors on the CPU, on trainer 0; {} on the others. Every trainer calls it.
-
-        For `torch.save`, exports, comparisons. Trainer 0 needs memory for all tables; it asks the servers for them in
-        portions, and the others for nothing.
-        """
-        made = self._in_form("whole", self.state_dict)
-        return made if self.session.trainer == 0 else {}
-
-    def full_optim_state_dict(self) -> dict[str, Any]:
-        """As `fused_optimizer.state_dict()`, likewise."""
-        made = self._in_form("whole", self.fused_optimizer.state_dict)
-        return made if self.session.trainer == 0 else {}
-
-    def streamed_state_dict(self) -> dict[str, Any]:
-        """As `state_dict`, for `torch_ecrec.checkpoint`: tables have no rows yet. Every trainer calls it."""
-        return self._in_form("streamed", self.state_dict)
-
-    def streamed_optim_state_dict(self) -> dict[str, Any]:
-        """As `fused_optimizer.state_dict()`, likewise."""
-        return self._in_form("streamed", self.fused_optimizer.state_dict)
-
-    def _in_form(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        self._step.form = form
-        try:
-            return make()
-        finally:
-            self._step.form = "sharded"
 
     def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
         """Refused: it would track nothing."""
@@ -331,9 +310,6 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         """
         self._step.open()
         self._step.load_written()
-        self._flush()
-
-    def _flush(self) -> None:
         self._keep_dense()
         self.session.flush()
 
@@ -345,9 +321,9 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         if self._closed:
             return
         self._closed = self._step.closing = True
+        self._abandoned.detach()
         try:
-            self._step.open()
-            self._flush()
+            self.flush()
         finally:
             self._dense.close()
             if self._attached is not None:
@@ -395,12 +371,19 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             self._step.hand_over(self._dense.pack)
 
 
+def _environment() -> ShardingEnv:
+    if not dist.is_initialized():
+        raise ValueError("no process group: call torch.distributed.init_process_group first, or pass `env`")
+    return ShardingEnv.from_process_group(dist.group.WORLD)
+
+
 def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> ShardingPlan:
     """What the given plan says of unprotected modules, and our entries for those that are served."""
     planned = given.plan.items() if given is not None else ()
     plan = {path: entry for path, entry in planned if is_inside(path, covered.unprotected)}
-    for path, module in covered.served.items():
-        plan[path] = EmbeddingModuleShardingPlan(
+    around = {inside: path for path, inside in covered.remapping.items()}
+    for inside, module in covered.served.items():
+        plan[around.get(inside, inside)] = EmbeddingModuleShardingPlan(
             {
                 config.name: ParameterSharding("erasure_coded", "parameter_server", ranks=list(range(world_size)))
                 for config in configs_of(module)
@@ -425,8 +408,19 @@ def _group_of_steps(env: ShardingEnv) -> dist.ProcessGroup | None:
     """A group of the trainers for what `SparseStep` agrees on; every trainer makes it. None with one trainer."""
     if env.world_size == 1:
         return None
-    ranks = dist.get_process_group_ranks(env.process_group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _same_trainers(env.process_group, "gloo")
+
+
+def _same_trainers(group: dist.ProcessGroup | None, backend: str | None = None) -> dist.ProcessGroup:
+    """Another group of the same trainers; each of them makes it.
+
+    Of all processes if these are all: torch names a group that only its members make by how many groups each of them
+    is in, so that a script with a group of some of the trainers would wait for ever here.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    some = len(ranks) < dist.get_world_size()
+    made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=some)
+    return made
 
 
 def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: ShardingEnv) -> None:
@@ -440,6 +434,15 @@ def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: Shar
             f"the session's job has other tables: {[t.name for t in session.job.tables]}"
             f" there, {[t.name for t in tables]} here, or their sizes or optimizers differ"
         )
+
+
+def _leave(session: EmbeddingBackend | None) -> None:
+    """The model of a session is gone, and nobody has closed it. At the end of the process it sees to that itself."""
+    from torch_ecrec.client.session import Session
+    from torch_ecrec.processes import launch
+
+    if isinstance(session, Session) and not sys.is_finalizing():
+        threading.Thread(target=launch.abandon, args=[session], name="abandoned", daemon=True).start()
 
 
 def _connect(

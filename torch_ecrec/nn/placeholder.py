@@ -44,13 +44,15 @@ class TableParameter(nn.Parameter):
     Args:
         table: its name.
         rows, dim: of the table.
+        dtype: of its weights.
     """
 
     table: str
     _in_backward_optimizers: list[Optimizer]  # what TorchRec's filter of dense parameters looks for
 
-    def __new__(cls, table: str, rows: int, dim: int) -> TableParameter:
-        made: TableParameter = super().__new__(cls, torch.empty(rows, dim, device="meta"))  # type: ignore[assignment]
+    def __new__(cls, table: str, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> TableParameter:
+        weight = torch.empty(rows, dim, dtype=dtype, device="meta")
+        made: TableParameter = super().__new__(cls, weight)  # type: ignore[assignment]
         made.table = table
         made._in_backward_optimizers = [EmptyFusedOptimizer()]
         return made
@@ -65,7 +67,8 @@ class TableParameter(nn.Parameter):
         raise self._refusal("save")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
-        return TableParameter(self.table, *self.shape)
+        rows, dim = self.shape
+        return TableParameter(self.table, rows, dim, self.dtype)
 
     def _refusal(self, what: str) -> RuntimeError:
         return RuntimeError(

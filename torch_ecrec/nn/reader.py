@@ -107,6 +107,11 @@ class _Draw:
     checksum: int
     watched: Watched | None
 
+    def check_unaltered(self, reader: object) -> None:
+        """When its turn is over. Raises RuntimeError."""
+        if self.watched is not None:
+            self.watched.check(f"batch {self.position.drawn} of pass {self.position.epoch}", reader)
+
 
 class Pass(Iterator[Any]):
     """One pass over a reader, which is asked for an iterator when it is asked for the first batch."""
@@ -130,7 +135,13 @@ class Pass(Iterator[Any]):
         """One more has been drawn."""
         self.sum = zlib.crc32(checksum.to_bytes(4, "little"), self.sum)
 
-    def watch_indices(self) -> None:
+    def begin(self, reader: Iterable[Any]) -> None:
+        """Asks the reader for its iterator."""
+        self.batches = iter(reader)
+        if has_indices(reader):
+            self._watch_indices()
+
+    def _watch_indices(self) -> None:
         """Sums up what a DataLoader asks its sampler for."""
         batches: Any = self.batches
         next_index = batches._next_index
@@ -175,7 +186,7 @@ class Reader(Iterator[Any]):
         self._history: list[tuple[int, bool, int, dict[str, Any] | None]] = []
         self._now: Position | None = None  # of the draw that is being made
         self._caller: FrameType | None = None  # likewise
-        self._ahead: deque[_Draw] = deque()  # and not trained on yet
+        self._ahead: deque[_Draw] = deque()  # drawn, and not trained on yet
         self._in_turn: list[_Draw] = []  # trained on, since the last draw
         self._watches = may_give_again(reader)
         # after a restart
@@ -269,7 +280,8 @@ class Reader(Iterator[Any]):
         if not self.pipelined:
             self._in_turn += self._ahead  # trained on, or left out for good
             self._ahead.clear()
-        self._check_unaltered()
+        while self._in_turn:
+            self._in_turn.pop(0).check_unaltered(self._reader)
         if current.batches is None:
             self._begin(current)
         if not self._again and self._then is not None:
@@ -286,9 +298,8 @@ class Reader(Iterator[Any]):
             on_batch = self._on_draw()
         finally:
             self._caller = None  # it holds what the loop has
-        again = bool(self._again)
         expected: int | None
-        if again:
+        if again := bool(self._again):
             begin, expected = self._again[0]
             self._generators.set_(begin)
             batch = self._next(current, begin)
@@ -325,15 +336,10 @@ class Reader(Iterator[Any]):
         else:
             began = self._generators.states()
             current.epoch, current.began = self._passes, None if self._kind == "state" else began
-            self._iterate(current)
+            current.begin(self._reader)
             current.depends = bool(moved(began, random_states()))
         self._current, self._passes = current, current.epoch + 1
         self._judge.on_pass_begun()
-
-    def _iterate(self, current: Pass) -> None:
-        current.batches = iter(self._reader)
-        if self._has_indices:
-            current.watch_indices()
 
     def _next(self, current: Pass, begin: Mapping[str, Any]) -> Any:
         """Draws. If it will have to be drawn again, it leaves the global generators alone after the first batch."""
@@ -368,14 +374,6 @@ class Reader(Iterator[Any]):
             self._then = None
         if self.pipelined and self._ahead:
             self._in_turn.append(self._ahead.popleft())
-
-    def _check_unaltered(self) -> None:
-        """Of batches whose turn is over."""
-        for draw in self._in_turn:
-            if draw.watched is not None:
-                at = draw.position
-                draw.watched.check(f"batch {at.drawn} of pass {at.epoch}", self._reader)
-        self._in_turn.clear()
 
     def check_end(self) -> None:
         """Training is over. Warns of a pass that a loop may have left too late."""
@@ -420,16 +418,7 @@ class Reader(Iterator[Any]):
         Raises:
             ValueError: it was another kind of reader, or a sequence of another length.
         """
-        if saved["kind"] != self._kind:
-            raise ValueError(
-                f"the reader ({type(self._reader).__name__}) is of another kind than when the snapshot was taken"
-            )
-        if isinstance(self._reader, Sequence) and saved["size"] != len(self._reader):
-            raise ValueError(
-                f"the reader had {saved['size']} batches when the snapshot was taken, and has {len(self._reader)}: a"
-                " sequence that the loop changes is not brought back. Attach a reader with state_dict and"
-                " load_state_dict"
-            )
+        _check_same(self._reader, saved)
         self._target = Position(
             saved["epoch"], saved["drawn"], saved["began"], saved["state"], saved["then"], saved["sum"]
         )
@@ -453,16 +442,22 @@ class Reader(Iterator[Any]):
         for drawn, whole, total, began in self._history:
             if began is not None:
                 self._generators.set_(began)
-            before = Pass(self)
-            self._iterate(before)
-            _skip(self._reader, before, drawn, total)
-            assert before.batches is not None
-            if whole and next(before.batches, self) is not self:
-                raise RuntimeError(f"a pass of the reader has more than the {drawn} batches that it had before")
+            _draw_again(self._reader, Pass(self), drawn, whole, total)
         assert target.began is not None
         self._generators.set_(target.began)
-        self._iterate(current)
+        current.begin(self._reader)
         _skip(self._reader, current, target.drawn, target.sum)
+
+
+def _check_same(reader: object, saved: Mapping[str, Any]) -> None:
+    if saved["kind"] != kind_of(reader):
+        raise ValueError(f"the reader ({type(reader).__name__}) is of another kind than when the snapshot was taken")
+    if isinstance(reader, Sequence) and saved["size"] != len(reader):
+        raise ValueError(
+            f"the reader had {saved['size']} batches when the snapshot was taken, and has {len(reader)}: a"
+            " sequence that the loop changes is not brought back. Attach a reader with state_dict and"
+            " load_state_dict"
+        )
 
 
 def _length(reader: Any) -> int:
@@ -479,6 +474,15 @@ def _other(reader: object, what: str) -> RuntimeError:
         " not brought back. Give it state_dict and load_state_dict that cover it, or random generators that are"
         " seeded from its position"
     )
+
+
+def _draw_again(reader: Iterable[Any], before: Pass, number: int, whole: bool, total: int) -> None:
+    """Draws `number` batches of a pass that is over; `whole`: it had no more."""
+    before.begin(reader)
+    _skip(reader, before, number, total)
+    assert before.batches is not None
+    if whole and next(before.batches, before) is not before:
+        raise RuntimeError(f"a pass of the reader has more than the {number} batches that it had before")
 
 
 def _skip(reader: object, current: Pass, number: int, total: int) -> None:

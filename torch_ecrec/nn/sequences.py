@@ -13,10 +13,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.fused_embedding import ShardedFusedEmbeddingCollection
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from torch_ecrec.nn.repeats import Repeats, check_repeats, repeated
 from torch_ecrec.nn.served import Context, ServedModule
 from torch_ecrec.nn.slices import Bags, Slice
 from torch_ecrec.nn.step import SparseStep
@@ -38,17 +41,22 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
     """An `EmbeddingCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSequenceSharder`.
 
     Returns a `JaggedTensor` for each feature, with the keys, order and values of the unsharded module. Arguments as of
-    `ServedModule`.
+    `ServedModule`. Where features have batch sizes of their own, each sample gets its rows, as in TorchRec's sharded
+    module; the unsharded one leaves them as they come (`repeats.py`).
     """
 
     def __init__(
-        self, module: EmbeddingCollection, step: SparseStep, job_names: Mapping[str, str], device: torch.device
+        self,
+        module: EmbeddingCollection | FusedEmbeddingCollection,
+        step: SparseStep,
+        job_names: Mapping[str, str],
+        device: torch.device,
     ) -> None:
         super().__init__(module, step, job_names, device)
         self._need_indices = module.need_indices()
 
     @property
-    def unsharded_module_type(self) -> type[EmbeddingCollection]:
+    def unsharded_module_type(self) -> type[EmbeddingCollection | FusedEmbeddingCollection]:
         return EmbeddingCollection
 
     @property
@@ -56,7 +64,13 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
         """As in TorchRec, with placeholders of the tables."""
         return self.modules_of_tables()
 
-    def _bags(self, part: Slice, features: KeyedJaggedTensor) -> tuple[Tensor, Bags]:
+    def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        if not features.variable_stride_per_key():
+            return features  # TorchRec does nothing with inverse indices then
+        check_repeats(features, [name for part in self._slices for name in part.features])
+        return repeated(features)
+
+    def _bags(self, part: Slice, features: KeyedJaggedTensor, repeats: Repeats | None) -> tuple[Tensor, Bags]:
         return part.ids(features, self._step.session.arrange)
 
     def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -72,3 +86,12 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
                 weights = ids[name] if self._need_indices else None
                 found[self._keys[column]] = JaggedTensor(values=rows_ND, lengths=lengths[name], weights=weights)
         return _Ready({key: found[key] for key in self._keys})
+
+
+@ShardedFusedEmbeddingCollection.register
+class ErasureCodedFusedEmbeddingCollection(ErasureCodedEmbeddingCollection):
+    """Of a `FusedEmbeddingCollection`: the servers run the optimizer that it was made with."""
+
+    @property
+    def unsharded_module_type(self) -> type[FusedEmbeddingCollection]:
+        return FusedEmbeddingCollection

@@ -42,12 +42,13 @@ from torchrec.streamable import Multistreamable
 
 from torch_ecrec.nn.lookup import PooledLookup
 from torch_ecrec.nn.placeholder import TableParameter
+from torch_ecrec.nn.repeats import Repeats
 from torch_ecrec.nn.server_optimizer import ServerOptimizer
 from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import TablesState
-from torch_ecrec.nn.unsharded import FOLDERS, Collection, configs_of, is_default, pooling_of
+from torch_ecrec.nn.unsharded import Collection, configs_of, draw_weights, folder_of, is_default, pooling_of
 
 Output = TypeVar("Output")
 PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3
@@ -123,11 +124,11 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             )
             for slab in sorted({table.slab for _, table in places})
         ]
-        self._state = TablesState(step, self._tables, FOLDERS[self.unsharded_module_type])
+        self._state = TablesState(step, self._tables, folder_of(module))
         self._optimizer = ServerOptimizer(self._state)
         step.optimizers.append(self._optimizer)
         self._parameters_of_tables = {
-            self._state.key_of(table.name): TableParameter(table.name, table.rows, table.dim)
+            self._state.key_of(table.name): TableParameter(table.name, table.rows, table.dim, table.dtype)
             for table in self._tables.values()
         }
         self._configs = {config.name: config for config in configs}
@@ -142,7 +143,11 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         """The class of the collection that it stands for."""
 
     @abc.abstractmethod
-    def _bags(self, part: Slice, features: KeyedJaggedTensor) -> tuple[Tensor, Bags]:
+    def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """A batch as it is looked up. Raises ValueError where its batch sizes are not as they must be."""
+
+    @abc.abstractmethod
+    def _bags(self, part: Slice, features: KeyedJaggedTensor, repeats: Repeats | None) -> tuple[Tensor, Bags]:
         """As `Slice.bags`: unique slab rows of the ids, and how they become this module's output."""
 
     # TorchRec's stages ----------------------------------------------------------------------------
@@ -156,13 +161,12 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             torchrec_logger.info("Validating input features...")
             validate_keyed_jagged_tensor(features)
             self._validated = True
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            raise ValueError("a batch size per feature (variable stride, inverse indices) is not supported")
         if features.values().dtype not in (torch.int64, torch.int32):
             raise ValueError(f"ids must be int64 or int32, got {features.values().dtype}")
         missing = [name for part in self._slices for name in part.features if name not in features.keys()]
         if missing:
             raise ValueError(f"the batch lacks features {', '.join(missing)}; it has {', '.join(features.keys())}")
+        features = self._checked(features)
         ctx.features = features
         if torch.is_grad_enabled():
             self._coming.append(self._staging.ids(features))
@@ -187,10 +191,18 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         bags = []
         for part in self._slices:
             order = [features.keys().index(name) for name in part.features]
-            in_order = features if order == list(range(len(features.keys()))) else _permuted(features, order)
-            rows[part.slab], some = self._bags(part, in_order)
+            in_order = features if order == list(range(len(features.keys()))) else permuted(features, order)
+            rows[part.slab], some = self._bags(part, in_order, features.inverse_indices_or_none())
             bags.append(some)
         return rows, bags
+
+    def before_lookup(self) -> None:
+        """What comes before any lookup; twice is once."""
+        self._step.open()
+        self._step.load_written("training" if torch.is_grad_enabled() and self.training else "alone")
+        if torch.is_grad_enabled():
+            self._state.on_training_lookup()
+            self._step.on_training_lookup()
 
     def compute(self, ctx: Context, dist_input: KJTList) -> list[Tensor]:
         """Looks the rows up and pools them, on the host.
@@ -200,11 +212,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         """
         (features,) = dist_input
         step = self._step
-        step.open()
-        step.load_written("training" if torch.is_grad_enabled() and self.training else "alone")
-        if torch.is_grad_enabled():
-            self._state.on_training_lookup()
-            step.on_training_lookup()
+        self.before_lookup()
         ids = None
         while any(other.features is features for other in self._coming):
             ids = self._coming.popleft()
@@ -220,6 +228,10 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             weights = step.lookup(rows)
             pooled = [part.pool(weights[part.slab], crossing) for part, crossing in zip(bags, crossings, strict=True)]
         return [crossing.over(pooled_BFD) for crossing, pooled_BFD in zip(crossings, pooled, strict=True)]
+
+    def config_of(self, table: str) -> BaseEmbeddingConfig:
+        """As the user made it."""
+        return self._configs[table]
 
     @property
     def fused_optimizer(self) -> ServerOptimizer:
@@ -250,12 +262,11 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         for name, table in self._tables.items():
             config = self._configs[name]
             if config.init_fn is None or is_default(config):
-                self._state.load_drawn(name, functools.partial(_uniform, config))
+                self._state.load_drawn(name, functools.partial(_uniform, config, table.dtype))
                 continue
-            weights = torch.empty(table.rows, table.dim, device="cpu" if self._step.session.trainer == 0 else "meta")
+            weights = torch.empty(table.rows, table.dim, dtype=table.dtype, device="meta")
             if self._step.session.trainer == 0:
-                with torch.no_grad():
-                    config.init_fn(weights)
+                weights = draw_weights(config, torch.empty(table.rows, table.dim, dtype=table.dtype))
             self._state.load(name, table.schema.fields[0], weights)
 
     # state dicts ------------------------------------------------------------------------------------
@@ -289,12 +300,12 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         return "\n".join(lines)
 
 
-def _uniform(config: BaseEmbeddingConfig, rows: int) -> Tensor:
+def _uniform(config: BaseEmbeddingConfig, dtype: torch.dtype, rows: int) -> Tensor:
     low, high = config.get_weight_init_min(), config.get_weight_init_max()
-    return torch.empty(rows, config.embedding_dim).uniform_(low, high)
+    return torch.empty(rows, config.embedding_dim, dtype=dtype).uniform_(low, high)
 
 
-def _permuted(features: KeyedJaggedTensor, order: list[int]) -> KeyedJaggedTensor:
+def permuted(features: KeyedJaggedTensor, order: list[int]) -> KeyedJaggedTensor:
     """The features at these places, some perhaps twice and some not at all."""
     weights = features.weights_or_none()
     if weights is None or not weights.requires_grad:

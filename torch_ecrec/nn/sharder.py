@@ -1,6 +1,6 @@
 """Turns TorchRec's collections (of bags, of sequences) into tables of a job, and into their sharded form.
 
-Optimizers are given the TorchRec way (`table_optimizers.py`).
+Optimizers are given the TorchRec way (`table_optimizers.py`); a fused collection brings its own.
 
 First weights. A module on the meta device whose table has no `init_fn` is initialised by the servers, uniform between
 the config's bounds, seeded per row. One with an `init_fn`, and one that holds weights, is loaded by trainer 0 in
@@ -23,13 +23,34 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharde
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 
-from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection
-from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection
+from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection, ErasureCodedFusedEmbeddingBagCollection
+from torch_ecrec.nn.managed import (
+    ErasureCodedManagedCollisionEmbeddingBagCollection,
+    ErasureCodedManagedCollisionEmbeddingCollection,
+    ManagedModule,
+)
+from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection, ErasureCodedFusedEmbeddingCollection
 from torch_ecrec.nn.served import ServedModule
+from torch_ecrec.nn.slices import DTYPES
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.table_optimizers import is_named, optimizer_spec
-from torch_ecrec.nn.unsharded import Collection, check_config, configs_of, is_default, weight_of
+from torch_ecrec.nn.unsharded import (
+    Collection,
+    check_config,
+    configs_of,
+    inside_of,
+    is_default,
+    own_optimizer,
+    weight_of,
+    weights_of,
+)
 from torch_ecrec.spec.job import TableSpec
 
 
@@ -47,6 +68,7 @@ def table_specs(
     specs = []
     for config in configs_of(module):
         check_config(config)
+        parameter, weights = weight_of(module, config.name), weights_of(config)
         specs.append(
             TableSpec(
                 name=job_names[config.name],
@@ -54,7 +76,8 @@ def table_specs(
                 dim=config.embedding_dim,
                 low=config.get_weight_init_min(),
                 high=config.get_weight_init_max(),
-                optimizer=optimizer_spec(config.name, weight_of(module, config.name), fused_params),
+                optimizer=optimizer_spec(config.name, parameter, fused_params, weights),
+                weights=weights,
             )
         )
     return specs
@@ -100,9 +123,12 @@ def all_table_specs(
 def _fused_params(
     model: nn.Module, path: str, module: Collection, sharders: Sequence[ModuleSharder[nn.Module]]
 ) -> Mapping[str, Any]:
-    """What the sharder says that TorchRec would take for a module: that of what wraps it, if something does."""
+    """What TorchRec would take for a module: its own, else what the sharder says of it or of what wraps it."""
+    if (own := own_optimizer(module)) is not None:
+        return own
     around = model.get_submodule(path.rpartition(".")[0])
-    wanted = type(around) if isinstance(around, FeatureProcessedEmbeddingBagCollection) and path else type(module)
+    wraps = isinstance(around, (FeatureProcessedEmbeddingBagCollection, BaseManagedCollisionEmbeddingCollection))
+    wanted = type(around) if wraps and path else type(module)
     sharder: Any = next((sharder for sharder in sharders if sharder.module_type is wanted), None)
     return getattr(sharder, "fused_params", None) or {}
 
@@ -190,6 +216,125 @@ class ErasureCodedSequenceSharder(_TablesSharder):
         return EmbeddingCollection
 
 
+class ErasureCodedFusedSharder(_TablesSharder):
+    """Puts the tables of `FusedEmbeddingBagCollection`s on the servers."""
+
+    made = ErasureCodedFusedEmbeddingBagCollection
+
+    @property
+    def module_type(self) -> type[FusedEmbeddingBagCollection]:
+        return FusedEmbeddingBagCollection
+
+
+class ErasureCodedFusedSequenceSharder(_TablesSharder):
+    """Puts the tables of `FusedEmbeddingCollection`s on the servers."""
+
+    made = ErasureCodedFusedEmbeddingCollection
+
+    @property
+    def module_type(self) -> type[FusedEmbeddingCollection]:
+        return FusedEmbeddingCollection
+
+
+class _ManagedSharder(ModuleSharder[Any]):
+    """Puts the tables of collections with managed collisions on the servers.
+
+    Args:
+        step, names: as of `_TablesSharder`.
+        inside: for the collections in them.
+        other: for those that are not served.
+    """
+
+    made: Callable[[Any, ServedModule[Any], SparseStep, str], ManagedModule]
+
+    def __init__(
+        self,
+        step: SparseStep,
+        names: Mapping[str, Mapping[str, str]],
+        inside: _TablesSharder,
+        other: ModuleSharder[Any] | None,
+    ) -> None:
+        super().__init__()
+        self._step, self._names, self._inside, self._other = step, names, inside, other
+
+    def shard(
+        self,
+        module: Any,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        path = inside_of(module_fqn or "")
+        if path not in self._names:
+            assert self._other is not None  # who has planned it has one
+            return self._other.shard(module, params, env, device, module_fqn)
+        if device is not None and device.type != "cpu":
+            raise ValueError(
+                f"{module_fqn or type(module).__name__}: ids are remapped with the dense model on a CPU, got {device};"
+                " not yet elsewhere"
+            )
+        inside = self._inside.shard(module._embedding_module, params, env, device, path)
+        sharded = type(self).made(module, inside, self._step, module_fqn or "")
+        sharded.module_sharding_plan = params
+        return sharded
+
+    def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
+        return self._inside.shardable_parameters(module._embedding_module)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return self._inside.sharding_types(compute_device_type)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return self._inside.compute_kernels(sharding_type, compute_device_type)
+
+
+class ErasureCodedManagedCollisionSharder(_ManagedSharder):
+    """Puts the tables of `ManagedCollisionEmbeddingBagCollection`s on the servers."""
+
+    made = ErasureCodedManagedCollisionEmbeddingBagCollection
+
+    @property
+    def module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
+        return ManagedCollisionEmbeddingBagCollection
+
+
+class ErasureCodedManagedCollisionSequenceSharder(_ManagedSharder):
+    """Puts the tables of `ManagedCollisionEmbeddingCollection`s on the servers."""
+
+    made = ErasureCodedManagedCollisionEmbeddingCollection
+
+    @property
+    def module_type(self) -> type[ManagedCollisionEmbeddingCollection]:
+        return ManagedCollisionEmbeddingCollection
+
+
+def sharders_for(
+    step: SparseStep, names: Mapping[str, Mapping[str, str]], others: Sequence[ModuleSharder[nn.Module]]
+) -> list[ModuleSharder[Any]]:
+    """One for each kind of module that is served.
+
+    Args:
+        step, names: as of `_TablesSharder`.
+        others: for modules that are not, some of them of a kind of which others are.
+    """
+    bags, sequences = ErasureCodedSharder(step, names), ErasureCodedSequenceSharder(step, names)
+    of_others = {sharder.module_type: sharder for sharder in others}
+    return [
+        bags,
+        sequences,
+        ErasureCodedFusedSharder(step, names),
+        ErasureCodedFusedSequenceSharder(step, names),
+        *(
+            made(step, names, inside, of_others.get(kind))
+            for made, inside, kind in (
+                (ErasureCodedManagedCollisionSharder, bags, ManagedCollisionEmbeddingBagCollection),
+                (ErasureCodedManagedCollisionSequenceSharder, sequences, ManagedCollisionEmbeddingCollection),
+            )
+        ),
+    ]
+
+
 def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: int, job_name: str) -> Tensor | None:
     """Weights (rows, D) to load, or None where the servers' own uniform initialisation is meant."""
     if parameter.device.type != "meta":
@@ -197,7 +342,7 @@ def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: i
     if config.init_fn is None or is_default(config):
         return None
     digest = hashlib.sha256(f"{seed}/{job_name}".encode()).digest()
-    weights = torch.empty(config.num_embeddings, config.embedding_dim)
+    weights = torch.empty(config.num_embeddings, config.embedding_dim, dtype=DTYPES[weights_of(config)])
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         config.init_fn(weights)

@@ -28,11 +28,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torch_ecrec.client import pooling
 from torch_ecrec.layout.routing import Parts
+from torch_ecrec.nn.repeats import bag_of_sample, lengths_of
 from torch_ecrec.nn.staging import Crossing
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.tensors import as_array
 
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NO_WEIGHTS = np.empty(0, np.float32)
 
 
@@ -50,6 +52,11 @@ class Table:
     features: tuple[str, ...]
     pooling: PoolingType
     optimizer: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights, in state dicts as on the servers."""
+        return DTYPES[self.schema.weights]
 
 
 class Slice:
@@ -72,16 +79,24 @@ class Slice:
         self.mean_F = np.array([table.pooling is PoolingType.MEAN for table in self.tables])
 
     def bags(
-        self, features: KeyedJaggedTensor, weighted: bool, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+        self,
+        features: KeyedJaggedTensor,
+        weighted: bool,
+        arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+        repeats: tuple[list[str], Tensor] | None = None,
     ) -> tuple[Tensor, Bags]:
         """Unique slab rows (U,) of the ids of `features` (in the order of this slice), and how they are pooled.
 
+        Args:
+            repeats: the batch's inverse indices, if its features have batch sizes of their own.
+
         Raises:
-            ValueError: an id is not a row of its table.
+            ValueError: an id is not a row of its table, or an inverse index no bag of its feature.
         """
         per_id_N = features.weights().float().cpu().contiguous() if weighted else None
         rows_U, inverse_N, lengths_FB = self._unique(features, arrange)
-        return rows_U, Bags(self.slab, self.dim, inverse_N, lengths_FB, per_id_N, self.mean_F, self.limit)
+        index_FN = None if repeats is None else bag_of_sample(repeats, self.features, features.stride_per_key())
+        return rows_U, Bags(self.slab, self.dim, inverse_N, lengths_FB, per_id_N, self.mean_F, self.limit, index_FN)
 
     def ids(
         self, features: KeyedJaggedTensor, arrange: Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -96,7 +111,7 @@ class Slice:
     ) -> tuple[Tensor, np.ndarray, np.ndarray]:
         """Unique slab rows (U,), the index of each id's among them (N,), and ids per bag (F, B)."""
         ids_N = features.values().detach().cpu().contiguous()  # here already, but for ids with weights
-        lengths_FB = features.lengths().detach().cpu().contiguous().view(len(self.features), -1).numpy()
+        lengths_FB = lengths_of(features)
         rows_N = np.empty(len(ids_N), np.int64)
         at = pooling.to_slab_rows(ids_N.numpy(), lengths_FB, self.first_F, self.rows_F, rows_N)
         if at >= 0:
@@ -121,6 +136,7 @@ class Bags:
         per_id_N: weight of each id, or None.
         mean_F: bool, whether a feature is averaged.
         limit: gradients of pooled values are clamped to plus or minus this.
+        index_FN: which bag of each feature each of N samples has; None: as many bags as samples, in their order.
     """
 
     slab: int
@@ -130,14 +146,16 @@ class Bags:
     per_id_N: Tensor | None
     mean_F: np.ndarray
     limit: float = math.inf
+    index_FN: np.ndarray | None = None
 
     def _weights(self) -> np.ndarray:
         return _NO_WEIGHTS if self.per_id_N is None else self.per_id_N.detach().numpy()
 
     def pool(self, weights: Parts, crossing: Crossing) -> Tensor:
-        """Pooled embeddings (B, F, D) of the rows that were looked up, in memory of the crossing."""
+        """Pooled embeddings (B, F, D), repeated (N, F, D), of rows that were looked up, in memory of the crossing."""
         features, batch = self.lengths_FB.shape
-        out_BFD = crossing.empty(batch, features, self.dim)
+        shape = (batch, features, self.dim)
+        out_BFD = crossing.empty(*shape) if self.index_FN is None else torch.empty(shape)
         weighted = self.per_id_N is not None
         pooling.pool(
             [as_array(part) for part in weights],
@@ -148,6 +166,20 @@ class Bags:
             self.mean_F,
             out_BFD.numpy(),
         )
+        if self.index_FN is None:
+            return out_BFD
+        out_NFD = crossing.empty(self.index_FN.shape[1], features, self.dim)
+        pooling.repeat_bags(out_BFD.numpy(), self.index_FN, out_NFD.numpy())
+        return out_NFD
+
+    def of_bags(self, gradient: Tensor) -> Tensor:
+        """Gradients (B, F, D) of bags, from those of what `pool` gave."""
+        gradient = gradient.contiguous()
+        if self.index_FN is None:
+            return gradient
+        features, batch = self.lengths_FB.shape
+        out_BFD = torch.zeros(batch, features, self.dim)
+        pooling.sum_repeats(gradient.numpy(), self.index_FN, out_BFD.numpy())
         return out_BFD
 
     def rows_backward(self, gradient_BFD: Tensor, rows: int, divisor: int) -> tuple[Tensor, bool]:

@@ -58,25 +58,33 @@ class Staging:
 
 
 class HostIds:
-    """Ids and lengths of a batch on the host, or on their way there."""
+    """Ids and lengths of a batch (and inverse indices) on the host, or on their way there."""
 
     def __init__(self, staging: Staging, features: KeyedJaggedTensor) -> None:
         self.features = features
-        self._coming: tuple[Tensor, Tensor, torch.cuda.Event] | None = None  # ids, lengths, when they are here
+        self._coming: tuple[list[Tensor], torch.cuda.Event] | None = None  # ids, lengths ..., when they are here
         if staging.has(features.values()):
-            values_N, lengths_L = features.values().detach(), features.lengths().detach()
+            tensors = [features.values().detach(), features.lengths().detach()]
+            if (repeats := features.inverse_indices_or_none()) is not None:
+                tensors.append(repeats[1].to(features.device()))
             with torch.cuda.stream(staging.follow()):
-                self._coming = _to_pinned(values_N), _to_pinned(lengths_L), staging.stream.record_event()
-            for tensor in (values_N, lengths_L):
+                self._coming = [_to_pinned(tensor) for tensor in tensors], staging.stream.record_event()
+            for tensor in tensors:
                 tensor.record_stream(staging.stream)
 
     def wait(self) -> KeyedJaggedTensor:
         """The features with ids and lengths on the host (and no weights), once they are there."""
         if self._coming is None:
             return self.features
-        values_N, lengths_L, arrived = self._coming
+        (values_N, lengths_L, *index), arrived = self._coming
         arrived.synchronize()
-        return KeyedJaggedTensor(keys=self.features.keys(), values=values_N, lengths=lengths_L)
+        given = self.features
+        more: dict[str, Any] = {}
+        if given.variable_stride_per_key():
+            more["stride_per_key_per_rank"] = given.stride_per_key_per_rank()
+        if index:
+            more["inverse_indices"] = (given.inverse_indices()[0], *index)
+        return KeyedJaggedTensor(keys=given.keys(), values=values_N, lengths=lengths_L, **more)
 
 
 class Crossing:

@@ -191,7 +191,7 @@ class SparseStep:
         Raises:
             RuntimeError: another trainer trains, or loads something else.
         """
-        most, *_ = self._agree(f"loads {what}", [portions, *(0 for _ in self.session.job.tables[1:])]) or [0]
+        most, *_ = self._agree(f"loads {what}", [portions, *(0 for _ in self.session.job.tables[1:])])
         return most
 
     def agree_on_written(self, names: Set[str]) -> Set[str] | None:
@@ -204,14 +204,18 @@ class SparseStep:
             RuntimeError: not all trainers ask, and one that does has written something.
         """
         tables = [table.name for table in self.session.job.tables]
-        flags = self._agree("has a state dict", [int(name in names) for name in tables], asks=True)
+        flags = self._meet("has a state dict", [int(name in names) for name in tables], asks=True)
         return None if flags is None else {name for name, flag in zip(tables, flags, strict=True) if flag}
 
-    def _agree(self, what: str, flags: list[int], asks: bool = False) -> list[int] | None:
-        """Of each flag the greatest of all trainers. Raises RuntimeError if they do not all do the same.
+    def _agree(self, what: str, flags: list[int]) -> list[int]:
+        """Of each flag the greatest of all trainers. Raises RuntimeError if they do not all do the same."""
+        found = self._meet(what, flags, asks=False)
+        assert found is not None, "only who asks gets None"
+        return found
 
-        Who `asks` what was written, perhaps since only this trainer has a state dict, meets others that train: it gets
-        None, and they try again.
+    def _meet(self, what: str, flags: list[int], asks: bool) -> list[int] | None:
+        """As `_agree`. Who `asks` what was written, perhaps since only this trainer has a state dict, may meet others
+        that train: it gets None, and they try again.
         """
         if self._group is None:
             return flags
@@ -229,6 +233,21 @@ class SparseStep:
                 )
             if asks:
                 return None
+
+    def gather(self, what: str, values_N: Tensor) -> list[Tensor]:
+        """Every trainer's values (N,), int64, in trainer order; N may differ. Every trainer calls it, for the same.
+
+        Raises:
+            RuntimeError: another trainer does something else.
+        """
+        most, *_ = self._agree(what, [len(values_N), *[0] * (len(self.session.job.tables) - 1)])
+        if self._group is None:
+            return [values_N]
+        padded = torch.zeros(1 + most, dtype=torch.int64)
+        padded[0], padded[1 : 1 + len(values_N)] = len(values_N), values_N
+        found = [torch.empty_like(padded) for _ in range(self.session.trainers)]
+        dist.all_gather(found, padded, group=self._group)
+        return [values[1 : 1 + int(values[0])] for values in found]
 
     def _merge(self) -> tuple[list[Tensor], list[Tensor]]:
         """Rows and gradients per slab; where several lookups asked for a row, its gradients are summed as they came."""
@@ -257,13 +276,14 @@ class SparseStep:
                 at = torch.bucketize(bad_rows, torch.tensor(slab.first_rows), right=True) - 1
                 for table in at.unique().tolist():
                     flags[slab.table_indices[table]] = 1
-        flags = self._agree("trains", flags) or flags
+        flags = self._agree("trains", flags)
         names = [table.name for table, flag in zip(job.tables, flags, strict=True) if flag]
         if not names:
             return None
         return NonFiniteGradient(
             f"step {self.session.step}: gradients of {', '.join(names)} hold NaN or infinity;"
-            " nothing of the step was applied"
+            ' nothing of the step was applied. DistributedModelParallel(..., nan_gradients="pass") applies them, as'
+            " TorchRec does"
         )
 
     def rates(self) -> list[float]:

@@ -34,7 +34,7 @@ _OF_TORCH = ("foreach", "fused", "differentiable", "capturable")  # how torch co
 _OF_MEMORY = (
     "cache_algorithm", "cache_load_factor", "cache_reserved_memory", "cache_sets", "embedding_table_index_type",
     "embedding_table_offset_type", "enforce_hbm", "gather_uvm_cache_stats", "multipass_prefetch_config",
-    "prefetch_pipeline", "record_cache_metrics", "stats_reporter_config", "stochastic_rounding", "use_experimental_tbe",
+    "prefetch_pipeline", "record_cache_metrics", "stats_reporter_config", "use_experimental_tbe",
     "uvm_host_mapped", "uvm_non_rowwise_momentum",
 )  # fmt: skip
 _PRECISIONS = ("cache_precision", "output_dtype", "weights_precision")
@@ -47,19 +47,22 @@ _REASONS = {
 }
 
 
-def optimizer_spec(table: str, parameter: nn.Parameter, fused_params: Mapping[str, Any] | None = None) -> OptimizerSpec:
+def optimizer_spec(
+    table: str, parameter: nn.Parameter, fused_params: Mapping[str, Any] | None = None, weights: str = "float32"
+) -> OptimizerSpec:
     """The optimizer of a table.
 
     Args:
         table: its name, for errors.
         parameter: its weights, to which an optimizer may be attached.
         fused_params: of the sharder that was given for its module.
+        weights: what the servers keep its weights as.
 
     Raises:
         ValueError: several optimizers, one that the servers do not run, or a key that is not honoured.
     """
     try:
-        return _spec(parameter, dict(fused_params or {}))
+        return _spec(parameter, dict(fused_params or {}), weights)
     except ValueError as error:
         raise ValueError(f"table {table}: {error}") from None
 
@@ -69,7 +72,7 @@ def is_named(parameter: nn.Parameter, fused_params: Mapping[str, Any] | None = N
     return bool(getattr(parameter, "_optimizer_classes", [])) or (fused_params or {}).get("optimizer") is not None
 
 
-def _spec(parameter: nn.Parameter, wishes: dict[str, Any]) -> OptimizerSpec:
+def _spec(parameter: nn.Parameter, wishes: dict[str, Any], weights: str) -> OptimizerSpec:
     classes = getattr(parameter, "_optimizer_classes", [])
     if len(classes) > 1:
         raise ValueError(
@@ -82,6 +85,11 @@ def _spec(parameter: nn.Parameter, wishes: dict[str, Any]) -> OptimizerSpec:
         wishes |= attached
     elif (kind := wishes.pop("optimizer", None)) is not None:
         found = _of_type(kind)
+    if wishes.pop("stochastic_rounding", False) and weights != "float32":
+        raise ValueError(
+            f"`stochastic_rounding` of a table of {weights} is not supported: a step may be made again, to the same"
+            " bits, so weights are rounded to nearest"
+        )
     return _with_wishes(found, {name: value for name, value in wishes.items() if value is not None})
 
 
@@ -152,7 +160,10 @@ def _take_settings(wishes: dict[str, Any]) -> None:
     for name in _PRECISIONS:
         value = wishes.pop(name, None)
         if value is not None and value not in _FLOAT32:
-            raise ValueError(f"`{name}`={value} is not supported; tables, and what is looked up, are float32")
+            raise ValueError(
+                f"`{name}`={value} is not supported; what is looked up is float32, and a table has the `data_type` of"
+                " its config"
+            )
     dtypes = wishes.pop("optimizer_state_dtypes", {})
     if any(value not in _FLOAT32 for value in dtypes.values()):
         raise ValueError(f"`optimizer_state_dtypes`={dtypes} is not supported; optimizer state is float32")

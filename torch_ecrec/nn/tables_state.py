@@ -25,6 +25,7 @@ from torch_ecrec.nn.shares import Part, Shares, parts_of, shape_of
 from torch_ecrec.nn.slices import Table
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.streamed import StreamedTable
+from torch_ecrec.records.halves import records_of
 from torch_ecrec.records.schema import WEIGHT, Field
 
 CHUNK_BYTES = 4 << 20  # of records read or loaded at a time
@@ -164,8 +165,9 @@ class TablesState:
         """Trainer 0: gives a table its first weights (rows, D), with fresh optimizer state."""
         table, session = self.tables[name], self.step.session
         for begin, end in chunks(table, 0, table.rows):
-            records = torch.zeros(end - begin, table.schema.width)
-            records[:, : table.dim] = weights[begin:end]
+            numbers = torch.zeros(end - begin, table.schema.width)
+            numbers[:, : table.dim] = weights[begin:end]
+            records = torch.from_numpy(records_of(numbers.numpy(), table.schema)).view(torch.float32)
             session.load(table.slab, torch.arange(begin, end) + table.first_row, records)
 
     def load_weights(

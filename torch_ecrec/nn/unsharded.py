@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    convert_optimizer_type_and_kwargs,
+)
 
-Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
-COLLECTIONS: tuple[type[nn.Module], ...] = (EmbeddingBagCollection, EmbeddingCollection)
-FOLDERS = {EmbeddingBagCollection: "embedding_bags", EmbeddingCollection: "embeddings"}
-"""What a collection calls the module of its tables; their weights are saved as <folder>.<table>.weight."""
+Bags: TypeAlias = EmbeddingBagCollection | FusedEmbeddingBagCollection
+Collection: TypeAlias = Bags | EmbeddingCollection | FusedEmbeddingCollection
+COLLECTIONS: tuple[type[nn.Module], ...] = (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+)
 
+_WEIGHTS = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 _NOT_SERVED = (
     "use_virtual_table",
     "enable_embedding_update",
@@ -24,18 +35,46 @@ _NOT_SERVED = (
 )
 
 
+def _pools(module: Collection) -> TypeGuard[Bags]:
+    return isinstance(module, (EmbeddingBagCollection, FusedEmbeddingBagCollection))
+
+
+def folder_of(module: Collection) -> str:
+    """What a collection calls the module of its tables; their weights are saved as <folder>.<table>.weight."""
+    return "embedding_bags" if _pools(module) else "embeddings"
+
+
+def own_optimizer(module: Collection) -> Mapping[str, Any] | None:
+    """The optimizer that a fused collection was made with, as `fused_params`; None: it has none of its own."""
+    if not isinstance(module, (FusedEmbeddingBagCollection, FusedEmbeddingCollection)):
+        return None
+    converted = convert_optimizer_type_and_kwargs(module.optimizer_type(), module.optimizer_kwargs())
+    assert converted is not None  # its constructor refuses what this does not know
+    kind, arguments = converted
+    return {"optimizer": kind, **arguments}
+
+
+def inside_of(path: str) -> str:
+    """Where the collection is of a module with managed collisions at a path."""
+    return f"{path}._embedding_module" if path else "_embedding_module"
+
+
 def configs_of(module: Collection) -> Sequence[BaseEmbeddingConfig]:
     """Its tables, in their order."""
-    if isinstance(module, EmbeddingBagCollection):
+    if _pools(module):
         return module.embedding_bag_configs()
     return module.embedding_configs()
 
 
 def weight_of(module: Collection, table: str) -> nn.Parameter:
     """(rows, D) on any device, meta included."""
-    tables = module.embedding_bags if isinstance(module, EmbeddingBagCollection) else module.embeddings
-    weight: nn.Parameter = tables[table].weight
+    weight: nn.Parameter = getattr(module, folder_of(module))[table].weight
     return weight
+
+
+def weights_of(config: BaseEmbeddingConfig) -> str:
+    """What the servers keep the weights of a table as, which `check_config` has let pass."""
+    return _WEIGHTS[config.data_type]
 
 
 def pooling_of(config: BaseEmbeddingConfig) -> PoolingType:
@@ -50,14 +89,26 @@ def is_default(config: BaseEmbeddingConfig) -> bool:
     return isinstance(fn, functools.partial) and fn.func is nn.init.uniform_ and not fn.args and fn.keywords == bounds
 
 
+def draw_weights(config: BaseEmbeddingConfig, weights: Tensor) -> Tensor:
+    """First weights (N, D) as a table's config says, drawn with the global generator; written into `weights`."""
+    if config.init_fn is None:
+        return weights.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
+    with torch.no_grad():
+        drawn = config.init_fn(weights)
+    return weights if drawn is None else drawn
+
+
 def check_config(config: BaseEmbeddingConfig) -> None:
     """Refuses a table that the servers cannot hold.
 
     Raises:
         ValueError: names the table and what it wants.
     """
-    if config.data_type is not DataType.FP32:
-        raise ValueError(f"table {config.name}: data type {config.data_type} is not supported; supported is FP32")
+    if config.data_type not in _WEIGHTS:
+        supported = ", ".join(data_type.name for data_type in _WEIGHTS)
+        raise ValueError(
+            f"table {config.name}: data type {config.data_type} is not supported; supported are {supported}"
+        )
     if isinstance(config, EmbeddingBagConfig) and config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
         raise ValueError(f"table {config.name}: pooling {config.pooling} is not supported; supported are SUM and MEAN")
     for name in _NOT_SERVED:

@@ -15,12 +15,15 @@ import json
 import logging
 import os
 import queue
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, cast
 
@@ -30,7 +33,7 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
-from torch_ecrec.errors import ClusterError, DataLoss, Fenced, TrainersLost
+from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.supervisor import START_S, Supervisor
@@ -48,6 +51,9 @@ log = logging.getLogger(__name__)
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
 REASON_S = 1.0  # for the reason to arrive, once an all-reduce has failed
 WAKE_S = 1.0  # a signal may come to another thread than the one that waits, and does not wake it
+LEAVE_S = 30.0  # for the last acknowledgements, where nobody has waited for them
+WAITS_S = 5.0  # before it is told that other trainers are waited for
+LOGS = "torch-ecrec-"  # folders with logs of local clusters, where temporary files are
 ABORT_S = 5.0  # for which a trainer may wait for others in vain, once the cluster has ended
 
 
@@ -216,8 +222,11 @@ def connect(
 ) -> Session:
     """Joins the cluster that `settings.join` names as one of its trainers; without a name, trainer 0 starts one.
 
-    That local one is shut down when trainer 0 closes its session, and goes with its process however that ends. All
-    trainers must be on one host for it, in one default process group.
+    That local one is shut down when trainer 0 closes its session and the others are done, and goes with its process
+    however that ends. All trainers must be on one host for it, in one default process group. What its processes say
+    goes to files, in a folder that trainer 0 names on standard error; it is removed after an orderly end.
+
+    A session that nobody closes is left at the end of the process, unless an exception ends that.
 
     Args:
         job: tables, seed and number of trainers; its code parameters are replaced by the cluster's.
@@ -227,9 +236,15 @@ def connect(
         snapshot_every: `Session.snapshot` will be called after each step that is a multiple of it; 0: never.
 
     Raises:
-        JoinRefused, ClusterUnavailable: see `Member`.
+        JoinRefused, ClusterUnavailable: see `Member`. JoinRefused also if this process is in the named cluster already.
     """
     settings = settings or Settings.from_environment()
+    if settings.join is not None and settings.join in _joined:
+        raise JoinRefused(
+            f"this process has a model in the cluster at {settings.join} already, and a cluster serves one. Close that"
+            " model first, put both into one DistributedModelParallel, or give each a cluster of its own"
+            " (`Settings(join=None)`, without TORCH_ECREC_JOIN)"
+        )
     allocator.keep_freed(settings.keep_freed_bytes)
     warm()
     own: Supervisor | None = None
@@ -237,6 +252,16 @@ def connect(
         own, address = _start_local(job, trainer, code or CodeSpec(), settings)
         settings = dataclasses.replace(settings, join=address)
     return _Trainer(job, settings, trainer, snapshot_every, own).join()
+
+
+def abandon(session: Session) -> None:
+    """Leaves the cluster for a user who did not: waits for what was sent, for a while, and raises nothing."""
+    deadline_s = time.monotonic() + LEAVE_S
+    while not session.over and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    if not session.over:
+        log.warning("the last steps were not acknowledged within %g s: they may be lost", LEAVE_S)
+    session.close()
 
 
 class _Trainer:
@@ -249,7 +274,7 @@ class _Trainer:
         self._own = own
         self._process, self._thread = os.getpid(), threading.current_thread()
         self._sessions: list[Session] = []  # one, once the process is welcome
-        self._reasons = _exit_with_reason()
+        self._ending = _exit_with_reason()
 
     def join(self) -> Session:
         """Raises what `Member` raises."""
@@ -261,7 +286,15 @@ class _Trainer:
             on_end=self._on_end,
             known=lambda: self._sessions[0].known(),
         )
+        if self._own is None and self._settings.join is not None:
+            _joined.add(self._settings.join)
+        atexit.register(self._at_exit)
         return self._sessions[0]
+
+    def _at_exit(self) -> None:
+        """Nobody has closed the session. After an exception it counts as lost: all are started again then."""
+        if os.getpid() == self._process and not self._ending.raised:
+            abandon(self._sessions[0])
 
     def _make(self, name: str, member: Member, code: CodeSpec) -> Node:
         agreed = JobSpec(self._job.tables, code, self._job.trainers, self._job.seed)
@@ -272,16 +305,20 @@ class _Trainer:
     def _close(self, member: Member) -> None:
         if os.getpid() != self._process:
             return  # a forked child: the session is its parent's
-        self._reasons.clear()
+        self._ending.reasons.clear()
+        atexit.unregister(self._at_exit)
         member.close()
+        _joined.discard(self._settings.join or "")
         if self._own is not None:
-            _wait_for_trainers(self._own)
+            _wait_for_trainers(self._own, self._settings.give_up_s)
             self._own.close()
+            if self._own.logs is not None:
+                shutil.rmtree(self._own.logs, ignore_errors=True)
 
     def _on_end(self, error: BaseException) -> None:
         sessions = self._sessions
         if isinstance(error, ClusterError):
-            self._reasons.append(error)
+            self._ending.reasons.append(error)
         if sessions:
             sessions[0].fail(error)
         if isinstance(error, (TrainersLost, DataLoss, Fenced)):
@@ -289,20 +326,29 @@ class _Trainer:
             end_if_it_hangs(self._thread, told, ABORT_S, str(error), error.exit_code)
 
 
-def _exit_with_reason() -> list[ClusterError]:
+_joined: set[str] = set()  # named clusters that this process is a trainer of
+
+
+@dataclasses.dataclass
+class _Ending:
+    """How this process ends. `reasons`: where to put it when the cluster ends; `raised`: by an exception."""
+
+    reasons: list[ClusterError] = dataclasses.field(default_factory=list)
+    raised: bool = False
+
+
+def _exit_with_reason() -> _Ending:
     """From now on, an exception that nobody catches ends this process with the exit code of what ended the cluster.
 
     That may be another one: an all-reduce with a trainer that ended a moment before raises first.
-
-    Returns:
-        Where to put the reason when the cluster ends for this process.
     """
-    reasons: list[ClusterError] = []
+    ending = _Ending()
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ending.raised = True
         before(kind, error, trace)
-        known = [error] if isinstance(error, ClusterError) else reasons
+        known = [error] if isinstance(error, ClusterError) else ending.reasons
         deadline_s = time.monotonic() + REASON_S
         while not known and isinstance(error, RuntimeError) and time.monotonic() < deadline_s:
             time.sleep(0.01)
@@ -314,7 +360,7 @@ def _exit_with_reason() -> list[ClusterError]:
             raise SystemExit(reason.exit_code)
 
     sys.excepthook = hook
-    return reasons
+    return ending
 
 
 def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings) -> tuple[Supervisor | None, str]:
@@ -328,8 +374,11 @@ def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings)
             "trainers were started again, and the servers that they had started had ended with them: training begins at"
             " step 1. Servers that outlive trainers: torch-ecrec up, and TORCH_ECREC_JOIN"
         )
-    own = Supervisor(code, spares=1, restart=True, environment=settings.environment()) if trainer == 0 else None
-    if own is not None:
+    own: Supervisor | None = None
+    if trainer == 0:
+        logs = Path(tempfile.mkdtemp(prefix=LOGS))
+        print(f"torch-ecrec: a cluster of this process's own; what its processes say: {logs}", file=sys.stderr)
+        own = Supervisor(code, spares=1, restart=True, logs=logs, environment=settings.environment())
         atexit.register(own.close)
     address = [own.join if own is not None else ""]
     if job.trainers > 1:
@@ -337,13 +386,22 @@ def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings)
     return own, address[0]
 
 
-def _wait_for_trainers(cluster: Supervisor) -> None:
-    """Until no trainer is left, 10 s at most."""
-    for _ in range(100):
+def _wait_for_trainers(cluster: Supervisor, limit_s: float) -> None:
+    """Until no trainer is left: another one may still evaluate. As long as they look rows up, and `limit_s` more."""
+    deadline_s, told = time.monotonic() + limit_s, time.monotonic() + WAITS_S
+    seen: list[object] = []
+    while time.monotonic() < deadline_s:
         try:
-            members = cluster.status()["members"]
+            status = cluster.status()
         except OSError:
             return
-        if not any(m["role"] == "trainer" and m["alive"] and not m["left"] for m in members):
+        there = [m["name"] for m in status["members"] if m["role"] == "trainer" and m["alive"] and not m["left"]]
+        if not there:
             return
+        sent = [m["report"].get("bytes_sent") for m in status["members"]]
+        if sent != seen:
+            seen, deadline_s = sent, time.monotonic() + limit_s
+        if time.monotonic() > told:
+            told = float("inf")
+            log.warning("the cluster ends once %s has left it; that is waited for", ", ".join(there))
         time.sleep(0.1)

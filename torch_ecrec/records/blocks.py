@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from torch_ecrec.records.halves import load_block, store_block
 from torch_ecrec.records.merge import BLOCK, sum_block
 
 
@@ -35,20 +36,50 @@ def _all_blocks(records_PW: Any, positions_V: Any, gradients: Any, dim: Any, val
         _step(records_PW, positions_V[first:last], sums, values_H, delta_VW[first:last])
 
 
+def _all_blocks_of_halves(
+    words_PM: Any,
+    halves_PH: Any,
+    positions_V: Any,
+    gradients: Any,
+    dim: Any,
+    bfloat16: Any,
+    values_H: Any,
+    delta_VM: Any,
+) -> None:
+    """The same for records whose weights have 16 bits: a block's numbers are float32 while it is stepped."""
+    sum_ND, seen_N = np.empty((BLOCK, dim), np.float32), np.empty(BLOCK, np.bool_)
+    width = words_PM.shape[1] - (dim + 1) // 2 + dim
+    numbers_NW, scratch_NW = np.empty((BLOCK, width), np.float32), np.empty((BLOCK, width), np.uint32)
+    every_N = np.arange(BLOCK)
+    for first in range(0, positions_V.shape[0], BLOCK):
+        last = min(first + BLOCK, positions_V.shape[0])
+        count, positions_N = last - first, positions_V[first:last]
+        sum_block(gradients, first, seen_N, sum_ND[:count])
+        load_block(halves_PH, words_PM, positions_N, bfloat16, dim, numbers_NW.view(np.uint32))
+        _step(numbers_NW, every_N[:count], sum_ND[:count], values_H, scratch_NW)
+        bits_NW = numbers_NW.view(np.uint32)
+        store_block(bits_NW, bfloat16, dim, halves_PH, words_PM, positions_N, delta_VM[first:last])
+
+
 def _step(*_arguments: Any) -> None:
     raise NotImplementedError("each kernel has its own")
 
 
-def blockwise(step: Any) -> Any:
+def blockwise(step: Any, halves: bool = False) -> Any:
     """A kernel over any number of records, from one that steps a block: sums of gradients stay in the cache.
 
         kernel(records_PW, positions_V, gradients, dim, values_H, delta_VW)
+        kernel(words_PM, halves_PH, positions_V, gradients, dim, bfloat16, values_H, delta_VM)    with `halves`
 
     with `gradients` as for `merge.sum_block`. It counts as a function of the step's own file, under the step's name, so
     that Numba keeps it in its cache apart from others, and compiles it again when that file changes.
+
+    Args:
+        step: see above.
+        halves: for records whose weights have 16 bits (`halves.py`), seen as words of 32 bits and as halves of these.
     """
-    of, code = step.py_func, _all_blocks.__code__
-    name = f"blocks_of{of.__name__}"
+    of, code = step.py_func, (_all_blocks_of_halves if halves else _all_blocks).__code__
+    name = f"{'halves' if halves else 'blocks'}_of{of.__name__}"
     code = code.replace(co_filename=of.__code__.co_filename, co_firstlineno=of.__code__.co_firstlineno)
     loop = types.FunctionType(code, {**globals(), "_step": step, "__name__": of.__module__}, name)
     loop.__qualname__, loop.__module__ = name, of.__module__

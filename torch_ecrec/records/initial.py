@@ -1,6 +1,7 @@
 """First weights: uniform between a table's bounds, seeded per row; optimizer state is zero.
 
-They depend on (seed, table, row of the table, column) alone, so not on the number of slots or the code.
+They depend on (seed, table, row of the table, column) alone, so not on the number of slots or the code. Where weights
+have 16 bits they are rounded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from torch_ecrec.records.halves import records_of
 from torch_ecrec.records.positions import Bytes, Floats, Positions
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.runtime.checks import require
@@ -85,10 +87,10 @@ class InitialRecords:
         """(P, B) uint8, fresh, for some slab rows."""
         records_PW = np.zeros((len(rows_P), self.schema.width), np.float32)
         self.fill_(records_PW, rows_P)
-        return records_PW.view(np.uint8)
+        return records_of(records_PW, self.schema)
 
     def fill_(self, records_PW: Floats, rows_P: Positions) -> None:
-        """Gives records their first values, in place.
+        """Gives records their first values, in place, as numbers.
 
         Args:
             records_PW: (P, W) float32, contiguous. Mutated.

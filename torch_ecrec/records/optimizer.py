@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch_ecrec.records.blocks import blockwise
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.positions import Bytes, Floats, check_positions
-from torch_ecrec.records.schema import Schema, StateField
+from torch_ecrec.records.schema import WORD_BYTES, Schema, StateField
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require
 
@@ -65,9 +65,14 @@ class SparseOptimizer:
         """The kernel for any number of records."""
         return blockwise(self.kernel)
 
-    def schema(self, dim: int) -> Schema:
-        """Records of tables with `dim` weights in a row."""
-        return Schema.of(dim, self.state)
+    @cached_property
+    def blocks_of_halves(self) -> Any:
+        """The same where weights have 16 bits."""
+        return blockwise(self.kernel, halves=True)
+
+    def schema(self, dim: int, weights: str = "float32") -> Schema:
+        """Records of tables with `dim` weights of a dtype in a row."""
+        return Schema.of(dim, self.state, weights)
 
     def complete(self, given: Mapping[str, float]) -> dict[str, float]:
         """All fixed hyperparameters, in the order of `fixed`; what is not given has its default.
@@ -105,16 +110,18 @@ class SparseOptimizer:
         iteration: int,
         fixed: Mapping[str, float] | None = None,
         out: Bytes | None = None,
+        weights: str = "float32",
     ) -> Bytes:
         """Applies one step to some records, in place.
 
         Args:
-            records_PW: (P, W) float32, contiguous, of `schema(D)`. Mutated.
+            records_PW: (P, W) float32, contiguous: the memory of records of `schema(D, weights)`. Mutated.
             merged: positions (V,), without duplicates, and gradients (V, D). Must not alias `records_PW`.
             lr: learning rate of this step.
             iteration: number of this step of training, from 1.
             fixed: hyperparameters other than their defaults.
             out: (V, B) uint8 to put the result in, contiguous and 4-byte aligned; fresh memory without it.
+            weights: their dtype. Those of 16 bits are float32 while they are stepped, and then rounded (`halves.py`).
 
         Returns:
             delta_VB: (V, B) uint8, old XOR new of each record's bytes.
@@ -128,7 +135,8 @@ class SparseOptimizer:
         if records_PW.ndim != 2 or records_PW.dtype != np.float32 or not records_PW.flags.c_contiguous:
             raise ValueError(f"`records_PW` must be contiguous 2-D float32, got {records_PW.ndim}-D {records_PW.dtype}")
         dim, width = merged.dim, records_PW.shape[1]
-        wanted = self.schema(dim).width
+        schema = self.schema(dim, weights)
+        wanted = schema.nbytes // WORD_BYTES
         require(width == wanted, f"records of {self.name} with dim {dim} must have {wanted} floats, got {width}")
         positions_V = check_positions(merged.positions, len(records_PW))
         shape = (len(positions_V), 4 * width)
@@ -138,10 +146,17 @@ class SparseOptimizer:
             raise ValueError(f"`out` must be contiguous uint8 of shape {shape}, got {out.dtype} of {out.shape}")
         gradients: tuple[Any, ...] = (*merged.places(), merged.index)
         values_H = self.values(lr, iteration, fixed or {})
-        self.blocks(records_PW, positions_V, gradients, dim, values_H, out.view(np.uint32))
+        if not schema.halves:
+            self.blocks(records_PW, positions_V, gradients, dim, values_H, out.view(np.uint32))
+            return out
+        words_PM, halves_PH = records_PW.view(np.uint32), records_PW.view(np.uint16)
+        step, more = self.blocks_of_halves, (dim, schema.bfloat16, values_H, out.view(np.uint32))
+        step(words_PM, halves_PH, positions_V, gradients, *more)
         return out
 
     def warm(self) -> None:
         """Compiles or loads the kernel."""
         merged = Merged(np.zeros(1, np.int64), [np.ones((1, 1), np.float32)], np.zeros((1, 1), np.int64))
-        self.update_(np.zeros((1, self.schema(1).width), np.float32), merged, 0.1, 1)
+        for weights in ("float32", "float16"):
+            words = self.schema(1, weights).nbytes // WORD_BYTES
+            self.update_(np.zeros((1, words), np.float32), merged, 0.1, 1, weights=weights)

@@ -4,7 +4,8 @@ A *record* is what a server keeps for one row of a table: its weights, then what
 fields one behind the other. Example: dim = 2 with row-wise Adagrad is the fields `weight` (2 values) and `momentum1` (1
 value): 12 bytes, the weights (1.0, -2.0) with state 0.5 being 00 00 80 3f 00 00 00 c0 00 00 00 3f.
 
-Names of optimizer state are TorchRec's, under which checkpoints have it.
+Weights may have 16 bits (`halves.py`); state is float32. Names of optimizer state are TorchRec's, under which
+checkpoints have it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from functools import cache, cached_property
 from torch_ecrec.runtime.checks import require, require_int
 
 WEIGHT = "weight"
-ITEM_BYTES = {"float32": 4}  # of a number, by its dtype
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of a number, by its dtype
+WORD_BYTES = 4  # a field is a whole number of words; what its numbers leave of the last is 0
+_DTYPES = ", ".join(ITEM_BYTES)
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Field:
         name: unique in the schema.
         values: how many numbers it has.
         per_row: one number for the row, which TorchRec has as a vector over rows; else one for each weight.
+        dtype: of each number. Weights may be of 16 bits (`halves.py`); state is float32.
     """
 
     name: str
@@ -35,11 +39,12 @@ class Field:
 
     def __post_init__(self) -> None:
         require_int(f"values of field {self.name}", self.values, 1)
-        require(self.dtype in ITEM_BYTES, f"field {self.name}: float32 is what records have, got {self.dtype}")
+        require(self.dtype in ITEM_BYTES, f"field {self.name}: records have {_DTYPES}, got {self.dtype}")
 
     @property
     def nbytes(self) -> int:
-        return self.values * ITEM_BYTES[self.dtype]
+        """What it takes of a record."""
+        return -(-self.values * ITEM_BYTES[self.dtype] // WORD_BYTES) * WORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,14 @@ class Schema:
         names = [field.name for field in self.fields]
         require(names[:1] == [WEIGHT], f"a record begins with `{WEIGHT}`, got {names}")
         require(len(set(names)) == len(names), f"fields must have different names, got {names}")
+        wrong = [field.name for field in self.state if field.dtype != "float32"]
+        require(not wrong, f"optimizer state is float32, got other fields {', '.join(wrong)}")
 
     @staticmethod
     @cache  # an optimizer asks for it in every step
-    def of(dim: int, state: tuple[StateField, ...] = ()) -> Schema:
-        """Of a table with `dim` weights in a row and an optimizer with this state."""
-        return Schema((Field(WEIGHT, dim), *(field.of(dim) for field in state)))
+    def of(dim: int, state: tuple[StateField, ...] = (), weights: str = "float32") -> Schema:
+        """Of a table with `dim` weights of a dtype in a row and an optimizer with this state."""
+        return Schema((Field(WEIGHT, dim, dtype=weights), *(field.of(dim) for field in state)))
 
     @property
     def dim(self) -> int:
@@ -80,6 +87,21 @@ class Schema:
     def state(self) -> tuple[Field, ...]:
         """All fields but the weights."""
         return self.fields[1:]
+
+    @property
+    def weights(self) -> str:
+        """The dtype of the weights."""
+        return self.fields[0].dtype
+
+    @property
+    def halves(self) -> bool:
+        """Whether weights have 16 bits."""
+        return ITEM_BYTES[self.weights] == 2
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether weights are bfloat16."""
+        return self.weights == "bfloat16"
 
     @cached_property
     def width(self) -> int:
@@ -103,14 +125,14 @@ class Schema:
         raise KeyError(f"records have no field {name!r}, only {[field.name for field in self.fields]}")
 
     def bytes_of(self, name: str) -> tuple[int, int]:
-        """Where a field begins and ends in the memory of a record.
+        """Where the numbers of a field begin and end in the memory of a record.
 
         Raises:
             KeyError: there is no such field.
         """
         wanted = self.field(name)
         begin = sum(field.nbytes for field in self.fields[: self.fields.index(wanted)])
-        return begin, begin + wanted.nbytes
+        return begin, begin + wanted.values * ITEM_BYTES[wanted.dtype]
 
     def columns(self, name: str) -> tuple[int, int]:
         """Where a field begins and ends, counted in numbers.

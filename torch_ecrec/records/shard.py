@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from torch_ecrec.codec.field import xor_rows_
 from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.records.halves import bfloat16_of, gather_weights
 from torch_ecrec.records.initial import InitialRecords
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.optimizer import SparseOptimizer
@@ -30,6 +31,8 @@ from torch_ecrec.records.schema import Schema
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.runtime.kernels import prefetch_row
+
+INITIAL_AT_ONCE = 1 << 16  # records of halves, whose first values are float32 before they are rounded
 
 
 @njit(nogil=True, cache=True)
@@ -49,10 +52,7 @@ def _gather_bfloat16(source_PW: Any, positions_U: Any, result_UV: Any) -> None:
         prefetch_row(source_PW, positions_U, i)
         position = positions_U[i]
         for j in range(result_UV.shape[1]):
-            bits = source_PW[position, j]
-            rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-            is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            result_UV[i, j] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+            result_UV[i, j] = bfloat16_of(source_PW[position, j])
 
 
 @njit(nogil=True, cache=True)
@@ -105,13 +105,18 @@ class Shard:
             rows_P: (P,) int64, the slab row of each data record.
             initial: of this slab.
         """
-        initial.fill_(self._records_PW, rows_P)
+        if not self.schema.halves:
+            initial.fill_(self._records_PW, rows_P)
+            return
+        for first in range(0, len(rows_P), INITIAL_AT_ONCE):
+            some = slice(first, first + INITIAL_AT_ONCE)
+            self._data_PB[some] = initial.of(rows_P[some])
 
     def apply_(
         self, optimizer: SparseOptimizer, merged: Merged, lr: float, iteration: int, fixed: Mapping[str, float]
     ) -> Bytes:
         """One step of an optimizer; see `SparseOptimizer.update_`, whose result this is."""
-        return optimizer.update_(self._records_PW, merged, lr, iteration, fixed)
+        return optimizer.update_(self._records_PW, merged, lr, iteration, fixed, weights=self.schema.weights)
 
     def undo_(self, positions_U: Positions, deltas_UB: Bytes) -> None:
         """Takes back what `apply_` or `overwrite_` has changed.
@@ -193,13 +198,19 @@ class Shard:
             IndexError: a position is out of range.
         """
         positions_U = check_positions(positions_U, self.data_rows)
-        shape = (len(positions_U), self.schema.dim)
+        shape, words_PM = (len(positions_U), self.schema.dim), self._records_PW.view(np.uint32)
+        if self.schema.halves:
+            weights_UD = np.empty(shape, np.float32) if bfloat16 else shared.empty(shape, np.float32)
+            gather_weights(self._data_PB, positions_U, self.schema, weights_UD)
+            if not bfloat16:
+                return weights_UD
+            words_PM, positions_U = weights_UD.view(np.uint32), np.arange(len(positions_U))
         if bfloat16:
             rounded_UD = shared.empty(shape, np.uint16)
-            _gather_bfloat16(self._records_PW.view(np.uint32), positions_U, rounded_UD)
+            _gather_bfloat16(words_PM, positions_U, rounded_UD)
             return rounded_UD
         weights_UD = shared.empty(shape, np.float32)
-        _gather(self._records_PW.view(np.uint32), positions_U, weights_UD.view(np.uint32))
+        _gather(words_PM, positions_U, weights_UD.view(np.uint32))
         return weights_UD
 
     def gather(self, positions_U: Positions, parity: bool = False) -> Bytes:

@@ -18,6 +18,7 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Reply
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Answer
+from torch_ecrec.records.halves import numbers_of
 from torch_ecrec.runtime.tensors import as_tensor
 
 
@@ -57,8 +58,8 @@ class Reads:
                 if rule.applied == before:
                     weights.append(as_tensor(shard.gather_weights(rows, request.bfloat16)))
                 else:
-                    records_UW = held.records_as_of(s, rows, before).view(np.float32)
-                    weight_UD = torch.from_numpy(records_UW[:, : held.job.slabs[s].dim].copy())
+                    numbers_UW = numbers_of(held.records_as_of(s, rows, before), shard.schema)
+                    weight_UD = torch.from_numpy(numbers_UW[:, : shard.schema.dim].copy())
                     weights.append(weight_UD.bfloat16() if request.bfloat16 else weight_UD)
             return wire.Rows(weights)
 

@@ -1,7 +1,7 @@
 """What a job is: tables, optimizers, code parameters. Frozen, validated on construction, equal on every process.
 
-Terms. A *slab* is the set of all tables whose records look alike (same dimension, same optimizer): their rows are laid
-end to end in one row space, striped and stored together. Example: tables `a` (100 rows, dim 16) and `b` (50 rows,
+Terms. A *slab* is the set of all tables whose records look alike (same dimension, dtype and optimizer): their rows are
+laid end to end in one row space, striped and stored together. Example: tables `a` (100 rows, dim 16) and `b` (50 rows,
 dim 16) with the same optimizer make one slab of 150 rows; row 3 of `b` is row 103 of the slab.
 
 Does not read files or talk to anyone.
@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch_ecrec.records.optimizers import optimizer
-from torch_ecrec.records.schema import Schema
+from torch_ecrec.records.schema import ITEM_BYTES, Schema
 from torch_ecrec.runtime.checks import require, require_int
 
 if TYPE_CHECKING:  # they load Numba, which takes a second: not to read a command line, or to end while starting
@@ -74,6 +74,7 @@ class TableSpec:
         dim: floats in a row, at least 1.
         low, high: rows that nobody loads start uniform in [low, high), seeded per row.
         optimizer: how a gradient changes a row.
+        weights: what servers keep them as, "float32", "float16" or "bfloat16"; all else is float32.
     """
 
     name: str
@@ -82,9 +83,11 @@ class TableSpec:
     low: float
     high: float
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    weights: str = "float32"
 
     def __post_init__(self) -> None:
         require(bool(self.name), "`name` of a table must not be empty")
+        require(self.weights in ITEM_BYTES, f"`weights` must be one of {', '.join(ITEM_BYTES)}, got {self.weights!r}")
         require_int(f"rows of table {self.name}", self.rows, 1)
         require_int(f"dim of table {self.name}", self.dim, 1)
         require(
@@ -140,6 +143,7 @@ class SlabSpec:
     tables: tuple[TableSpec, ...]
     table_indices: tuple[int, ...]
     first_rows: tuple[int, ...]
+    weights: str = "float32"
 
     @property
     def rows(self) -> int:
@@ -148,7 +152,7 @@ class SlabSpec:
     @cached_property
     def schema(self) -> Schema:
         """What a record is."""
-        return self.optimizer.optimizer.schema(self.dim)
+        return self.optimizer.optimizer.schema(self.dim, self.weights)
 
     def initial(self, seed: int) -> InitialRecords:
         """What records are before anything was loaded or trained."""
@@ -184,17 +188,17 @@ class JobSpec:
     @cached_property
     def slabs(self) -> tuple[SlabSpec, ...]:
         """Tables grouped by record layout and optimizer, in order of first appearance."""
-        groups: dict[tuple[int, OptimizerSpec], list[int]] = {}
+        groups: dict[tuple[int, OptimizerSpec, str], list[int]] = {}
         for index, table in enumerate(self.tables):
-            groups.setdefault((table.dim, table.optimizer), []).append(index)
+            groups.setdefault((table.dim, table.optimizer, table.weights), []).append(index)
         slabs = []
-        for (dim, spec), indices in groups.items():
+        for (dim, spec, weights), indices in groups.items():
             tables = tuple(self.tables[i] for i in indices)
             first_rows, total = [], 0
             for table in tables:
                 first_rows.append(total)
                 total += table.rows
-            slabs.append(SlabSpec(dim, spec, tables, tuple(indices), tuple(first_rows)))
+            slabs.append(SlabSpec(dim, spec, tables, tuple(indices), tuple(first_rows), weights))
         return tuple(slabs)
 
     @cached_property

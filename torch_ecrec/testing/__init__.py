@@ -5,7 +5,7 @@ exploration   every order of messages, and every moment of a crash, of a very sm
 """
 
 from torch_ecrec.testing.result import SimulationResult
-from torch_ecrec.testing.scenario import Scenario, small_tables
+from torch_ecrec.testing.scenario import Scenario, half_tables, small_tables
 from torch_ecrec.testing.simulation import SimulatedCluster, simulate
 from torch_ecrec.testing.verification import check_parity, check_parity_as_of
 from torch_ecrec.transport.local import Fault
@@ -17,6 +17,7 @@ __all__ = [
     "SimulationResult",
     "check_parity",
     "check_parity_as_of",
+    "half_tables",
     "simulate",
     "small_tables",
 ]

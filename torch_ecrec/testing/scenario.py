@@ -13,6 +13,8 @@ import torch
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.settings import ClusterSettings
+from torch_ecrec.records.halves import numbers_of, records_of
+from torch_ecrec.records.schema import Schema
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 from torch_ecrec.transport.local import LATE
 
@@ -26,6 +28,17 @@ def small_tables() -> tuple[TableSpec, ...]:
         TableSpec("a", rows=17, dim=3, low=-1.0, high=1.0, optimizer=adagrad),
         TableSpec("b", rows=8, dim=3, low=-0.5, high=0.5, optimizer=adagrad),
         TableSpec("c", rows=13, dim=2, low=-1.0, high=1.0, optimizer=OptimizerSpec("sgd", lr=0.1)),
+    )
+
+
+def half_tables() -> tuple[TableSpec, ...]:
+    """A slab of each dtype: one with an odd number of weights of 16 bits, whose last word is half empty."""
+    adam, adagrad = OptimizerSpec("adam", lr=0.1), OptimizerSpec("rowwise_adagrad", lr=0.1)
+    return (
+        TableSpec("a", rows=17, dim=3, low=-1.0, high=1.0, optimizer=adagrad, weights="float16"),
+        TableSpec("b", rows=8, dim=3, low=-0.5, high=0.5, optimizer=adagrad, weights="float16"),
+        TableSpec("c", rows=13, dim=2, low=-1.0, high=1.0, optimizer=adam, weights="bfloat16"),
+        TableSpec("d", rows=9, dim=3, low=-1.0, high=1.0, optimizer=adagrad),
     )
 
 
@@ -53,10 +66,10 @@ class Load:
         return torch.from_numpy(rng.random(tuple(before_UW.shape), dtype=np.float32) + 0.25)
 
     def part(
-        self, trainer: int, trainers: int, values_UW: torch.Tensor
+        self, trainer: int, trainers: int, values_UW: torch.Tensor, schema: Schema
     ) -> tuple[torch.Tensor, torch.Tensor, int] | None:
         """What one trainer writes of it: rows (u,), bytes of their records (u, b), the first byte; None: nothing."""
-        rows, columns = torch.arange(self.first, self.end), torch.arange(values_UW.shape[1])
+        rows, words = torch.arange(self.first, self.end), torch.arange(schema.nbytes // 4)
         if self.writers == "all":
             values_UW = values_UW + (trainers - 1 - trainer)
         elif self.writers == "first":
@@ -64,12 +77,11 @@ class Load:
         elif self.writers == "rows":
             rows = share(rows, trainer, trainers)
         else:
-            columns = share(columns, trainer, trainers)
-        if not len(rows) or not len(columns):
+            words = share(words, trainer, trainers)
+        if not len(rows) or not len(words):
             return None
-        first, item = int(columns[0]), values_UW.element_size()
-        values_uw = values_UW[rows - self.first, first : int(columns[-1]) + 1].contiguous()
-        return rows, values_uw.view(torch.uint8), first * item
+        first, last = 4 * int(words[0]), 4 * int(words[-1]) + 4
+        return rows, records_with(values_UW, schema)[rows - self.first, first:last].contiguous(), first
 
 
 def share(things: torch.Tensor, trainer: int, trainers: int) -> torch.Tensor:
@@ -163,10 +175,20 @@ def gradients_of(weights: Sequence[torch.Tensor], step: int, trainer: int, dense
     return [torch.sin(weight_UD * 3 + step + trainer + dense) for weight_UD in weights]
 
 
+def numbers_in(records_UB: torch.Tensor, schema: Schema) -> torch.Tensor:
+    """(U, W) float32, what records hold."""
+    return torch.from_numpy(numbers_of(records_UB.numpy(), schema))
+
+
+def records_with(numbers_UW: torch.Tensor, schema: Schema) -> torch.Tensor:
+    """(U, B) uint8, records that hold these numbers."""
+    return torch.from_numpy(records_of(numbers_UW.numpy(), schema))
+
+
 def load_all(
     client: Client,
     loads: Sequence[Load],
-    on_read: Callable[[int, torch.Tensor], None] = lambda number, records_UW: None,
+    on_read: Callable[[int, torch.Tensor], None] = lambda number, numbers_UW: None,
 ) -> Iterator[Callable[[], bool]]:
     """What a session of trainer 0 does to load: yields conditions to wait for, as a trainer's script does.
 
@@ -180,15 +202,16 @@ def load_all(
         client.run(client.load, slab, client.route(slab, rows), None)
     for number, load in enumerate(loads):
         route = client.route(load.slab, torch.arange(load.first, load.end))
-        records_UW = torch.zeros(load.end - load.first, client.job.slabs[load.slab].schema.width)
+        schema = client.job.slabs[load.slab].schema
+        numbers_UW = torch.zeros(load.end - load.first, schema.width)
         if load.change:
             read: list[torch.Tensor] = []
             client.run(client.read, load.slab, route, read.append)
             yield lambda read=read: bool(read)  # type: ignore[misc]
-            records_UW = read[0].view(torch.float32)
-            on_read(number, records_UW)
+            numbers_UW = numbers_in(read[0], schema)
+            on_read(number, numbers_UW)
         yield client.may_push
-        client.run(client.load, load.slab, route, load.values(records_UW).view(torch.uint8))
+        client.run(client.load, load.slab, route, records_with(load.values(numbers_UW), schema))
     yield client.all_acknowledged
     client.run(client.end_loading)
 

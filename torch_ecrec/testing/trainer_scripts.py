@@ -18,6 +18,7 @@ from torch_ecrec.testing.scenario import (
     gradients_of,
     load_all,
     loss_of,
+    numbers_in,
     payload_of,
     touched,
 )
@@ -123,11 +124,12 @@ class TrainerScripts:
             read: list[torch.Tensor] = []
             client.run(client.read, load.slab, route, read.append)
             yield lambda read=read: bool(read)  # type: ignore[misc]
-            before_UW = read[0].view(torch.float32)
+            schema = client.job.slabs[load.slab].schema
+            before_UW = numbers_in(read[0], schema)
             self._same(self._result.overwritten, (number, i), before_UW)
             client.run(client.without_snapshot)
             yield client.may_push
-            part = load.part(i, self._scenario.trainers, load.values(before_UW))
+            part = load.part(i, self._scenario.trainers, load.values(before_UW), schema)
             if part is None:
                 client.run(client.pass_)
             else:

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch_ecrec.protocol.encoding import Encoded
 from torch_ecrec.runtime.shared import Segment
 from torch_ecrec.runtime.tensors import as_array, as_tensor
-from torch_ecrec.transport.generations import first_line
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Places, byte_view
+from torch_ecrec.transport.rendezvous import first_line
 
 MAGIC = b"ECR4"  # another one for every change to what is said here
 OTHER_BUILD = b"ECR?"  # in its place: the message is the build of who listens, and nothing else comes (door.py)

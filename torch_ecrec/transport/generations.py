@@ -3,8 +3,9 @@
 Example: n0 to n3 are generation 1; n3 is killed and n4 started; all call `join(2, ["n0", "n1", "n2", "n4"], ...)`.
 What n0 had under way in generation 1 ends as `Unknown` at once, and some milliseconds later n0 reaches n4.
 
-Forming has rounds over the coordinator's store, all under the same deadline: all members have *arrived*, and are of one
-build (until then the generation before goes on), each leaves it and opens the way into the new one, all are *ready*.
+Forming has rounds over the coordinator's store (`rendezvous.py`), all under the same deadline: all members have
+*arrived*, and are of one build (until then the generation before goes on), each leaves it and opens the way into the
+new one, all are *ready*.
 
 Invariants.
 - `done` of a call is called exactly once, whatever happens to the world: every call is in `_calls` until it is settled,
@@ -20,114 +21,30 @@ retries, leases, the choice of members. A hung peer is noticed by the call's tim
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import re
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
-from torch_ecrec.protocol.wire import A, Answer, Failed, Malformed, Ok, Outcome, Refused, Request, Unknown
+from torch_ecrec.protocol.wire import A, Answer, Failed, Malformed, Outcome, Refused, Request, Unknown
 from torch_ecrec.transport.complaints import Complaints
+from torch_ecrec.transport.rendezvous import LEAST_TIMEOUT_S, Rendezvous, World, check_name, first_line, remaining
 
 Handler = Callable[[Request[Any], Callable[[Answer], None]], None]
 _Call = tuple[type[Request[Any]], Callable[[Outcome[Any]], None]]  # what was asked, and who waits for its end
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # torch allows 128 characters, and the generation is added
-LEAST_TIMEOUT_S = 0.001  # 0 would mean "no limit" to torch
-POLL_LEAST_S, POLL_MOST_S = 0.002, 0.02
 
-
-@dataclass(frozen=True)
-class World:
-    """A generation: its members, by rank."""
-
-    generation: int
-    members: tuple[str, ...]
-
-
-class Transport(ABC):
-    """Calls to named processes of the current generation.
-
-    Args:
-        name: mine, among the members.
-        handle: `handle(request, reply)` is called on a thread of the transport for each request; it calls
-            `reply(answer)` exactly once, at any later time, from any thread.
-        on_error: gets what `handle`, `done` or the sending of a message raised; logged if not given.
-        vocabulary: the messages that are sent and understood.
-
-    `join` and `close` wait for calls that are being sent: do not call them with a lock held that these need.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        handle: Handler,
-        on_error: Callable[[BaseException], None] | None = None,
-        vocabulary: Vocabulary = WIRE,
-    ) -> None:
-        if not NAME.fullmatch(name):
-            raise ValueError(f"`name` must be 1 to 100 letters, digits, '_' or '-', got {name!r}")
-        self.name = name
-        self._handle = handle
-        self._on_error = on_error
-        self.vocabulary = vocabulary
-        self.build = own_build(vocabulary)
-        self.complaints = Complaints(log, name)
-        self._callback = threading.local()  # .runs: this thread is in `handle` or `done`
-        self._joining = threading.Lock()  # held by the join or close under way; taken before _gate
-        self._store: tuple[tuple[str, int], TCPStore | None] = (("", 0), None)  # kept between joins; under _joining
-        self._gate = threading.Condition()  # guards all below
-        self._world: World | None = None  # where calls go; None between generations
-        self._serving = 0  # the generation whose requests are handled and answered; set before its world is formed
-        self._newest = 0  # the highest generation ever asked for; only grows
-        self._wanted = 0  # the highest that is known of, asked for or told by `overtake`; only grows
-        self._closed = False
-        self._inside = 0  # threads that send
-        self._calls: dict[int, _Call] = {}
-        self._next_call = 0
-        self._bytes_sent: dict[str, int] = {}
-
-    def on_forked(self) -> None:
-        """In a forked child, which is in no world: closed."""
-        self._joining, self._gate = threading.Lock(), threading.Condition()
-        self._world, self._serving, self._inside, self._closed, self._calls = None, 0, 0, True, {}
-
-    @property
-    def newest(self) -> int:
-        """The highest generation ever asked for: the next must be higher."""
-        return self._newest
-
-    @property
-    def generation(self) -> int:
-        """The generation joined; 0 between generations."""
-        world = self._world
-        return 0 if world is None else world.generation
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Who is in the generation joined, by rank; nobody between generations."""
-        world = self._world
-        return () if world is None else world.members
-
-    @property
-    def bytes_sent(self) -> dict[str, int]:
-        """Bytes of tensors sent so far, by class name of the request or answer."""
-        with self._gate:
-            return dict(self._bytes_sent)
-
-    # for a subclass to fill in ----------------------------------------------------------------------
+class Way(ABC):
+    """How messages travel: what a subclass of `Transport` fills in. `_open` and `_shut` are never called at once."""
 
     @abstractmethod
     def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
@@ -162,6 +79,71 @@ class Transport(ABC):
     @abstractmethod
     def _end(self) -> None:
         """The transport is closed for good."""
+
+
+class Transport(Way):
+    """Calls to named processes of the current generation.
+
+    Args:
+        name: mine, among the members.
+        handle: `handle(request, reply)` is called on a thread of the transport for each request; it calls
+            `reply(answer)` exactly once, at any later time, from any thread.
+        on_error: gets what `handle`, `done` or the sending of a message raised; logged if not given.
+        vocabulary: the messages that are sent and understood.
+
+    `join` and `close` wait for calls that are being sent: do not call them with a lock held that these need.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        handle: Handler,
+        on_error: Callable[[BaseException], None] | None = None,
+        vocabulary: Vocabulary = WIRE,
+    ) -> None:
+        check_name("name", name)
+        self.name = name
+        self._handle = handle
+        self._on_error = on_error
+        self.vocabulary = vocabulary
+        self.build = own_build(vocabulary)
+        self.complaints = Complaints(log, name)
+        self._callback = threading.local()  # .runs: this thread is in `handle` or `done`
+        self._joining = threading.Lock()  # held by the join or close under way; taken before _gate
+        self._rendezvous = Rendezvous(name, self.build, self._check_wanted)  # under _joining
+        self._gate = threading.Condition()  # guards all below
+        self._world: World | None = None  # where calls go; None between generations
+        self._serving = 0  # the generation whose requests are handled and answered; set before its world is formed
+        self._newest = 0  # the highest generation ever asked for; only grows
+        self._wanted = 0  # the highest that is known of, asked for or told by `overtake`; only grows
+        self._closed = False
+        self._inside = 0  # threads that send
+        self._calls: dict[int, _Call] = {}
+        self._next_call = 0
+        self._bytes_sent: dict[str, int] = {}
+
+    def on_forked(self) -> None:
+        """In a forked child, which is in no world: closed."""
+        self._joining, self._gate = threading.Lock(), threading.Condition()
+        self._world, self._serving, self._inside, self._closed, self._calls = None, 0, 0, True, {}
+
+    @property
+    def generation(self) -> int:
+        """The generation joined; 0 between generations."""
+        world = self._world
+        return 0 if world is None else world.generation
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Who is in the generation joined, by rank; nobody between generations."""
+        world = self._world
+        return () if world is None else world.members
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes of tensors sent so far, by class name of the request or answer."""
+        with self._gate:
+            return dict(self._bytes_sent)
 
     # calls ------------------------------------------------------------------------------------------
 
@@ -233,10 +215,6 @@ class Transport(ABC):
         finally:
             self._step_out()
         self._finish(done, found)
-
-    def _answered(self, encoded: Encoded, kind: type[Request[A]]) -> Outcome[A]:
-        """The outcome of a call with that answer. Raises ValueError if it is none to such a request."""
-        return Ok(self.vocabulary.decode_answer(encoded, kind))
 
     def _finish(self, done: Callable[[Outcome[A]], None], outcome: Outcome[A]) -> None:
         outer = self._enter_callback()
@@ -333,11 +311,7 @@ class Transport(ABC):
         if getattr(self._callback, "runs", False):
             raise RuntimeError("`join` was called from `handle` or `done`, which it would wait for")
         world = World(generation, tuple(members))
-        if self.name not in world.members or len(set(world.members)) != len(world.members):
-            raise ValueError(f"`members` must be different names, {self.name} among them, got {list(members)}")
-        for member in world.members:
-            if not NAME.fullmatch(member):
-                raise ValueError(f"`members` must be 1 to 100 letters, digits, '_' or '-', got {member!r}")
+        world.check(self.name)
         deadline_s = time.monotonic() + timeout_s
         with self._gate:
             if generation <= self._newest:
@@ -349,19 +323,17 @@ class Transport(ABC):
             mine = self._claim(store)
             left = False
             try:
-                connection = self._connect(store, deadline_s)
+                connection = self._rendezvous.connect(store, deadline_s)
                 shared = PrefixStore(f"generation-{generation}", connection)
-                says = f"{self.build.digest.hex()} {mine}"
-                self._meet(shared, "arrived", world, says, deadline_s)  # until then, the present world serves
-                said = self._said(shared, world)
+                said = self._rendezvous.arrive(shared, world, mine, deadline_s)  # until then, the present world serves
                 self._leave()
                 left = True
                 connection.set_timeout(remaining(deadline_s))
                 with self._gate:
                     self._serving = generation  # before anything is open: a peer may be ready sooner
                 self._open(world, shared, said, deadline_s)
-                self._meet(shared, "ready", world, "", deadline_s)
-                self._store = (store, connection)
+                self._rendezvous.meet(shared, "ready", world, "", deadline_s)
+                self._rendezvous.keep(store, connection)
                 with self._gate:
                     self._check_wanted(generation)
                     self._world = world
@@ -389,7 +361,7 @@ class Transport(ABC):
             return
         with self._joining:
             self._leave()
-            self._store = (("", 0), None)
+            self._rendezvous.close()
             self._end()
 
     def _check_wanted(self, generation: int) -> None:
@@ -397,60 +369,6 @@ class Transport(ABC):
             raise ClusterUnavailable("the transport was closed")
         if generation < self._wanted:
             raise ClusterUnavailable(f"generation {generation} was overtaken by {self._wanted}")
-
-    def _connect(self, store: tuple[str, int], deadline_s: float) -> TCPStore:
-        """The connection to the store, the one of the generation before if it still holds.
-
-        torch looks up the name of the store's host, backwards, for every connection it makes: seconds where no name
-        server answers.
-        """
-        address, connection = self._store
-        self._store = (store, None)  # until it has served once more
-        if connection is not None and address == store:
-            connection.set_timeout(remaining(deadline_s))
-            with contextlib.suppress(RuntimeError):
-                connection.check(["alive"])
-                return connection
-        return TCPStore(*store, is_master=False, wait_for_workers=False, timeout=remaining(deadline_s))
-
-    def _meet(self, shared: Store, place: str, world: World, says: str, deadline_s: float) -> None:
-        """Says something at `place`; returns when all members have: the first waits for all, the others for its word.
-
-        Polls, since torch's own waiting is neither quiet nor interruptible.
-        """
-        members = ",".join(world.members)
-        shared.set(f"{place}/{self.name}", says)
-        leading = self.name == world.members[0]
-        awaited = [f"{place}/{member}" for member in world.members] if leading else [f"{place}:all"]
-        pause_s = POLL_LEAST_S
-        while awaited:
-            self._check_wanted(world.generation)
-            if shared.check(awaited[-1:]):
-                awaited.pop()
-            elif time.monotonic() > deadline_s:
-                missing = [member for member in world.members if not shared.check([f"{place}/{member}"])]
-                raise ClusterUnavailable(
-                    f"generation {world.generation}: not {place} in time: {', '.join(missing) or world.members[0]}"
-                )
-            else:
-                time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, POLL_MOST_S)
-        if leading:
-            shared.set(f"{place}:all", members)
-        elif shared.get(f"{place}:all").decode() != members:
-            raise ClusterUnavailable(f"generation {world.generation}: members disagree about who is in it")
-
-    def _said(self, shared: Store, world: World) -> list[str]:
-        """What the members' `_claim`s have returned, by rank. Raises ClusterUnavailable: not all are of this build."""
-        said = [shared.get(f"arrived/{member}").decode().partition(" ") for member in world.members]
-        own = self.build.digest.hex()
-        others = [member for member, (digest, _, _) in zip(world.members, said, strict=True) if digest != own]
-        if others:
-            raise ClusterUnavailable(
-                f"generation {world.generation}: {', '.join(others)} run another build of torch_ecrec than {self.name}"
-                f" (version {self.build.version}): their messages differ"
-            )
-        return [claim for _, _, claim in said]
 
     def _leave(self) -> None:
         with self._gate:
@@ -484,12 +402,3 @@ class Reply:
             return False
         self._transport._answer(self._generation, answer, way)
         return True
-
-
-def remaining(deadline_s: float) -> timedelta:
-    return timedelta(seconds=max(deadline_s - time.monotonic(), LEAST_TIMEOUT_S))
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

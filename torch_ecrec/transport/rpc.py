@@ -32,9 +32,10 @@ from torch.futures import Future
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
-from torch_ecrec.protocol.wire import Refused
+from torch_ecrec.protocol.wire import Ok, Refused
 from torch_ecrec.runtime.lifetime import belongs_here
-from torch_ecrec.transport.generations import POLL_LEAST_S, POLL_MOST_S, Handler, Transport, World
+from torch_ecrec.transport.generations import Handler, Transport
+from torch_ecrec.transport.rendezvous import POLL_LEAST_S, POLL_MOST_S, World
 
 # What is sent goes through the socket. On one host torch prefers that the receiver reads the sender's memory ("cma"):
 # a sender that leaves a generation frees it, and the receiver then reads something else, and says nothing (measured).
@@ -152,7 +153,8 @@ class RpcTransport(Transport):
 
     def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
         future = rpc_async(self._workers[peer], _serve, args=(world.generation, _compact(encoded)), timeout=timeout_s)
-        future.add_done_callback(lambda ended: self._settle(ticket, lambda kind: self._answered(ended.value(), kind)))
+        decode = self.vocabulary.decode_answer
+        future.add_done_callback(lambda ended: self._settle(ticket, lambda kind: Ok(decode(ended.value(), kind))))
 
 
 class _PollingStore(Store):  # type: ignore[misc]

@@ -38,14 +38,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
-from torch_ecrec.protocol.wire import Failed, Unknown
+from torch_ecrec.protocol.wire import Failed, Ok, Unknown
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
 from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild
-from torch_ecrec.transport.generations import Handler, Transport, World, first_line
+from torch_ecrec.transport.generations import Handler, Transport
 from torch_ecrec.transport.lending import Lending
+from torch_ecrec.transport.rendezvous import World, first_line
 
 log = logging.getLogger(__name__)
 
@@ -291,7 +292,8 @@ class Channel:
         with self._lock:
             known = self._calls.pop(ticket, None)
         if known is not None:
-            self._transport._settle(ticket, lambda kind: self._transport._answered(encoded, kind))
+            decode = self._transport.vocabulary.decode_answer
+            self._transport._settle(ticket, lambda kind: Ok(decode(encoded, kind)))
 
     @property
     def ended(self) -> bool:

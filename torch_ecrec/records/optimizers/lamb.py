@@ -15,6 +15,7 @@ from numba import njit
 
 from torch_ecrec.records import moments
 from torch_ecrec.records.blocks import sum_of_squares
+from torch_ecrec.records.moments import step_moments
 from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.schema import StateField
 from torch_ecrec.runtime.kernels import prefetch_row
@@ -23,27 +24,14 @@ from torch_ecrec.runtime.kernels import prefetch_row
 @njit(nogil=True, cache=True, error_model="numpy")
 def _step(records_PW: Any, positions_U: Any, gradients_UD: Any, values_H: Any, delta_UW: Any) -> None:
     lr, eps, decay = values_H[0], values_H[1], values_H[2]
-    beta1, rest1, corrected1 = values_H[3], values_H[4], values_H[5]
-    beta2, rest2, corrected2 = values_H[6], values_H[7], values_H[8]
+    corrected1, corrected2 = values_H[5], values_H[8]
     dim = gradients_UD.shape[1]
     for i in range(positions_U.shape[0]):
         prefetch_row(records_PW, positions_U, i)
         position = positions_U[i]
-        for j in range(dim):  # a loop for each field: with all in one there are too many arrays for vector code
+        step_moments(records_PW, position, gradients_UD, i, dim, values_H, delta_UW)
+        for j in range(dim):
             k = np.uint64(dim) + np.uint64(j)  # unsigned: else no vector code
-            old_m = records_PW[position, k]
-            new_m = beta1 * old_m + rest1 * gradients_UD[i, j]
-            records_PW[position, k] = new_m
-            delta_UW[i, k] = np.float32(old_m).view(np.uint32) ^ np.float32(new_m).view(np.uint32)
-        for j in range(dim):
-            n = np.uint64(2) * np.uint64(dim) + np.uint64(j)
-            g = gradients_UD[i, j]
-            old_v = records_PW[position, n]
-            new_v = beta2 * old_v + rest2 * (g * g)
-            records_PW[position, n] = new_v
-            delta_UW[i, n] = np.float32(old_v).view(np.uint32) ^ np.float32(new_v).view(np.uint32)
-        for j in range(dim):
-            k = np.uint64(dim) + np.uint64(j)
             n = k + np.uint64(dim)
             below = np.sqrt(records_PW[position, n] / corrected2) + eps
             gradients_UD[i, j] = records_PW[position, k] / corrected1 / below + decay * records_PW[position, j]

@@ -1,0 +1,94 @@
+"""What one push costs as a message: made into bytes, read again, and sent through a socket.
+
+Every number is microseconds of one core. A push has, for each slab, positions of `ROWS` rows and their gradients.
+
+    write       `Vocabulary.encode`: the message without its tensors' values
+    read        `Vocabulary.decode_request`: validated, every tensor in its place
+    round       encoded, framed, sent through a Unix socket pair, read, decoded: values are copied twice by the kernel
+
+Times are the thread's own, alternatives take turns: see `codec.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_ecrec.bench import record
+from torch_ecrec.bench.codec import interleaved
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.encoding import WIRE
+from torch_ecrec.runtime.checks import require_int
+from torch_ecrec.transport.frames import Frame, FrameReader
+
+SLABS = (1, 2, 8, 26)
+DIM = 16
+ROWS = 64
+CALLS = 200  # timed as one, for the clock
+COLUMNS = ("write", "read", "round")
+NOTES = (
+    """us of one core for a push of {rows} rows of {dim} columns per slab: median of {repeats} interleaved blocks."""
+)
+
+
+def _push(slabs: int) -> wire.Push:
+    positions = [torch.arange(ROWS) * 3 + slab for slab in range(slabs)]
+    gradients = [torch.randn(ROWS, DIM) for _ in range(slabs)]
+    return wire.Push(0, 1, 2, 0, positions, gradients, [0.01] * slabs, 2, 0)
+
+
+def _measure(slabs: int, repeats: int) -> dict[str, Any]:
+    push = _push(slabs)
+    here, there = socket.socketpair()
+    reader = FrameReader(there)
+
+    def encoded() -> Any:
+        return WIRE.encode(push)[0]
+
+    def through(_: Any) -> None:
+        assert Frame(1, encoded()).send_to(here), "the message does not fit into the socket's buffer"
+        frame = reader.read()
+        assert frame is not None
+        WIRE.decode_request(frame[1])
+
+    nothing = lambda: None  # noqa: E731
+    with here, there:
+        for end in (here, there):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        alternatives: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+            "write": (nothing, lambda _: encoded()),
+            "read": (encoded, WIRE.decode_request),
+            "round": (nothing, through),
+        }
+        times = interleaved(alternatives, repeats, CALLS)
+    row: dict[str, Any] = {"slabs": slabs, "tensors": 2 * slabs, "body_bytes": len(encoded()[0])}
+    return row | {f"{name} us": round(1e6 * statistics.median(times[name]), 2) for name in COLUMNS}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the table; writes OUT/messages.json and .csv."""
+    require_int("repeats", arguments.repeats, 1)
+    for slabs in arguments.slabs:
+        require_int("slabs", slabs, 1)
+    rows = [_measure(slabs, arguments.repeats) for slabs in arguments.slabs]
+    notes = NOTES.format(rows=ROWS, dim=DIM, repeats=arguments.repeats).splitlines()
+    print(record.table(rows))
+    print("\n".join(notes))
+    record.write(
+        arguments.out, "messages", {"header": record.header(), "repeats": arguments.repeats, "notes": notes}, rows
+    )
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `torch-ecrec bench messages`."""
+    slabs: Sequence[int] = list(SLABS)
+    parser.add_argument("--slabs", nargs="+", type=int, default=slabs, metavar="S", help="in a push")
+    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="interleaved blocks (default 15)")
+    parser.add_argument("--out", type=Path, default=Path("build/messages"), metavar="DIR")

@@ -1,0 +1,224 @@
+"""Maps of managed collisions: from ids of any size to rows of a table, the same on every trainer.
+
+A managed collision module learns which ids come often, and gives each a row of its table; an id that has none shares
+the last row. Trainers must mean the same row, so every trainer has the whole map, and in training each of them puts the
+ids of all trainers into it, in their order, as one process would with their batches put together:
+
+    trainer 0   [7, 900]   \\
+                             [7, 900, 31] into the map on both   -> 0: rows [2, 0]
+    trainer 1   [31]       /                                     -> 1: rows [1]
+
+Nothing is drawn at random, and nothing depends on who does it; after each change of the maps the trainers compare
+checksums of them (`managed.py`), so a map that differs, of another CPU perhaps, is an error and never a wrong row. Out
+of training a trainer reads the map alone.
+
+A map is state of training: it is in the snapshots of the dense model, split among the trainers, and goes back with it.
+
+Shape legend: F features, N ids.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+    average_threshold_filter,
+    dynamic_threshold_filter,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+_POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
+_FILTERS = (None, dynamic_threshold_filter, average_threshold_filter)
+_NUMBERS = (
+    *("_input_history_buffer_size", "_current_history_buffer_offset"),
+    *("_current_iter", "_last_eviction_iter", "_evicted"),
+)
+"""What a module keeps of its map beside tensors."""
+
+
+def why_not_served(module: BaseManagedCollisionEmbeddingCollection) -> str | None:
+    """Why the ids of a module cannot be remapped alike, and exactly, on every trainer; None: they can."""
+    collection = module._managed_collision_collection
+    if type(module._embedding_module) not in (EmbeddingBagCollection, EmbeddingCollection):
+        return f"tables of {type(module._embedding_module).__name__} are not served here"
+    if type(collection) is not ManagedCollisionCollection:
+        return f"maps of {type(collection).__name__} are not served; those of ManagedCollisionCollection are"
+    features = collection._feature_names
+    twice = sorted({name for name in features if features.count(name) > 1})
+    if twice:
+        return f"feature {', '.join(twice)} is of several tables, as TorchRec's sharding refuses it; give each its own"
+    for table, each in collection._managed_collision_modules.items():
+        reason = _why_not_exact(each)
+        if reason is not None:
+            return f"table {table}: {reason}"
+    return None
+
+
+def _why_not_exact(module: nn.Module) -> str | None:
+    if type(module) is not MCHManagedCollisionModule:
+        return (
+            f"a map of {type(module).__name__} is not served; one of MCHManagedCollisionModule is (FBGEMM fills that of"
+            " HashZchManagedCollisionModule on a GPU only)"
+        )
+    policy: Any = module._eviction_policy
+    if type(policy) not in _POLICIES:
+        names = ", ".join(each.__name__ for each in _POLICIES)
+        return f"eviction policy {type(policy).__name__} is not served; {names} are"
+    wanted = policy._threshold_filtering_func
+    function = wanted.func if isinstance(wanted, functools.partial) else wanted
+    if function not in _FILTERS:
+        name = getattr(function, "__name__", repr(function))
+        return (
+            f"threshold filter {name} is not served: it may draw at random, on each trainer otherwise;"
+            " dynamic_threshold_filter and average_threshold_filter are"
+        )
+    return None
+
+
+class Remapping:
+    """The maps of one collection on one trainer.
+
+    Args:
+        collection: its modules are used, and changed; those on the meta device are made on the host.
+        gather: every trainer's values (N,) int64, in trainer order; collective.
+    """
+
+    def __init__(self, collection: ManagedCollisionCollection, gather: Callable[[Tensor], list[Tensor]]) -> None:
+        self._collection, self._gather = collection, gather
+        self.features: list[str] = list(collection._feature_names)
+        for table, module in self._modules.items():
+            if module.device.type == "meta":
+                size = module.output_size()
+                made = module.rebuild_with_output_id_range((0, size), [0, size], torch.device("cpu"))
+                collection._managed_collision_modules[table] = made.train(module.training)
+
+    @property
+    def _modules(self) -> dict[str, MCHManagedCollisionModule]:
+        return dict(cast(Any, self._collection._managed_collision_modules.items()))
+
+    @torch.no_grad()
+    def remap(self, features: KeyedJaggedTensor) -> Tensor:
+        """Rows (N,) of this trainer's ids; in training the ids of all trainers go into the maps first.
+
+        Args:
+            features: those of `self.features`, in that order, ids int64 on the host.
+        """
+        modules = self._modules
+        parts = features.split(self._collection._table_feature_splits)
+        mine = {table: _jagged(table, part) for table, part in zip(modules, parts, strict=True)}
+        if self._collection.need_preprocess:
+            mine = {table: modules[table].preprocess(part) for table, part in mine.items()}
+        if self._collection.training:
+            for table, ids_N in self._ids_of_all(features, mine).items():
+                everything = JaggedTensor(values=ids_N, lengths=torch.tensor([len(ids_N)]))
+                modules[table].profile({table: everything})
+        rows = [modules[table].remap(part)[table].values() for table, part in mine.items()]
+        return torch.cat(rows)
+
+    def _ids_of_all(
+        self, features: KeyedJaggedTensor, mine: Mapping[str, Mapping[str, JaggedTensor]]
+    ) -> dict[str, Tensor]:
+        """By table, feature by feature, the ids of all trainers in their order."""
+        counts_F = features.length_per_key()
+        own = torch.cat([torch.tensor(counts_F), *(part[table].values() for table, part in mine.items())])
+        of_trainers = []
+        for message in self._gather(own):
+            sizes = message[: len(counts_F)].tolist()
+            of_trainers.append(message[len(counts_F) :].split(sizes))
+        found, first = {}, 0
+        for table, some in zip(mine, self._collection._table_feature_splits, strict=True):
+            places = range(first, first + some)
+            found[table] = torch.cat([ids[place] for place in places for ids in of_trainers])
+            first += some
+        return found
+
+    def evictions(self) -> dict[str, Tensor]:
+        """By table, rows (N,) that other ids have got since this was last asked, in the order TorchRec has them in."""
+        found = {table: module.evict() for table, module in self._modules.items()}
+        return {table: rows_N for table, rows_N in found.items() if rows_N is not None and len(rows_N)}
+
+    def checksum(self, tables: Mapping[str, Any]) -> int:
+        """Of the maps of some tables."""
+        total = 0
+        for table in tables:
+            for buffer in self._modules[table].state_dict().values():
+                total = zlib.crc32(buffer.numpy(), total)
+        return total
+
+    # state ----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All of it, shared with the maps: to be encoded before they change."""
+        return {table: _state_of(module) for table, module in self._modules.items()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Puts `state` back.
+
+        Raises:
+            ValueError: it is that of other maps; nothing was changed then.
+        """
+        modules = self._modules
+        for table in sorted(state.keys() | modules.keys()):
+            here, there = _sizes(_state_of(modules[table])) if table in modules else None, None
+            if table in state:
+                there = _sizes(state[table])
+            if here != there:
+                raise ValueError(f"the map of table {table} is another one in the snapshot: {there}, here {here}")
+        for table, module in modules.items():
+            _load_state(module, state[table])
+
+
+def _jagged(table: str, part: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+    return {table: JaggedTensor(values=part.values(), lengths=part.lengths())}
+
+
+def _state_of(module: MCHManagedCollisionModule) -> dict[str, Any]:
+    used = module._current_history_buffer_offset
+    history = {}
+    if module._input_history_buffer_size >= 0:
+        history = {name: values[:used] for name, values in module._history_metadata.items()}
+        history[""] = module._history_accumulator[:used]
+    return {
+        "map": dict(module.state_dict()),
+        "history": history,  # ids since the map was last changed, and when they came
+        "numbers": {name: getattr(module, name) for name in _NUMBERS},
+    }
+
+
+def _sizes(state: Mapping[str, Any]) -> dict[str, int]:
+    return {name: len(values) for name, values in state["map"].items()}
+
+
+def _load_state(module: MCHManagedCollisionModule, state: Mapping[str, Any]) -> None:
+    numbers, history = state["numbers"], state["history"]
+    for name, values in module.state_dict().items():
+        values.copy_(state["map"][name])
+    if history:
+        size, used = numbers["_input_history_buffer_size"], numbers["_current_history_buffer_offset"]
+        module._history_accumulator = _extended(history[""], size)
+        for name, _, in_history in module._eviction_policy.metadata_info:
+            if in_history:
+                values = _extended(history[name], size)
+                module.register_buffer(f"_history_{name}", values, persistent=False)
+                module._history_metadata[name] = values
+        assert used <= size
+    for name, value in numbers.items():
+        setattr(module, name, value)
+
+
+def _extended(values_N: Tensor, size: int) -> Tensor:
+    whole = torch.zeros(size, dtype=torch.int64)
+    whole[: len(values_N)] = values_N
+    return whole

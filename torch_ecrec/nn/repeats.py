@@ -1,0 +1,106 @@
+"""Batches whose features have batch sizes of their own, and inverse indices that say which bag each sample has.
+
+    f0   2 bags, inverse [0, 1, 0, 0]     4 samples, of which 0, 2 and 3 have the same bag of f0
+    f1   3 bags, inverse [2, 2, 1, 0]
+
+TorchRec calls this a variable batch size per feature (`stride_per_key_per_rank`): what several samples have alike is
+sent, looked up and pooled once. The host repeats what it has pooled, and sums the gradients of a bag in the order of
+its samples, so that this has one order on every device.
+
+Shape legend: F features, B bags of the feature that has most, N samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+Repeats: TypeAlias = tuple[list[str], Tensor]
+"""Names of features, and for each of them (a row) the bag of each sample: what TorchRec calls inverse indices."""
+
+
+def check_repeats(features: KeyedJaggedTensor, needed: Sequence[str]) -> None:
+    """Refuses a batch whose sizes do not say what each sample has.
+
+    Args:
+        needed: features that are looked up.
+
+    Raises:
+        ValueError: inverse indices without batch sizes or the other way round, or they lack a feature.
+    """
+    repeats = features.inverse_indices_or_none()
+    if not features.variable_stride_per_key():
+        if repeats is not None:
+            raise ValueError(
+                "the batch has `inverse_indices` and no batch size per feature: TorchRec's module follows them"
+                " unsharded, and does not when it is sharded; give `stride_per_key_per_rank`, too"
+            )
+        return
+    if repeats is None:
+        raise ValueError(
+            "a batch size per feature (`stride_per_key_per_rank`) needs `inverse_indices`, as in TorchRec: which bag"
+            " of each feature each sample has"
+        )
+    names, index_FN = repeats
+    if index_FN.dim() != 2 or len(index_FN) != len(names):
+        raise ValueError(f"`inverse_indices` of {len(names)} features must have a row for each, got {index_FN.shape}")
+    lacking = sorted(set(needed) - set(names))
+    if lacking:
+        raise ValueError(f"`inverse_indices` lack features {', '.join(lacking)}; they have {', '.join(names)}")
+
+
+def lengths_of(features: KeyedJaggedTensor) -> np.ndarray:
+    """Ids per bag (F, B), on the host; where a feature has fewer bags than another, the rest of its row is 0."""
+    lengths_L = features.lengths().detach().cpu().contiguous()
+    if not features.variable_stride_per_key():
+        return lengths_L.view(len(features.keys()), -1).numpy()
+    strides = features.stride_per_key()
+    lengths_FB = lengths_L.new_zeros(len(strides), max(strides, default=0))
+    for row_B, some in zip(lengths_FB, lengths_L.split(strides), strict=True):
+        row_B[: len(some)] = some
+    return lengths_FB.numpy()
+
+
+def bag_of_sample(repeats: Repeats, features: Sequence[str], strides: Sequence[int]) -> np.ndarray:
+    """(F, N) int64, on the host: which bag of each feature each sample has.
+
+    Args:
+        features, strides: those wanted, and how many bags each has.
+
+    Raises:
+        ValueError: an index is no bag of its feature.
+    """
+    names, index = repeats
+    index_FN = index.detach().cpu()[[names.index(name) for name in features]].long().contiguous()
+    if index_FN.numel():
+        for name, stride, low, high in zip(
+            features, strides, index_FN.amin(dim=1).tolist(), index_FN.amax(dim=1).tolist(), strict=True
+        ):
+            if low < 0 or high >= stride:
+                wrong = low if low < 0 else high
+                raise ValueError(f"inverse index {wrong} of feature {name} is out of range: it has {stride} bags")
+    return index_FN.numpy()
+
+
+def repeated(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The batch in which every sample has bags of its own: for what is not pooled.
+
+    Features without inverse indices, which nobody looks up, are left out.
+
+    Raises:
+        ValueError: as `bag_of_sample`.
+    """
+    repeats = features.inverse_indices()
+    order = [i for i, key in enumerate(features.keys()) if key in repeats[0]]
+    features = features.permute(order)
+    keys, strides = features.keys(), features.stride_per_key()
+    index_FN = torch.from_numpy(bag_of_sample(repeats, keys, strides))
+    first_F = torch.tensor([0, *strides[:-1]]).cumsum(0)
+    bags = (index_FN + first_F.unsqueeze(1)).flatten().int().to(features.device())
+    lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(bags, features.lengths(), features.values())
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, stride=index_FN.shape[1])
