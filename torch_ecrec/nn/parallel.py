@@ -314,10 +314,7 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         self.session.flush()
 
     def close(self) -> None:
-        """Flushes, and leaves the cluster if this object has joined it. Every trainer calls it; twice is once.
-
-        What was written into a state dict in place and not asked for since is not loaded any more.
-        """
+        """Flushes, and leaves the cluster if this object has joined it. Every trainer calls it; twice is once."""
         if self._closed:
             return
         self._closed = self._step.closing = True
