@@ -305,6 +305,9 @@ def check_dtensors(trainer: int, folder: Path, saved: dict[str, Any], session: F
     differs = DTensor.from_local(right + trainer, mesh, [Replicate()], run_check=False)
     assert torch.equal(loaded(differs), right)
     assert torch.equal(loaded(right.to(torch.float64)), right)
+    mixed = model.state_dict() if trainer else model.state_dict() | {WIDE: right}
+    with pytest.raises(RuntimeError, match=r"loads `weight` of table wide, (whole|sharded), and another one does"):
+        model.load_state_dict(mixed)
 
 
 def check_writes_in_place(trainer: int, folder: Path, saved: dict[str, Any], session: FakeSession) -> None:

@@ -132,8 +132,7 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
             session = connected = _connect(job, settings, code, env.rank, snapshot_every)
         _check_session(session, tables, env)
         session, recorder = recorded(session, self)
-        tables_group = env.process_group if env.world_size > 1 else None
-        step = SparseStep(session, _group_of_steps(env), nan_gradients, tables_group)
+        step = SparseStep(session, _group_of_steps(env), nan_gradients, env.process_group)
         others = [sharder for sharder in others if sharder.module_type not in COLLECTIONS]
         plan = _planned(module, env, device, others) if plan is None and covered.unprotected else plan
         super().__init__(
@@ -435,6 +434,8 @@ def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: Shar
 
 def _leave(session: EmbeddingBackend | None) -> None:
     """The model of a session is gone, and nobody has closed it. At the end of the process it sees to that itself."""
+    if session is None:
+        return
     from torch_ecrec.client.session import Session
     from torch_ecrec.processes import launch
 

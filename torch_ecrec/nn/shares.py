@@ -88,6 +88,13 @@ class Part:
     values: Tensor
 
 
+def is_whole(value: Any) -> bool:
+    """Whether every trainer has all of a tensor, so that trainer 0's counts."""
+    if isinstance(value, DTensor):
+        return all(placement.is_replicate() for placement in value.placements)
+    return not isinstance(value, ShardedTensor)
+
+
 def parts_of(value: Any, trainer: int) -> list[Part]:
     """What this trainer has of a tensor (rows, C) or (rows,), plain, sharded or distributed.
 
@@ -104,7 +111,7 @@ def parts_of(value: Any, trainer: int) -> list[Part]:
 
 
 def _parts_of_dtensor(value: DTensor, trainer: int) -> list[Part]:
-    if all(placement.is_replicate() for placement in value.placements) and trainer != 0:
+    if is_whole(value) and trainer != 0:
         return []
     local: Any = value.to_local()
     if isinstance(local, LocalShardsWrapper):

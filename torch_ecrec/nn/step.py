@@ -58,7 +58,7 @@ class SparseStep:
     Args:
         session: the backend.
         group: a process group of the trainers, used for nothing else; None with one trainer.
-        tables_group: that of the sharded tensors in state dicts; None with one trainer: they are plain ones.
+        tables_group: that of the sharded tensors in state dicts; with one trainer they are plain ones.
         nan_gradients: "raise" refuses a step in which any trainer has a NaN or infinite gradient: `NonFiniteGradient`
             on every trainer when its backward is over, nothing sent. "pass" sends them, as TorchRec does.
     """
@@ -76,7 +76,7 @@ class SparseStep:
         self.may_load: Callable[[], bool] = lambda: True  # whether tables that are loaded now count
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
         self.on_written: list[Callable[[str], None]] = []  # load what was written into state dicts (`load_written`)
-        self.shares = Shares(session.trainer, session.trainers, tables_group)
+        self.shares = Shares(session.trainer, session.trainers, tables_group if session.trainers > 1 else None)
         self.closing = False  # this trainer leaves, others perhaps do not: nothing is done together any more
         self.form = "sharded"  # of tables in the state dict that is being made; see `TablesState.read`
         self.optimizers: list[LearningRates] = []

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_ecrec.nn.given import GivenTensors, Place
-from torch_ecrec.nn.shares import Part, Shares, parts_of, shape_of
+from torch_ecrec.nn.shares import Part, Shares, is_whole, parts_of, shape_of
 from torch_ecrec.nn.slices import Table
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.streamed import StreamedTable
@@ -121,39 +121,43 @@ class TablesState:
         wanted = [rows, columns] if field.per_row else [columns]
         if shape_of(value) not in wanted:
             raise ValueError(f"table {name} takes shape {wanted[0]} here, got {shape_of(value)}")
-        self.load_parts(name, field, [len(part.values) for part in parts], parts)
+        form = "whole" if is_whole(value) else "sharded"  # not one trainer this, another one that
+        self.load_parts(name, field, [len(part.values) for part in parts], parts, form)
 
-    def load_parts(self, name: str, field: Field, rows: Sequence[int], parts: Iterable[Part]) -> None:
+    def load_parts(
+        self, name: str, field: Field, rows: Sequence[int], parts: Iterable[Part], form: str = "in portions"
+    ) -> None:
         """Overwrites a field with what this trainer has of it. Every trainer calls it.
 
         Args:
             rows: of each part.
             parts: are taken one after the other, as they are loaded.
+            form: the same on all trainers.
         """
         table = self.tables[name]
         portions = ((part, *rows) for part in parts for rows in chunks(table, 0, len(part.values)))
-        self._load((name, field.name), portions, sum(len(list(chunks(table, 0, many))) for many in rows))
+        self._load((name, field.name), portions, sum(len(list(chunks(table, 0, many))) for many in rows), form)
 
     def load_drawn(self, name: str, draw: Callable[[int], Tensor]) -> None:
         """Overwrites the weights of a table with what trainer 0 draws: so many rows (U, D) at a time, in order."""
         table = self.tables[name]
         portions = list(chunks(table, 0, table.rows)) if self._shares.trainer == 0 else []
         drawn = ((Part(begin, 0, draw(end - begin)), 0, end - begin) for begin, end in portions)
-        self._load((name, WEIGHT), drawn, len(portions))
+        self._load((name, WEIGHT), drawn, len(portions), "drawn")
 
-    def _load(self, place: Place, portions: Iterable[tuple[Part, int, int]], count: int) -> None:
+    def _load(self, place: Place, portions: Iterable[tuple[Part, int, int]], count: int, form: str) -> None:
         """Loads what this trainer has, `count` portions: each is rows [begin, end) of a part."""
         if self.step.may_load():
             self.step.open()
             self._given.expire(place)
-            self._overwrite(place, portions, count)
+            self._overwrite(place, portions, count, form)
 
-    def _overwrite(self, place: Place, portions: Iterable[tuple[Part, int, int]], count: int) -> None:
+    def _overwrite(self, place: Place, portions: Iterable[tuple[Part, int, int]], count: int, form: str) -> None:
         """Each portion is a step, with one of every trainer that still has some."""
         name, field_name = place
         table, session = self.tables[name], self.step.session
         field, (first_byte, _) = table.schema.field(field_name), table.schema.bytes_of(field_name)
-        dtype, most = dtype_of(field), self.step.begin_load(f"`{field_name}` of table {name}", count)
+        dtype, most = dtype_of(field), self.step.begin_load(f"`{field_name}` of table {name}, {form}", count)
         for part, begin, end in portions:
             values = part.values[begin:end].to(device="cpu", dtype=dtype).contiguous()
             rows = torch.arange(begin, end) + (table.first_row + part.row)
@@ -222,7 +226,7 @@ class TablesState:
         first, _ = self._shares.mine(self.tables[place[0]].rows)
         parts = [] if values is None else [Part(first, 0, values.view(len(values), -1))]
         portions = [(part, *rows) for part in parts for rows in chunks(self.tables[place[0]], 0, len(part.values))]
-        self._overwrite(place, portions, len(portions))
+        self._overwrite(place, portions, len(portions), "written")
 
     def on_training_lookup(self) -> None:
         """Tells of writes into state dicts that came too late."""
