@@ -23,7 +23,7 @@ import torch_ecrec.processes.launch  # before the limit, as all imports
 from torch_ecrec import checkpoint
 
 DIM = 64
-SHARE = 0.45  # of the table, that a trainer may hold
+SHARE = 0.49  # of the table, that a trainer may hold
 
 
 def now(field: str) -> int:

@@ -17,7 +17,7 @@ whole: with one of TorchRec's, which has as many chunks of a table as trainers, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -132,14 +132,13 @@ def _load_table(name: str, table: StreamedTable, metadata: Metadata, reader: Sto
     )
     items = create_read_items_for_chunk_list(name, saved, [mine] if first < last else [])
 
-    def parts() -> Iterator[Part]:
-        for item in items:
-            values = torch.empty(item.lengths, dtype=saved.properties.dtype)
-            reader.read_data(LoadPlan([item]), _Into(values)).wait()
-            row, column = first + item.dest_offsets[0], item.dest_offsets[1] if rest else 0
-            yield Part(row, column, values if rest else values.unsqueeze(1))
+    def read(item: ReadItem) -> Part:
+        values = torch.empty(item.lengths, dtype=saved.properties.dtype)
+        reader.read_data(LoadPlan([item]), _Into(values)).wait()
+        row, column = first + item.dest_offsets[0], item.dest_offsets[1] if rest else 0
+        return Part(row, column, values if rest else values.unsqueeze(1))
 
-    table.load([item.lengths[0] for item in items], parts())
+    table.load([item.lengths[0] for item in items], map(read, items))
 
 
 class _Into(DefaultLoadPlanner):

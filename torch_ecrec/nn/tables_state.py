@@ -135,33 +135,34 @@ class TablesState:
             form: the same on all trainers.
         """
         table = self.tables[name]
-        portions = ((part, *rows) for part in parts for rows in chunks(table, 0, len(part.values)))
-        self._load((name, field.name), portions, sum(len(list(chunks(table, 0, many))) for many in rows), form)
+        count = sum(len(list(chunks(table, 0, many))) for many in rows)
+        self._load((name, field.name), portions_of(table, parts), count, form)
 
     def load_drawn(self, name: str, draw: Callable[[int], Tensor]) -> None:
         """Overwrites the weights of a table with what trainer 0 draws: so many rows (U, D) at a time, in order."""
         table = self.tables[name]
-        portions = list(chunks(table, 0, table.rows)) if self._shares.trainer == 0 else []
-        drawn = ((Part(begin, 0, draw(end - begin)), 0, end - begin) for begin, end in portions)
-        self._load((name, WEIGHT), drawn, len(portions), "drawn")
+        ranges = list(chunks(table, 0, table.rows)) if self._shares.trainer == 0 else []
+        drawn = (Part(begin, 0, draw(end - begin)) for begin, end in ranges)
+        self._load((name, WEIGHT), drawn, len(ranges), "drawn")
 
-    def _load(self, place: Place, portions: Iterable[tuple[Part, int, int]], count: int, form: str) -> None:
-        """Loads what this trainer has, `count` portions: each is rows [begin, end) of a part."""
+    def _load(self, place: Place, portions: Iterable[Part], count: int, form: str) -> None:
+        """Loads what this trainer has, `count` portions."""
         if self.step.may_load():
             self.step.open()
             self._given.expire(place)
             self._overwrite(place, portions, count, form)
 
-    def _overwrite(self, place: Place, portions: Iterable[tuple[Part, int, int]], count: int, form: str) -> None:
+    def _overwrite(self, place: Place, portions: Iterable[Part], count: int, form: str) -> None:
         """Each portion is a step, with one of every trainer that still has some."""
         name, field_name = place
         table, session = self.tables[name], self.step.session
         field, (first_byte, _) = table.schema.field(field_name), table.schema.bytes_of(field_name)
         dtype, most = dtype_of(field), self.step.begin_load(f"`{field_name}` of table {name}, {form}", count)
-        for part, begin, end in portions:
-            values = part.values[begin:end].to(device="cpu", dtype=dtype).contiguous()
-            rows = torch.arange(begin, end) + (table.first_row + part.row)
+        for part in portions:
+            values = part.values.to(device="cpu", dtype=dtype).contiguous()
+            rows = torch.arange(len(values)) + (table.first_row + part.row)
             session.overwrite(table.slab, rows, values.view(torch.uint8), first_byte + part.column * dtype.itemsize)
+            del part, values  # their memory is free before the next portion is read
         for _ in range(most - count):
             session.overwrite(table.slab, torch.empty(0, dtype=torch.int64), None)
 
@@ -223,9 +224,10 @@ class TablesState:
         return [(name, field.name) for name, table in self.tables.items() for field in table.schema.fields]
 
     def _overwrite_written(self, place: Place, values: Tensor | None) -> None:
-        first, _ = self._shares.mine(self.tables[place[0]].rows)
+        table = self.tables[place[0]]
+        first, _ = self._shares.mine(table.rows)
         parts = [] if values is None else [Part(first, 0, values.view(len(values), -1))]
-        portions = [(part, *rows) for part in parts for rows in chunks(self.tables[place[0]], 0, len(part.values))]
+        portions = list(portions_of(table, parts))
         self._overwrite(place, portions, len(portions), "written")
 
     def on_training_lookup(self) -> None:
@@ -238,6 +240,14 @@ def chunks(table: Table, first: int, last: int) -> Iterator[tuple[int, int]]:
     rows = max(1, CHUNK_BYTES // table.schema.nbytes)
     for begin in range(first, last, rows):
         yield begin, min(begin + rows, last)
+
+
+def portions_of(table: Table, parts: Iterable[Part]) -> Iterator[Part]:
+    """Parts of a table cut into portions. A part is let go of before the next one is taken."""
+    for part in parts:
+        for begin, end in chunks(table, 0, len(part.values)):
+            yield Part(part.row + begin, part.column, part.values[begin:end])
+        del part
 
 
 def dtype_of(field: Field) -> torch.dtype:
