@@ -10,6 +10,7 @@ own; for a worker that was ended in the middle of a test, because its time was u
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -85,6 +86,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"hypothesis: profile {profile!r}, {drawn}, max_examples={settings.max_examples}, deadline={settings.deadline}",
         f"criteo rows: {CRITEO if CRITEO.is_file() else f'absent ({CRITEO}); the tests that need them skip'}",
     ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_objects() -> Iterator[None]:
+    """Tests and libraries are as many as a million objects: looks through all of them leave these out."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torchrec.distributed
-from models import CPU, META, SUM, Net, batch_of, compare_shards, seeded_tables, shard, table, tables
+from models import CPU, META, SUM, Net, batch_of, compare_shards, seeded_tables, shard, tables
 from test_sequences import Reader
 from test_sequences import batch_of as sequence_batch
 from test_sequences import configs as sequence_configs
@@ -22,7 +22,6 @@ from torchrec.distributed.fused_embeddingbag import (
 )
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
@@ -150,11 +149,6 @@ def test_a_learning_rate_is_set_as_ever() -> None:
 
 
 def test_what_it_wants_and_is_not_there_is_refused_by_name() -> None:
-    fused = FusedEmbeddingBagCollection(
-        [table("int8", 10, 4, "f0", data_type=DataType.INT8)], torch.optim.SGD, {"lr": 0.1}, device=CPU
-    )
-    with pytest.raises(ValueError, match="table int8: data type"):
-        shard(net(fused))
     fused = bags(torch.optim.SGD, {"lr": 0.1, "stochastic_rounding": False})
     fused.optimizer_kwargs()["counter_halflife"] = 7
     with pytest.raises(ValueError, match="table wide: optimizer sgd with counter_halflife=7 is not supported"):

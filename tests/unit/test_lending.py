@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -177,15 +176,6 @@ class Lends(RuleBasedStateMachine):
         self.read.clear()
         gc.collect()
         assert self.pool.bytes == free_bytes(self.pool)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _few_objects() -> Iterator[None]:
-    """Garbage is collected after each of thousands of runs: of theirs, not of the libraries'."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 TestLends = Lends.TestCase

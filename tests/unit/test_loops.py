@@ -6,8 +6,6 @@ The session is in memory, so that thousands of loops can be run; `test_attach.py
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,15 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _few_objects() -> Iterator[None]:
-    """What draws from a reader is looked for among all objects of the process, once in each of thousands of lives."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 COUNTED: dict[str, int] = {"loops": 0, "lives": 0}

@@ -19,15 +19,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import carray, njit  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
+from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import AHEAD, addresses, as_float, pointer, prefetch, prefetch_row
 
 _NOT_FINITE = 0x7F800000  # the exponent bits of a float32 are all ones
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def to_slab_rows(ids_N: Any, lengths_FB: Any, first_F: Any, rows_F: Any, out_N: Any) -> Any:
     """out = id + first row of its feature's table; returns the index of the first id that is no row, or -1."""
     n = 0
@@ -44,7 +45,7 @@ def to_slab_rows(ids_N: Any, lengths_FB: Any, first_F: Any, rows_F: Any, out_N: 
     return -1
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _row_addresses(address_P: Any, rows_P: Any, row_bytes: Any, out_U: Any) -> None:
     u = 0
     for p in range(address_P.shape[0]):
@@ -76,7 +77,7 @@ def pool(
     _pool(address_U, parts[0][:0, 0], inverse_N, lengths_FB, per_id_N, weighted, mean_F, out_BFD)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _pool(
     address_U: Any,
     kind: Any,
@@ -122,7 +123,7 @@ def _pool(
             n += length
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel(error_model="numpy")
 def pool_backward(
     grad_BFD: Any,
     inverse_N: Any,
@@ -177,7 +178,7 @@ def pool_backward(
     return bad == 0
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def per_id_backward(grad_BFD: Any, weight_UD: Any, inverse_N: Any, lengths_FB: Any, mean_F: Any, out_N: Any) -> None:
     """Gradients of the ids' own weights: the inner product of each id's row with the gradient of its bag."""
     n = 0
@@ -192,7 +193,7 @@ def per_id_backward(grad_BFD: Any, weight_UD: Any, inverse_N: Any, lengths_FB: A
             n += length
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def repeat_bags(pooled_BFD: Any, index_FN: Any, out_NFD: Any) -> None:
     """out[n, f] = pooled[index[f, n], f]: for each sample its bag. Not checked: that there are such bags."""
     for n in range(out_NFD.shape[0]):
@@ -202,7 +203,7 @@ def repeat_bags(pooled_BFD: Any, index_FN: Any, out_NFD: Any) -> None:
                 out_NFD[n, f, j] = pooled_BFD[b, f, j]
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def sum_repeats(grad_NFD: Any, index_FN: Any, out_BFD: Any) -> None:
     """Gradients of bags from those of the samples that have them, in the order of the samples. `out_BFD` is zeros."""
     for n in range(grad_NFD.shape[0]):

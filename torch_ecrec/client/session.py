@@ -12,11 +12,7 @@ one tensor per slab. Rows are slab rows: first row of the table in its slab, plu
 
 from __future__ import annotations
 
-import faulthandler
-import logging
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +23,11 @@ from torch import Tensor
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.loading import Loading
-from torch_ecrec.errors import ClusterUnavailable, TrainersLost
+from torch_ecrec.client.waiting import Waiting
+from torch_ecrec.errors import TrainersLost
 from torch_ecrec.layout.routing import Parts, Route, arrange
 from torch_ecrec.protocol import wire
 from torch_ecrec.runtime.lifetime import belongs_here
-
-log = logging.getLogger(__name__)
 
 ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
 
@@ -74,26 +69,15 @@ class Session:
         self.restarted = restarted
         self.job, self.trainer, self.trainers = client.job, client.trainer, client.job.trainers
         self._tell, self._on_close = tell, on_close
-        self._changed = threading.Condition()
-        self._changes = 0
-        self._awaited: Callable[[], bool] | None = None  # what the user's thread waits for
-        self._error: BaseException | None = None
-        self.told = False  # what went wrong in the background has been raised to the user
+        self._waiting = Waiting(client.settings.give_up_s)
         self._closed = False
         self._routes: deque[Route] = deque(maxlen=ROUTES_KEPT)
         self._ahead: list[_Ahead] = []
         self._loading = Loading(client, self._wait, restarted)
-        client.on_change, client.on_error = self._notify, self.fail
+        client.on_change, client.on_error = self._waiting.notify, self.fail
         belongs_here(self)
 
     # the background -----------------------------------------------------------------------------
-
-    def _notify(self) -> None:
-        """Something changed. Wakes the user's thread only if it can go on: most changes are not what it waits for."""
-        with self._changed:
-            self._changes += 1
-            if self._awaited is not None and (self._error is not None or self._awaited()):
-                self._changed.notify_all()
 
     def known(self) -> dict[str, Any]:
         """What a coordinator that was started again must know."""
@@ -101,9 +85,12 @@ class Session:
 
     def fail(self, error: BaseException) -> None:
         """Something went wrong in the background: the next or present wait raises it."""
-        if self._error is None:
-            self._error = error
-        self._notify()
+        self._waiting.fail(error)
+
+    @property
+    def told(self) -> bool:
+        """What went wrong in the background has been raised to the user."""
+        return self._waiting.told
 
     def on_control(self, message: dict[str, Any]) -> None:
         """A message of the coordinator to this trainer."""
@@ -111,34 +98,13 @@ class Session:
         if self.restarted and self.client.resumed and self.client.origin is None:
             self.fail(TrainersLost("nobody is left who knows that initial values had been loaded; start again"))
 
-    def _wait(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None:
-        """Returns once `condition` holds. `patient`: without progress it says so in the log, and waits on."""
-        limit_s = self.client.settings.give_up_s
-        begin_s = time.monotonic()
-        deadline = begin_s + limit_s
-        with self._changed:
-            seen, self._awaited = self._changes, condition
-            try:
-                while self._error is None and not condition():
-                    if self._changes != seen:
-                        seen, deadline = self._changes, time.monotonic() + limit_s
-                    if time.monotonic() > deadline and patient:
-                        deadline = time.monotonic() + limit_s
-                        log.warning("%s: for %g s so far", what, time.monotonic() - begin_s)
-                    elif time.monotonic() > deadline:
-                        faulthandler.dump_traceback(file=sys.stderr)
-                        raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s")
-                    self._changed.wait(0.5)
-            finally:
-                self._awaited = None
-        if self._error is not None:
-            self.told = True
-            raise self._error
-
     def on_forked(self) -> None:
         """In a forked child: this session is its parent's."""
-        self._changed, self.client._lock = threading.Condition(), threading.Lock()
-        self._error = RuntimeError("a session cannot be used in a forked child of its process")
+        self._waiting.renew(RuntimeError("a session cannot be used in a forked child of its process"))
+        self.client._lock = threading.Lock()
+
+    def _wait(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None:
+        self._waiting.until(condition, what, patient)
 
     def _run_and_wait(self, action: Callable[..., None], *args: Any, what: str) -> Any:
         """Runs a client method whose last argument is a callback; returns what the callback gets."""
@@ -146,7 +112,7 @@ class Session:
 
         def done(*values: Any) -> None:
             result.append(values[0] if values else None)
-            self._notify()
+            self._waiting.notify()
 
         self.client.run(action, *args, done)
         self._wait(lambda: bool(result), what)
@@ -157,7 +123,7 @@ class Session:
     @property
     def over(self) -> bool:
         """Whether there is nothing to wait for: it is closed, something went wrong, or all that was sent survives."""
-        return self._closed or self._error is not None or not self.client.exchanges
+        return self._closed or self._waiting.failed or not self.client.exchanges
 
     @property
     def step(self) -> int:
@@ -221,7 +187,7 @@ class Session:
 
         def done(weights: list[Parts]) -> None:
             ahead.answer.append(weights)
-            self._notify()
+            self._waiting.notify()
 
         self._ahead.append(ahead)
         self.client.run(self.client.lookup, self._route(rows), done)

@@ -25,11 +25,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import first_outside, prefetch_row
 
 FIELD_SIZE = 256  # elements of GF(2^8), so members of a stripe at most
@@ -237,7 +238,7 @@ _sum_product: Any = intrinsic(_type_sum(True))
 # -------------------------------------------------------------------------------------------------------------- kernels
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _xor_rows(target_NW: Any, rows_U: Any, source_UW: Any) -> None:
     words = source_UW.shape[1]
     target, source, none = target_NW.ctypes.data, source_UW.ctypes.data, np.uint64(0)
@@ -248,7 +249,7 @@ def _xor_rows(target_NW: Any, rows_U: Any, source_UW: Any) -> None:
             _add_xor(target + row * words * WORD_BYTES, source + i * words * WORD_BYTES, words, none, none)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _fold_rows(target_NW: Any, rows_U: Any, source_UW: Any, coefficients_U: Any, factors: Any) -> None:
     words = source_UW.shape[1]
     target, source = target_NW.ctypes.data, source_UW.ctypes.data
@@ -266,7 +267,7 @@ def _fold_rows(target_NW: Any, rows_U: Any, source_UW: Any, coefficients_U: Any,
             _add_product(changed, read, words, columns, matrix)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _combine(results_RW: Any, sources_K: Any, coefficients_RK: Any, factors_RKF: Any) -> None:
     """results[i] = the sum over m of coefficients[i, m] * the words at address sources[m].
 
@@ -289,7 +290,7 @@ def _combine(results_RW: Any, sources_K: Any, coefficients_RK: Any, factors_RKF:
                 _sum_product(result, sources, many, first, count, factors + i * many * FACTOR_BYTES)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _combine_rows(target_NW: Any, rows_U: Any, wanted_N: Any, sources_K: Any, coefficients_K: Any, factors: Any) -> Any:
     """Where row rows[i] is wanted: target[rows[i]] = the sum over m of coefficients[m] * row i at address sources[m].
 

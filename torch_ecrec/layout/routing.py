@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.runtime import shared
+from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.tensors import as_array, as_tensor
 
 _WORD_BITS = 64
@@ -31,7 +31,7 @@ _DIGIT_BITS = 8  # of a pass of the sort: its counts stay in the first-level cac
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiplicative hashing (Knuth, TAOCP 3, 6.4)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _unique(rows_N: Any, shift: Any, table: Any, unique_N: Any, index_N: Any) -> Any:
     """Numbers the different rows in the order of their first appearance; returns how many there are.
 
@@ -57,7 +57,7 @@ def _unique(rows_N: Any, shift: Any, table: Any, unique_N: Any, index_N: Any) ->
     return count
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _radix_order(key_U: Any, key_bits: Any, index_bits: Any, order_U: Any) -> None:
     """Indices that sort keys of `key_bits` bits, all of them different; key and index fit into 64 bits together.
 
@@ -83,7 +83,7 @@ def _radix_order(key_U: Any, key_bits: Any, index_bits: Any, order_U: Any) -> No
         order_U[u] = np.int64(now_U[u] & np.uint64((1 << index_bits) - 1))
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _reorder(
     order_U: Any, rows_U: Any, key_U: Any, bits: Any, sorted_U: Any, position_U: Any, rank_U: Any, start_S: Any
 ) -> None:
@@ -106,7 +106,7 @@ def _reorder(
         slot += 1
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _relabel(index_N: Any, rank_U: Any) -> None:
     for i in range(index_N.shape[0]):
         index_N[i] = rank_U[index_N[i]]

@@ -28,15 +28,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.kernel_cache import kernel
 
 Integers = NDArray[np.int64]
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _locate(rows_U: Any, period: Any, slot_of: Any, first_of: Any, slot_U: Any, position_U: Any) -> None:
     """`period` is the rows of a full rotation; `slot_of` and `first_of` are indexed by row % period."""
     for i in range(rows_U.shape[0]):

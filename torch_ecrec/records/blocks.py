@@ -20,10 +20,10 @@ import types
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from torch_ecrec.records.halves import load_block, store_block
 from torch_ecrec.records.merge import BLOCK, sum_block
+from torch_ecrec.runtime.kernel_cache import kernel
 
 
 def _all_blocks(records_PW: Any, positions_V: Any, gradients: Any, dim: Any, values_H: Any, delta_VW: Any) -> None:
@@ -72,7 +72,7 @@ def blockwise(step: Any, halves: bool = False) -> Any:
         kernel(words_PM, halves_PH, positions_V, gradients, dim, bfloat16, values_H, delta_VM)    with `halves`
 
     with `gradients` as for `merge.sum_block`. It counts as a function of the step's own file, under the step's name, so
-    that Numba keeps it in its cache apart from others, and compiles it again when that file changes.
+    that it is kept in the cache apart from others: their code is the same, only `_step` is another.
 
     Args:
         step: see above.
@@ -83,10 +83,10 @@ def blockwise(step: Any, halves: bool = False) -> Any:
     code = code.replace(co_filename=of.__code__.co_filename, co_firstlineno=of.__code__.co_firstlineno)
     loop = types.FunctionType(code, {**globals(), "_step": step, "__name__": of.__module__}, name)
     loop.__qualname__, loop.__module__ = name, of.__module__
-    return njit(nogil=True, cache=True)(loop)
+    return kernel()(loop)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel(error_model="numpy")
 def sum_of_squares(values_UD: Any, i: Any, dim: Any) -> Any:
     """Of the first `dim` values of row i: lane l of 8 adds the elements l, l + 8, l + 16, ... in order, then a tree.
 

@@ -20,15 +20,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from torch_ecrec.records.positions import Bytes, Positions, as_words, require_ascending
 from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.kernel_cache import kernel
 
 Entry = tuple[tuple[Positions, Bytes], ...]
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _match(positions_U: Any, wanted_Q: Any, index_Q: Any) -> Any:
     """index[q] = where wanted[q] is in the ascending positions, or -1; returns the number of matches.
 
@@ -61,7 +61,7 @@ def _match(positions_U: Any, wanted_Q: Any, index_Q: Any) -> Any:
     return count
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _xor_matches(result_QW: Any, deltas_UW: Any, index_Q: Any) -> None:
     for q in range(index_Q.shape[0]):
         index = index_Q[q]

@@ -16,11 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from torch_ecrec.records.positions import Bytes, Floats, Positions, as_words
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import prefetch_row
 
 _INFINITE = np.uint32(0x7F800000)
@@ -30,7 +30,7 @@ _STEP = np.uint32(0x3F000000)  # 0.5: float32 of that size lie 2^-24 apart, as s
 _LEAST_NORMAL_F, _STEP_F = np.float32(2.0**-14), np.float32(0.5)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def float16_of(bits: Any) -> Any:
     """float32 bits, rounded to float16 bits."""
     size = np.uint32(bits & np.uint32(0x7FFFFFFF))
@@ -42,7 +42,7 @@ def float16_of(bits: Any) -> Any:
     return np.uint16(result | np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000)))
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def of_float16(half: Any) -> Any:
     """float16 bits as float32 bits."""
     bits = np.uint32(half)
@@ -55,7 +55,7 @@ def of_float16(half: Any) -> Any:
     return np.uint32(result | np.uint32(np.uint32(bits & np.uint32(0x8000)) << np.uint32(16)))
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def bfloat16_of(bits: Any) -> Any:
     """float32 bits, rounded to bfloat16 bits."""
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -63,7 +63,7 @@ def bfloat16_of(bits: Any) -> Any:
     return np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def load_weights(halves_PH: Any, position: Any, bfloat16: Any, out_UW: Any, u: Any, dim: Any) -> None:
     """out[u, :dim] = the bits of the weights of a record."""
     if bfloat16:
@@ -74,7 +74,7 @@ def load_weights(halves_PH: Any, position: Any, bfloat16: Any, out_UW: Any, u: A
             out_UW[u, j] = of_float16(halves_PH[position, j])
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def store_weights(values_UW: Any, u: Any, bfloat16: Any, out_PH: Any, position: Any, dim: Any) -> None:
     """Rounds the weights of `values[u]` into a record."""
     if bfloat16:
@@ -85,7 +85,7 @@ def store_weights(values_UW: Any, u: Any, bfloat16: Any, out_PH: Any, position: 
             out_PH[position, j] = float16_of(values_UW[u, j])
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def load_block(halves_PH: Any, words_PM: Any, positions_U: Any, bfloat16: Any, dim: Any, out_UW: Any) -> None:
     """The bits of all numbers of some records."""
     first = (dim + 1) // 2
@@ -97,7 +97,7 @@ def load_block(halves_PH: Any, words_PM: Any, positions_U: Any, bfloat16: Any, d
             out_UW[u, dim + j] = words_PM[position, first + j]
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def store_block(
     values_UW: Any,
     bfloat16: Any,
@@ -120,7 +120,7 @@ def store_block(
             delta_UM[u, j] ^= words_PM[position, j]
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _gather(halves_PH: Any, words_PM: Any, positions_U: Any, bfloat16: Any, out_UD: Any) -> None:
     for u in range(positions_U.shape[0]):
         prefetch_row(words_PM, positions_U, u)

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from torch_ecrec.records.halves import records_of
 from torch_ecrec.records.positions import Bytes, Floats, Positions
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.runtime.kernel_cache import kernel
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of splitmix64
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _mix(x: Any) -> Any:
     """The finalizer of splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
@@ -30,7 +30,7 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> np.uint64(31))
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _initialise(
     records_PW: Any, rows_P: Any, seed: Any, first_T: Any, low_T: Any, high_T: Any, index_T: Any, dim: Any
 ) -> None:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import carray, njit  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
 from torch_ecrec.records.positions import Floats, Positions, require_ascending
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import addresses, as_float, pointer
 
 Part = tuple[Positions, NDArray[Any]]
@@ -28,7 +29,7 @@ Part = tuple[Positions, NDArray[Any]]
 BLOCK = 256  # records whose gradients are summed at a time
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _union(left: Any, right: Any, result: Any) -> Any:
     """Union of two ascending arrays into `result`, which has room for both; returns its length."""
     i, j, count = 0, 0, 0
@@ -51,7 +52,7 @@ def _union(left: Any, right: Any, result: Any) -> Any:
     return count
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _find(positions_V: Any, positions_U: Any, index_V: Any) -> None:
     """index[v] = where positions_V[v] is in `positions_U`, both ascending, or -1."""
     u = 0
@@ -63,7 +64,7 @@ def _find(positions_V: Any, positions_U: Any, index_V: Any) -> None:
             index_V[v] = -1
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _add_part(part_UD: Any, index_N: Any, seen_N: Any, sum_ND: Any) -> None:
     """sum[n] += part[index[n]]. The first one of a record is copied: 0 + (-0.0) would not be -0.0."""
     for n in range(sum_ND.shape[0]):
@@ -77,7 +78,7 @@ def _add_part(part_UD: Any, index_N: Any, seen_N: Any, sum_ND: Any) -> None:
                 sum_ND[n, j] = as_float(part_UD[u, j])
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def sum_block(gradients: Any, first: Any, seen_N: Any, sum_ND: Any) -> None:
     """sum[n] = the gradients of record v = first + n, part by part.
 

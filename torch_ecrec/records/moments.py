@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from torch_ecrec.runtime.kernel_cache import kernel
 
 DEFAULTS = {"eps": 1e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0}
 BELOW = {"beta1": 1.0, "beta2": 1.0}
@@ -36,7 +37,7 @@ def of_step(lr: float, iteration: int, fixed: Mapping[str, float]) -> Sequence[f
     return values
 
 
-@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+@kernel(error_model="numpy", inline="always")
 def step_moments(
     records_PW: Any, position: Any, gradients_UD: Any, i: Any, dim: Any, values_H: Any, delta_UW: Any
 ) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import first_outside
 
 Bytes = NDArray[np.uint8]
@@ -15,7 +15,7 @@ Floats = NDArray[np.float32]
 Positions = NDArray[np.int64]
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _ascending(positions_U: Any) -> Any:
     for i in range(1, positions_U.shape[0]):
         if positions_U[i] <= positions_U[i - 1]:

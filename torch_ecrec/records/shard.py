@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from torch_ecrec.codec.field import xor_rows_
@@ -30,12 +29,13 @@ from torch_ecrec.records.positions import Bytes, Floats, Positions, as_words, ch
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import prefetch_row
 
 INITIAL_AT_ONCE = 1 << 16  # records of halves, whose first values are float32 before they are rounded
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _gather(source_PW: Any, positions_U: Any, result_UV: Any) -> None:
     """result[i] = the leading words of source[positions[i]]."""
     for i in range(positions_U.shape[0]):
@@ -45,7 +45,7 @@ def _gather(source_PW: Any, positions_U: Any, result_UV: Any) -> None:
             result_UV[i, j] = source_PW[position, j]
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _gather_bfloat16(source_PW: Any, positions_U: Any, result_UV: Any) -> None:
     """The same, rounded from float32 to bfloat16, to nearest and to even in a tie, as torch does; NaN stays NaN."""
     for i in range(positions_U.shape[0]):
@@ -55,7 +55,7 @@ def _gather_bfloat16(source_PW: Any, positions_U: Any, result_UV: Any) -> None:
             result_UV[i, j] = bfloat16_of(source_PW[position, j])
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def scatter(target_PW: Any, positions_U: Any, values_UW: Any) -> None:
     """target[positions[i]] = values[i]. Not checked: that the positions are rows of the target."""
     for i in range(positions_U.shape[0]):

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
+
+from torch_ecrec.runtime.kernel_cache import kernel
 
 AHEAD = 16  # rows
 LINE_BYTES = 64  # of the processor's caches
@@ -88,7 +90,7 @@ def _type_prefetch(context: Any, address: Any, row_bytes: Any) -> Any:
 prefetch: Any = intrinsic(_type_prefetch)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def first_outside(rows_U: Any, low: Any, limit: Any) -> Any:
     """Index of the first row outside [low, limit), or -1."""
     outside = 0

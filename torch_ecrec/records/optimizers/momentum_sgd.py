@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.schema import StateField
+from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import prefetch_row
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _step(records_PW: Any, positions_U: Any, gradients_UD: Any, values_H: Any, delta_UW: Any) -> None:
     lr, momentum, decay = values_H[0], values_H[1], values_H[2]
     dim = gradients_UD.shape[1]

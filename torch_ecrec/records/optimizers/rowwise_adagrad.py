@@ -16,15 +16,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from torch_ecrec.records.blocks import sum_of_squares
 from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.schema import StateField
+from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import prefetch_row
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _plain(records_PW: Any, positions_U: Any, gradients_UD: Any, values_H: Any, delta_UW: Any) -> None:
     """Without decay and norm, which cost a tenth of its speed even where they do nothing."""
     lr, eps = values_H[0], values_H[1]
@@ -44,7 +44,7 @@ def _plain(records_PW: Any, positions_U: Any, gradients_UD: Any, values_H: Any, 
             delta_UW[i, j] = np.float32(old).view(np.uint32) ^ np.float32(new).view(np.uint32)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _decayed(records_PW: Any, positions_U: Any, gradients_UD: Any, values_H: Any, delta_UW: Any) -> None:
     lr, eps, decay, mode, max_norm = values_H[0], values_H[1], values_H[2], values_H[3], values_H[4]
     one = np.float32(1)
@@ -85,7 +85,7 @@ def _decayed(records_PW: Any, positions_U: Any, gradients_UD: Any, values_H: Any
                     delta_UW[i, j] ^= np.float32(new).view(np.uint32) ^ np.float32(scaled).view(np.uint32)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _step(records_PW: Any, positions_U: Any, gradients_UD: Any, values_H: Any, delta_UW: Any) -> None:
     if values_H[3] == 0 and values_H[4] == 0:
         _plain(records_PW, positions_U, gradients_UD, values_H, delta_UW)

@@ -1,0 +1,315 @@
+"""Kernels in the cache on disk: never one of other sources, whoever starts when; loaded where one is there.
+
+The oracle is what a process computes that compiles everything itself.
+"""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+from numba.core import caching
+from places import ROOT
+from test_architecture import MODULES, TREES, imports, module_of
+
+from torch_ecrec.runtime import kernel_cache
+from torch_ecrec.runtime.kernel_cache import Entries, kernel, source_files
+
+LIMIT_S = 300  # only a hang reaches it
+COVERED = {name for name, path in MODULES.items() if path in source_files()}
+
+INNER = """
+import numba
+from torch_ecrec.runtime.kernel_cache import kernel
+
+CONSTANT = 10
+
+@kernel(inline="always")
+def spliced(x):
+    return x + 1
+
+@kernel()
+def called(x):
+    return x + 100
+
+called_of_numba = numba.njit(cache=True)(called.py_func)
+"""
+OUTER = """
+import numba
+from torch_ecrec.runtime.kernel_cache import kernel
+from torch_ecrec.records.inner import CONSTANT, called, called_of_numba, spliced
+
+@kernel()
+def outer(x):
+    return spliced(x) + called(x) + CONSTANT
+
+@numba.njit(cache=True)
+def outer_of_numba(x):
+    return called_of_numba(x)
+"""
+RUN = """
+import json
+from torch_ecrec.records import outer
+kinds = {"ours": outer.outer, "numba's": outer.outer_of_numba}
+said = {name: [kernel(0), sum(kernel.stats.cache_hits.values())] for name, kernel in kinds.items()}
+print(json.dumps({**said, "folder": str(outer.outer.stats.cache_path)}))
+"""
+
+
+class Installed:
+    """A copy of the package, with two modules more; processes that run it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.records = folder / "torch_ecrec" / "records"
+        shutil.copytree(ROOT / "torch_ecrec", folder / "torch_ecrec", ignore=shutil.ignore_patterns("__pycache__"))
+        (self.records / "inner.py").write_text(INNER)
+        (self.records / "outer.py").write_text(OUTER)
+
+    def change_inner(self, old: str, new: str) -> None:
+        source = (self.records / "inner.py").read_text()
+        assert source.count(old) == 1
+        (self.records / "inner.py").write_text(source.replace(old, new))
+
+    def run(self) -> dict:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+        done = subprocess.run(
+            [sys.executable, "-c", RUN],
+            env={**environment, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout)
+        assert said["folder"] == str(self.records / "__pycache__"), "another torch_ecrec than the copy was run"
+        return said
+
+    def entries(self) -> set[str]:
+        """Of `outer`."""
+        return {path.name for path in (self.records / "__pycache__").glob("outer.outer-*.nbc")}
+
+
+def test_a_change_of_what_a_kernel_calls_is_a_change_of_the_kernel(tmp_path):
+    installed = Installed(tmp_path)
+    first = installed.run()
+    assert (first["ours"], first["numba's"]) == ([111, 0], [100, 0])
+    entries = installed.entries()
+    assert len(entries) == 1
+    again = installed.run()
+    assert (again["ours"], again["numba's"]) == ([111, 1], [100, 1]), "each was loaded"
+
+    installed.change_inner("return x + 100", "return x + 200")
+    changed = installed.run()
+    assert changed["numba's"] == [100, 1], "Numba looks at other files by itself now: is kernel_cache.py still needed?"
+    assert changed["ours"] == [211, 0]
+    assert len(installed.entries()) == 1 and not installed.entries() & entries, "the old one is gone"
+
+    installed.change_inner("return x + 1\n", "return x + 2\n")
+    installed.change_inner("CONSTANT = 10", "CONSTANT = 20")
+    assert installed.run()["ours"] == [222, 0]
+    assert installed.run()["ours"] == [222, 1]
+    assert len(installed.entries()) == 1
+
+
+def test_numba_itself_may_load_old_data_while_a_changed_kernel_is_saved(tmp_path, monkeypatch):
+    """Why entries are files of their own: the race of processes that start after an upgrade, step by step."""
+    folder = str(tmp_path)
+    caching.IndexDataCacheFile(folder, "f.py311", "old sources").save("key", "old code")
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", lambda *_: None)  # one process is as far as this
+    caching.IndexDataCacheFile(folder, "f.py311", "new sources").save("key", "new code")
+    other = caching.IndexDataCacheFile(folder, "f.py311", "new sources")
+    assert other.load("key") == "old code", "Numba has no such race any more: is `Entries` still needed?"
+
+
+def test_an_entry_is_whole_or_not_there(tmp_path, monkeypatch):
+    old, new, other = "0" * 16, "1" * 16, Entries(tmp_path, "f.py311", "1" * 16)
+    Entries(tmp_path, "f.py311", old).save("key", "old code")
+    assert other.load("key") is None
+    seen = []
+    replace = os.replace
+
+    def meanwhile(part, path):
+        seen.append(other.load("key"))
+        replace(part, path)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    Entries(tmp_path, "f.py311", new).save("key", "new code")
+    assert seen == [None], "another process looked while it was saved"
+    assert other.load("key") == "new code"
+    assert len(list(tmp_path.iterdir())) == 1, "the old one is gone, and what was written first"
+
+
+def test_an_entry_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        Entries(tmp_path, "f.py311", "0" * 16).save("key", "code")
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_entries_of_other_sources_are_removed(tmp_path):
+    old, new = "0" * 16, "1" * 16
+    Entries(tmp_path, "f.py311", old).save("key", "of f")
+    Entries(tmp_path, "renamed.py311", old).save("key", "of a function that there is no longer")
+    Entries(tmp_path, "f.py312", old).save("key", "another interpreter's")
+    users = ["f.py311.1.nbc", "f.py311.nbi", "f.cpython-311.pyc", f"f.py311.{old}.nbc"]
+    for name in users:
+        (tmp_path / name).write_bytes(b"")
+    first, second = Entries(tmp_path, "f.py311", new), Entries(tmp_path, "g.py311", new)
+    first.save("key", "of f")
+    second.save("key", "of g")
+    first.save("another key", "of f, for another signature")
+    left = {path.name for path in tmp_path.iterdir()} - set(users)
+    assert sorted(name.rpartition(".")[0].rpartition(".")[0] for name in left) == [
+        f"f.py311.{new}",
+        f"f.py311.{new}",
+        f"f.py312.{old}",
+        f"g.py311.{new}",
+    ]
+    assert (first.load("key"), first.load("another key")) == ("of f", "of f, for another signature")
+    first.flush()
+    assert first.load("key") is None and first.load("another key") is None
+    assert second.load("key") == "of g"
+    assert all((tmp_path / name).exists() for name in users)
+
+
+def test_an_entry_of_another_key_is_not_taken(tmp_path):
+    entries = Entries(tmp_path, "f.py311", "0" * 16)
+    entries.save("key", "code")
+    entries._path("key").rename(entries._path("another"))
+    assert entries.load("another") is None
+
+
+def test_options_are_numbas_and_the_cache_is_where_the_user_says(tmp_path, monkeypatch):
+    def halved(x):
+        return x / 2
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    made, plain = kernel(error_model="numpy", inline="always")(halved), numba.njit(nogil=True)(halved)
+    assert made.targetoptions == {**plain.targetoptions, "error_model": "numpy", "inline": "always"}
+    assert made(3.0) == 1.5 and not made.stats.cache_hits
+    assert len(list(tmp_path.rglob("*.nbc"))) == 1
+    again = kernel(error_model="numpy", inline="always")(halved)
+    assert again(3.0) == 1.5 and sum(again.stats.cache_hits.values()) == 1
+    again.recompile()
+    assert again(3.0) == 1.5 and len(list(tmp_path.rglob("*.nbc"))) == 1
+
+
+def test_the_cache_is_the_users_where_the_sources_may_not_be_written(tmp_path, monkeypatch):
+    def read_only(_):
+        raise PermissionError("read-only")
+
+    def doubled(x):
+        return x * 2
+
+    monkeypatch.setattr(caching.InTreeCacheLocator, "ensure_cache_path", read_only)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kernel()(doubled)(2) == 4
+    (entry,) = tmp_path.rglob("*.nbc")
+    assert kernel_cache.digest_of_sources() in entry.name
+    again = kernel()(doubled)
+    assert again(2) == 4 and sum(again.stats.cache_hits.values()) == 1
+
+
+def test_numba_may_be_told_not_to_compile(monkeypatch):
+    def same(x):
+        return x
+
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert kernel()(same) is same
+
+
+def test_the_digest_is_of_names_bytes_and_numba(tmp_path, monkeypatch):
+    def digest():
+        return kernel_cache.digest_of_sources.__wrapped__()
+
+    for room in kernel_cache.ROOMS:
+        (tmp_path / room).mkdir()
+    (tmp_path / "client").mkdir()
+    (tmp_path / "client" / "pooling.py").write_text("a = 1\n")
+    monkeypatch.setattr(kernel_cache, "PACKAGE", tmp_path)
+    seen = [digest()]
+    for change in (
+        lambda: (tmp_path / "codec" / "field.py").write_text("b = 1\n"),
+        lambda: (tmp_path / "codec" / "field.py").write_text("b = 2\n"),
+        lambda: (tmp_path / "codec" / "field.py").rename(tmp_path / "codec" / "moved.py"),
+        lambda: monkeypatch.setattr(numba, "__version__", "another"),
+    ):
+        change()
+        seen.append(digest())
+    assert len(set(seen)) == 5
+    assert digest() == seen[-1]
+
+
+# --- what the digest covers, read from the source --------------------------------------------------------------------
+
+
+def test_the_digest_covers_every_module_of_kernels_and_what_these_import():
+    """A function or a constant inside a kernel comes from a module that its own module imports, or one behind that."""
+    defining = {name for name, tree in TREES.items() for target, _ in imports(tree) if target.startswith("numba")}
+    defining |= {
+        name
+        for name, tree in TREES.items()
+        for target, _ in imports(tree)
+        if module_of(target) == "torch_ecrec.runtime.kernel_cache"
+    }
+    assert len(defining) > 20
+    assert defining - {"torch_ecrec.bench.codec"} <= COVERED, "name its room in kernel_cache.ROOMS"
+    for name in COVERED:
+        targets = {module_of(target) for target, _ in imports(TREES[name], for_types=False)}
+        assert {target for target in targets if target is not None} <= COVERED | {"torch_ecrec"}, name
+
+
+def test_every_kernel_is_one_of_ours():
+    """`cache=True` is said nowhere, nor is Numba's own decorator, but in a benchmark that keeps nothing."""
+    for name, tree in TREES.items():
+        cached = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "cache"]
+        assert not cached, f"{name}: lines {cached}"
+        spelled = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree)}
+        if spelled & {"njit", "jit", "vectorize", "guvectorize", "stencil", "cfunc"}:
+            assert name in ("torch_ecrec.runtime.kernel_cache", "torch_ecrec.bench.codec"), name
+
+
+def test_make_compiles_again_when_the_digest_is_another():
+    (line,) = re.findall(r"^KERNELS := \$\(wildcard (.*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {path for pattern in line.split() for path in ROOT.glob(pattern)} == set(source_files())
+
+
+def test_warm_kernels_are_loaded_by_the_next_process(tmp_path):
+    """With two of the package's own."""
+    code = """
+import json, numpy as np
+from torch_ecrec.runtime.kernels import first_outside
+from torch_ecrec.records.optimizers import optimizer
+rows = np.arange(4)
+first_outside(rows, 0, 4)
+sgd = optimizer("sgd")
+records, delta = np.ones((4, 2), np.float32), np.empty((4, 2), np.uint32)
+sgd.kernel(records, rows, np.ones((4, 2), np.float32), np.array([0.1], np.float32), delta)
+kernels = [first_outside, sgd.kernel]
+stats = [kernel.stats for kernel in kernels]
+print(json.dumps([[sum(found.cache_hits.values()), sum(found.cache_misses.values())] for found in stats]))
+"""
+    said = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(json.loads(done.stdout))
+    assert said == [[[0, 1]] * 2, [[1, 0]] * 2]

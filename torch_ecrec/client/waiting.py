@@ -1,0 +1,76 @@
+"""The user's thread waits for what the background brings about: with a time limit, and for errors, too."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from torch_ecrec.errors import ClusterUnavailable
+
+log = logging.getLogger(__name__)
+
+
+class Waiting:
+    """One thread calls `until`; any thread `notify` and `fail`.
+
+    Args:
+        limit_s: a wait without any change for so long fails.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._awaited: Callable[[], bool] | None = None
+        self._error: BaseException | None = None
+        self.told = False  # the error has been raised
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is nothing to wait for any more: an error."""
+        return self._error is not None
+
+    def renew(self, error: BaseException) -> None:
+        """In a forked child: whatever waits or will wait fails."""
+        self._changed, self._error = threading.Condition(), error
+
+    def fail(self, error: BaseException) -> None:
+        """The next or present wait raises it; the first one counts."""
+        if self._error is None:
+            self._error = error
+        self.notify()
+
+    def notify(self) -> None:
+        """Something changed. Wakes the user's thread only if it can go on: most changes are not what it waits for."""
+        with self._changed:
+            self._changes += 1
+            if self._awaited is not None and (self._error is not None or self._awaited()):
+                self._changed.notify_all()
+
+    def until(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None:
+        """Returns once `condition` holds. `patient`: without progress it says so in the log, and waits on."""
+        limit_s = self._limit_s
+        begin_s = time.monotonic()
+        deadline = begin_s + limit_s
+        with self._changed:
+            seen, self._awaited = self._changes, condition
+            try:
+                while self._error is None and not condition():
+                    if self._changes != seen:
+                        seen, deadline = self._changes, time.monotonic() + limit_s
+                    if time.monotonic() > deadline and patient:
+                        deadline = time.monotonic() + limit_s
+                        log.warning("%s: for %g s so far", what, time.monotonic() - begin_s)
+                    elif time.monotonic() > deadline:
+                        faulthandler.dump_traceback(file=sys.stderr)
+                        raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s")
+                    self._changed.wait(0.5)
+            finally:
+                self._awaited = None
+        if self._error is not None:
+            self.told = True
+            raise self._error

@@ -1,0 +1,141 @@
+"""`kernel`, the decorator of every compiled function: Numba's `njit`, with entries of our own in its cache on disk.
+
+Numba keeps what it compiled under the content of the file that defines a function. But a kernel has inside, from other
+files too, the code of all that it calls and the values of constants. When only such a file changed, with an upgrade,
+Numba would go on running what it compiled of the old one: other bits than other processes have, and nobody is told. So
+the name of an entry has a digest of the sources of all kernels:
+
+    __pycache__/field._fold_rows-251.py311.5d0c...41.9b7e...c3.nbc
+                                           sources   signature, processor, the function's code
+
+Invariants, with any number of processes that start at once:
+
+    an entry is a file, whole or not there, and is written once for all under its name; there is no index, whose lines
+    may be of one process and its data of another
+
+    whoever writes an entry removes those of other sources from the folder: they do not pile up
+
+Where entries lie is Numba's choice and the user's (NUMBA_CACHE_DIR): beside the sources, or below ~/.cache where that
+may not be written. Sources must be files: they are read when the first kernel is defined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import pickle
+import re
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache
+from numba.core.serialize import dumps
+from numba.extending import is_jitted
+
+PACKAGE = Path(__file__).resolve().parent.parent
+# Whole rooms: kernels use functions and constants of each other, and to compile once too often costs seconds only.
+# The Makefile names the same ones.
+ROOMS = ("codec", "layout", "records", "runtime")
+FILES = ("client/pooling.py",)
+
+
+def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compiles the decorated function for each signature that it is called with, or loads it from the cache.
+
+    Args:
+        options: Numba's (`error_model`, `inline`), but not `cache`. All kernels run without the interpreter's lock.
+
+    Raises:
+        RuntimeError: Numba finds no folder that it may write for its cache.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        dispatcher: Any = numba.njit(nogil=True, **options)(function)
+        compiles = is_jitted(dispatcher)  # else the user has set NUMBA_DISABLE_JIT
+        if compiles:
+            dispatcher._cache = KernelCache(function)
+        return dispatcher
+
+    return compiled
+
+
+def source_files() -> list[Path]:
+    """Of all that may be inside a kernel, in a fixed order."""
+    rooms = (path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))
+    return sorted([*rooms, *(PACKAGE / name for name in FILES)])
+
+
+@functools.cache
+def digest_of_sources() -> str:
+    """16 hexadecimal digits, other ones for other sources or another Numba."""
+    digest = hashlib.blake2b(numba.__version__.encode(), digest_size=8)
+    for path in source_files():
+        source = path.read_bytes()
+        digest.update(f"\n{path.relative_to(PACKAGE).as_posix()} {len(source)}\n".encode())
+        digest.update(source)
+    return digest.hexdigest()
+
+
+class KernelCache(FunctionCache):
+    """Numba's cache of a function, with other files."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        entries: Any = Entries(Path(self.cache_path), self._impl.filename_base, digest_of_sources())
+        self._cache_file = entries
+
+
+class Entries:
+    """What is kept of one function: a file for each key of Numba's, beside those of other functions.
+
+    Args:
+        folder: where.
+        name: of the function, different for each in the folder; ends in a tag of the interpreter (".py311").
+        sources: their digest.
+    """
+
+    def __init__(self, folder: Path, name: str, sources: str) -> None:
+        self._folder, self._name, self._sources = folder, name, sources
+
+    def load(self, key: Any) -> Any:
+        """What was saved under the key; None: nothing."""
+        try:
+            found = self._path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        of, data = pickle.loads(found)
+        return data if of == key else None
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keeps `data`, and removes from the folder what is of other sources."""
+        path = self._path(key)
+        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        try:
+            part.write_bytes(dumps((key, data)))  # type: ignore[no-untyped-call]
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        tag = re.escape(self._name.rpartition(".")[2])
+        of_others = re.compile(rf".*\.{tag}\.(?!{self._sources})[0-9a-f]{{16}}\.[0-9a-f]{{32}}\.nbc")
+        self._remove(lambda name: of_others.fullmatch(name) is not None)
+
+    def flush(self) -> None:
+        """Removes what is kept of the function."""
+        start = f"{self._name}.{self._sources}."
+        self._remove(lambda name: name.startswith(start) and name.endswith(".nbc"))
+
+    def _path(self, key: Any) -> Path:
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+        return self._folder / f"{self._name}.{self._sources}.{digest}.nbc"
+
+    def _remove(self, which: Callable[[str], bool]) -> None:
+        for name in filter(which, os.listdir(self._folder)):
+            # Another process was first; or it is another user's, in a folder where that forbids it: nobody reads it.
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                os.unlink(self._folder / name)
