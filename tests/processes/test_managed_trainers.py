@@ -35,9 +35,11 @@ def as_one_process(rank: int, form: str, alone: dist.ProcessGroup, mine: Any, se
     oracle = stock(Net("adagrad", "distance", form), ShardingEnv.from_process_group(alone)) if rank == 0 else None
     names = [name for name in mine.state_dict() if "_embedding_module" in name]
     state = mine.state_dict()
-    if oracle is not None:
-        state |= {name: whole(oracle.state_dict()[name]).clone() for name in names}
-    mine.load_state_dict(state)  # trainer 0's tables count
+    for name in names:  # whole: trainer 0's tables count, the others' are not looked at
+        state[name] = torch.empty(state[name].size(), device="meta")
+        if oracle is not None:
+            state[name] = whole(oracle.state_dict()[name]).clone()
+    mine.load_state_dict(state)
     for seed in range(STEPS):
         batches = [batch_of(4, 10 * seed + each) for each in range(2)]
         torch.manual_seed(seed + 100 * rank)

@@ -69,6 +69,8 @@ def train(way: str, out: Path, kill_after: int = 0) -> list[dict[str, Any]]:
     ("way", "step"),
     [
         ("rollback", 8),  # where one has just been
+        pytest.param("checkpoint", 8, marks=pytest.mark.slow),
+        pytest.param("checkpoint", 5, marks=pytest.mark.slow),
         pytest.param("plain", 8, marks=pytest.mark.slow),
         pytest.param("rollback", 5, marks=pytest.mark.slow),
         pytest.param("rollback", 12, marks=pytest.mark.slow),
@@ -84,7 +86,7 @@ def train(way: str, out: Path, kill_after: int = 0) -> list[dict[str, Any]]:
     ],
 )
 def test_a_loop_with_a_trainer_and_a_server_lost_sees_and_learns_the_same(way: str, step: int, tmp_path: Path) -> None:
-    expected = train(way, tmp_path / "undisturbed")
+    expected = train("plain" if way == "checkpoint" else way, tmp_path / "undisturbed")
     assert all(result["first_life"] for result in expected)
     found = train(way, tmp_path / "disturbed", step)
     assert not any(result.pop("first_life") for result in found), "no trainer was started again"

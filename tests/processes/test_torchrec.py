@@ -29,6 +29,7 @@ from models import (
     spawn,
     train,
 )
+from shards import all_whole
 
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.dense import unpack
@@ -49,7 +50,8 @@ def compare_with_torchrec(trainers: int, trainer: int, kind: str) -> None:
             model = plain_torchrec(module, trainers)
         losses = train(model, batches)
         state = model.fused_optimizer.state_dict()["state"]
-        ends.append((losses, model.state_dict(), state))
+        rows = model.state_dict()
+        ends.append((losses, all_whole(rows), all_whole(state)) if ours else (losses, rows, state))
     (our_losses, our_rows, our_state), (losses, rows, state) = ends
     print(kind, "losses", losses)
     torch.testing.assert_close(torch.tensor(our_losses), torch.tensor(losses), rtol=1e-5, atol=1e-6)
@@ -115,19 +117,22 @@ def two_trainers(trainer: int, folder: str) -> None:
 
 
 def put_back(trainer: int) -> None:
-    """A load in training is of all trainers, and of trainer 0's values: the same steps come out the same."""
+    """A load in training is of all trainers: of sharded tensors each one's rows count, of whole ones trainer 0's."""
     model, session = shard(Net(collection("adagrad")), 2, trainer)
     train(model, [batch_of(4, trainer)])
     saved, optimizer = copy.deepcopy((model.state_dict(), model.fused_optimizer.state_dict()))
     batches = [batch_of(4, seed + trainer) for seed in (10, 20)]
     train(model, batches)
     first = [records.clone() for records in session.records]
+    whole = all_whole(saved), all_whole(optimizer)
     if trainer == 1:
-        saved = {name: value if name in dict(dense_parameters(model)) else value + 1 for name, value in saved.items()}
-    model.load_state_dict(saved)
-    model.fused_optimizer.load_state_dict(optimizer)
-    train(model, batches)
-    assert all(map(torch.equal, session.records, first)) and session.step == 6
+        dense = dict(dense_parameters(model))
+        whole[0].update({name: value + 1 for name, value in whole[0].items() if name not in dense})
+    for i, (weights, states) in enumerate([(saved, optimizer), whole]):
+        model.load_state_dict(dict(weights))
+        model.fused_optimizer.load_state_dict(states)
+        train(model, batches)
+        assert all(map(torch.equal, session.records, first)) and session.step == 6 + 2 * i
 
 
 def load_not_alike(trainer: int) -> None:
@@ -140,10 +145,10 @@ def load_not_alike(trainer: int) -> None:
         with pytest.raises(
             RuntimeError, match=r"step 2: this trainer (loads x|trains), and another one does something"
         ):
-            step.begin_load("x") if trainer == who_loads else step._check_finite(rows, gradients, True)
+            step.begin_load("x", 1) if trainer == who_loads else step._check_finite(rows, gradients, True)
     with pytest.raises(RuntimeError, match=r"this trainer loads table [01], and another"):
-        step.begin_load(f"table {trainer}")
-    step.begin_load("x")
+        step.begin_load(f"table {trainer}", 1)
+    assert step.begin_load("x", 3 - trainer) == 3
 
 
 def share_snapshot(trainer: int) -> None:

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import pytest
 import torch
 from fake_session import FakeSession
-from test_client import VirtualSession
 from torch import Tensor
+from virtual_session import VirtualSession
 
 from torch_ecrec.client.session import Session
 from torch_ecrec.nn.backend import EmbeddingBackend
@@ -300,7 +300,7 @@ def test_what_is_overwritten_in_training_is_read_and_looked_up(session: Any) -> 
     before = all_records(session)
     session.look_ahead(rows)
     values = random_of(5, JOB.slabs[0].rows, before[0].shape[1])
-    session.overwrite(0, every(0), values)
+    session.overwrite(0, every(0), values.view(torch.uint8))
     before[0] = values.clone()
     values.zero_()
     assert all(map(torch.equal, all_records(session), before)), "copied, and nothing else has changed"
@@ -310,16 +310,30 @@ def test_what_is_overwritten_in_training_is_read_and_looked_up(session: Any) -> 
     assert session.step == 3
 
 
+def test_some_bytes_of_records_may_be_overwritten(session: Any) -> None:
+    """Of slab 1, rows of 8 weights and one number of state: weights 2 to 4, then the state; then nothing at all."""
+    step(session, 1)
+    before, rows = all_records(session), torch.tensor([3, 4, 16])
+    values = random_of(6, 3, 4)
+    session.overwrite(1, rows, values[:, :3].contiguous().view(torch.uint8), 2 * 4)
+    session.overwrite(1, rows[1:], values[1:, 3:].contiguous().view(torch.uint8), 8 * 4)
+    session.overwrite(1, rows[:0], None)
+    before[1][rows, 2:5] = values[:, :3]
+    before[1][rows[1:], 8] = values[1:, 3]
+    assert all(map(torch.equal, all_records(session), before)) and session.step == 2
+
+
 def test_bad_overwrites_are_refused(lives: Lives) -> None:
-    session, record = lives.session, torch.zeros(1, JOB.slabs[0].schema.width)
+    session, record = lives.session, torch.zeros(1, JOB.slabs[0].schema.nbytes, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="calls `loaded`"):
         session.overwrite(0, torch.tensor([1]), record)
     session.loaded()
-    with pytest.raises(ValueError, match="must give the records"):
-        session.overwrite(0, torch.tensor([1]), None)
     for bad in ([51], [-1], [3, 2]):
         with pytest.raises(ValueError, match="`rows` must be"):
             session.overwrite(0, torch.tensor(bad), record.repeat(len(bad), 1))
+    for rows, values, first in ([1, 2], record, 0), ([1], record, 1), ([1], record, -1), ([1], record[:, :0], 0):
+        with pytest.raises(ValueError, match=r"`values` must have [12] rows of bytes of records, which"):
+            session.overwrite(0, torch.tensor(rows), values, first)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -340,7 +354,7 @@ def test_the_next_life_has_what_was_overwritten_if_the_step_ended_with_it(
     snapshot = torch.tensor([steps, 2, 3], dtype=torch.uint8), [steps, steps]
     if ended and steps:
         session.snapshot(*snapshot)
-    session.overwrite(0, torch.arange(5), values)
+    session.overwrite(0, torch.arange(5), values.view(torch.uint8))
     if not ended and steps:
         session.snapshot(*snapshot)
         plain[0][:5] = values
@@ -348,12 +362,12 @@ def test_the_next_life_has_what_was_overwritten_if_the_step_ended_with_it(
     lives.die()
     session = lives.session
     session.loaded()
-    session.overwrite(0, torch.arange(5), values + 1)
+    session.overwrite(0, torch.arange(5), (values + 1).view(torch.uint8))
     if not steps:
         plain[0][:5] = values + 1
     assert session.resume()[0] == steps
     assert all(map(torch.equal, all_records(session), plain))
-    session.overwrite(0, torch.arange(5), values + 2)
+    session.overwrite(0, torch.arange(5), (values + 2).view(torch.uint8))
     plain[0][:5] = values + 2
     assert all(map(torch.equal, all_records(session), plain)) and session.step == steps + 1
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import wait_until
+from virtual_session import VirtualSession
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
@@ -329,19 +330,6 @@ def test_a_cluster_that_does_not_come_is_not_waited_for_longer_than_give_up_s():
 
 
 # initial values over the simulated cluster --------------------------------------------------------
-
-
-class VirtualSession(Session):
-    """Waits by letting virtual time pass."""
-
-    cluster: SimulatedCluster
-
-    def _wait(self, condition, what, patient=False):
-        for _ in range(10_000):
-            if condition():
-                return
-            self.cluster.network.clock.advance()
-        raise AssertionError(what)
 
 
 def session_over(code: CodeSpec) -> VirtualSession:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from faults import CODES, THREE_TWO, WAYS, check, found, hunt_at, oracle
-from test_client import VirtualSession
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from virtual_session import VirtualSession
 
 from torch_ecrec.client import client as client_module
 from torch_ecrec.nn.parallel import DistributedModelParallel
@@ -229,7 +229,7 @@ def train(model: DistributedModelParallel, steps: int) -> None:
 def test_a_server_lost_before_the_first_batch_is_replaced(index, trainer):
     """A table with an `init_fn` was loaded; its parity is that of a table that the servers initialised, too."""
     healthy, cluster = new_cluster(), new_cluster()
-    right = model_over(healthy).state_dict()
+    right = model_over(healthy).full_state_dict()
     assert bool((right[NAMES[0]] == 7.5).all()) and not bool((right[NAMES[1]] == 7.5).any())
     model = model_over(cluster)
     lose(cluster, index)
@@ -239,7 +239,7 @@ def test_a_server_lost_before_the_first_batch_is_replaced(index, trainer):
     until_whole(cluster)
     assert cluster.run.kills == 1
     for name, table in right.items():
-        assert torch.equal(model.state_dict()[name], table), name
+        assert torch.equal(model.full_state_dict()[name], table), name
     check_parity(cluster.slots())
 
 
@@ -248,7 +248,7 @@ def test_what_the_next_life_does_not_load_is_as_the_servers_made_it():
     cluster, plain = new_cluster(), new_cluster()
     model_over(cluster)
     other_life(cluster)
-    mine, right = (model_over(each, own=False).state_dict() for each in (cluster, plain))
+    mine, right = (model_over(each, own=False).full_state_dict() for each in (cluster, plain))
     assert all(torch.equal(mine[name], right[name]) for name in NAMES)
 
 
@@ -256,7 +256,7 @@ def test_what_the_next_life_does_not_load_is_as_the_servers_made_it():
 @pytest.mark.parametrize("loses", (False, True), ids=("", "while a slot is lost"))
 def test_a_script_that_loads_before_it_attaches_may_be_restarted(loses):
     """Its reads and loads before `attach` killed one server after the other, and DataLoss ended the job."""
-    saved = model_over(new_cluster()).state_dict()
+    saved = model_over(new_cluster()).full_state_dict()
     ends = {}
     for disturbed in (False, True):
         cluster = new_cluster()
@@ -272,11 +272,11 @@ def test_a_script_that_loads_before_it_attaches_may_be_restarted(loses):
             other_life(cluster)
             model = model_over(cluster, restarted=True)
             model.load_state_dict(dict(saved))
-            assert not torch.equal(model.state_dict()[NAMES[0]], saved[NAMES[0]]), "it is where training goes on"
+            assert not torch.equal(model.full_state_dict()[NAMES[0]], saved[NAMES[0]]), "it is where training goes on"
             model.attach()
             assert model.steps_done == 11 and model.session.step == 12, "no step after the 12th had begun"
             train(model, 20)
-        ends[disturbed] = model.state_dict()
+        ends[disturbed] = model.full_state_dict()
         until_whole(cluster)
         assert cluster.run.fatal is None and cluster.run.kills == (loses and disturbed)
     for name, table in ends[False].items():
@@ -395,7 +395,7 @@ def loads_as_they_come(patch):
 
     def eager(self, request, reply):
         if request.step > self.rule.applied + 1:
-            self.inbox.loads[self.rule.applied + 1] = msgspec.structs.replace(request, step=self.rule.applied + 1)
+            self.inbox.put(msgspec.structs.replace(request, step=self.rule.applied + 1))
         on_load(self, request, reply)
 
     on_load = slot_module.Slot._on_load

@@ -12,18 +12,19 @@ import torch
 from faults import CODES, THREE_TWO, WAYS, WIDTHS, check, found, hunt_at, oracle, points, sweep
 
 from torch_ecrec.client.client import Client
+from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.testing import Scenario, simulate, simulation
 from torch_ecrec.testing.scenario import Load, touched
 from torch_ecrec.transport.local import CRASH_COORDINATOR, FAULTS
 
 BEFORE, WITHIN, AFTER = (0, True), (1, False), (1, True)  # the first step; one has ended, or has not
 OVERWRITES = (
-    (*BEFORE, Load(0, 0, 9)),
+    (*BEFORE, Load(0, 0, 9, writers="rows")),
     (*WITHIN, Load(0, 4, 12, change=True)),
-    (*WITHIN, Load(1, 3, 8)),
-    (*AFTER, Load(0, 15, 20, change=True)),
-    (2, False, Load(1, 2, 9, change=True)),
-    (2, True, Load(0, 0, 25, change=True)),
+    (*WITHIN, Load(1, 3, 8, writers="all")),
+    (*AFTER, Load(0, 15, 20, change=True, writers="columns")),
+    (2, False, Load(1, 2, 9, change=True, writers="rows")),
+    (2, True, Load(0, 0, 25, change=True, writers="rows")),
 )
 TRAINING = Scenario(steps=3, spares=2, overwrites=OVERWRITES)
 RETURNING = dataclasses.replace(TRAINING, trainers_return=True)
@@ -41,6 +42,14 @@ def test_what_is_loaded_is_what_the_rows_hold():
     assert torch.equal(loaded.records[0][rows], expected[rows])
     for number in range(len(OVERWRITES)):
         assert torch.equal(loaded.overwritten[number, 0], loaded.overwritten[number, 1]), "all trainers read the same"
+
+
+@pytest.mark.parametrize("writers", ("first", "columns", "all"))
+def test_it_does_not_matter_who_writes_what_of_a_load(writers):
+    """Trainer 0 everything; each trainer some bytes of every record; all of them everything: the last one's counts."""
+    changed = tuple((*when, dataclasses.replace(load, writers=writers)) for *when, load in OVERWRITES)
+    for scenario in (TRAINING, dataclasses.replace(TRAINING, trainers=3)):
+        check(dataclasses.replace(scenario, overwrites=changed)).check_against(oracle(scenario))
 
 
 @pytest.mark.parametrize("code", CODES[1:], ids=str)
@@ -107,6 +116,30 @@ def test_random_schedules(way):
 # mutations ----------------------------------------------------------------------------------------
 
 
+def writes_as_they_come(patch):
+    """Of what several trainers write, that which came last counts, and not that of the last of them."""
+    patch.setattr(Inbox, "due", as_they_come(Inbox.due))
+
+
+def as_they_come(due):
+    def unordered(self, step):
+        found = due(self, step)
+        return list(self.loads[step].values()) if isinstance(found, list) else found
+
+    return unordered
+
+
+def one_load_is_enough(patch):
+    """A step is due when one trainer has loaded and the others have not said anything."""
+
+    def eager(self, step):
+        found = due(self, step)
+        return list(self.loads[step].values()) if found is None and self.loads.get(step) else found
+
+    due = Inbox.due
+    patch.setattr(Inbox, "due", eager)
+
+
 def snapshot_is_waited_for(patch):
     """The step before waits for a snapshot that is taken after the load."""
     patch.setattr(Client, "without_snapshot", lambda self: None)
@@ -128,6 +161,8 @@ RETURN = dict(steps=3, spares=2, overwrites=OVERWRITES, trainers_return=True)
 MUTATIONS = {
     snapshot_is_waited_for: hunt_at("Load", "drop", **RETURN),
     loads_count: hunt_at("Load", "crash_sender", **RETURN),
+    writes_as_they_come: hunt_at("Load", "drop", **RETURN),
+    one_load_is_enough: hunt_at("Load", "drop", **RETURN),
 }
 
 

@@ -127,19 +127,25 @@ class FakeSession:
         if not bool((rows[1:] > rows[:-1]).all()) or not bool(((rows >= 0) & (rows < self.job.slabs[slab].rows)).all()):
             raise ValueError("`rows` must be ascending and unique")
 
-    def overwrite(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
+    def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
         self._check_training()
+        mine: Any = None
+        if values is not None:
+            self._check_rows(slab, rows)
+            end, nbytes = first_byte + values.shape[1], self.job.slabs[slab].schema.nbytes
+            if len(values) != len(rows) or not 0 <= first_byte < end <= nbytes:
+                raise ValueError(f"`values` must have {len(rows)} rows of bytes of records, which have {nbytes}")
+            mine = (slab, rows, values, first_byte)
         if self.restarted and not self.resumed and self.step > 1:
             return
-        written = torch.empty(len(rows), self.job.slabs[slab].schema.nbytes // 4)
-        if self.trainer == 0:
-            if records is None:
-                raise ValueError("trainer 0 must give the records that are written")
-            self._check_rows(slab, rows)
-            written.copy_(records)
+        parts = [mine]
         if self.trainers > 1:
-            dist.broadcast(written, 0, group=self.group)
-        self.records[slab][rows] = written
+            parts = [None] * self.trainers
+            dist.all_gather_object(parts, mine, group=self.group)
+        for part in parts:
+            if part is not None:
+                slab, rows, values, first_byte = part
+                self.records[slab].view(torch.uint8)[rows, first_byte : first_byte + values.shape[1]] = values
         self.ahead.clear()
         if self.step > 1 and self.step - 1 not in self.snapshots:  # else a later life goes on before it
             self._keep()

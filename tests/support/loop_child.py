@@ -3,6 +3,7 @@
 WAY: `plain` (a loop over `DataLoader(shuffle=True)`), `workers` (with worker processes that draw at random),
 `torchdata` (`StatefulDataLoader`), `pipeline` (`TrainPipelineSparseDist`), `accumulate` (gradients of two batches),
 `rollback` (now and then, the model and the tables' optimizer are loaded: before a step, within one, after an epoch),
+`checkpoint` (at these places they are saved and loaded by DCP, which changes nothing of what `plain` does),
 `managed` (ids of the bags are remapped; rows are given to other ids all the time).
 Three epochs of 6 steps, a scheduler that steps with every epoch, a BatchNorm, dropout, an evaluation after each epoch.
 
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from shards import changed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -45,6 +48,7 @@ from torchrec.optim.optimizers import Adagrad, in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torch_ecrec
+from torch_ecrec import checkpoint
 
 EPOCHS, STEPS, SIZE, ROWS, LIMIT_S = 3, 6, 8, 300, 60.0
 
@@ -151,13 +155,33 @@ def main() -> None:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def there_and_back() -> None:
+        """Saved sharded and loaded in portions, and the other way round; between, all weights are others."""
+        own = {name: buffer.clone() for name, buffer in model.named_buffers()}  # of which DCP keeps one trainer's
+        state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+        folder = out / f"{model.steps_done}-{batches.drawn}-{batches.epoch}"
+        dcp.save(state, checkpoint_id=folder / "sharded")
+        torch_ecrec.DistributedModelParallel._reset_parameters(model)
+        checkpoint.load(model, folder / "sharded")
+        checkpoint.save(model, folder / "streamed")
+        torch_ecrec.DistributedModelParallel._reset_parameters(model)
+        dcp.load(state, checkpoint_id=folder / "streamed")
+        model.load_state_dict(state["model"])
+        model.fused_optimizer.load_state_dict(state["optimizer"])
+        for name, buffer in model.named_buffers():
+            buffer.copy_(own[name])
+
     def roll_back() -> None:
         """To something that depends on all that there is."""
+        if way == "checkpoint":
+            with torch.random.fork_rng(devices=[]):
+                there_and_back()
         if way == "rollback":
-            model.load_state_dict({name: value * 0.9 + 0.01 for name, value in model.state_dict().items()})
+            state = model.state_dict()
+            model.load_state_dict({name: changed(value, lambda v: v * 0.9 + 0.01) for name, value in state.items()})
             fused = model.fused_optimizer.state_dict()
             for values in fused["state"].values():
-                values.update({name: value * 0.5 for name, value in values.items()})
+                values.update({name: changed(value, lambda v: v * 0.5) for name, value in values.items()})
             model.fused_optimizer.load_state_dict(fused)
 
     for _ in batches.epochs(EPOCHS):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from fake_session import FakeSession
 from models import CPU, collection, job_of, table
+from shards import changed, local
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -556,14 +557,17 @@ def _change_by_load(run: Run) -> None:
         fused = run.model.fused_optimizer.state_dict()
         with torch.no_grad():
             for value in [*state.values(), *(v for values in fused["state"].values() for v in values.values())]:
-                if value.is_floating_point():
-                    value.mul_(0.5).add_(0.1)
+                for tensor in local(value):
+                    if tensor.is_floating_point():
+                        tensor.mul_(0.5).add_(0.1)
         return
-    run.model.load_state_dict({k: v * 0.5 + 0.1 if v.is_floating_point() else v for k, v in state.items()})
+    run.model.load_state_dict(
+        {key: changed(value, lambda v: v * 0.5 + 0.1 if v.is_floating_point() else v) for key, value in state.items()}
+    )
     fused = run.model.fused_optimizer.state_dict()
     for values in fused["state"].values():
         for name, value in values.items():
-            values[name] = value * 2 + 0.5
+            values[name] = changed(value, lambda v: v * 2 + 0.5)
     run.model.fused_optimizer.load_state_dict(fused)
 
 

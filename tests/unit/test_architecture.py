@@ -42,6 +42,7 @@ RANKS = {
     "processes": 8,
     "nn": 9,
     "model_parallel": 10,
+    "checkpoint": 10,
     "testing": 10,
     "__init__": 10,
     "demo": 11,

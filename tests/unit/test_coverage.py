@@ -253,7 +253,7 @@ def test_feature_processors_are_trained_as_unsharded(planned: bool) -> None:
             oracle.tables._feature_processors[name].position_weight,
         )
     key = "tables._embedding_bag_collection.embedding_bags.t.weight"
-    torch.testing.assert_close(model.state_dict()[key], weight.detach())
+    torch.testing.assert_close(model.full_state_dict()[key], weight.detach())
 
 
 @pytest.mark.parametrize("keys", ["as it is", "turned"])
@@ -281,7 +281,7 @@ def test_feature_processors_of_tables_that_differ_in_width_are_trained_as_unshar
         loss.backward()
         for optimizer in (*theirs, mine):
             optimizer.step()
-    state = model.state_dict()
+    state = model.full_state_dict()
     for name, values in oracle.state_dict().items():
         torch.testing.assert_close(state[name], values)
 

@@ -27,8 +27,8 @@ def push(step: int, trainer: int, complete: int = 0) -> wire.Push:
     return wire.Push(0, 0, step, trainer, [torch.zeros(1, dtype=torch.int64)], gradients, [0.5], step, complete)
 
 
-def load(step: int, alone: bool = True) -> wire.Load:
-    return wire.Load(0, 0, step, 0, torch.empty(0, dtype=torch.int64), None, 0, alone)
+def load(step: int, alone: bool = True, trainer: int = 0) -> wire.Load:
+    return wire.Load(0, 0, step, trainer, 0, torch.empty(0, dtype=torch.int64), 0, None, 0, alone)
 
 
 def pass_(step: int, trainer: int) -> wire.Pass:
@@ -60,9 +60,19 @@ def test_a_push_that_comes_twice_counts_once() -> None:
 def test_a_load_is_all_that_its_step_needs() -> None:
     inbox = Inbox(TRAINERS)
     inbox.put(load(1))
-    assert isinstance(inbox.due(1), wire.Load) and inbox.due(2) is None
+    assert isinstance(inbox.due(1), list) and inbox.due(2) is None
     inbox.on_applied(1)
     assert inbox.due(1) is None and not len(inbox)
+
+
+def test_loads_of_several_trainers_are_in_their_order() -> None:
+    inbox = Inbox(3)
+    inbox.put(load(4, alone=False, trainer=2))
+    inbox.put(pass_(4, 0))
+    assert inbox.due(4) is None
+    inbox.put(load(4, alone=False, trainer=1))
+    due = inbox.due(4)
+    assert isinstance(due, list) and [part.trainer for part in due] == [1, 2]
 
 
 def test_a_load_in_training_is_due_when_all_others_pass() -> None:
@@ -71,12 +81,14 @@ def test_a_load_in_training_is_due_when_all_others_pass() -> None:
         inbox.put(request)
         assert inbox.due(4) is None
     inbox.put(pass_(4, 1))
-    assert isinstance(inbox.due(4), wire.Load) and len(inbox) == 1
+    assert isinstance(inbox.due(4), list) and len(inbox) == 1
     inbox.on_applied(4)
     assert inbox.due(4) is None and not len(inbox)
     inbox.put(pass_(5, 1))
     inbox.put(pass_(5, 2))
-    assert inbox.due(5) is None, "trainer 0 has not loaded"
+    assert inbox.due(5) is None, "trainer 0 has said nothing"
+    inbox.put(pass_(5, 0))
+    assert inbox.due(5) == [], "all pass: a step that changes nothing"
     inbox.keep_after(5)
     assert not len(inbox)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_session import FakeSession
 from models import CPU, META, Net, batch_of, collection, dense_parameters, plain_torchrec, shard, train
+from shards import local
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -110,9 +111,9 @@ def test_a_dense_optimizer_of_all_parameters_trains_the_dense_ones() -> None:
 def test_parameters_are_reset_as_the_configs_say() -> None:
     model, session = shard(Net(collection("adagrad", device=META)))
     train(model, [batch_of(4, 0)], torch.optim.SGD(dense_parameters(model).values(), lr=0.1))
-    trained, states = model.state_dict(), [records[:, slab.dim :].clone() for records, slab in zip_slabs(session)]
+    trained, states = model.full_state_dict(), [records[:, slab.dim :].clone() for records, slab in zip_slabs(session)]
     DistributedModelParallel._reset_parameters(model)
-    for name, values in model.state_dict().items():
+    for name, values in model.full_state_dict().items():
         if "embedding_bags" in name:
             assert not torch.equal(values, trained[name])
             assert values.abs().max() <= len(values) ** -0.5
@@ -167,35 +168,51 @@ def test_a_write_into_a_state_dict_changes_the_table() -> None:
     """As with TorchRec, for as long as the table is what the state dict says; later ones are told."""
     model, _ = shard(Net(collection("sgd", device=CPU)))
     key = "collections.0.embedding_bags.wide.weight"
-    state = model.state_dict()
-    doubled = state[key].clone() * 2
-    state[key].mul_(2)
-    assert torch.equal(model.state_dict()[key], doubled)
-    state[key][0] = 7.0
+    (values,) = local(model.state_dict()[key])
+    doubled = values.clone() * 2
+    values.mul_(2)
+    assert torch.equal(model.full_state_dict()[key], doubled)
+    values[0] = 7.0
     doubled[0] = 7.0
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         model(batch_of(4, 0))
-        assert torch.equal(model.state_dict()[key], doubled)
+        assert torch.equal(model.full_state_dict()[key], doubled)
     loss, _ = model(batch_of(4, 0))
     loss.backward()
-    trained = model.state_dict()[key]
-    state[key].zero_()
+    trained = model.full_state_dict()[key]
+    values.zero_()
     with pytest.warns(UserWarning, match="table wide in a state dict was changed in place, and the table was not"):
         model(batch_of(4, 1))
-    assert torch.equal(model.state_dict()[key], trained)
+    assert torch.equal(model.full_state_dict()[key], trained)
+
+
+def test_a_write_within_a_step_is_told() -> None:
+    """Before its forward it counts, after it does not; also where people train in evaluation's mode."""
+    model, _ = shard(Net(collection("sgd", device=CPU)))
+    key = "collections.0.embedding_bags.wide.weight"
+    for mode in (True, False):
+        model.train(mode)
+        state = model.state_dict()
+        local(state[key])[0].fill_(3.0)
+        loss, _ = model(batch_of(4, 0))
+        local(state[key])[0].fill_(4.0)
+        loss.backward()
+        with pytest.warns(UserWarning, match="table wide in a state dict was changed in place, and the table was not"):
+            model(batch_of(4, 1))
+        assert model.full_state_dict()[key][49].eq(3.0).all(), "no batch has it"
 
 
 def test_of_two_state_dicts_the_one_that_was_written_counts() -> None:
     model, _ = shard(Net(collection("sgd", device=CPU)))
     key = "collections.0.embedding_bags.wide.weight"
     older, newer = model.state_dict(), model.state_dict()
-    newer[key].fill_(1.0)
-    assert model.state_dict()[key].eq(1.0).all()
-    older[key].fill_(2.0)
+    local(newer[key])[0].fill_(1.0)
+    assert model.full_state_dict()[key].eq(1.0).all()
+    local(older[key])[0].fill_(2.0)
     with pytest.warns(UserWarning, match="was changed in place, and the table was not"):
         model(batch_of(4, 0))
-    assert model.state_dict()[key].eq(1.0).all()
+    assert model.full_state_dict()[key].eq(1.0).all()
 
 
 def test_optimizer_state_may_be_written_in_place() -> None:
@@ -203,17 +220,17 @@ def test_optimizer_state_may_be_written_in_place() -> None:
     states = model.fused_optimizer.state_dict()["state"]
     for of_table in states.values():
         for values in of_table.values():
-            values.fill_(0.5)
-    for of_table in model.fused_optimizer.state_dict()["state"].values():
+            local(values)[0].fill_(0.5)
+    for of_table in model.full_optim_state_dict()["state"].values():
         assert all(values.eq(0.5).all() for values in of_table.values())
 
 
 def test_what_is_written_before_attach_is_loaded_before_it_and_not_after_a_restart() -> None:
     model, session = shard(Net(collection("sgd", device=CPU)))
     key = "collections.0.embedding_bags.wide.weight"
-    model.state_dict()[key].fill_(1.0)
+    local(model.state_dict()[key])[0].fill_(1.0)
     model.attach()
-    assert model.state_dict()[key].eq(1.0).all()
+    assert model.full_state_dict()[key].eq(1.0).all()
     for seed in range(2):
         with model.step():
             model(batch_of(3, seed))[0].backward()
@@ -221,6 +238,6 @@ def test_what_is_written_before_attach_is_loaded_before_it_and_not_after_a_resta
     trained = session.after[1][0].clone()
     later = FakeSession(session.job, before=session, step=1)
     again = DistributedModelParallel(Net(collection("sgd", device=CPU)), session=later)
-    again.state_dict()[key].fill_(2.0)
-    again.load_state_dict(again.state_dict() | {key: torch.full_like(model.state_dict()[key], 3.0)})
+    local(again.state_dict()[key])[0].fill_(2.0)
+    again.load_state_dict(again.state_dict() | {key: torch.full((50, 8), 3.0)})
     assert torch.equal(later.records[0], trained), "it was trained since"

@@ -102,7 +102,7 @@ def test_sharded_equals_unsharded(kind: str) -> None:
         for optimizer in (*theirs, mine):
             optimizer.step()
     assert session.step == 7
-    state = model.state_dict()
+    state = model.full_state_dict()
     for name, parameter in oracle.named_parameters():
         torch.testing.assert_close(state[name], parameter.detach())
 

@@ -10,8 +10,8 @@ A step t of one trainer:
     snapshot(...)  the dense model after t, to the r + 1 snapshot slots
 
 Values are loaded in steps, too. Before training, `load` on trainer 0 is to the slots what `push` is of all trainers;
-training begins after the last of them, the `origin`. Later, the other trainers `pass_` in such a step. `Client` counts
-steps as the messages do; `Session` counts those of training, from 1.
+training begins after the last of them, the `origin`. Later, every trainer calls `load` or `pass_` in such a step.
+`Client` counts steps as the messages do; `Session` counts those of training, from 1.
 
 The dense model may be kept after each step. One that loads takes over from a step that it follows before that has
 ended: the snapshot, if one was due, is of all of them, and nobody goes back between them.
@@ -144,25 +144,28 @@ class Client(SlotReads):
             for first in range(0, spec.rows, rows):
                 yield slab, torch.arange(first, min(first + rows, spec.rows))
 
-    def load(self, slab: int, route: Route, records: Tensor | None) -> None:
-        """A step of trainer 0: overwrites the routed rows. In training the other trainers `pass_`.
+    def load(self, slab: int, route: Route, records: Tensor | None, first_byte: int = 0) -> None:
+        """A step that overwrites the routed rows. In training every other trainer calls it, too, or `pass_`.
 
         Args:
             slab: which.
             route: of the rows.
-            records: (U, B) uint8, copied; None: as the servers initialise these rows.
+            records: (U, b) uint8, copied; None: as the servers initialise these rows.
+            first_byte: of each record, that is written; b of them are.
         """
         parts = route.split(records) if records is not None else [None] * self.slots
         step, alone = self.step, self.origin is None
 
         def make(slot: int, incarnation: int) -> wire.Load:
             positions = route.positions[slot]
-            return wire.Load(slot, incarnation, step, slab, positions, parts[slot], self.resumable, alone)
+            return wire.Load(
+                slot, incarnation, step, self.trainer, slab, positions, first_byte, parts[slot], self.resumable, alone
+            )
 
         self._send_step(make, self._take_over())
 
     def pass_(self) -> None:
-        """A step in training in which trainer 0 loads: this is another one."""
+        """A step in training in which others load, and this trainer does not."""
         step = self.step
 
         def make(slot: int, incarnation: int) -> wire.Pass:

@@ -1,4 +1,4 @@
-"""Loading, on the user's thread: trainer 0 overwrites records, before training or between two steps of it.
+"""Loading, on the user's thread: records are overwritten, by trainer 0 before training, by all between two steps of it.
 
     trainer 0   load(...), load(...), end()                         step, step, overwrite(...), step
     others                             end()    training begins     step, step, overwrite(...), step
@@ -7,13 +7,13 @@ Before training everybody waits for trainer 0: `end` returns once its own does. 
 taken back before the next one loads (`Client.left_behind`). In a cluster that has trained before, all of that does
 nothing but wait until the step is known that training goes on after.
 
-In training every trainer calls `overwrite`, at the same place of its loop: a step of its own, as safe as any other. A
-script that was started again and has not asked yet where training goes on (`resumed`) overwrites nothing, unless no
-step of training counts: what it would overwrite was trained since.
+In training every trainer calls `overwrite`, at the same place of its loop, with rows of its own or with none: a step of
+its own, as safe as any other. A script that was started again and has not asked yet where training goes on (`resumed`)
+overwrites nothing, unless no step of training counts: what it would overwrite was trained since.
 
 How a load travels, as a step of the protocol, is the client's business.
 
-Shape legend: U unique rows of a slab, M words of a record.
+Shape legend: U unique rows of a slab, M words of a record, b some bytes of one.
 """
 
 from __future__ import annotations
@@ -66,19 +66,24 @@ class Loading:
             raise ValueError(f"initial values are loaded before the first step: loading has ended, at step {step}")
         self._check(slab, rows)
         self._begin()
-        self._send(slab, rows, records)
+        self._send(slab, rows, records.contiguous().view(torch.uint8))
 
-    def overwrite(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
+    def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int) -> None:
         """See `Session.overwrite`."""
         client = self._client
+        if values is not None:
+            self._check(slab, rows)
+            width, nbytes = values.shape[1], client.job.slabs[slab].schema.nbytes
+            if len(values) != len(rows) or not 0 <= first_byte < first_byte + width <= nbytes:
+                raise ValueError(
+                    f"`values` must have {len(rows)} rows of bytes of records, which have {nbytes},"
+                    f" got {tuple(values.shape)} from byte {first_byte}"
+                )
         if self._restarted and not self.resumed and client.done:
             return
         client.run(client.without_snapshot)
-        if client.trainer == 0:
-            if records is None:
-                raise ValueError("trainer 0 must give the records that are written")
-            self._check(slab, rows)
-            self._send(slab, rows, records)
+        if values is not None:
+            self._send(slab, rows, values, first_byte)
         else:
             self._wait(client.may_push, f"loading: step {client.step} is waited for")
             client.run(client.pass_)
@@ -113,8 +118,7 @@ class Loading:
             for slab, rows in client.left_behind():
                 self._send(slab, rows, None)
 
-    def _send(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
+    def _send(self, slab: int, rows: Tensor, values_Ub: Tensor | None, first_byte: int = 0) -> None:
         client = self._client
         self._wait(client.may_push, f"loading: step {client.step} is waited for")
-        written = None if records is None else records.contiguous().view(torch.uint8)
-        client.run(client.load, slab, client.route(slab, rows), written)
+        client.run(client.load, slab, client.route(slab, rows), values_Ub, first_byte)

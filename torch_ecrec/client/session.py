@@ -6,8 +6,8 @@ client counts loads of initial values, too.
 
 Threads: the user's calls all methods but `fail`, `on_control` and `known`, which any thread may call.
 
-Shape legend: U unique rows of a slab, D embedding dim, M words of 4 bytes of a record; lists hold one tensor per slab.
-Rows are slab rows: first row of the table in its slab, plus the id.
+Shape legend: U unique rows of a slab, D embedding dim, M words of 4 bytes of a record, b some bytes of one; lists hold
+one tensor per slab. Rows are slab rows: first row of the table in its slab, plus the id.
 """
 
 from __future__ import annotations
@@ -263,7 +263,6 @@ class Session:
 
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
         """Overwrites records before the first step. Trainer 0 only; does nothing in a session that was `restarted`.
-
         Does not wait until it survives a loss: `loaded` does.
 
         Args:
@@ -276,7 +275,7 @@ class Session:
         """
         self._loading.load(slab, rows, records)
 
-    def overwrite(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
+    def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
         """Overwrites records between two steps of training: every trainer calls it at the same place of its loop.
 
         Lookups and reads after it have what was written; lookups before it, with gradients to come, keep what they
@@ -285,16 +284,16 @@ class Session:
         before `resume`, unless no step of training counts.
 
         Args:
-            slab: which.
-            rows: (U,) int64, ascending and unique; trainer 0's count.
-            records: (U, M) float32, the memory of records, copied; trainer 0's. Others may give None.
+            slab, rows: which, (U,) int64, ascending and unique; each trainer's own.
+            values: (U, b) uint8, copied: bytes of each record from `first_byte` on. None: this trainer writes nothing.
+                What several write becomes what the last of them wrote.
 
         Raises:
-            ValueError: `rows` are not as they must be, or trainer 0 gives no records.
+            ValueError: `rows` or `values` are not as they must be.
             RuntimeError: before `loaded`.
         """
         self._check_training()
-        self._loading.overwrite(slab, rows, records)
+        self._loading.overwrite(slab, rows, values, first_byte)
         self._routes.clear()
         self._ahead.clear()
 

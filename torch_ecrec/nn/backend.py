@@ -2,7 +2,7 @@
 
 Tests have others, in memory; the same tests hold all of them to one behaviour (`tests/simulated/test_backend.py`).
 
-Shape legend: N ids, U unique rows, D embedding dim, W record width in floats.
+Shape legend: N ids, U unique rows, D embedding dim, W record width in floats, b some bytes of a record.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ class EmbeddingBackend(Protocol):
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
         """Overwrites records before the first step; rows ascending. Called by trainer 0 only."""
 
-    def overwrite(self, slab: int, rows: Tensor, records: Tensor | None) -> None:
-        """Overwrites records between two steps; rows ascending. Every trainer calls it; trainer 0's values count."""
+    def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
+        """Overwrites bytes of records, from `first_byte` on, between two steps: values (U, b) uint8; rows ascending.
+
+        Every trainer calls it, with slab, rows and values of its own, or with None.
+        """
 
     def loaded(self) -> None:
         """Ends the loading; every trainer calls it once, before its first `lookup_parts`."""

@@ -1,55 +1,109 @@
 """What state dicts were given of tables: while a table stays as it was then, a write into it changes the table.
 
     sd = model.state_dict()
-    sd["ebc.embedding_bags.t.weight"][7] = 0     # as with TorchRec, row 7 of t is 0 from now on
+    sd["ebc.embedding_bags.t.weight"].local_shards()[0].tensor[7] = 0     # the table has it from now on, as in TorchRec
 
-There the tensor is the table. Here it is a copy, and what was written is loaded before the rows are next asked for, as
-by `model.load_state_dict(...)`: every trainer writes the same, trainer 0's values count.
+There the tensor is the table. Here it is a copy of this trainer's rows, and what was written is loaded before the rows
+are next asked for, as by `model.load_state_dict(...)`.
 
 After the next training step, or load, the copy is older than the table: a write into it then changes nothing, and is
-told. Until then it is kept, so that no write is missed: memory of a state dict is free again in the next training step.
+told. Memory of a copy is free with the user's last reference to it, unless it was written into and not loaded yet.
+
+What was written is not the same on all trainers, and perhaps not all have made a state dict: `SparseStep.load_written`
+says when they agree on it.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
-Place = tuple[str, int, int]
-"""A table, and columns [first, last) of its records."""
+Place = tuple[str, str]
+"""A table, and a field of its records."""
+
+
+@dataclass(eq=False)
+class _Given:
+    """Of one place: the user's tensor, and the same memory for as long as the user, or a write, keeps it."""
+
+    place: Place
+    version: int
+    users: weakref.ref[Tensor]
+    values: Tensor | None
+
+    @property
+    def written(self) -> bool:
+        return self.values is not None and self.values._version != self.version
+
+    def on_let_go(self, _: object) -> None:
+        """The user has no reference any more."""
+        if not self.written:
+            self.values = None
 
 
 class GivenTensors:
     """Those of one module's tables."""
 
     def __init__(self) -> None:
-        self._fresh: list[tuple[Place, Tensor, int]] = []  # equal to the table but for what was written into them
+        self.places: dict[Place, None] = {}  # given since they last changed, in this order
+        self._fresh: list[_Given] = []  # equal to the table but for what was written into them
         self._stale: list[tuple[Place, weakref.ref[Tensor], int]] = []
 
     def add(self, place: Place, values: Tensor) -> None:
-        """`values` are those of `place` now, and go to the user."""
-        self._fresh.append((place, values, values._version))
+        """`values` are this trainer's of `place` now, and go to the user. Perhaps there are none."""
+        self.places[place] = None
+        self._fresh = [given for given in self._fresh if given.values is not None]
+        if values.numel():
+            self._fresh.append(self._of(place, values))
 
-    def take_written(self) -> Iterator[tuple[Place, Tensor]]:
-        """What was written in place since, and is to be loaded. It counts as loaded from then on."""
-        written = [(place, values) for place, values, version in self._fresh if values._version != version]
-        for place, values in written:
-            self.expire(place)
-            self.add(place, values)
-            yield place, values
+    @staticmethod
+    def _of(place: Place, values: Tensor) -> _Given:
+        given = _Given(place, values._version, weakref.ref(values), values.detach())
+        given.users = weakref.ref(values, given.on_let_go)
+        return given
 
-    def expire(self, place: Place | None = None) -> None:
-        """This place, or every one, changes: what was given of it is older from now on."""
-        kept = []
-        for entry in self._fresh:
-            if place in (None, entry[0]):
-                self._stale.append((entry[0], weakref.ref(entry[1]), entry[1]._version))
-            else:
-                kept.append(entry)
-        self._fresh = kept
+    @property
+    def any_written(self) -> bool:
+        """Whether this trainer has something to load."""
+        return any(given.written for given in self._fresh)
+
+    def written_to(self, place: Place) -> Tensor | None:
+        """A copy of what was written last and is not loaded yet: this trainer's rows as they will be."""
+        found = [given.values for given in self._fresh if given.place == place and given.written]
+        return found[-1].clone() if found and found[-1] is not None else None
+
+    def take_written(self) -> dict[Place, Tensor]:
+        """What was written in place since: by place, all values. It counts as loaded from then on."""
+        written = {given.place: given for given in self._fresh if given.written}
+        taken: dict[Place, Tensor] = {}
+        for place, last in written.items():
+            assert last.values is not None, "it was written"
+            taken[place], users = last.values, last.users()
+            self._expire([given for given in self._fresh if given.place == place and given is not last])
+            self._fresh.remove(last)
+            if users is not None:
+                self._fresh.append(self._of(place, users))
+        return taken
+
+    def expire(self, place: Place) -> None:
+        """Is loaded: what was given of it is older from now on, and what was written into that does not count."""
+        self.places.pop(place, None)
+        self._expire([given for given in self._fresh if given.place == place])
+
+    def on_trained(self) -> None:
+        """All places have changed: what was given is older, and what was written and not loaded until now is lost."""
+        self.places = {}
+        self._stale += [(given.place, given.users, given.version) for given in self._fresh]
+        self._fresh = []
+
+    def _expire(self, those: list[_Given]) -> None:
+        self._stale += [
+            (given.place, given.users, given.values._version) for given in those if given.values is not None
+        ]
+        self._fresh = [given for given in self._fresh if given not in those]
 
     def tell_of_lost_writes(self) -> None:
         """Warns of what was written in place after the table had changed."""

@@ -37,6 +37,7 @@ from torch_ecrec.nn.served import Context, ServedModule, permuted
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import CHUNK_BYTES
 from torch_ecrec.nn.unsharded import draw_weights
+from torch_ecrec.records.halves import numbers_of, records_of
 
 Both = tuple[Any, Any]  # what the collection gives, and remapped ids or None; both to be waited for
 
@@ -143,12 +144,15 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
             table, (in_order, order_N) = tables.tables[name], torch.sort(rows_N)
             records = None
             if session.trainer == 0:
-                records = session.read(table.slab, in_order + table.first_row).clone()
+                read = session.read(table.slab, in_order + table.first_row).view(torch.uint8)
+                numbers = torch.from_numpy(numbers_of(read.numpy(), table.schema)).clone()
                 if session.job.slabs[table.slab].optimizer.kind == "rowwise_adagrad":
-                    records[:, table.dim :] = 0
-                weights = torch.empty(len(rows_N), table.dim)
-                weights[order_N.argsort()] = records[:, : table.dim]  # in TorchRec's order, which is drawn in
-                records[:, : table.dim] = draw_weights(self._embedding_module.config_of(name), weights)[order_N]
+                    numbers[:, table.dim :] = 0
+                weights = torch.empty(len(rows_N), table.dim, dtype=table.dtype)
+                weights[order_N.argsort()] = numbers[:, : table.dim].to(table.dtype)  # TorchRec's order of drawing
+                drawn = draw_weights(self._embedding_module.config_of(name), weights)[order_N]
+                numbers[:, : table.dim] = drawn.float()
+                records = torch.from_numpy(records_of(numbers.numpy(), table.schema))
             portion = max(1, CHUNK_BYTES // table.schema.nbytes)
             for begin in range(0, len(in_order), portion):
                 some = slice(begin, begin + portion)

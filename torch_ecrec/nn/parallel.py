@@ -52,6 +52,7 @@ from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.sharder import all_table_specs, job_names, sharders_for
+from torch_ecrec.nn.state_dict_forms import StateDictForms
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
 from torch_ecrec.runtime.checks import require_int
@@ -60,14 +61,14 @@ from torch_ecrec.spec.settings import Settings
 
 log = logging.getLogger(__name__)
 
-DIGEST_CHUNK_ROWS = 65_536
+DIGEST_CHUNK_BYTES = 4 << 20  # of records read at a time
 NO_TRACKER = (
     "trackers of TorchRec (`model_tracker_configs`, `init_torchrec_delta_tracker`) look for tables in the trainers, and"
     " would find none; leave them out"
 )
 
 
-class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
+class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedModelParallel):
     """Drop-in for `torchrec.distributed.DistributedModelParallel`.
 
     Args:
@@ -131,7 +132,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
             session = connected = _connect(job, settings, code, env.rank, snapshot_every)
         _check_session(session, tables, env)
         session, recorder = recorded(session, self)
-        step = SparseStep(session, _group_of_steps(env), nan_gradients)
+        step = SparseStep(session, _group_of_steps(env), nan_gradients, env.process_group)
         others = [sharder for sharder in others if sharder.module_type not in COLLECTIONS]
         plan = _planned(module, env, device, others) if plan is None and covered.unprotected else plan
         super().__init__(
@@ -264,15 +265,19 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
                 self._recorder.on_forward((args, kwargs))
         return super().forward(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(
+        self, state_dict: Any, prefix: str = "", strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
         """As in TorchRec, at any time; every trainer calls it at the same place of its script.
 
+        Tables may be sharded in any way: each trainer loads the rows that it has. Of a whole table trainer 0's counts.
         In the loop it belongs to the turn that it is in, and survives the same losses. What a script loads before it
-        goes on after a restart was trained since: between `attach` and the first step nothing is loaded then.
+        goes on after a restart was trained since: between `attach` and the first step nothing is loaded then. `assign`
+        is taken, as `torch.distributed.checkpoint` gives it, and of no effect: values are copied.
         """
         if not self._may_load():
             return _IncompatibleKeys([], [])
-        keys = super().load_state_dict(*args, **kwargs)
+        keys: _IncompatibleKeys = super().load_state_dict(state_dict, prefix, strict)
         if self._attached is not None:
             self._attached.on_loaded()
         return keys
@@ -303,6 +308,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         The dense model of the present step is sent when that has ended; trainers that are lost before make it again.
         """
         self._step.open()
+        self._step.load_written()
         self._keep_dense()
         self.session.flush()
 
@@ -310,7 +316,7 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         """Flushes, and leaves the cluster if this object has joined it. Every trainer calls it; twice is once."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._step.closing = True
         self._abandoned.detach()
         try:
             self.flush()
@@ -331,8 +337,9 @@ class DistributedModelParallel(torchrec.distributed.DistributedModelParallel):
         for table in session.job.tables:
             slab, first = session.job.place_of_table[table.name]
             result.update(table.name.encode())
-            for begin in range(0, table.rows, DIGEST_CHUNK_ROWS):
-                rows = torch.arange(begin, min(begin + DIGEST_CHUNK_ROWS, table.rows))
+            portion = max(1, DIGEST_CHUNK_BYTES // session.job.slabs[slab].schema.nbytes)
+            for begin in range(0, table.rows, portion):
+                rows = torch.arange(begin, min(begin + portion, table.rows))
                 result.update(session.read(slab, first + rows).numpy().tobytes())
         for name, parameter in dense_parameters(self):
             result.update(name.encode() + parameter.detach().cpu().contiguous().numpy().tobytes())
@@ -427,6 +434,8 @@ def _check_session(session: EmbeddingBackend, tables: tuple[Any, ...], env: Shar
 
 def _leave(session: EmbeddingBackend | None) -> None:
     """The model of a session is gone, and nobody has closed it. At the end of the process it sees to that itself."""
+    if session is None:
+        return
     from torch_ecrec.client.session import Session
     from torch_ecrec.processes import launch
 

@@ -21,6 +21,7 @@ Shape legend: F features, B batch size, N ids, U unique rows, D embedding dim.
 from __future__ import annotations
 
 import abc
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import TablesState
-from torch_ecrec.nn.unsharded import Collection, configs_of, draw_weights, folder_of, pooling_of
+from torch_ecrec.nn.unsharded import Collection, configs_of, draw_weights, folder_of, is_default, pooling_of
 
 Output = TypeVar("Output")
 PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3
@@ -67,7 +68,7 @@ class Context(Multistreamable):
 class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedOptimizerModule, Generic[Output]):
     """A sharded module whose tables are served by erasure-coded servers. Takes a `KeyedJaggedTensor`.
 
-    Its parameters are placeholders without rows; `state_dict` reads every row from the servers, on every trainer.
+    Its parameters are placeholders without rows; `state_dict` reads of each table the trainer's range of rows.
 
     Args:
         module: the collection to serve. Not kept.
@@ -198,6 +199,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
     def before_lookup(self) -> None:
         """What comes before any lookup; twice is once."""
         self._step.open()
+        self._step.load_written("training" if torch.is_grad_enabled() and self.training else "alone")
         if torch.is_grad_enabled():
             self._state.on_training_lookup()
             self._step.on_training_lookup()
@@ -258,10 +260,14 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         A load (`tables_state.py`): trainer 0 draws them, from its random state.
         """
         for name, table in self._tables.items():
+            config = self._configs[name]
+            if config.init_fn is None or is_default(config):
+                self._state.load_drawn(name, functools.partial(_uniform, config, table.dtype))
+                continue
             weights = torch.empty(table.rows, table.dim, dtype=table.dtype, device="meta")
             if self._step.session.trainer == 0:
-                weights = draw_weights(self._configs[name], torch.empty(table.rows, table.dim, dtype=table.dtype))
-            self._state.load_columns(name, 0, table.dim, weights)
+                weights = draw_weights(config, torch.empty(table.rows, table.dim, dtype=table.dtype))
+            self._state.load(name, table.schema.fields[0], weights)
 
     # state dicts ------------------------------------------------------------------------------------
 
@@ -292,6 +298,11 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             for table in self._tables.values()
         ]
         return "\n".join(lines)
+
+
+def _uniform(config: BaseEmbeddingConfig, dtype: torch.dtype, rows: int) -> Tensor:
+    low, high = config.get_weight_init_min(), config.get_weight_init_max()
+    return torch.empty(rows, config.embedding_dim, dtype=dtype).uniform_(low, high)
 
 
 def permuted(features: KeyedJaggedTensor, order: list[int]) -> KeyedJaggedTensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
 
-from torch_ecrec.nn.tables_state import TablesState, whole
+from torch_ecrec.nn.tables_state import TablesState
 from torch_ecrec.records.schema import Field
 
 
@@ -48,16 +48,12 @@ class TableField:
     """A field of optimizer state of one table. `KeyedOptimizer` calls the two methods when it saves and loads."""
 
     def __init__(self, state: TablesState, name: str, field: Field) -> None:
-        self._state, self._name, self._per_row = state, name, field.per_row
-        self._columns = state.tables[name].schema.columns(field.name)
+        self._state, self._name, self._field = state, name, field
 
-    def state_dict(self) -> Tensor:
-        """(rows,) if there is one value per row, else (rows, D)."""
-        columns = self._state.read_columns(self._name, *self._columns)
-        return columns.squeeze(1) if self._per_row else columns
+    def state_dict(self) -> Tensor | None:
+        """(rows,) if there is one value per row, else (rows, D): sharded as the weights are."""
+        return self._state.read(self._name, self._field)
 
     def load_state_dict(self, values: Tensor) -> None:
-        """Of the shape that `state_dict` gives; a sharded or distributed tensor is gathered first."""
-        values = whole(values, self._state.step.session.trainer)
-        columns = values.unsqueeze(1) if values.dim() == 1 else values
-        self._state.load_columns(self._name, *self._columns, columns)
+        """Of the shape that `state_dict` gives, sharded in any way, or whole (then trainer 0's counts)."""
+        self._state.load(self._name, self._field, values)

@@ -12,7 +12,6 @@ Does not decide where rows live and does not step: see `layout`, and `step.py`.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +46,7 @@ from torch_ecrec.nn.unsharded import (
     check_config,
     configs_of,
     inside_of,
+    is_default,
     own_optimizer,
     weight_of,
     weights_of,
@@ -339,7 +339,7 @@ def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: i
     """Weights (rows, D) to load, or None where the servers' own uniform initialisation is meant."""
     if parameter.device.type != "meta":
         return parameter.detach().cpu()
-    if config.init_fn is None or _is_default(config):
+    if config.init_fn is None or is_default(config):
         return None
     digest = hashlib.sha256(f"{seed}/{job_name}".encode()).digest()
     weights = torch.empty(config.num_embeddings, config.embedding_dim, dtype=DTYPES[weights_of(config)])
@@ -347,10 +347,3 @@ def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: i
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         config.init_fn(weights)
     return weights
-
-
-def _is_default(config: BaseEmbeddingConfig) -> bool:
-    """Whether `init_fn` is the uniform one that TorchRec's configs fill in."""
-    fn: Any = config.init_fn
-    bounds = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
-    return isinstance(fn, functools.partial) and fn.func is nn.init.uniform_ and not fn.args and fn.keywords == bounds

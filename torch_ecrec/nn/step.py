@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.layout.routing import Parts
 from torch_ecrec.nn.backend import EmbeddingBackend
+from torch_ecrec.nn.shares import Shares
 
 NAN_GRADIENTS = ("raise", "pass")
 
@@ -57,17 +58,27 @@ class SparseStep:
     Args:
         session: the backend.
         group: a process group of the trainers, used for nothing else; None with one trainer.
+        tables_group: that of the sharded tensors in state dicts; with one trainer they are plain ones.
         nan_gradients: "raise" refuses a step in which any trainer has a NaN or infinite gradient: `NonFiniteGradient`
             on every trainer when its backward is over, nothing sent. "pass" sends them, as TorchRec does.
     """
 
-    def __init__(self, session: EmbeddingBackend, group: dist.ProcessGroup | None = None, nan_gradients: str = "raise"):
+    def __init__(
+        self,
+        session: EmbeddingBackend,
+        group: dist.ProcessGroup | None = None,
+        nan_gradients: str = "raise",
+        tables_group: dist.ProcessGroup | None = None,
+    ) -> None:
         if nan_gradients not in NAN_GRADIENTS:
             raise ValueError(f"`nan_gradients` must be one of {', '.join(NAN_GRADIENTS)}, got {nan_gradients!r}")
         self.session = session
         self.may_load: Callable[[], bool] = lambda: True  # whether tables that are loaded now count
         self.on_training_lookup: Callable[[], None] = lambda: None  # called before the first row of a step is asked for
-        self.on_open: list[Callable[[], None]] = []  # called before anything is read: may load
+        self.on_written: list[Callable[[str], None]] = []  # load what was written into state dicts (`load_written`)
+        self.shares = Shares(session.trainer, session.trainers, tables_group if session.trainers > 1 else None)
+        self.closing = False  # this trainer leaves, others perhaps do not: nothing is done together any more
+        self.form = "sharded"  # of tables in the state dict that is being made; see `TablesState.read`
         self.optimizers: list[LearningRates] = []
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
         self._group = group
@@ -82,33 +93,34 @@ class SparseStep:
         self._refusal: NonFiniteGradient | None = None
 
     def open(self) -> None:
-        """Before anything is read. Ends the loading of first weights, once: a barrier of all trainers."""
+        """Before anything is read or loaded. Ends the loading of first weights, once: a barrier of all trainers."""
         if not self._open:
             self.session.loaded()
             self._open = True
-        self.load_written()
 
-    def load_written(self) -> None:
-        """Loads what was written into state dicts in place."""
-        for load in self.on_open:
-            load()
+    def load_written(self, when: str = "all") -> None:
+        """Before anything is read: loads what was written into state dicts in place, which is a step of all trainers.
+
+        Args:
+            when: "all": every trainer calls it here. "training": those that have a state dict do, while the others
+                train. "alone": perhaps no other one does, so that with several trainers nothing can be loaded.
+        """
+        if when == "training" and not self._refuses_nan:
+            when = "alone"  # others would not be met: they agree on nothing
+        for load in () if self.closing else self.on_written:
+            load(when)
 
     def hand_over(self, pack: Callable[[int], tuple[Tensor, list[int]]]) -> None:
         """Hands this trainer's part of the dense snapshot of the last step to the servers.
 
         What was written into state dicts belongs to that step, so it is loaded before: whoever goes on from there does
-        not write it again.
+        not write it again. With several trainers that is refused by name: not all of them may come here.
 
         Args:
             pack: step -> payload and header.
         """
-        self.load_written()
+        self.load_written("alone")
         self.session.snapshot(*pack(self.session.step - 1))
-
-    @property
-    def is_open(self) -> bool:
-        """Whether loading has ended."""
-        return self._open
 
     def lookup(self, rows: list[Tensor]) -> list[Parts]:
         """Weights (U, D) per slab, in parts."""
@@ -170,28 +182,57 @@ class SparseStep:
         for look_ahead in self.on_pushed:
             look_ahead()
 
-    def begin_load(self, what: str) -> None:
-        """Tables are loaded in training, by every trainer: a step of its own.
+    def begin_load(self, what: str, portions: int) -> int:
+        """Tables are loaded, by every trainer: in as many steps as the trainer with most has portions.
+
+        Returns:
+            That number.
 
         Raises:
             RuntimeError: another trainer trains, or loads something else.
         """
-        self._agree(f"loads {what}", [0] * len(self.session.job.tables))
+        most, *_ = self._agree(f"loads {what}", [portions, *(0 for _ in self.session.job.tables[1:])])
+        return most
+
+    def agree_on_written(self, names: Set[str]) -> Set[str] | None:
+        """Of all trainers' names of tables that they have written into, in state dicts, those that any of them names.
+
+        Returns:
+            None if not all trainers ask: others train, and have no state dict. Nobody has written anything then.
+
+        Raises:
+            RuntimeError: not all trainers ask, and one that does has written something.
+        """
+        tables = [table.name for table in self.session.job.tables]
+        flags = self._meet("has a state dict", [int(name in names) for name in tables], asks=True)
+        return None if flags is None else {name for name, flag in zip(tables, flags, strict=True) if flag}
 
     def _agree(self, what: str, flags: list[int]) -> list[int]:
         """Of each flag the greatest of all trainers. Raises RuntimeError if they do not all do the same."""
+        found = self._meet(what, flags, asks=False)
+        assert found is not None, "only who asks gets None"
+        return found
+
+    def _meet(self, what: str, flags: list[int], asks: bool) -> list[int] | None:
+        """As `_agree`. Who `asks` what was written, perhaps since only this trainer has a state dict, may meet others
+        that train: it gets None, and they try again.
+        """
         if self._group is None:
             return flags
-        mark = zlib.crc32(what.encode()) >> 1
-        all_flags = torch.tensor([mark, -mark, *flags], dtype=torch.int32)
-        dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self._group)
-        most, least, *flags = all_flags.tolist()
-        if most != -least:
-            raise RuntimeError(
-                f"step {self.session.step}: this trainer {what}, and another one does something else."
-                " Every trainer trains, and loads the same, at the same place of its loop"
-            )
-        return flags
+        mark, wrote = zlib.crc32(what.encode()) >> 1, asks and any(flags)
+        while True:
+            all_flags = torch.tensor([mark, -mark, asks, -asks, wrote, *flags], dtype=torch.int32)
+            dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self._group)
+            most, least, any_asks, none_asks, any_wrote, *found = all_flags.tolist()
+            if most == -least:
+                return found
+            if not any_asks or not none_asks + any_asks or any_wrote:
+                raise RuntimeError(
+                    f"step {self.session.step}: this trainer {what}, and another one does something else."
+                    " Every trainer trains, and loads the same, at the same place of its loop"
+                )
+            if asks:
+                return None
 
     def gather(self, what: str, values_N: Tensor) -> list[Tensor]:
         """Every trainer's values (N,), int64, in trainer order; N may differ. Every trainer calls it, for the same.

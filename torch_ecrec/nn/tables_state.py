@@ -1,29 +1,32 @@
-"""What the servers keep of a module's tables, read and loaded by column: weights first, then optimizer state.
+"""What the servers keep of a module's tables, read and loaded field by field: weights first, then optimizer state.
 
-A record of a table with D = 4 and row-wise Adagrad has columns [0, 4) of weights and [4, 5) of `momentum1`. Both
-`state_dict` of the module and that of its optimizer are made of such columns, in chunks of rows.
+A record of a table with D = 4 and row-wise Adagrad has the fields `weight`, 4 numbers, and `momentum1`, one. Both
+`state_dict` of the module and that of its optimizer are made of such fields, of which every trainer has its range of
+rows (`shares.py`): nobody holds a table whole. They are read and loaded in portions of `CHUNK_BYTES`.
 
-What is loaded before the first lookup or read of any module of the model (`SparseStep.open`) are initial values, which
-trainer 0 loads. Later, a load is a step of its own, of every trainer; trainer 0's values count then, too. What is
-written into a state dict in place is loaded, too (`given.py`).
+A load is a step of its own, of every trainer, in which each writes what it has of the table; before the first lookup or
+read of any module of the model it ends the loading of first weights (`SparseStep.open`). What is written into a state
+dict in place is loaded, too (`given.py`).
 
-Shape legend: D embedding dim, M words, W numbers of a record.
+Shape legend: U rows, D embedding dim, C numbers of a field, W numbers of a record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
-from torch_ecrec.nn.given import GivenTensors
+from torch_ecrec.nn.given import GivenTensors, Place
+from torch_ecrec.nn.shares import Part, Shares, is_whole, parts_of, shape_of
 from torch_ecrec.nn.slices import Table
 from torch_ecrec.nn.step import SparseStep
-from torch_ecrec.records.halves import numbers_of, records_of
+from torch_ecrec.nn.streamed import StreamedTable
+from torch_ecrec.records.halves import records_of
+from torch_ecrec.records.schema import WEIGHT, Field
 
 CHUNK_BYTES = 4 << 20  # of records read or loaded at a time
 
@@ -40,83 +43,137 @@ class TablesState:
     def __init__(self, step: SparseStep, tables: Mapping[str, Table], folder: str) -> None:
         self.step, self.tables, self._folder = step, tables, folder
         self._given = GivenTensors()
-        step.on_open.append(self._load_written)
+        step.on_written.append(self.load_written)
+        step.on_pushed.append(self._given.on_trained)
 
     def key_of(self, name: str) -> str:
         """Of a table's weights in the module's state dict: `embedding_bags.t.weight`."""
         return f"{self._folder}.{name}.weight"
 
-    def read_columns(self, name: str, first: int, last: int) -> Tensor:
-        """Columns [first, last) of the records of a table, (rows, last - first). Every trainer calls it."""
-        self.step.open()
-        table = self.tables[name]
-        with torch.inference_mode(False):  # a tensor of inference does not count what is written into it
-            out = torch.empty(table.rows, last - first, dtype=table.dtype if last <= table.dim else torch.float32)
-        for begin, end in chunks(table):
-            out[begin:end] = self._numbers(table, torch.arange(begin, end) + table.first_row)[:, first:last]
-        self._given.add((name, first, last), out)
-        return out
+    @property
+    def _shares(self) -> Shares:
+        return self.step.shares
 
-    def load_columns(self, name: str, first: int, last: int, values: Tensor) -> None:
-        """Overwrites columns [first, last) with `values` (rows, last - first). Every trainer calls it.
+    # reading ----------------------------------------------------------------------------------------
+
+    def read(self, name: str, field: Field) -> Tensor | None:
+        """A field of a table, (rows, C), or (rows,) if it has one number per row: this trainer's rows of it.
+
+        The form that a state dict has at present (`SparseStep.form`) may be another, of which every trainer calls it:
+        "whole", all rows on trainer 0, and None on others; "streamed", nothing yet (`streamed.py`).
+        """
+        self.step.open()
+        if self.step.form != "sharded":
+            self.step.load_written()
+        if self.step.form == "whole":
+            return self._rows_of(name, field, 0, self.tables[name].rows) if self._shares.trainer == 0 else None
+        if self.step.form == "streamed":
+            return self._streamed(name, field)
+        values = self._given.written_to((name, field.name))
+        if values is None:
+            values = self._rows_of(name, field, *self._shares.mine(self.tables[name].rows))
+        self._given.add((name, field.name), values)
+        return self._shares.sharded(self.tables[name].rows, values)
+
+    def _rows_of(self, name: str, field: Field, first: int, last: int) -> Tensor:
+        """Rows [first, last) of a field."""
+        table, dtype = self.tables[name], dtype_of(field)
+        begin_byte, end_byte = table.schema.bytes_of(field.name)
+        with torch.inference_mode(False):  # a tensor of inference does not count what is written into it
+            out = torch.empty(last - first, field.values, dtype=dtype)
+        for begin, end in chunks(table, first, last):
+            records = self.step.session.read(table.slab, torch.arange(begin, end) + table.first_row)
+            values_Ub = records.view(torch.uint8)[:, begin_byte:end_byte].contiguous()
+            out[begin - first : end - first] = values_Ub.view(dtype)
+        return out.squeeze(1) if field.per_row else out
+
+    def _streamed(self, name: str, field: Field) -> StreamedTable:
+        rows = self.tables[name].rows
+        return StreamedTable(
+            what=f"`{field.name}` of table {name}",
+            size=(rows,) if field.per_row else (rows, field.values),
+            dtype=dtype_of(field),
+            rows=self._shares.mine(rows),
+            read=functools.partial(self._rows_of, name, field),
+            load=functools.partial(self.load_parts, name, field),
+        )
+
+    def save_weights(self, destination: dict[str, Any], prefix: str) -> None:
+        """Puts the weights of every table, (rows, D), into a state dict. Every trainer calls it."""
+        for name, table in self.tables.items():
+            destination[f"{prefix}{self.key_of(name)}"] = self.read(name, table.schema.fields[0])
+
+    # loading ----------------------------------------------------------------------------------------
+
+    def load(self, name: str, field: Field, value: Any) -> None:
+        """Overwrites a field of a table with a tensor of the form that `read` gives, sharded in any way, or whole.
+
+        Every trainer calls it. Of a sharded tensor each loads what it has; of a whole one trainer 0's counts.
 
         Raises:
             ValueError: another shape.
             RuntimeError: not all trainers load alike (`SparseStep.begin_load`).
         """
-        self._load_written()  # before these, not after
-        self._given.expire((name, first, last))
-        self._load(name, first, last, values)
+        if isinstance(value, StreamedTable):
+            return  # `checkpoint.load` has loaded it
+        parts = parts_of(value, self._shares.trainer)
+        columns, rows = (self.tables[name].rows, field.values), (self.tables[name].rows,)
+        wanted = [rows, columns] if field.per_row else [columns]
+        if shape_of(value) not in wanted:
+            raise ValueError(f"table {name} takes shape {wanted[0]} here, got {shape_of(value)}")
+        form = "whole" if is_whole(value) else "sharded"  # not one trainer this, another one that
+        self.load_parts(name, field, [len(part.values) for part in parts], parts, form)
 
-    def _load_written(self) -> None:
-        for (name, first, last), values in self._given.take_written():
-            self._load(name, first, last, values)
+    def load_parts(
+        self, name: str, field: Field, rows: Sequence[int], parts: Iterable[Part], form: str = "in portions"
+    ) -> None:
+        """Overwrites a field with what this trainer has of it. Every trainer calls it.
 
-    def _load(self, name: str, first: int, last: int, values: Any) -> None:
+        Args:
+            rows: of each part.
+            parts: are taken one after the other, as they are loaded.
+            form: the same on all trainers.
+        """
+        table = self.tables[name]
+        count = sum(len(list(chunks(table, 0, many))) for many in rows)
+        self._load((name, field.name), portions_of(table, parts), count, form)
+
+    def load_drawn(self, name: str, draw: Callable[[int], Tensor]) -> None:
+        """Overwrites the weights of a table with what trainer 0 draws: so many rows (U, D) at a time, in order."""
+        table = self.tables[name]
+        ranges = list(chunks(table, 0, table.rows)) if self._shares.trainer == 0 else []
+        drawn = (Part(begin, 0, draw(end - begin)) for begin, end in ranges)
+        self._load((name, WEIGHT), drawn, len(ranges), "drawn")
+
+    def _load(self, place: Place, portions: Iterable[Part], count: int, form: str) -> None:
+        """Loads what this trainer has, `count` portions."""
+        if self.step.may_load():
+            self.step.open()
+            self._given.expire(place)
+            self._overwrite(place, portions, count, form)
+
+    def _overwrite(self, place: Place, portions: Iterable[Part], count: int, form: str) -> None:
+        """Each portion is a step, with one of every trainer that still has some."""
+        name, field_name = place
         table, session = self.tables[name], self.step.session
-        values = whole(values, session.trainer)
-        if tuple(values.shape) != (table.rows, last - first):
-            raise ValueError(f"table {name} takes shape {(table.rows, last - first)} here, got {tuple(values.shape)}")
-        in_training = self.step.is_open
-        if not self.step.may_load():
-            return
-        if in_training:
-            self.step.begin_load(f"columns {first} to {last - 1} of table {name}")
-        elif session.trainer != 0 or session.restarted:
-            return
-        for begin, end in chunks(table):
-            rows, records = torch.arange(begin, end) + table.first_row, None
-            if session.trainer == 0:
-                numbers = self._numbers(table, rows).clone()
-                numbers[:, first:last] = values[begin:end]
-                records = _records(table, numbers)
-            if in_training:
-                session.overwrite(table.slab, rows, records)
-            elif records is not None:
-                session.load(table.slab, rows, records)
+        field, (first_byte, _) = table.schema.field(field_name), table.schema.bytes_of(field_name)
+        dtype, most = dtype_of(field), self.step.begin_load(f"`{field_name}` of table {name}, {form}", count)
+        for part in portions:
+            values = part.values.to(device="cpu", dtype=dtype).contiguous()
+            rows = torch.arange(len(values)) + (table.first_row + part.row)
+            session.overwrite(table.slab, rows, values.view(torch.uint8), first_byte + part.column * dtype.itemsize)
+            del part, values  # their memory is free before the next portion is read
+        for _ in range(most - count):
+            session.overwrite(table.slab, torch.empty(0, dtype=torch.int64), None)
 
     def load_initial(self, name: str, weights: Tensor) -> None:
         """Trainer 0: gives a table its first weights (rows, D), with fresh optimizer state."""
         table, session = self.tables[name], self.step.session
-        for begin, end in chunks(table):
+        for begin, end in chunks(table, 0, table.rows):
             numbers = torch.zeros(end - begin, table.schema.width)
             numbers[:, : table.dim] = weights[begin:end]
-            session.load(table.slab, torch.arange(begin, end) + table.first_row, _records(table, numbers))
-
-    def _numbers(self, table: Table, rows: Tensor) -> Tensor:
-        """(U, W) float32, what records of some slab rows hold."""
-        records = self.step.session.read(table.slab, rows)
-        return torch.from_numpy(numbers_of(records.view(torch.uint8).numpy(), table.schema))
-
-    def save_weights(self, destination: dict[str, Any], prefix: str) -> None:
-        """Puts the weights of every table, (rows, D), into a state dict. Every trainer calls it."""
-        for name, table in self.tables.items():
-            destination[f"{prefix}{self.key_of(name)}"] = self.read_columns(name, 0, table.dim)
-
-    def on_training_lookup(self) -> None:
-        """The tables are about to change."""
-        self._given.tell_of_lost_writes()
-        self._given.expire()
+            records = torch.from_numpy(records_of(numbers.numpy(), table.schema)).view(torch.float32)
+            session.load(table.slab, torch.arange(begin, end) + table.first_row, records)
 
     def load_weights(
         self,
@@ -132,7 +189,7 @@ class TablesState:
         for key, name in keys.items():
             if key in state_dict:
                 try:
-                    self.load_columns(name, 0, self.tables[name].dim, state_dict[key])
+                    self.load(name, self.tables[name].schema.fields[0], state_dict[key])
                 except ValueError as error:
                     error_msgs.append(str(error))
             elif strict:
@@ -140,27 +197,60 @@ class TablesState:
         if strict:
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in keys)
 
+    # what was written into state dicts --------------------------------------------------------------
 
-def _records(table: Table, numbers: Tensor) -> Tensor:
-    """(U, M) float32, the memory of records that hold `numbers` (U, W)."""
-    return torch.from_numpy(records_of(numbers.numpy(), table.schema)).view(torch.float32)
+    def load_written(self, when: str) -> None:
+        """Loads what was written into state dicts in place. `when`: see `SparseStep.load_written`.
+
+        Raises:
+            RuntimeError: something was written, and not all trainers can be asked to load it.
+        """
+        if when != "all" and not self._given.places:
+            return
+        if when == "alone" and self._shares.trainers > 1:
+            if self._given.any_written:
+                raise RuntimeError(
+                    "a tensor of a table in a state dict was changed in place: before an evaluation or the end of a"
+                    " step, every trainer calls `model.flush()`, or `model.load_state_dict(...)` with it"
+                )
+            return
+        written = self._given.take_written()
+        tables = self.step.agree_on_written({self.tables[name].job_name for name, _ in written})
+        for place in self._places():
+            if tables is not None and self.tables[place[0]].job_name in tables and self.step.may_load():
+                self._overwrite_written(place, written.get(place))
+
+    def _places(self) -> list[Place]:
+        return [(name, field.name) for name, table in self.tables.items() for field in table.schema.fields]
+
+    def _overwrite_written(self, place: Place, values: Tensor | None) -> None:
+        table = self.tables[place[0]]
+        first, _ = self._shares.mine(table.rows)
+        parts = [] if values is None else [Part(first, 0, values.view(len(values), -1))]
+        portions = list(portions_of(table, parts))
+        self._overwrite(place, portions, len(portions), "written")
+
+    def on_training_lookup(self) -> None:
+        """Tells of writes into state dicts that came too late."""
+        self._given.tell_of_lost_writes()
 
 
-def chunks(table: Table) -> Iterator[tuple[int, int]]:
-    """Row ranges of a table, each of at most `CHUNK_BYTES` of records."""
+def chunks(table: Table, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Row ranges of [first, last), each of at most `CHUNK_BYTES` of the table's records."""
     rows = max(1, CHUNK_BYTES // table.schema.nbytes)
-    for begin in range(0, table.rows, rows):
-        yield begin, min(begin + rows, table.rows)
+    for begin in range(first, last, rows):
+        yield begin, min(begin + rows, last)
 
 
-def whole(value: Any, trainer: int) -> Tensor:
-    """The full tensor of a plain, sharded or distributed one; a sharded one is gathered, in full on trainer 0 only."""
-    if isinstance(value, ShardedTensor):
-        out = torch.empty(value.size(), dtype=value.dtype) if trainer == 0 else None
-        value.gather(0, out)
-        return torch.empty(value.size(), device="meta") if out is None else out
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    if not isinstance(value, Tensor):
-        raise TypeError(f"a tensor is needed to load a table, got {type(value).__name__}")
-    return value.detach().cpu() if value.device.type != "meta" else value
+def portions_of(table: Table, parts: Iterable[Part]) -> Iterator[Part]:
+    """Parts of a table cut into portions. A part is let go of before the next one is taken."""
+    for part in parts:
+        for begin, end in chunks(table, 0, len(part.values)):
+            yield Part(part.row + begin, part.column, part.values[begin:end])
+        del part
+
+
+def dtype_of(field: Field) -> torch.dtype:
+    """Of its numbers."""
+    dtype: torch.dtype = getattr(torch, field.dtype)
+    return dtype

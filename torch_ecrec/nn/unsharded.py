@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
@@ -79,6 +80,13 @@ def weights_of(config: BaseEmbeddingConfig) -> str:
 def pooling_of(config: BaseEmbeddingConfig) -> PoolingType:
     """`NONE`: each id's row is handed out as it is."""
     return config.pooling if isinstance(config, EmbeddingBagConfig) else PoolingType.NONE
+
+
+def is_default(config: BaseEmbeddingConfig) -> bool:
+    """Whether `init_fn` is the uniform one that TorchRec's configs fill in."""
+    fn: Any = config.init_fn
+    bounds = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
+    return isinstance(fn, functools.partial) and fn.func is nn.init.uniform_ and not fn.args and fn.keywords == bounds
 
 
 def draw_weights(config: BaseEmbeddingConfig, weights: Tensor) -> Tensor:

@@ -147,12 +147,24 @@ class Judge:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
         rows = self.layouts[request.slab].data_rows(request.slot)
         self._check_ascending(request.positions, 0, rows, f"slab {request.slab}")
-        if request.records is not None:
-            _check_shape("records", request.slab, request.records, self._records(request.slab, request.positions))
+        check(not request.alone or request.trainer == 0, f"`trainer` must be 0 if `alone`, got {request.trainer}")
+        first, records, (many, nbytes) = (
+            request.first_byte,
+            request.records,
+            self._records(request.slab, request.positions),
+        )
+        if records is None:
+            check(first == 0, f"`first_byte` must be 0 without `records`, got {first}")
+            return
+        width = records.shape[1]
+        check(
+            first >= 0 and 1 <= width <= nbytes - first,
+            f"`records` must be bytes of {nbytes}, got {width} from {first}",
+        )
+        _check_shape("records", request.slab, records, (many, width))
 
     def _check_pass(self, request: wire.Pass) -> None:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
-        check(request.trainer != 0, "`trainer` must not be 0, which loads")
 
     def _check_snapshot(self, request: wire.Snapshot) -> None:
         good = bool(request.header) and 1 <= request.header[0] <= request.step

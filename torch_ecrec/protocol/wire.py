@@ -176,25 +176,28 @@ class Snapshot(Request[Stored]):
 
 
 class Load(Request[Acknowledged]):
-    """A step of trainer 0 that overwrites some records of a slab; answered as a push is.
+    """A trainer's part of a step that overwrites records, or some bytes of each; answered as a push is.
 
-    Like a push it goes to every slot, also to those of which it changes nothing. Before training (`alone`) it is due
-    when it is here; later, when every other trainer has sent `Pass`.
+    Like a push it goes to every slot, also to those of which it changes nothing. Before training (`alone`) it is that
+    of trainer 0, and due when it is here; later, when every other trainer has sent its own, or `Pass`. What several
+    trainers write becomes what the last of them, in trainer order, has written.
     """
 
     step: Count
+    trainer: Count  # `alone`: 0
     slab: Count
     positions: Positions  # (U,) int64, ascending, unique
-    records: RecordBytes | None  # (U, B) uint8; None: the initial values that the servers give them
+    first_byte: Count  # of a record, that is written
+    records: RecordBytes | None  # (U, b) uint8, so many bytes of each; None: all, as the servers initialise them
     resumable: Count  # as in `Push`; `alone`: the word of all trainers, as nobody else loads
     alone: bool
 
 
 class Pass(Request[Acknowledged]):
-    """A trainer's part of a step in which trainer 0 loads: it changes nothing itself. Answered as a push is."""
+    """A trainer's part of a step in which others load: it changes nothing itself. Answered as a push is."""
 
     step: Count
-    trainer: Count  # not 0
+    trainer: Count
     resumable: Count  # as in `Push`
 
 

@@ -8,7 +8,7 @@ Shape legend: U records, B record bytes; lists hold one array per slab.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -56,19 +56,34 @@ class Applier:
         self._merged = None
         return positions, deltas
 
-    def load_(self, load: wire.Load) -> Changed | None:
-        """Applies a step that loads initial values; None if records are missing."""
-        held, nothing = self.held, np.empty(0, dtype=np.int64)
-        positions = [load.positions.numpy() if s == load.slab else nothing for s in range(len(held.shards))]
+    def load_(self, loads: Sequence[wire.Load]) -> Changed | None:
+        """Applies a step that loads values; None if records are missing.
+
+        Args:
+            loads: of those trainers that load, in their order: of a byte that several write, the last counts.
+        """
+        held, positions = self.held, []
+        for slab in range(len(held.shards)):
+            mine = [load.positions.numpy() for load in loads if load.slab == slab]
+            positions.append(np.unique(np.concatenate(mine)) if mine else np.empty(0, dtype=np.int64))
         if self.is_missing(positions):
             return None
         deltas = []
         for slab, (positions_U, shard) in enumerate(zip(positions, held.shards, strict=True)):
-            values_UB = np.empty((0, shard.schema.nbytes), dtype=np.uint8)
-            if slab == load.slab:
-                values_UB = held.initial(slab, positions_U) if load.records is None else load.records.numpy()
+            values_UB = shard.gather(positions_U)
+            for load in loads:
+                if load.slab == slab:
+                    self._write_(values_UB, positions_U, load)
             deltas.append(shard.overwrite_(positions_U, values_UB))
         return positions, deltas
+
+    def _write_(self, values_UB: np.ndarray, positions_U: np.ndarray, load: wire.Load) -> None:
+        """What a load writes into the records (U, B) at these positions (U,), which are among them."""
+        at = np.searchsorted(positions_U, load.positions.numpy())
+        if load.records is None:
+            values_UB[at] = self.held.initial(load.slab, load.positions.numpy())
+        else:
+            values_UB[at, load.first_byte : load.first_byte + load.records.shape[1]] = load.records.numpy()
 
     def _merge(self, pushes: Mapping[int, wire.Push]) -> list[merge.Merged]:
         """Gradients of the same record are summed in trainer order: the bits do not depend on who came first."""

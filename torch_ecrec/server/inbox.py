@@ -4,7 +4,7 @@ Pure bookkeeping: no clock, no I/O, and nobody looks into the tensors. Steps are
 follows the last applied is ever asked for. Example: step 3 is applied; of two trainers, 0 has pushed steps 4 and 5, and
 1 has pushed step 5. Step 4 is not due, so nothing is. Trainer 1 pushes step 4: both are due, one after the other.
 
-In a step every trainer pushes; or trainer 0 loads and the others pass; or trainer 0 loads alone.
+In a step every trainer pushes; or every trainer loads or passes; or trainer 0 loads alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Inbox:
     def __init__(self, trainers: int) -> None:
         self.trainers = trainers
         self.pushes: dict[int, dict[int, wire.Push]] = {}  # step -> trainer -> its push
-        self.loads: dict[int, wire.Load] = {}  # by step
+        self.loads: dict[int, dict[int, wire.Load]] = {}  # step -> trainer -> its load
         self.passes: dict[int, set[int]] = {}  # step -> the trainers that pass
 
     def __len__(self) -> int:
@@ -33,17 +33,22 @@ class Inbox:
         """Keeps a trainer's part of a step; the same once more takes the place of the first."""
         match request:
             case wire.Load():
-                self.loads[request.step] = request
+                self.loads.setdefault(request.step, {})[request.trainer] = request
             case wire.Pass():
                 self.passes.setdefault(request.step, set()).add(request.trainer)
             case wire.Push():
                 self.pushes.setdefault(request.step, {})[request.trainer] = request
 
-    def due(self, step: int) -> wire.Load | dict[int, wire.Push] | None:
-        """All that a step needs: a load, or the pushes of all trainers, by trainer; None while something is missing."""
-        load, pushes = self.loads.get(step), self.pushes.get(step, {})
-        if load is not None:
-            return load if load.alone or len(self.passes.get(step, ())) == self.trainers - 1 else None
+    def due(self, step: int) -> list[wire.Load] | dict[int, wire.Push] | None:
+        """All that a step needs; None while something is missing.
+
+        Returns:
+            The loads of those who load, in trainer order; or the pushes of all trainers, by trainer.
+        """
+        loads, pushes = self.loads.get(step, {}), self.pushes.get(step, {})
+        alone = any(load.alone for load in loads.values())
+        if alone or len(loads.keys() | self.passes.get(step, set())) == self.trainers:
+            return [loads[trainer] for trainer in sorted(loads)]
         return pushes if len(pushes) == self.trainers else None
 
     def on_applied(self, step: int) -> None:
@@ -54,7 +59,7 @@ class Inbox:
     def keep_after(self, step: int) -> None:
         """Lets go of all that was sent of steps up to `step`."""
         self.pushes = {at: pushes for at, pushes in self.pushes.items() if at > step}
-        self.loads = {at: load for at, load in self.loads.items() if at > step}
+        self.loads = {at: loads for at, loads in self.loads.items() if at > step}
         self.passes = {at: trainers for at, trainers in self.passes.items() if at > step}
 
     def clear(self) -> None:

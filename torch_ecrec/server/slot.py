@@ -154,7 +154,7 @@ class Slot:
 
     def _on_load(self, request: wire.Load, reply: Reply[wire.Acknowledged]) -> None:
         # alone, before training: the others have done nothing yet that could be taken back
-        for trainer in range(self.rule.trainers if request.alone else 1):
+        for trainer in range(self.rule.trainers) if request.alone else (request.trainer,):
             self.rule.on_resumable(trainer, request.resumable)
         self._take(request, reply)
 
@@ -176,11 +176,11 @@ class Slot:
             due = self.inbox.due(step)
             if due is None:
                 return
-            change = self.applier.load_(due) if isinstance(due, wire.Load) else self.applier.update_(step, due)
+            change = self.applier.load_(due) if isinstance(due, list) else self.applier.update_(step, due)
             if change is None:
                 return
             self.inbox.on_applied(step)
-            if not isinstance(due, wire.Load):
+            if not isinstance(due, list):
                 self.not_trained = step - due[0].iteration
             self.rule.on_applied(step)
             self.log.append(step, *change)

@@ -44,12 +44,17 @@ def half_tables() -> tuple[TableSpec, ...]:
 
 @dataclass(frozen=True)
 class Load:
-    """Rows first to end - 1 of a slab get other values, or a function of those that they hold (`change`)."""
+    """Rows first to end - 1 of a slab get other values, or a function of those that they hold (`change`).
+
+    `writers` says who writes what of it in training: "first", trainer 0 all; "rows" and "columns", each trainer some;
+    "all", each of them everything, of which the last one's counts.
+    """
 
     slab: int
     first: int
     end: int
     change: bool = False
+    writers: str = "first"
 
     def values(self, before_UW: torch.Tensor) -> torch.Tensor:
         """(U, W) what the rows hold then; a changed row keeps its last column, as optimizer state is kept."""
@@ -59,6 +64,30 @@ class Load:
             return after_UW
         rng = np.random.default_rng([self.slab, self.first, self.end])
         return torch.from_numpy(rng.random(tuple(before_UW.shape), dtype=np.float32) + 0.25)
+
+    def part(
+        self, trainer: int, trainers: int, values_UW: torch.Tensor, schema: Schema
+    ) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """What one trainer writes of it: rows (u,), bytes of their records (u, b), the first byte; None: nothing."""
+        rows, words = torch.arange(self.first, self.end), torch.arange(schema.nbytes // 4)
+        if self.writers == "all":
+            values_UW = values_UW + (trainers - 1 - trainer)
+        elif self.writers == "first":
+            rows = rows if trainer == 0 else rows[:0]
+        elif self.writers == "rows":
+            rows = share(rows, trainer, trainers)
+        else:
+            words = share(words, trainer, trainers)
+        if not len(rows) or not len(words):
+            return None
+        first, last = 4 * int(words[0]), 4 * int(words[-1]) + 4
+        return rows, records_with(values_UW, schema)[rows - self.first, first:last].contiguous(), first
+
+
+def share(things: torch.Tensor, trainer: int, trainers: int) -> torch.Tensor:
+    """Those of a trainer: as many for each, and what is left of them, or none, for the last."""
+    each = -(-len(things) // trainers)
+    return things[trainer * each : (trainer + 1) * each]
 
 
 LOADS = (  # of `small_tables`: table a in portions and some of it twice; stripes that a shares with b; some of c
@@ -77,7 +106,7 @@ class Scenario:
 
     Args:
         loads: what trainer 0 loads before training, in this order.
-        overwrites: what trainer 0 loads in training, in this order: (step, ended, what). After that step; once it has
+        overwrites: what is loaded in training, in this order: (step, ended, what). After that step; once it has
             ended (the dense model of it is kept, and does not know of it), or before.
         loads_before: what the first trainers load, who are lost before they have loaded all; None: the same.
         kills: (slot, step) pairs: the host of the slot dies when that step is complete at trainer 0.

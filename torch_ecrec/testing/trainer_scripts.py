@@ -20,7 +20,6 @@ from torch_ecrec.testing.scenario import (
     loss_of,
     numbers_in,
     payload_of,
-    records_with,
     touched,
 )
 
@@ -130,10 +129,12 @@ class TrainerScripts:
             self._same(self._result.overwritten, (number, i), before_UW)
             client.run(client.without_snapshot)
             yield client.may_push
-            if i == 0:
-                client.run(client.load, load.slab, route, records_with(load.values(before_UW), schema))
-            else:
+            part = load.part(i, self._scenario.trainers, load.values(before_UW), schema)
+            if part is None:
                 client.run(client.pass_)
+            else:
+                rows, values_Ub, first_byte = part
+                client.run(client.load, load.slab, client.route(load.slab, rows), values_Ub, first_byte)
 
     @property
     def _loads(self) -> tuple[Load, ...]:

@@ -1,0 +1,125 @@
+"""Which rows of a table are whose: the sharded tensors of state dicts, and what there is in those that are loaded.
+
+A state dict has a table as TorchRec's row-wise sharding has it, a `ShardedTensor`: as many rows for each trainer, and
+what is left of them, or none, for the last. Ten rows and three trainers: [0, 4), [4, 8) and [8, 10). That is the form
+of which `torch.distributed.checkpoint` makes whole tensors, too (`StateDictOptions(full_state_dict=True)`). A single
+trainer has all rows, in plain tensors.
+
+What is loaded may be sharded in another way, by rows, by columns or by tables: each trainer loads what it has of it.
+Of a whole tensor, which every trainer has, that of trainer 0 is loaded; nobody looks at the others.
+
+Asks nobody for rows: `tables_state.py` does. Shape legend: U rows, C columns of a field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
+
+
+class Shares:
+    """The rows of each trainer.
+
+    Args:
+        trainer, trainers: this one, of how many.
+        group: of the trainers, in their order; None with one trainer.
+    """
+
+    def __init__(self, trainer: int, trainers: int, group: dist.ProcessGroup | None) -> None:
+        self.trainer, self.trainers, self._group = trainer, trainers, group
+
+    def range_of(self, rows: int, trainer: int) -> tuple[int, int]:
+        """First row of a trainer, of a table with so many, and one behind its last."""
+        each = -(-rows // self.trainers)
+        return min(trainer * each, rows), min((trainer + 1) * each, rows)
+
+    def mine(self, rows: int) -> tuple[int, int]:
+        """The range of this trainer."""
+        return self.range_of(rows, self.trainer)
+
+    def sharded(self, rows: int, values: Tensor) -> Tensor:
+        """A table of so many rows, of which this trainer's are `values` (U, C) or (U,). Not copied."""
+        if self._group is None:
+            return values
+        ranks = dist.get_process_group_ranks(self._group)
+        metadata = ShardedTensorMetadata(
+            shards_metadata=[
+                ShardMetadata(
+                    [begin, *(0 for _ in values.shape[1:])], [end - begin, *values.shape[1:]], f"rank:{rank}/cpu"
+                )
+                for trainer, rank in enumerate(ranks)
+                for begin, end in [self.range_of(rows, trainer)]
+                if begin < end
+            ],
+            size=torch.Size([rows, *values.shape[1:]]),
+            tensor_properties=TensorProperties(dtype=values.dtype),
+        )
+        here = f"rank:{ranks[self.trainer]}/cpu"
+        shards = [Shard(values, shard) for shard in metadata.shards_metadata if str(shard.placement) == here]
+        made: Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, metadata, process_group=self._group
+        )
+        return made
+
+
+def shape_of(value: Tensor) -> tuple[int, ...]:
+    """Of the whole tensor. Not `value.shape`, of which torch warns for a `ShardedTensor`."""
+    return tuple(value.metadata().size if isinstance(value, ShardedTensor) else value.shape)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Values (U, C) of rows from `row` on, and columns from `column` on, of one field of a table."""
+
+    row: int
+    column: int
+    values: Tensor
+
+
+def is_whole(value: Any) -> bool:
+    """Whether every trainer has all of a tensor, so that trainer 0's counts."""
+    if isinstance(value, DTensor):
+        return all(placement.is_replicate() for placement in value.placements)
+    return not isinstance(value, ShardedTensor)
+
+
+def parts_of(value: Any, trainer: int) -> list[Part]:
+    """What this trainer has of a tensor (rows, C) or (rows,), plain, sharded or distributed.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(value, ShardedTensor):
+        return [_part(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()]
+    if isinstance(value, DTensor):
+        return _parts_of_dtensor(value, trainer)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"a tensor is needed to load a table, got {type(value).__name__}")
+    return [_part([0, 0], value)] if trainer == 0 else []
+
+
+def _parts_of_dtensor(value: DTensor, trainer: int) -> list[Part]:
+    if is_whole(value) and trainer != 0:
+        return []
+    local: Any = value.to_local()
+    if isinstance(local, LocalShardsWrapper):
+        return [_part(at, shard) for at, shard in zip(local.local_offsets(), local.local_shards(), strict=True)]
+    _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return [_part(offsets, local)] if local.numel() else []
+
+
+def _part(offsets: Sequence[int], values: Tensor) -> Part:
+    values = values.detach()
+    return Part(offsets[0], 0, values.unsqueeze(1)) if values.dim() == 1 else Part(offsets[0], offsets[1], values)
