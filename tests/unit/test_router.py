@@ -347,7 +347,7 @@ def test_who_is_of_another_build_is_told_that_it_never_can_be_a_member() -> None
     process.hello["messages"] = {**BUILD["messages"], "Push": "another"}
     after.rejoin(process, generation=1, newest=1, world=[process.name], placement=None, incarnations=[])
     (refusal,) = process.wire.told("refused")
-    assert refusal["kind"] == "other_build" and refusal["reason"].endswith("other messages: Push")
+    assert refusal["kind"] == "other_build" and refusal["reason"].endswith("not the same: Push")
     assert process.wire.closed and not after.core.members
 
 
