@@ -29,7 +29,7 @@ from models import (
     table,
     train,
 )
-from shards import whole
+from shards import all_whole, whole
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -252,6 +252,7 @@ def compare_with_torchrec(trainers: int, trainer: int, name: str) -> None:
     )
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(their_losses), rtol=1e-5, atol=1e-6)
     assert rows.keys() == their_rows.keys()
+    state = all_whole(state)  # by all trainers in one order: theirs have state of their own tables only
     for key, theirs in their_rows.items():
         compare_shards(rows[key], theirs)
     for key, theirs in their_state.items():
