@@ -52,7 +52,7 @@ def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     assert result["losses"] == result["undisturbed"]["losses"] and len(result["losses"]) == 30
     assert len({tuple(losses) for losses in result["losses"]}) == 30, "it trains"
     # As members have told it with their last beats, of which some went with the coordinator.
-    assert result["bytes_sent"].keys() == set(report.KINDS) and sum(result["bytes_sent"].values()) > 0
+    assert result["bytes_sent"].keys() >= set(report.KINDS) and sum(result["bytes_sent"].values()) > 0
     assert sum(server["parity_bytes"] for server in result["servers"]) > 0
     assert (tmp_path / "recovery.png").stat().st_size > 10_000
     assert "EQUAL" in done.stdout and "re-hosted" in done.stdout
@@ -97,7 +97,7 @@ def test_kills_of_a_trainer_the_coordinator_and_a_server_change_nothing(tmp_path
     assert result["losses"] == result["undisturbed"]["losses"]
     assert len({tuple(losses) for losses in result["losses"]}) == 60, "it trains"
     # As members have told it with their last beats, of which some went with the coordinator.
-    assert result["bytes_sent"].keys() == set(report.KINDS) and sum(result["bytes_sent"].values()) > 0
+    assert result["bytes_sent"].keys() >= set(report.KINDS) and sum(result["bytes_sent"].values()) > 0
     assert sum(server["parity_bytes"] for server in result["servers"]) > 0
     assert (tmp_path / "recovery.png").stat().st_size > 10_000
     assert "EQUAL" in done.stdout and "re-hosted" in done.stdout
