@@ -194,7 +194,6 @@ class Child:
 
     def do_be_of_version(self, version: str) -> Any:
         mine, self.transport.build = self.transport.build, Build(version, self.transport.build.messages)
-        self.transport._rendezvous._build = self.transport.build
         return mine.version
 
     def do_round_trips(self, peer: str) -> Any:

@@ -18,7 +18,7 @@ Not noticed: what a loop keeps, and alters when the batch's turn is over.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,12 @@ class Watched:
 
     batch: Any
     parts: Sequence[tuple[str, Any]]
-    sums: Mapping[str, int]
+    sums: Sequence[tuple[str, int]]
 
     def check(self, what: str, reader: object) -> None:
         """Raises RuntimeError if it was altered. `what`: which batch it is."""
-        now = sums_of(self.parts if self.batch is None else parts_of(self.batch))
-        altered = next((path for path, total in self.sums.items() if now.get(path) != total), None)
+        now = dict(sums_of(self.parts if self.batch is None else parts_of(self.batch)))
+        altered = next((path for path, total in dict(self.sums).items() if now.get(path) != total), None)
         if altered is None:
             return
         raise RuntimeError(

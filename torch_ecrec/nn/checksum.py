@@ -23,15 +23,17 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 
 def checksum_of(batch: object) -> int:
     """CRC-32 of what a batch holds."""
-    total = 0
-    for _, part in parts_of(batch):
-        total = _sum(part, total)
-    return total
+    return checksum_of_sums(sums_of(parts_of(batch)))
 
 
-def sums_of(parts: Iterable[tuple[str, Any]]) -> dict[str, int]:
-    """CRC-32 of each of the parts, by path."""
-    return {path: _sum(part, 0) for path, part in parts}
+def checksum_of_sums(sums: Iterable[tuple[str, int]]) -> int:
+    """`checksum_of` the batch that these are of."""
+    return zlib.crc32(b"".join(total.to_bytes(4, "little") for _, total in sums))
+
+
+def sums_of(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, int]]:
+    """CRC-32 of each of the parts, with its path."""
+    return [(path, _sum(part)) for path, part in parts]
 
 
 def parts_of(batch: object) -> list[tuple[str, Any]]:
@@ -40,8 +42,8 @@ def parts_of(batch: object) -> list[tuple[str, Any]]:
     return [(path, part) for path, part in found if isinstance(part, (Tensor, np.ndarray))] or found
 
 
-def _sum(part: Any, before: int) -> int:
-    return zlib.crc32(_sample(part) if isinstance(part, (Tensor, np.ndarray)) else repr(part).encode(), before)
+def _sum(part: Any) -> int:
+    return zlib.crc32(_sample(part) if isinstance(part, (Tensor, np.ndarray)) else repr(part).encode())
 
 
 def _parts(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:

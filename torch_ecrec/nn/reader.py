@@ -36,7 +36,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_ecrec.nn.altered import Watched, may_give_again, watched
-from torch_ecrec.nn.checksum import checksum_of
+from torch_ecrec.nn.checksum import checksum_of, checksum_of_sums
 from torch_ecrec.nn.loop import Judge
 from torch_ecrec.nn.random_states import Generators, moved, random_states, set_random_states
 from torch_ecrec.nn.values import decode, encode
@@ -309,7 +309,7 @@ class Reader(Iterator[Any]):
             begin, expected, self._expected = outside, self._expected, None
             batch = self._next(current, begin)
         seen = watched(batch) if self._watches else None
-        checksum = checksum_of(batch)
+        checksum = checksum_of(batch) if seen is None else checksum_of_sums(seen.sums)
         if not self._has_indices:
             current.add(checksum)
         if expected is not None and checksum != expected:

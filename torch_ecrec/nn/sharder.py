@@ -145,7 +145,17 @@ def job_names(modules: Mapping[str, Collection]) -> dict[str, dict[str, str]]:
     }
 
 
-class _TablesSharder(ModuleSharder[Any]):
+class _OfOneKind(ModuleSharder[Any]):
+    """A sharder of the modules of one class, which its subclass names."""
+
+    served: type[Any]
+
+    @property
+    def module_type(self) -> type[Any]:
+        return self.served
+
+
+class _TablesSharder(_OfOneKind):
     """Puts the tables of collections on the servers.
 
     Args:
@@ -199,44 +209,28 @@ class _TablesSharder(ModuleSharder[Any]):
 class ErasureCodedSharder(_TablesSharder):
     """Puts the tables of `EmbeddingBagCollection`s on the servers."""
 
-    made = ErasureCodedEmbeddingBagCollection
-
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        return EmbeddingBagCollection
+    made, served = ErasureCodedEmbeddingBagCollection, EmbeddingBagCollection
 
 
 class ErasureCodedSequenceSharder(_TablesSharder):
     """Puts the tables of `EmbeddingCollection`s on the servers."""
 
-    made = ErasureCodedEmbeddingCollection
-
-    @property
-    def module_type(self) -> type[EmbeddingCollection]:
-        return EmbeddingCollection
+    made, served = ErasureCodedEmbeddingCollection, EmbeddingCollection
 
 
 class ErasureCodedFusedSharder(_TablesSharder):
     """Puts the tables of `FusedEmbeddingBagCollection`s on the servers."""
 
-    made = ErasureCodedFusedEmbeddingBagCollection
-
-    @property
-    def module_type(self) -> type[FusedEmbeddingBagCollection]:
-        return FusedEmbeddingBagCollection
+    made, served = ErasureCodedFusedEmbeddingBagCollection, FusedEmbeddingBagCollection
 
 
 class ErasureCodedFusedSequenceSharder(_TablesSharder):
     """Puts the tables of `FusedEmbeddingCollection`s on the servers."""
 
-    made = ErasureCodedFusedEmbeddingCollection
-
-    @property
-    def module_type(self) -> type[FusedEmbeddingCollection]:
-        return FusedEmbeddingCollection
+    made, served = ErasureCodedFusedEmbeddingCollection, FusedEmbeddingCollection
 
 
-class _ManagedSharder(ModuleSharder[Any]):
+class _ManagedSharder(_OfOneKind):
     """Puts the tables of collections with managed collisions on the servers.
 
     Args:
@@ -292,21 +286,13 @@ class _ManagedSharder(ModuleSharder[Any]):
 class ErasureCodedManagedCollisionSharder(_ManagedSharder):
     """Puts the tables of `ManagedCollisionEmbeddingBagCollection`s on the servers."""
 
-    made = ErasureCodedManagedCollisionEmbeddingBagCollection
-
-    @property
-    def module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
-        return ManagedCollisionEmbeddingBagCollection
+    made, served = ErasureCodedManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingBagCollection
 
 
 class ErasureCodedManagedCollisionSequenceSharder(_ManagedSharder):
     """Puts the tables of `ManagedCollisionEmbeddingCollection`s on the servers."""
 
-    made = ErasureCodedManagedCollisionEmbeddingCollection
-
-    @property
-    def module_type(self) -> type[ManagedCollisionEmbeddingCollection]:
-        return ManagedCollisionEmbeddingCollection
+    made, served = ErasureCodedManagedCollisionEmbeddingCollection, ManagedCollisionEmbeddingCollection
 
 
 def sharders_for(

@@ -110,7 +110,7 @@ class Transport(Way):
         self.complaints = Complaints(log, name)
         self._callback = threading.local()  # .runs: this thread is in `handle` or `done`
         self._joining = threading.Lock()  # held by the join or close under way; taken before _gate
-        self._rendezvous = Rendezvous(name, self.build, self._check_wanted)  # under _joining
+        self._rendezvous = Rendezvous(name, self._check_wanted)  # under _joining
         self._gate = threading.Condition()  # guards all below
         self._world: World | None = None  # where calls go; None between generations
         self._serving = 0  # the generation whose requests are handled and answered; set before its world is formed
@@ -325,7 +325,7 @@ class Transport(Way):
             try:
                 connection = self._rendezvous.connect(store, deadline_s)
                 shared = PrefixStore(f"generation-{generation}", connection)
-                said = self._rendezvous.arrive(shared, world, mine, deadline_s)  # until then, the present world serves
+                said = self._rendezvous.arrive(shared, world, self.build, mine, deadline_s)
                 self._leave()
                 left = True
                 connection.set_timeout(remaining(deadline_s))

@@ -49,12 +49,11 @@ class Rendezvous:
 
     Args:
         name: the member's.
-        build: what it runs; all that meet must run the same.
         check_wanted: of a generation, called again and again while this waits: raises what ends the wait.
     """
 
-    def __init__(self, name: str, build: Build, check_wanted: Callable[[int], None]) -> None:
-        self._name, self._build, self._check_wanted = name, build, check_wanted
+    def __init__(self, name: str, check_wanted: Callable[[int], None]) -> None:
+        self._name, self._check_wanted = name, check_wanted
         self._kept: tuple[tuple[str, int], TCPStore | None] = (("", 0), None)
 
     def close(self) -> None:
@@ -107,20 +106,20 @@ class Rendezvous:
         elif shared.get(f"{place}:all").decode() != members:
             raise ClusterUnavailable(f"generation {world.generation}: members disagree about who is in it")
 
-    def arrive(self, shared: Store, world: World, says: str, deadline_s: float) -> list[str]:
-        """Returns when all members have arrived, with what each of them said, by rank.
+    def arrive(self, shared: Store, world: World, build: Build, says: str, deadline_s: float) -> list[str]:
+        """Returns when all members have arrived, with what each of them said, by rank. `build`: what this one runs.
 
         Raises:
             ClusterUnavailable: not all in time, not all of one build, or nobody wants that generation any more.
         """
-        own = self._build.digest.hex()
+        own = build.digest.hex()
         self.meet(shared, "arrived", world, f"{own} {says}", deadline_s)
         said = [shared.get(f"arrived/{member}").decode().partition(" ") for member in world.members]
         others = [member for member, (digest, _, _) in zip(world.members, said, strict=True) if digest != own]
         if others:
             raise ClusterUnavailable(
                 f"generation {world.generation}: {', '.join(others)} run another build of torch_ecrec than {self._name}"
-                f" (version {self._build.version}): their messages differ"
+                f" (version {build.version}): their messages differ"
             )
         return [claim for _, _, claim in said]
 
