@@ -43,7 +43,8 @@ def test_a_name_says_what_a_system_is() -> None:
     for name in train.VARIANTS:
         asked = {key.removeprefix("TORCH_ECREC_").lower(): text for key, text in train.VARIANTS[name].items()}
         assert set(asked) <= {field.name for field in dataclasses.fields(Settings)}
-    assert [train.parse_system(name).name for name in train.DEFAULT.split(",")] == train.DEFAULT.split(",")
+    for default in (train.DEFAULT, train.DEFAULT_OF_SEQUENCES):
+        assert [train.parse_system(name).name for name in default.split(",")] == default.split(",")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,11 @@ def test_an_unknown_name_is_refused(name: str) -> None:
         ("torchrec+snap", "neither a bf16 wire nor snapshots"),
         ("k2r1+ckpt", "only torchrec saves checkpoints"),
         ("none+ckpt", "only torchrec saves checkpoints"),
-        ("torchrec@3", "TorchRec has no servers"),
+        ("torchrec@3", "torchrec has no servers"),
+        ("torch@3", "torch has no servers"),
+        ("torch+snap", "neither a bf16 wire nor snapshots"),
+        ("torch+ckpt", "only torchrec saves checkpoints"),
+        ("torch:pipeline", "TorchRec's pipelines want"),
         ("k4r2@5", "slots"),
         ("k2r0", "`r` must be at least 1"),
         ("k0r1", "`k` must be at least 1"),
@@ -83,6 +88,8 @@ def test_what_cannot_be_is_refused(name: str, says: str) -> None:
         (["--blocks", "0"], "`blocks` must be at least 1"),
         (["--trainers", "0"], "`trainers` must be at least 1"),
         (["--rows", "0"], "`rows` must be at least 1"),
+        (["--shape", "sequence", "--systems", "torchrec,none"], "is not for torchrec: FBGEMM has no Adam"),
+        (["--shape", "paper", "--systems", "torch"], "is not for torch: take torchrec"),
         (["--data", "x.tsv"], "goes with `--shape criteo`"),
         (["--device", "cuda", "--systems", "none,torchrec"], "is for our systems"),
         pytest.param(
@@ -142,3 +149,19 @@ def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], trainers
     assert "block 1/1" in capsys.readouterr().out
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"copy.json", *(f"train-embedding-heavy.{suffix}" for suffix in ("json", "csv", "png"))}
+
+
+@pytest.mark.slow
+def test_sequences_beside_torch(tmp_path: Path) -> None:
+    words = ["--shape", "sequence", "--systems", "torch,none,k2r1", "--rows", "200", "--batch-size", "16"]
+    words += ["--blocks", "1", "--seconds", "0.2", "--warmup", "3", "--out", str(tmp_path)]
+    assert train.run(parse(*words)) == 0
+    result = json.loads((tmp_path / "train-sequence.json").read_text())
+    held = result["server_bytes"]
+    assert held["none"]["record_bytes"] == held["k2r1"]["record_bytes"] == 2 * 200 * 4 * 64 * 3, "Adam's two moments"
+    losses = {system: result["blocks"][system][0]["losses"] for system in ("torch", "none", "k2r1")}
+    assert losses["none"][0] == losses["k2r1"][0]
+    assert losses["torch"][0] == pytest.approx(losses["none"][0], abs=0.1)
+    with open(tmp_path / "train-sequence.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert float(table[2]["rate / torch"]) > 0

@@ -122,10 +122,17 @@ class Cluster:
         return doomed
 
     def wait_until_replaced(self, pids: list[int], *slots: int) -> Status:
-        """The kill has fired: the coordinator has lost these processes, and the slots begin a new life."""
+        """The kill has fired: the coordinator has lost these processes, and the slots begin a new life elsewhere.
+
+        A slot has no server while one that has joined is not in a generation yet.
+        """
         status = self.wait_for(
             f"the loss of {pids}",
-            lambda s: not any(m["alive"] for m in s["members"] if m["pid"] in pids) and len(s["slots"]) > max(slots),
+            lambda s: (
+                not any(m["alive"] for m in s["members"] if m["pid"] in pids)
+                and len(s["slots"]) > max(slots)
+                and all(s["slots"][slot]["server"] for slot in slots)
+            ),
         )
         for slot in slots:
             assert status["slots"][slot]["incarnation"] >= 1, status["slots"]

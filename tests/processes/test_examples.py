@@ -18,6 +18,7 @@ LIMIT_S = 400
 # All that are written for torchrun alone; `dlrm_criteo.py` is the demo's.
 REHEARSED = {
     "checkpoints.py": (50, ["--folder", "saved"]),  # steps, arguments
+    "mixed_planner.py": (15, ["--batch-size", "2000", "--epochs", "3"]),
     "sequential.py": (12, ["--batch-size", "500", "--epochs", "3"]),
     "two_tower.py": (12, ["--batch-size", "2000", "--epochs", "3"]),
 }

@@ -18,6 +18,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
     EvalPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
 )
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -83,14 +84,21 @@ def unsharded() -> nn.Module:
     return TestSparseNN(tables=TABLES, weighted_tables=WEIGHTED, dense_device=CPU, sparse_device=torch.device("meta"))
 
 
-@pytest.mark.parametrize("execute_all", [True, False])
-@pytest.mark.parametrize("pipeline_class", [TrainPipelineBase, TrainPipelineSparseDist], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    ("pipeline_class", "execute_all"),
+    [
+        (TrainPipelineBase, True),
+        (TrainPipelineSparseDist, True),
+        (TrainPipelineSparseDist, False),
+        (TrainPipelineSparseDistLite, True),
+    ],
+)
 def test_a_pipeline_trains_as_a_plain_loop(pipeline_class: Any, execute_all: bool, group: Any) -> None:
     module, data = unsharded(), batches(7)
     plain, optimizer = sharded(module, group)
     piped, piped_optimizer = sharded(module, group)
     piped.load_state_dict(plain.state_dict())
-    more = {} if pipeline_class is TrainPipelineBase else {"execute_all_batches": execute_all}
+    more = {"execute_all_batches": execute_all} if pipeline_class is TrainPipelineSparseDist else {}
     pipeline = pipeline_class(piped, piped_optimizer, CPU, **more)
     given = iter(data)
     for batch in data[: 7 if execute_all else 5]:
@@ -99,7 +107,7 @@ def test_a_pipeline_trains_as_a_plain_loop(pipeline_class: Any, execute_all: boo
         loss.backward()
         optimizer.step()
         assert torch.equal(pipeline.progress(given), prediction)
-    if pipeline_class is TrainPipelineSparseDist:
+    if pipeline_class is not TrainPipelineBase:
         assert len(pipeline._pipelined_modules) == 2  # weighted or not
     for name, values in plain.state_dict().items():
         if isinstance(values, torch.Tensor) and oracle.mode() != "stock":

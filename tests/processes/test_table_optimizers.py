@@ -207,6 +207,23 @@ def test_what_is_not_honoured_is_refused_by_name(name: str) -> None:
         shard(Net(made(cls, arguments)), sharders=[EmbeddingBagCollectionSharder(fused_params=fused_params)])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            {"lr": 0.1, "beta1": 0.95, "beta2": 0.999},
+            "`beta1`=0.95 of tables has no effect, as with FBGEMM: rowwise",
+        ),
+        ({"eta": 0.5, "beta2": 0.9}, "`beta2`=0.9, `eta`=0.5 of tables has no effect"),
+    ],
+)
+def test_numbers_of_other_optimizers_are_told_to_have_no_effect(arguments: dict[str, Any], told: str) -> None:
+    """Scripts that build any optimizer give them to each; FBGEMM looks at them in those that have them."""
+    with pytest.warns(UserWarning, match=told):
+        found = optimizer_spec("t", parameter_with(RowWiseAdagrad, arguments))
+    assert found == OptimizerSpec("rowwise_adagrad", arguments.get("lr", 0.01))
+
+
 def test_several_optimizers_of_a_table_are_refused() -> None:
     parameter = parameter_with(torch.optim.SGD)
     apply_optimizer_in_backward(torch.optim.Adam, [parameter], {})

@@ -396,10 +396,11 @@ def test_a_generation_without_one_of_its_members_fails_in_time(cluster: Cluster)
     a, b = cluster.take(2)
     cluster.form([a, b])
     for members in ([a.name, b.name, "ghost"], ["ghost", a.name, b.name]):
-        for child, number in zip([a, b], cluster.start_join([a, b], members, timeout_s=0.5), strict=True):
+        # Enough for a busy machine to connect to the store, which is within it.
+        for child, number in zip([a, b], cluster.start_join([a, b], members, timeout_s=3), strict=True):
             result = child.answer(number)
-            assert "not arrived in time: ghost" in result["error"]
-            assert result["took_s"] < 0.5 + PROMPTLY_S
+            assert "not arrived in time: ghost" in result["error"], result
+            assert result["took_s"] < 3 + PROMPTLY_S
         assert a.call(b, PROMPT)["outcome"] == "Ok", "the generation before goes on until all have arrived"
     cluster.form([a, b])
     assert a.call(b, PROMPT)["outcome"] == "Ok"

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,26 @@ def test_a_cluster_that_this_process_is_in_is_not_joined_again(monkeypatch: pyte
         JoinRefused, match=r"has a model in the cluster at 127\.0\.0\.1:9 already, and a cluster serves"
     ):
         launch.connect(job(1), Settings(join="127.0.0.1:9"))
+
+
+class _Builds:
+    """A session of a trainer whose script ends once the model is built; the cluster begins after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.client = types.SimpleNamespace(settings=types.SimpleNamespace(give_up_s=LIMIT_S))
+        self.looks, self.over, self.closed_after = looks, True, 99
+
+    @property
+    def begun(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def close(self) -> None:
+        self.closed_after = self.looks
+
+
+def test_a_trainer_that_only_builds_the_model_stays_until_the_cluster_has_begun() -> None:
+    """It is one of those without whom the others would wait for ever."""
+    session: Any = _Builds(looks=3)
+    launch.abandon(session)
+    assert session.closed_after == -1

@@ -262,6 +262,7 @@ def test_a_script_that_loads_before_it_attaches_may_be_restarted(loses):
         cluster = new_cluster()
         model = model_over(cluster)
         model.load_state_dict(dict(saved))
+        model.flush()
         model.attach()
         train(model, 12 if disturbed else 20)
         if disturbed:
@@ -272,6 +273,7 @@ def test_a_script_that_loads_before_it_attaches_may_be_restarted(loses):
             other_life(cluster)
             model = model_over(cluster, restarted=True)
             model.load_state_dict(dict(saved))
+            model.flush()
             assert not torch.equal(model.full_state_dict()[NAMES[0]], saved[NAMES[0]]), "it is where training goes on"
             model.attach()
             assert model.steps_done == 11 and model.session.step == 12, "no step after the 12th had begun"

@@ -4,7 +4,8 @@ WAY: `plain` (a loop over `DataLoader(shuffle=True)`), `workers` (with worker pr
 `torchdata` (`StatefulDataLoader`), `pipeline` (`TrainPipelineSparseDist`), `accumulate` (gradients of two batches),
 `rollback` (now and then, the model and the tables' optimizer are loaded: before a step, within one, after an epoch),
 `checkpoint` (at these places they are saved and loaded by DCP, which changes nothing of what `plain` does),
-`managed` (ids of the bags are remapped; rows are given to other ids all the time).
+`managed` (ids of the bags are remapped; rows are given to other ids all the time), `mixed` and `mixed-pipeline` (a plan
+leaves the sequences to TorchRec, by rows, and they are kept with the snapshots).
 Three epochs of 6 steps, a scheduler that steps with every epoch, a BatchNorm, dropout, an evaluation after each epoch.
 
 Trainer 1 kills itself after STEP in its first life, once OUT/go is there; OUT/STEP says that it waits for that. What a
@@ -34,7 +35,9 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
@@ -49,6 +52,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torch_ecrec
 from torch_ecrec import checkpoint
+from torch_ecrec.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 
 EPOCHS, STEPS, SIZE, ROWS, LIMIT_S = 3, 6, 8, 300, 60.0
 
@@ -92,6 +96,14 @@ class Net(nn.Module):
         return loss, (loss.detach(), batch.sparse_features.values())
 
 
+def planned(net: Net) -> ShardingPlan:
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"),
+        constraints={"s": ParameterConstraints(sharding_types=["row_wise"])},
+    )
+    return planner.collective_plan(net, get_default_sharders(), dist.group.WORLD)
+
+
 class Trace(list):
     def state_dict(self):
         return {"seen": list(self)}
@@ -108,6 +120,7 @@ def main() -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     random.seed(rank)
+    mixed = way.startswith("mixed")
     rows = ROWS // 5 if way == "managed" else ROWS
     configs = [EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=8, feature_names=["f"])]
     if way != "managed":  # a feature whose ids are remapped is of one table
@@ -126,12 +139,22 @@ def main() -> None:
         device=torch.device("meta"),
         tables=[
             EmbeddingConfig(
-                name="s", num_embeddings=ROWS, embedding_dim=4, feature_names=["f"], data_type=DataType.BF16
+                name="s",
+                num_embeddings=ROWS,
+                embedding_dim=4,
+                feature_names=["f"],
+                data_type=DataType.FP32 if mixed else DataType.BF16,
             )
         ],
     )
     apply_optimizer_in_backward(Adagrad, sequences.parameters(), {"lr": 0.05})
-    model = torch_ecrec.DistributedModelParallel(Net(tables, 8 * len(configs), sequences), device=torch.device("cpu"))
+    net = Net(tables, 8 * len(configs), sequences)
+    model = torch_ecrec.DistributedModelParallel(
+        net,
+        device=torch.device("cpu"),
+        plan=planned(net) if mixed else None,
+        unprotected="snapshot" if mixed else "refuse",
+    )
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = CombinedOptimizer(
         [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.01))]
@@ -185,7 +208,7 @@ def main() -> None:
             model.fused_optimizer.load_state_dict(fused)
 
     for _ in batches.epochs(EPOCHS):
-        if way == "pipeline":
+        if way.endswith("pipeline"):
             pipeline, stream = TrainPipelineSparseDist(model, optimizer, torch.device("cpu")), iter(batches)
             while True:
                 try:
@@ -217,7 +240,9 @@ def main() -> None:
     result = {"trace": list(trace), "first_life": first_life, "rates": [g["lr"] for g in optimizer.param_groups]}
     result["running_mean"] = model.module.below[1].running_mean.tolist()
     result["maps"] = {name: values.tolist() for name, values in model.named_buffers() if "_mch_" in name}
-    result["digest"] = model.digest() if rank == 0 else None
+    whole = model.full_state_dict() if mixed else {}
+    result["whole"] = {name: [list(value.shape), float(value.double().sum())] for name, value in whole.items()}
+    result["digest"] = model.digest() if rank == 0 or mixed else None  # each trainer has shards of its own then
     (out / f"{rank}.json").write_text(json.dumps(result))
     model.close()
     dist.destroy_process_group()

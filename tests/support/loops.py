@@ -26,6 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.streamable import Pipelineable
 
@@ -48,7 +49,13 @@ READERS = (
     "torchdata",  # StatefulDataLoader(shuffle=True)
     "torchdata own generator",
 )
-DRIVERS = ("plain", "base", "sparse")
+PIPELINES: dict[str, Any] = {
+    "base": TrainPipelineBase,
+    "sparse": TrainPipelineSparseDist,
+    "lite": TrainPipelineSparseDistLite,
+}
+DRIVERS = ("plain", *PIPELINES)
+TRACING = ("sparse", "lite")  # these trace the model
 STYLES = ("epochs", "counter", "steps_done")
 FLUSHES = ("backward", "optimizer", "scheduler", "pass")
 LOADS = ("before", "backward", "after", "pass")
@@ -436,8 +443,7 @@ def _one_pass(run: Run) -> None:
             if run.batches.drawn == loop.leave_after:
                 break
         return
-    kind = TrainPipelineBase if loop.driver == "base" else TrainPipelineSparseDist
-    pipeline = kind(run.model, run.optimizers[0], CPU)
+    pipeline = PIPELINES[loop.driver](run.model, run.optimizers[0], CPU)
     stream = iter(run.batches)
     while True:
         try:
@@ -445,7 +451,7 @@ def _one_pass(run: Run) -> None:
         except StopIteration:
             break
         _after_step(run, losses)
-    if loop.driver == "sparse":
+    if loop.driver in TRACING:
         pipeline.detach()
 
 

@@ -43,6 +43,7 @@ RANKS = {
     "nn": 9,
     "model_parallel": 10,
     "checkpoint": 10,
+    "planner": 10,
     "testing": 10,
     "__init__": 10,
     "demo": 11,

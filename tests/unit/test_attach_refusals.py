@@ -30,8 +30,7 @@ def test_without_attach_a_restarted_trainer_does_not_train() -> None:
         second.model(batch_of(6, 0))
     with pytest.raises(RuntimeError, match=r"the servers have trained before.*call `attach` before the first step"):
         second.model(batch_of(6, 0))
-    with pytest.raises(RuntimeError, match="call `attach`"):
-        second.model.flush()
+    second.model.flush()  # waits, and keeps nothing: the script may attach yet
     assert second.session.step == 3 and not second.session.snapshots
 
 

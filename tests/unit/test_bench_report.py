@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_docs import broken
 
-from torch_ecrec.bench import codec, optimizers, record, recovery_figures, report, scaling, train
+from torch_ecrec.bench import codec, operators, optimizers, record, recovery_figures, report, scaling, train
 from torch_ecrec.bench.report import BEGIN, END, MADE_BY, TARGETS, Figure, NotMeasured, Target
 
 PNG = b"\x89PNG"
@@ -88,6 +88,11 @@ def leave_codec(folder: Path) -> None:
     leave(folder, "codec", {"notes": ["a note."]}, rows)
 
 
+def leave_operators(folder: Path) -> None:
+    row = {**dict.fromkeys(operators.COLUMNS), "what": "pooled", "dim": 64, "fbgemm_over_ours": 0.625}
+    leave(folder, "operators", {"notes": ["of operators."]}, [row])
+
+
 def leave_optimizers(folder: Path) -> None:
     row = {**dict.fromkeys(optimizers.COLUMNS), "optimizer": "adam", "dim": 64, "gbps": 7.25}
     leave(folder, "optimizers", {"notes": ["another note."]}, [row])
@@ -122,6 +127,7 @@ def source(tmp_path: Path) -> Path:
     leave_recovery(folder)
     leave_codec(folder)
     leave_optimizers(folder)
+    leave_operators(folder)
     leave_scaling(folder)
     return folder
 
@@ -142,8 +148,9 @@ def test_the_documents(source: Path, tmp_path: Path) -> None:
     assert text.startswith(MADE_BY) and text.endswith("## Notes\n\nby hand\n")
     assert (
         "**Not measured**: train-embedding-heavy-servers.json, train-embedding-heavy-transports.json,"
-        " train-embedding-heavy-pipeline.json, train-uniform.json, train-criteo.json, train-embedding-heavy-epyc.json,"
-        " train-multi-hot-epyc.json, train-paper-epyc.json, recovery-uniform.json were missing." in text
+        " train-embedding-heavy-pipeline.json, train-uniform.json, train-criteo.json, train-sequence.json,"
+        " train-embedding-heavy-epyc.json, train-multi-hot-epyc.json, train-paper-epyc.json, recovery-uniform.json were"
+        " missing." in text
     )
     assert "there was no train-uniform.json. `torch-ecrec bench train --shape uniform` makes it." in text
     assert f"commit {record.header()['commit']}" in text and f"{os.cpu_count()} cores" in text
@@ -166,6 +173,7 @@ def test_the_documents(source: Path, tmp_path: Path) -> None:
     assert "old" not in page.splitlines() and "| 520,000 |" in page and "| 8 | (2, 1) | 2 | 2 | 2 | 7 |" in page
     assert "- k2r1-huge: needs about 99.0 GB of memory\n" in page and "### By dim\n\n**Not measured.**" in page
 
+    assert "of operators." in text and "0.62" in lines(text, "| pooled | 64")
     assert "another note." in text and "| adam | 64 | - | 7.25 |" in text
     for name in ("train-paper", "recovery", "codec", "scaling"):
         for suffix in ("json", "csv", "png"):

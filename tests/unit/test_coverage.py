@@ -191,8 +191,8 @@ def test_what_is_allowed_is_sharded_by_the_plan_that_is_given() -> None:
     assert type(model.module.other).__name__ == "ShardedManagedCollisionEmbeddingBagCollection"
 
 
-def test_unprotected_is_one_of_two() -> None:
-    with pytest.raises(ValueError, match="`unprotected` must be one of refuse, allow, got 'yes'"):
+def test_unprotected_is_one_of_four() -> None:
+    with pytest.raises(ValueError, match="`unprotected` must be one of refuse, snapshot, allow, reset, got 'yes'"):
         shard(Net(collection()), unprotected="yes")
 
 

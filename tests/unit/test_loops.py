@@ -21,6 +21,7 @@ from loops import (
     OPTIMIZERS,
     READERS,
     STYLES,
+    TRACING,
     Loop,
     resumed,
     same,
@@ -117,7 +118,7 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
             draws=some(DRAWS),
             evals=some(EVALS if plain else ("pass",)),
             counts=some(["before", "between", "after", "pass"]),
-            modules=some(MODULES) - ({"attribute", "generator"} if driver == "sparse" else set()),  # refused
+            modules=some(MODULES) - ({"attribute", "generator"} if driver in TRACING else set()),  # refused
             generator=draw(st.booleans()) if reader and plain else False,
             numbered=draw(st.booleans()),
             losses=losses,

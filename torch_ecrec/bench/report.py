@@ -2,10 +2,10 @@
 
     torch-ecrec bench report --from build/bench --out docs
 
-It reads train-<shape>.json, recovery.json, codec.json, optimizers.json and scaling.json from one folder, whichever are
-there, writes the documents and copies those files, their CSVs and their pictures to OUT/performance, from where it can
-read them again (`--from docs/performance`). Nothing is measured here, and no figure is typed by hand. What is missing
-is said in the document.
+It reads train-<shape>.json, recovery.json, codec.json, optimizers.json, operators.json and scaling.json from a folder,
+whichever are there, writes the documents and copies those files, their CSVs and their pictures to OUT/performance, from
+where it can read them again (`--from docs/performance`). Nothing is measured here, and no figure is typed by hand. What
+is missing is said in the document.
 
 performance.md is written whole; OUT/performance-notes.md, by hand, goes to its end. In scaling.md only what is between
 the markers is replaced.
@@ -27,7 +27,7 @@ from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import Any
 
-from torch_ecrec.bench import codec, optimizers, record
+from torch_ecrec.bench import codec, operators, optimizers, record
 from torch_ecrec.runtime.checks import require
 
 MADE_BY = "Made by `torch-ecrec bench report`; do not edit."
@@ -45,10 +45,11 @@ SHAPES = (
     "paper",
     "paper-snapshot",
     "criteo",
+    "sequence",
     *(f"{shape}-epyc" for shape in AGAINST_TORCHREC),
 )
 RECOVERIES = ("recovery", "recovery-uniform")  # the second with `--label uniform --zipf 0`
-NAMES = (*(f"train-{shape}" for shape in SHAPES), *RECOVERIES, "codec", "optimizers", "scaling")
+NAMES = (*(f"train-{shape}" for shape in SHAPES), *RECOVERIES, "codec", "optimizers", "operators", "scaling")
 KINDS = ("lookup", "push", "fold", "snapshot", "other")  # of bytes sent
 SHOWN_RECORD_BYTES = 260  # of which the document shows the kernels' rates: 64 weights and the optimizer's state
 RECOVERY = {
@@ -446,21 +447,22 @@ def _codec(contents: Contents, pictures: set[str]) -> list[str]:
     ]
 
 
-def _optimizers(contents: Contents) -> list[str]:
-    if "optimizers" not in contents:
-        return [_missing("optimizers", "optimizers")]
-    content = contents["optimizers"]
-    return [_origin(content["header"]), " ".join(content["notes"]), columns(content["rows"], optimizers.COLUMNS)]
+def _table_of(name: str, titles: Mapping[str, str], contents: Contents) -> list[str]:
+    """Of a benchmark that is shown whole: where it ran, and its table."""
+    if name not in contents:
+        return [_missing(name, name)]
+    content = contents[name]
+    return [_origin(content["header"]), " ".join(content["notes"]), columns(content["rows"], titles)]
 
 
 HOW = """\
 **What is compared.** `torchrec`: TorchRec's DistributedModelParallel over gloo, table-wise, without fault tolerance;
 `torchrec:tuned`: with the malloc setting that our processes give themselves; `torchrec+ckpt`: saving itself every so
-many steps. `none`: our 3 servers without protection. `k2r1`, `k4r1`, ...: our servers with that (k, r) code, one for
-each of the k + r members of a stripe; `@6`: on six servers; `+snap`: with a snapshot of the dense model after every
-step; `:bf16`: rows and gradients travel as bfloat16; `:tcp`: without shared memory, over TCP; `:rpc`: over
-torch.distributed.rpc; `:pipeline`: trained in TorchRec's TrainPipelineSparseDist. All train the same model from the
-same seed on the same batches.
+many steps. `torch`, for sequences: a copy of the tables on each trainer, sparse gradients, SparseAdam. `none`: our 3
+servers without protection. `k2r1`, `k4r1`, ...: our servers with that (k, r) code, one for each of the k + r members
+of a stripe; `@6`: on six servers; `+snap`: with a snapshot of the dense model after every step; `:bf16`: rows and
+gradients travel as bfloat16; `:tcp`: without shared memory, over TCP; `:rpc`: over torch.distributed.rpc; `:pipeline`:
+trained in TorchRec's TrainPipelineSparseDist. All train the same model from the same seed on the same batches.
 
 **How.** All systems of a shape are started, then take turns: a block of steps each, again and again, while the others
 wait. Noise that comes and goes meets all of them, so ratios hold where times do not. A block ends when everything sent
@@ -494,12 +496,12 @@ def performance(contents: Contents, pictures: set[str], notes: str | None) -> st
         record.markdown([target.row(contents) for target in TARGETS]),
         "## Training",
     ]
-    for shape in SHAPES:
-        parts += [f"### {shape}", *_training(shape, contents, pictures)]
+    parts += [line for name in SHAPES for line in (f"### {name}", *_training(name, contents, pictures))]
     parts.append("## Recovery")
-    for name in RECOVERIES:
-        parts += [f"### {name}", *_recovery(name, contents, pictures)]
-    parts += ["## Kernels", *_codec(contents, pictures), "### Optimizers", *_optimizers(contents)]
+    parts += [line for name in RECOVERIES for line in (f"### {name}", *_recovery(name, contents, pictures))]
+    parts += ["## Kernels", *_codec(contents, pictures)]
+    for name, titles in (("optimizers", optimizers.COLUMNS), ("operators", operators.COLUMNS)):
+        parts += [f"### {name.capitalize()}", *_table_of(name, titles, contents)]
     parts += ["## Scaling", "Tables and picture are in [scaling.md](scaling.md)."]
     files = [f"[{name}.json](performance/{name}.json)" for name in NAMES if name in contents]
     if files:

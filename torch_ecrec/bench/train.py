@@ -3,6 +3,8 @@
 Systems
     torchrec        TorchRec's DistributedModelParallel over gloo, table-wise, fused FBGEMM: no fault tolerance
     torchrec+ckpt   the same, saving itself with torch.distributed.checkpoint.async_save every X steps
+    torch           for --shape sequence, whose Adam TorchRec does not have on a CPU: a copy of the tables on each
+                    trainer, DistributedDataParallel with sparse gradients, SparseAdam
     none            our servers without protection, three of them
     k2r1, k4r1 ...  our servers with that code, as many as a stripe has members
     k2r1@6          on six servers; none@6 likewise
@@ -51,6 +53,7 @@ VARIANTS = {
     ":tcp": {"TORCH_ECREC_SHARED_MEMORY_BYTES": "0"},
 }
 DEFAULT = "torchrec,torchrec+ckpt,none,none+snap,k2r1,k2r1+snap,k4r1,k4r1+snap,k4r2,k4r2+snap"
+DEFAULT_OF_SEQUENCES = "torch,none,k2r1,k2r1+snap,k4r2,k4r2+snap"
 START_S = 300.0  # tables are filled, and the systems before may still be starting
 BLOCK_S = 600.0
 END_S = 60.0  # a trainer finishes its checkpoint and leaves
@@ -63,7 +66,7 @@ class System:
 
     name: str
     group: str
-    code: CodeSpec | None  # None: TorchRec
+    code: CodeSpec | None  # None: TorchRec or torch
     settings: dict[str, str]  # of all its processes, as environment variables
     snapshot: bool
     checkpoint: bool
@@ -73,7 +76,7 @@ class System:
 def parse_system(name: str) -> System:
     """A system by its name. Raises ValueError."""
     found = re.fullmatch(
-        r"(torchrec|none|k(\d+)r(\d+))(?:@(\d+))?(:bf16|:rpc|:tcp|:tuned|:pipeline)?(\+ckpt|\+snap)?", name
+        r"(torchrec|torch|none|k(\d+)r(\d+))(?:@(\d+))?(:bf16|:rpc|:tcp|:tuned|:pipeline)?(\+ckpt|\+snap)?", name
     )
     require(
         found is not None,
@@ -81,17 +84,18 @@ def parse_system(name: str) -> System:
     )
     assert found is not None
     base, k, r, servers, variant, more = found.groups()
-    torchrec = base == "torchrec"
+    ours = not base.startswith("torch")
     require(
-        not (torchrec and (variant in VARIANTS or more == "+snap")),
-        f"{name!r}: TorchRec has neither a bf16 wire nor snapshots nor transports here",
+        ours or not (variant in VARIANTS or more == "+snap"),
+        f"{name!r}: {base} has neither a bf16 wire nor snapshots nor transports here",
     )
-    require(torchrec or more != "+ckpt", f"{name!r}: only torchrec saves checkpoints here")
-    require(not torchrec or servers is None, f"{name!r}: TorchRec has no servers")
-    code = None if torchrec else CodeSpec(int(servers or 3), 2, 1, "none")
+    require(base == "torchrec" or more != "+ckpt", f"{name!r}: only torchrec saves checkpoints here")
+    require(base != "torch" or variant != ":pipeline", f"{name!r}: TorchRec's pipelines want its own model or ours")
+    require(ours or servers is None, f"{name!r}: {base} has no servers")
+    code = CodeSpec(int(servers or 3), 2, 1, "none") if ours else None
     if k is not None:
         code = CodeSpec(int(servers or int(k) + int(r)), int(k), int(r))
-    require(torchrec or variant != ":tuned", f"{name!r}: ours are tuned in any case")
+    require(not ours or variant != ":tuned", f"{name!r}: ours are tuned in any case")
     return System(
         name,
         name.removesuffix(more or ""),
@@ -142,7 +146,7 @@ class Group:
             environment.update(allocator.environment(Settings().keep_freed_bytes))
         environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(self.trainers))
         environment["LOCAL_WORLD_SIZE"] = str(self.trainers)
-        backend = "torchrec" if system.code is None else "ecrec"
+        backend = system.group.partition(":")[0] if system.code is None else "ecrec"
         assignment = Assignment(
             backend,
             dataclasses.asdict(self.shape),
@@ -313,7 +317,7 @@ def rows(systems: Sequence[System], result: dict[str, Any]) -> list[dict[str, An
             "wire MB/step": medians["wire_bytes"][system.name] / 1e6,
             "resident GB": medians["rss_bytes"][system.name] / 1e9,
         }
-        for base in ("torchrec", "none"):
+        for base in ("torchrec", "torch", "none"):
             if base in medians["samples_per_s"]:
                 line[f"rate / {base}"] = rate / medians["samples_per_s"][base]
                 line[f"CPU / {base}"] = cpu / medians["cpu_s_per_step"][base]
@@ -332,7 +336,7 @@ def plot(shape: str, lines: Sequence[dict[str, Any]], path: Path) -> None:
 
     names = [line["system"] for line in lines]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.45 * len(names) + 1.6), sharey=True)
-    colours = ["#8a8a8a" if name.startswith("torchrec") else "#2b6cb0" for name in names]
+    colours = ["#8a8a8a" if name.startswith("torch") else "#2b6cb0" for name in names]
     rates = [line["samples/s"] for line in lines]
     error = [
         [line["samples/s"] - line["least"] for line in lines],
@@ -346,7 +350,7 @@ def plot(shape: str, lines: Sequence[dict[str, Any]], path: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.bar_label(axes.containers[-1], fmt="{:,.0f}", padding=3, fontsize=8)
-    figure.suptitle(f"DLRM training, {shape}")
+    figure.suptitle(f"Training, {shape}")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -362,7 +366,15 @@ def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[System]]:
         data=str(arguments.data) if arguments.data else None,
     )
     require(arguments.data is None or arguments.shape == "criteo", "`--data` goes with `--shape criteo`")
-    systems = [parse_system(name) for name in arguments.systems.split(",")]
+    default = DEFAULT_OF_SEQUENCES if shape.sequence else DEFAULT
+    systems = [parse_system(name) for name in (arguments.systems or default).split(",")]
+    for system in systems:
+        rival = system.group.partition(":")[0]
+        require(
+            system.code is not None or (rival == "torch") == shape.sequence,
+            f"`--shape {arguments.shape}` is not for {rival}: "
+            + ("FBGEMM has no Adam on a CPU; take torch" if shape.sequence else "take torchrec"),
+        )
     require(len({s.name for s in systems}) == len(systems), f"a system is named twice: {arguments.systems}")
     require(
         arguments.device == "cpu" or all(s.code is not None for s in systems),
@@ -445,7 +457,7 @@ def run(arguments: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `torch-ecrec bench train`."""
     parser.add_argument("--shape", choices=list(workload.SHAPES), default="embedding-heavy")
-    parser.add_argument("--systems", default=DEFAULT, metavar="A,B,...", help=f"default {DEFAULT}")
+    parser.add_argument("--systems", metavar="A,B,...", help=f"default {DEFAULT}; for sequence {DEFAULT_OF_SEQUENCES}")
     parser.add_argument("--blocks", type=int, default=5, metavar="N", help="turns of each system (default 5)")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a block, about (default 4)")
     parser.add_argument("--least-steps", type=int, default=8, help="steps of a block, at least (default 8)")

@@ -24,7 +24,6 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torch_ecrec
 from torch_ecrec.bench import workload
@@ -35,7 +34,7 @@ class Assignment:
     """What a trainer trains.
 
     Args:
-        backend: "torchrec" or "ecrec".
+        backend: "torchrec", "torch" or "ecrec".
         shape: arguments of `workload.Shape`.
         seed: of the model and the batches.
         folder: where "torchrec" puts its checkpoints.
@@ -81,8 +80,7 @@ class Trainer:
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         self.model = workload.distributed(shape, assignment.backend, assignment.seed, self.device)
-        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.optimizer = torch.optim.Adagrad(dense.values(), lr=0.02)
+        self.optimizer, *self.others = workload.optimizers(self.model)
         self.pool: list[Batch] = workload.batches(shape, rank, world, assignment.seed)
         self.batches: Iterator[Batch] = iter(Cycle(self.pool))
         if isinstance(self.model, torch_ecrec.DistributedModelParallel):
@@ -109,9 +107,11 @@ class Trainer:
             else:
                 batch = next(self.batches)
                 loss, _ = self.model(batch if self.device == workload.CPU else batch.to(self.device))
-                self.optimizer.zero_grad()
+                for optimizer in (self.optimizer, *self.others):
+                    optimizer.zero_grad()
                 loss.backward()
-                self.optimizer.step()
+                for optimizer in (self.optimizer, *self.others):
+                    optimizer.step()
                 losses.append(loss.detach())
             self.steps += 1
             if checkpoint_every and self.steps % checkpoint_every == 0:

@@ -1,10 +1,14 @@
-"""What the training benchmarks train: a DLRM of a given shape and its batches, the same for every system.
+"""What the training benchmarks train: a model of a given shape and its batches, the same for every system.
 
     embedding-heavy  26 tables x 200,000 rows x 64, one id per bag, Zipf 1.05, batch 1024, MLPs [64] / [64, 1]
     multi-hot        the same with 10 ids per bag
     paper            dim 128, batch 2048, MLPs [512, 256, 128] / [1024, 1024, 512, 256, 1], 100,000 rows per table
     uniform          embedding-heavy with uniform ids: no id repeats, the worst case for a parameter server
     criteo           real Criteo rows (or synthetic ones of the same form), dim 16, 20,000 rows per table
+    sequence         histories of 50 items and their categories: a row for each id, Adam; batch 256
+
+All but the last are a DLRM whose tables step by row-wise Adagrad; that of `sequence` weighs the rows of a history by
+the dense features (`Histories`).
 
 Batches are drawn before the clock runs and used in turn. Ids of a table follow Zipf's law over its rows, in an order
 shuffled per table, so that hot rows are not neighbours.
@@ -21,13 +25,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torchrec
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.mlp import MLP
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torch_ecrec
@@ -50,6 +57,7 @@ class Shape:
         batch: samples per trainer and step.
         bottom, top: layer sizes of the MLPs before and after the interaction; the bottom one ends with `dim`.
         data: Criteo rows ("" for synthetic ones), or None for random ids.
+        sequence: a row for each id, not one for each bag, and Adam.
     """
 
     tables: int = 26
@@ -61,6 +69,7 @@ class Shape:
     bottom: tuple[int, ...] = (64,)
     top: tuple[int, ...] = (64, 1)
     data: str | None = None
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tables", "rows", "dim", "ids", "batch"):
@@ -73,6 +82,7 @@ SHAPES = {
     "multi-hot": Shape(ids=10),
     "paper": Shape(rows=100_000, dim=128, batch=2048, bottom=(512, 256, 128), top=(1024, 1024, 512, 256, 1)),
     "criteo": Shape(rows=20_000, dim=16, bottom=(64, 16), top=(64, 32, 1), batch=512, data=""),
+    "sequence": Shape(tables=2, rows=500_000, ids=50, batch=256, sequence=True),
 }
 
 
@@ -88,34 +98,96 @@ def features(shape: Shape) -> list[str]:
     return [f"C{i}" for i in range(shape.tables)]
 
 
-def build(shape: Shape, seed: int) -> DLRMTrain:
-    """The model, tables on the meta device, row-wise Adagrad in their backward."""
-    names = features(shape)
-    collection = torchrec.EmbeddingBagCollection(
-        tables=[
-            torchrec.EmbeddingBagConfig(
-                name=f"table_{name}", embedding_dim=shape.dim, num_embeddings=shape.rows, feature_names=[name]
-            )
-            for name in names
-        ],
-        device=torch.device("meta"),
+class Histories(nn.Module):
+    """Guesses from a history: its rows, weighed by their products with the dense features, then an MLP.
+
+    Args:
+        rows: gives a `JaggedTensor` for each feature, `shape.ids` rows for each sample.
+    """
+
+    def __init__(self, rows: nn.Module, shape: Shape) -> None:
+        super().__init__()
+        self.rows, self.shape = rows, shape
+        self.bottom = MLP(INTEGERS, list(shape.bottom))
+        self.top = nn.Sequential(
+            MLP((shape.tables + 1) * shape.dim, list(shape.top[:-1])), nn.Linear(shape.top[-2], shape.top[-1])
+        )
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        found, query_BD = self.rows(batch.sparse_features), self.bottom(batch.dense_features)
+        parts = [query_BD]
+        for name in features(self.shape):
+            rows_BLD = found[name].values().view(-1, self.shape.ids, self.shape.dim)
+            share_BL = torch.softmax(torch.einsum("bld,bd->bl", rows_BLD, query_BD), dim=1)
+            parts.append(torch.einsum("bl,bld->bd", share_BL, rows_BLD))
+        logits_B = self.top(torch.cat(parts, dim=1)).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits_B, batch.labels)
+        return loss, (loss.detach(), logits_B.detach(), batch.labels)
+
+
+class SparseRows(nn.Module):
+    """What torch has of itself for a row for each id: `nn.Embedding` with sparse gradients, a copy on every trainer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.names = features(shape)
+        self.tables = nn.ModuleList(nn.Embedding(shape.rows, shape.dim, sparse=True) for _ in self.names)
+
+    def forward(self, batch: torchrec.KeyedJaggedTensor) -> dict[str, torchrec.JaggedTensor]:
+        found = batch.to_dict()
+        return {
+            name: torchrec.JaggedTensor(table(found[name].values()), lengths=found[name].lengths())
+            for name, table in zip(self.names, self.tables, strict=True)
+        }
+
+
+def build(shape: Shape, seed: int) -> nn.Module:
+    """The model, tables on the meta device, their optimizer in their backward."""
+    names, meta = features(shape), torch.device("meta")
+    same = {"embedding_dim": shape.dim, "num_embeddings": shape.rows}
+    if shape.sequence:
+        rows = torchrec.EmbeddingCollection(
+            tables=[torchrec.EmbeddingConfig(name=f"table_{name}", feature_names=[name], **same) for name in names],
+            device=meta,
+        )
+        apply_optimizer_in_backward(torch.optim.Adam, rows.parameters(), {"lr": 0.001})
+        torch.manual_seed(seed)
+        return Histories(rows, shape)
+    bags = torchrec.EmbeddingBagCollection(
+        tables=[torchrec.EmbeddingBagConfig(name=f"table_{name}", feature_names=[name], **same) for name in names],
+        device=meta,
     )
-    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.02})
+    apply_optimizer_in_backward(RowWiseAdagrad, bags.parameters(), {"lr": 0.02})
     torch.manual_seed(seed)
-    return DLRMTrain(DLRM(collection, INTEGERS, list(shape.bottom), list(shape.top)))
+    model: nn.Module = DLRMTrain(DLRM(bags, INTEGERS, list(shape.bottom), list(shape.top)))
+    return model
 
 
 def distributed(shape: Shape, backend: str, seed: int, device: torch.device = CPU) -> nn.Module:
-    """The model on all trainers: tables on our servers ("ecrec"), or in TorchRec's own trainers ("torchrec").
+    """The model on all trainers.
 
     Args:
+        backend: "ecrec": tables on our servers; "torchrec": in TorchRec's own trainers; "torch": a copy on each, in
+            `DistributedDataParallel`.
         device: of the dense part, for "ecrec".
     """
+    if backend == "torch":
+        torch.manual_seed(seed)
+        return nn.parallel.DistributedDataParallel(Histories(SparseRows(shape), shape))
     model = build(shape, seed)
     if backend == "ecrec":
         return torch_ecrec.DistributedModelParallel(model, device=device, seed=seed)
     plan = torchrec_plan(model, dist.get_world_size())
     return torchrec.distributed.DistributedModelParallel(model, device=CPU, plan=plan)  # type: ignore[no-any-return]
+
+
+def optimizers(model: nn.Module) -> list[Optimizer]:
+    """Of what does not step in its backward: the dense part's first, then that of tables, if it is there."""
+    sparse = [value for part in model.modules() if isinstance(part, SparseRows) for value in part.parameters()]
+    known = {id(value) for value in sparse}
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    found: list[Optimizer] = [torch.optim.Adagrad([v for v in dense.values() if id(v) not in known], lr=0.02)]
+    return [*found, torch.optim.SparseAdam(sparse, lr=0.001)] if sparse else found
 
 
 def torchrec_plan(model: nn.Module, trainers: int) -> ShardingPlan:

@@ -12,6 +12,7 @@ BENCHMARKS = {
     "recovery": "kills at steady state: how long a pause, how fast a rebuild; beside restart from a checkpoint",
     "codec": "encode, fold and decode, beside memcpy and ISA-L",
     "optimizers": "a step of each sparse optimizer, beside memcpy and a scattered copy",
+    "operators": "pooling, routing and rounding of a batch, beside FBGEMM and torch",
     "messages": "a push as a message: written, read, sent",
     "exactness": "kills in real runs: bit-identical? how long a pause?",
     "scaling": "how each cost of a step grows: rows, dim, batch, trainers, servers, codes; fan-out",

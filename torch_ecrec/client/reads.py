@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torch_ecrec.layout.routing import Parts, Route, route
-from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.pieces import Gathering
@@ -48,7 +48,7 @@ class SlotReads(Node):
         super().__init__(name, port, settings.call_timeout_s)
         self.job, self.settings = job, settings
         self.slots = job.code.slots
-        self.layouts = [Layout(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
+        self.layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
         self.judge = Judge(job, self.layouts)
         self.bfloat16 = settings.wire == "bfloat16"
         self.step = 1  # the one being worked on, as the messages count

@@ -126,6 +126,11 @@ class Session:
         return self._closed or self._waiting.failed or not self.client.exchanges
 
     @property
+    def begun(self) -> bool:
+        """Whether the cluster can do without this trainer: all are there, or were, or this one's part is over."""
+        return self._closed or self._waiting.failed or self.client.resumed
+
+    @property
     def step(self) -> int:
         """The step of training being worked on, from 1."""
         return self.client.training_step

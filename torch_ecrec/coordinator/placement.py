@@ -15,7 +15,7 @@ from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.layout import repair
-from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
@@ -27,7 +27,7 @@ def data_loss(code: CodeSpec, job: JobSpec, gone: Collection[int]) -> str | None
     """What is lost with these slots that the code cannot repair, for people; None: nothing."""
     lost: dict[str, int] = {}  # table -> rows; a stripe that nothing lies on is no loss
     for slab in job.slabs:
-        layout = Layout(code.slots, code.k, code.parities, slab.rows)
+        layout = layout_of(code.slots, code.k, code.parities, slab.rows)
         if repair.rows_lost(layout, gone):
             for table, first in zip(slab.tables, slab.first_rows, strict=True):
                 lost[table.name] = repair.rows_lost(layout, gone, first, first + table.rows)

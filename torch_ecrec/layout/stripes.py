@@ -24,6 +24,7 @@ Does not know which server hosts a slot, or what is in a record.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -308,6 +309,12 @@ class Layout:
     def _check_member(self, base: int, member: int) -> None:
         require(0 <= base < self.slots, f"`base` must be in 0..{self.slots - 1}, got {base}")
         require(0 <= member < self.n, f"`member` must be in 0..{self.n - 1}, got {member}")
+
+
+@functools.lru_cache(maxsize=1024)
+def layout_of(slots: int, k: int, r: int, rows: int) -> Layout:
+    """The layout of a slab, as `Layout(...)`, made once: coordinator, servers and trainers ask for the same ones."""
+    return Layout(slots, k, r, rows)
 
 
 def warm() -> None:

@@ -5,7 +5,8 @@ count, evaluate, wait. The next one begins
 
     with a draw          the call for a batch from what `attach` returned, once there is one: at the end of a pass, the
                          next step begins in the next pass
-    with a forward       where a pipeline of TorchRec's draws ahead, at the end of a pass: it has nothing left to draw
+    with a forward       where a pipeline of TorchRec's draws ahead, at the end of a pass: it has nothing left to draw;
+                         where it draws between a backward and the optimizers' step (`TrainPipelineSparseDistLite`)
     with `model.step()`  in a loop without a reader: `with model.step(): ...` around each step
     with a forward       in a loop that has neither. What made its batch comes before then, so that has to be the same
                          without what is brought back: another batch after a restart is an error
@@ -114,7 +115,7 @@ class Attachment:
         self._begin()
         if self._drawn_at is not None:
             self._drawn_at = self._session.step
-        if not self._is_due():
+        if not self._is_due() or (self.reader is not None and self.reader.within_step):
             return None
         before = self._before(at_forward=False)
         return lambda checksum: self._keep(before, checksum)
@@ -206,10 +207,15 @@ class Attachment:
                 parameter.grad = None
         put_back_(parameters, self._gradients_then)
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
+            for name, buffer in self._what_moves(model):
                 if name in self._buffers_then:
                     buffer.copy_(self._buffers_then[name])
         self._gradients_then, self._buffers_then = {}, {}
+
+    def _what_moves(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Buffers, and tables that TorchRec shards: an evaluation may move both (FBGEMM counts forwards)."""
+        yield from model.named_buffers()
+        yield from self._dense.shards.tensors().items()
 
     def _is_due(self) -> bool:
         return self._dense.is_due(self._session.step - 1)
@@ -300,12 +306,12 @@ class Attachment:
             self.reader.load(before["reader"], own["checksum"])
         self._random, self._expected = before["random"], own["checksum"]
         model = self._live_model
-        load_(model, self._dense.optimizers, parts, self._session.trainer)
+        load_(model, self._dense.optimizers, parts, self._session.trainer, self._dense.shards)
         for _, parameter in dense_parameters(model):
             parameter.grad = None
         self._gradients_then = own["gradients"]
         put_back_(dict(dense_parameters(model)), self._gradients_then)
-        self._buffers_then = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        self._buffers_then = {name: buffer.detach().clone() for name, buffer in self._what_moves(model)}
         self._state.load_(self._state.decoded(before["state"]))
         settings: Mapping[str, Mapping[str, Any]] = before["settings"]
         self._settings.load_(settings)

@@ -120,6 +120,11 @@ def _check(name: str, table: StreamedTable, metadata: Metadata) -> None:
         raise ValueError(f"the checkpoint has no tensor {name}")
     if saved.size != table.size():
         raise ValueError(f"{name} takes shape {tuple(table.size())} here, the checkpoint has {tuple(saved.size)}")
+    found = sum(chunk.sizes.numel() for chunk in saved.chunks)
+    if found < saved.size.numel():
+        raise ValueError(
+            f"the checkpoint has {found} of the {saved.size.numel()} numbers of {name}: a part of it is missing"
+        )
 
 
 def _load_table(name: str, table: StreamedTable, metadata: Metadata, reader: StorageReader) -> None:
@@ -139,6 +144,7 @@ def _load_table(name: str, table: StreamedTable, metadata: Metadata, reader: Sto
         return Part(row, column, values if rest else values.unsqueeze(1))
 
     table.load([item.lengths[0] for item in items], map(read, items))
+    table.loaded = True
 
 
 class _Into(DefaultLoadPlanner):

@@ -5,14 +5,18 @@
     dense        every other parameter: data-parallel, in the snapshot
     unprotected  what TorchRec would keep in the trainers, one part in each: lost with a trainer
 
-The last kind is refused by name. Who wants it all the same says so (`unprotected="allow"`): these modules are then
-TorchRec's, sharded by the plan that was given, or by one of TorchRec's planner.
+The last kind is refused by name. Who wants it all the same says so (`UNPROTECTED`): these modules are then TorchRec's,
+sharded by the plan that was given, or by one of TorchRec's planner.
+
+A plan *chooses* if it puts a table on the servers (`erasure_coded`): then it says of every collection that it names
+whose it is. A collection is sharded as a whole. One that the plan makes data-parallel is dense, and in the snapshot. A
+plan that does not choose was made for TorchRec alone, and where served tables lie is the servers' business.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,7 +29,7 @@ from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionS
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
@@ -38,7 +42,16 @@ from torchrec.modules.mc_embedding_modules import (
 from torch_ecrec.nn.remapping import why_not_served
 from torch_ecrec.nn.unsharded import COLLECTIONS, Collection, inside_of
 
-UNPROTECTED = ("refuse", "allow")
+ERASURE_CODED = "erasure_coded"  # our sharding type
+UNPROTECTED = ("refuse", "snapshot", "allow", "reset")
+"""What becomes of what nobody protects.
+
+    refuse    it is named, and nothing is built
+    snapshot  collections that a plan leaves to TorchRec, on a CPU, are kept whole with every snapshot of the trainers,
+              and brought back; other things are refused
+    allow     it is TorchRec's; after a loss of trainers `attach` refuses to go on
+    reset     it is TorchRec's; after a loss of trainers it is as the script has made it
+"""
 _TWO_WAYS = "the same collection is reached with its ids remapped and without; make it one of them"
 _STOCK: dict[type[nn.Module], type[ModuleSharder[Any]]] = {
     EmbeddingBagCollection: EmbeddingBagCollectionSharder,
@@ -50,6 +63,8 @@ _STOCK: dict[type[nn.Module], type[ModuleSharder[Any]]] = {
     ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder,
 }
 """TorchRec's own sharders for what is served; of others nobody knows what they would do."""
+_KEPT: tuple[type[nn.Module], ...] = (EmbeddingBagCollection, EmbeddingCollection)
+"""Those of which `local_shards.py` finds all that TorchRec keeps."""
 _REMAPPING: tuple[type[BaseManagedCollisionEmbeddingCollection], ...] = (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -64,11 +79,20 @@ class Coverage:
         served: by path: those whose tables go to the servers.
         remapping: path -> that of the collection in it, which is one of `served`: modules with managed collisions.
         unprotected: path -> why nobody protects it; "" is the model itself.
+        planned: of these, collections that TorchRec shards since the plan says so: these may be kept in snapshots.
+        dense: paths of collections that the plan makes data-parallel.
     """
 
     served: dict[str, Collection]
     unprotected: dict[str, str]
     remapping: dict[str, str]
+    planned: tuple[str, ...] = ()
+    dense: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> list[str]:
+        """What is TorchRec's: paths."""
+        return [*self.unprotected, *self.dense]
 
     def check(self, unprotected: str) -> None:
         """Refuses what is unprotected, unless that is allowed.
@@ -78,11 +102,28 @@ class Coverage:
         """
         if unprotected not in UNPROTECTED:
             raise ValueError(f"`unprotected` must be one of {', '.join(UNPROTECTED)}, got {unprotected!r}")
-        if self.unprotected and unprotected == "refuse":
+        kept = set(self.planned) if unprotected == "snapshot" else set()
+        wrong = {path: reason for path, reason in self.unprotected.items() if path not in kept}
+        if wrong and unprotected in ("refuse", "snapshot"):
+            small = bool(self.planned) and unprotected == "refuse"
             raise ValueError(
                 "a lost trainer would lose what the servers do not serve:\n"
-                + "\n".join(f"  {path or 'the model'}: {reason}" for path, reason in self.unprotected.items())
+                + "\n".join(f"  {path or 'the model'}: {reason}" for path, reason in wrong.items())
                 + '\nTo train it without protection, as TorchRec does, say unprotected="allow"'
+                + ('; to keep small tables with every snapshot of the trainers, unprotected="snapshot"' * small)
+            )
+
+    def check_loss(self, step: int, unprotected: str) -> None:
+        """The trainers were lost, and training is to go on after a step.
+
+        Raises:
+            RuntimeError: what they had alone was lost with them.
+        """
+        if self.unprotected and unprotected == "allow" and step > 0:
+            raise RuntimeError(
+                f"training cannot go on after step {step}: {', '.join(self.unprotected)} were in the trainers alone,"
+                ' unprotected, and are lost. Begin again with a new cluster; or say unprotected="reset" to go on with'
+                " these as the script has made or loaded them, which gives other results"
             )
 
 
@@ -95,15 +136,25 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
         sharders: those for modules that are not served.
     """
     planned = plan.plan if plan is not None else {}
+    chosen = planned if chooses(plan) else {}
     tables_of = {sharder.module_type for sharder in (*get_default_sharders(), *sharders)}
     served: dict[str, Collection] = {}
     unprotected: dict[str, str] = {}
     remapping: dict[str, str] = {}
     remapped: set[int] = set()  # these modules, and the collections in them
+    by_plan: list[str] = []
+    dense: list[str] = []
 
     def look(path: str, child: nn.Module) -> None:
         reason = None if _is_served(child) else _reason(child, tables_of, path in planned)
-        if reason is not None:
+        types = _types_of(path, chosen) if _is_served(child) else {}
+        if type(child) in _KEPT and set(types.values()) == {ShardingType.DATA_PARALLEL.value}:
+            dense.append(path)
+        elif types:
+            by_plan.append(path)
+            listed = ", ".join(f"{table} ({kind})" for table, kind in types.items())
+            unprotected[path] = f"the plan leaves its tables to TorchRec: {listed}"
+        elif reason is not None:
             unprotected[path] = reason
         elif isinstance(child, _REMAPPING):
             inside = child._embedding_module
@@ -129,7 +180,36 @@ def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence
                 look(_join(path, name), inner)
 
     look("", module)
-    return Coverage(served, unprotected, remapping)
+    kept = (path for path in by_plan if type(module.get_submodule(path)) in _KEPT)
+    return Coverage(served, unprotected, remapping, tuple(kept), tuple(dense))
+
+
+def chooses(plan: ShardingPlan | None) -> bool:
+    """Whether a plan says which tables are on the servers."""
+    entries = plan.plan.values() if plan is not None else ()
+    return any(table.sharding_type == ERASURE_CODED for entry in entries for table in cast(Any, entry).values())
+
+
+def _types_of(path: str, chosen: Mapping[str, Any]) -> dict[str, str]:
+    """Sharding types of the tables of a collection that a plan leaves to TorchRec; none of one that it does not.
+
+    Raises:
+        ValueError: it leaves some of them.
+    """
+    types = {table: entry.sharding_type for table, entry in chosen.get(path, {}).items()}
+    ours = [table for table, kind in types.items() if kind == ERASURE_CODED]
+    if ours and len(ours) < len(types):
+        raise ValueError(several_sides(path, ours, [table for table in types if table not in ours]))
+    return {} if ours else types
+
+
+def several_sides(path: str, ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """What to say of a collection of which some tables are to be on the servers, and some with TorchRec."""
+    return (
+        f"{path or 'the model'}: a collection is sharded as a whole, but {', '.join(ours)} are to be on the servers,"
+        f" and {', '.join(theirs)} with TorchRec. Make two collections of it, one with the tables of each side, give"
+        " both the same batch, and join what they return"
+    )
 
 
 def _join(path: str, name: str) -> str:

@@ -2,7 +2,8 @@
 
 Every trainer holds the same dense state (data parallel), so each hands over one part of it: with 1,000 bytes and 3
 trainers, trainer 0 packs bytes [0, 334), 1 [334, 668), 2 [668, 1000). What may differ from trainer to trainer (buffers,
-say the running means of a BatchNorm; parameters that are not the model's) each keeps whole, with its part. `unpack`
+say the running means of a BatchNorm; parameters that are not the model's; tables that TorchRec shards, see
+`local_shards.py`) each keeps whole, with its part. `unpack`
 joins the parts, `load_` puts them into a model.
 
     stream   what all trainers have: the index, then the tensors one behind the other, without padding
@@ -39,9 +40,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torch_ecrec.nn import optimizer_steps, values
+from torch_ecrec.nn.local_shards import LocalShards, replicated_tables
 from torch_ecrec.nn.tensor_bytes import TensorsIn, TensorsOut, bytes_of
 from torch_ecrec.runtime import shared
 
@@ -110,16 +113,20 @@ class DenseSnapshot:
         model: held weakly. Parameters that TorchRec has sharded are left out: they differ from trainer to trainer.
         part, parts: which part this trainer packs, 0 <= part < parts.
         every: it is kept after each step that is a multiple of it; 0: never. Its users ask; may be set.
+        shards: what this trainer has of tables that TorchRec shards.
 
     Attributes:
         last: the step that was kept last, or that training goes on after.
     """
 
-    def __init__(self, model: nn.Module, part: int, parts: int, every: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, part: int, parts: int, every: int = 1, shards: LocalShards | None = None
+    ) -> None:
         if not 0 <= part < parts:
             raise ValueError(f"`part` must be at least 0 and less than `parts`, got {part} of {parts}")
         self.part, self.parts, self.every, self.last = part, parts, every, 0
         self._model = weakref.ref(model)
+        self.shards = LocalShards({}) if shards is None else shards
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._looks = True
@@ -162,7 +169,7 @@ class DenseSnapshot:
             TypeError: something cannot be kept; says what.
             RuntimeError: the model is gone.
         """
-        _collect(self._the_model(), self.optimizers)
+        _collect(self._the_model(), self.optimizers, self.shards)
 
     def pack(self, step: int, own: bytes = b"") -> tuple[Tensor, list[int]]:
         """This trainer's part of the state after `step`: a fresh buffer that nobody writes to later, and its header.
@@ -175,7 +182,7 @@ class DenseSnapshot:
             TypeError: something cannot be kept; says what.
             RuntimeError: the model is gone.
         """
-        index, out, whole = _collect(self._the_model(), self.optimizers)
+        index, out, whole = _collect(self._the_model(), self.optimizers, self.shards)
         self.last = step
         stream_bytes = len(index) + out.bytes
         header = Header(step, self.part, self.parts, stream_bytes, len(index), _digest(index), len(whole), len(own))
@@ -262,7 +269,11 @@ def own_of(payload: Tensor, header: Sequence[int]) -> bytes:
 
 
 def load_(
-    model: nn.Module, optimizers: Sequence[Optimizer], parts: Sequence[tuple[Tensor, Sequence[int]]], part: int
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    parts: Sequence[tuple[Tensor, Sequence[int]]],
+    part: int,
+    shards: LocalShards | None = None,
 ) -> int:
     """Puts a snapshot into a model and its optimizers, in place.
 
@@ -271,6 +282,7 @@ def load_(
         optimizers: torch optimizers over its dense parameters, in the order in which they first step. Mutated.
         parts: payload and header of every part of one step.
         part: which of them this trainer had packed: what may differ from trainer to trainer is of that one.
+        shards: what it has of tables that TorchRec shards. Mutated.
 
     Returns:
         The step of the snapshot.
@@ -282,7 +294,7 @@ def load_(
     if not 0 <= part < len(state.whole):
         raise ValueError(f"`part` must be at least 0 and less than {len(state.whole)}, got {part}")
     try:
-        copies, saved = _fitting(model, optimizers, state, part)
+        copies, saved = _fitting(model, optimizers, state, part, shards or LocalShards({}))
     except (LookupError, TypeError, AttributeError) as error:  # bytes of another program
         raise ValueError(f"step {state.step}: not what a trainer keeps: {error!r}") from error
     for one in saved:
@@ -301,12 +313,13 @@ _Copies = list[tuple[Tensor, Tensor]]  # to, from
 
 
 def _fitting(
-    model: nn.Module, optimizers: Sequence[Optimizer], state: State, part: int
+    model: nn.Module, optimizers: Sequence[Optimizer], state: State, part: int, shards: LocalShards
 ) -> tuple[_Copies, list[_SavedOptimizer]]:
     """What is to be put where. Changes nothing; raises ValueError as `load_` does."""
     whole = values.decode(state.whole[part], device="cpu")
     copies = _copies("parameters", dict(dense_parameters(model)), state.parameters)
     copies += _copies("buffers", dict(_buffers(model)), whole["buffers"])
+    copies += _copies("tables of TorchRec", shards.tensors(), whole["shards"])
     paths = {path for path, _ in _replicated(model)}
     if state.replicated.keys() != paths:
         differ = ", ".join(sorted(state.replicated.keys() ^ paths))
@@ -410,20 +423,26 @@ class _SavedOptimizer:
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The data-parallel parameters: under TorchRec's DMP without the sharded ones."""
+    """The data-parallel parameters, and tables that TorchRec replicates: under its DMP without the sharded ones."""
     sharded = _sharded_names(model)
     return ((name, parameter) for name, parameter in model.named_parameters() if name not in sharded)
 
 
 def _sharded_names(model: nn.Module) -> set[str]:
-    if isinstance(model, DistributedModelParallel):
-        return set(DistributedModelParallel._sharded_parameter_names(model))
-    return set()
+    if not isinstance(model, DistributedModelParallel):
+        return set()
+    return set(DistributedModelParallel._sharded_parameter_names(model)) - {
+        f"{path}.{name}" if path else name
+        for path, module in model.module.named_modules()
+        if isinstance(module, ShardedModule)
+        for name in replicated_tables(module)
+    }
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that are not persistent, too; not those that are replicated."""
-    apart = {id(buffer) for _, module in _replicated(model) for buffer in module.buffers()}
+    """Those that are not persistent, too; not those that are replicated, or that TorchRec makes of its plan."""
+    kinds = (Replicated, ShardedModule)
+    apart = {id(buffer) for module in model.modules() if isinstance(module, kinds) for buffer in module.buffers()}
     return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in apart)
 
 
@@ -448,7 +467,7 @@ def _digest(index: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(index, digest_size=6).digest(), "little")
 
 
-def _collect(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[bytes, TensorsOut, bytes]:
+def _collect(model: nn.Module, optimizers: Sequence[Optimizer], shards: LocalShards) -> tuple[bytes, TensorsOut, bytes]:
     """The index, the tensors that lie behind it, and what this trainer keeps whole."""
     out, sharded_names = TensorsOut(), _sharded_names(model)
     parameters, names, sharded = {}, {}, set()
@@ -469,7 +488,8 @@ def _collect(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[bytes, 
     content = {"parameters": parameters, "replicated": replicated, "optimizers": entries}
     index = values.encode(content, "the dense state", out)
     buffers = {name: buffer.detach() for name, buffer in _buffers(model)}
-    return index, out, values.encode({"buffers": buffers, "optimizers": wholes}, "the dense state")
+    whole = {"buffers": buffers, "shards": shards.tensors(), "optimizers": wholes}
+    return index, out, values.encode(whole, "the dense state")
 
 
 def _collect_optimizer(
@@ -493,6 +513,8 @@ def _collect_optimizer(
             kept = values.encode(key, f"{name}, key of its state")
             entry["state"].append((None, kept, values.encode(value, f"{name}, state[{key!r}]", out)))
             continue
+        if id(key) in sharded and _is_without_rows(value):
+            continue
         found = places.get(id(key))
         if found is None or (id(key) in sharded and value):
             why = "that is in none of its groups" if found is None else "whose rows the servers hold"
@@ -504,6 +526,11 @@ def _collect_optimizer(
             entry["state"].append((found, None, values.encode(value, f"{name}, state of {found}", out)))
     entry["more"] = values.encode(_beside_state(optimizer, name), f"{name}, state_dict", out)
     return entry, whole
+
+
+def _is_without_rows(state: Any) -> bool:
+    """Whether an optimizer of all parameters has made it beside a table's placeholder, which it never steps."""
+    return isinstance(state, dict) and any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
 def _beside_state(optimizer: Optimizer, name: str) -> dict[str, Any]:

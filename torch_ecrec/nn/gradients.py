@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torch_ecrec.nn.placeholder import TableParameter
+
 
 class WaitingGradients:
     """Knows which gradients of a model wait.
@@ -30,7 +32,7 @@ class WaitingGradients:
         self._parameters = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
         me = weakref.ref(self)
         for parameter in self._parameters.values():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not isinstance(parameter, TableParameter):
                 self._hooks.append(parameter.register_hook(functools.partial(_before_addition, me, id(parameter))))
 
     def close(self) -> None:

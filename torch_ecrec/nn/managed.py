@@ -32,7 +32,9 @@ from torchrec.modules.mc_embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torch_ecrec.nn.dense import Replicated
+from torch_ecrec.nn.pipelines import check_in_sync
 from torch_ecrec.nn.remapping import Remapping
+from torch_ecrec.nn.repeats import check_lengths
 from torch_ecrec.nn.served import Context, ServedModule, permuted
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import CHUNK_BYTES
@@ -88,6 +90,11 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
             module._managed_collision_collection, lambda ids: step.gather(f"remaps ids of {self._path}", ids)
         )
 
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """All stages, as TorchRec's. Never compiled, while what is around it may be."""
+        return super().forward(*args, **kwargs)
+
     def create_context(self) -> ManagedContext:
         return ManagedContext()
 
@@ -111,7 +118,9 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
         """Remaps, overwrites rows that were given to other ids, and looks up, as `ServedModule.compute`."""
         (features,) = dist_input
         inside = self._embedding_module
+        check_in_sync(self.forward)
         inside.before_lookup()
+        check_lengths(features)
         wanted, keys = self._remapping.features, features.keys()
         if keys != wanted:
             features = permuted(features, [keys.index(name) for name in wanted])

@@ -15,7 +15,6 @@ is TorchRec's own, and a warning says that nothing of it is kept (`no_tables.py`
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import sys
 import threading
@@ -29,7 +28,6 @@ import torch.distributed as dist
 import torchrec.distributed
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DataParallelWrapper
@@ -45,9 +43,13 @@ from torchrec.distributed.types import (
 
 from torch_ecrec.nn.attachment import Attachment
 from torch_ecrec.nn.backend import EmbeddingBackend
+from torch_ecrec.nn.compiled import Compiled
 from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_inside
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
+from torch_ecrec.nn.digest import digest_of
+from torch_ecrec.nn.local_shards import LocalShards, data_parallel, shards_of
 from torch_ecrec.nn.no_tables import NO_TABLES, NoTables
+from torch_ecrec.nn.processed import watch_batches
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
@@ -61,7 +63,6 @@ from torch_ecrec.spec.settings import Settings
 
 log = logging.getLogger(__name__)
 
-DIGEST_CHUNK_BYTES = 4 << 20  # of records read at a time
 NO_TRACKER = (
     "trackers of TorchRec (`model_tracker_configs`, `init_torchrec_delta_tracker`) look for tables in the trainers, and"
     " would find none; leave them out"
@@ -84,14 +85,18 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
             with `NonFiniteGradient` out of its backward: no row has changed, and a trainer that skips its optimizer
             step may go on. "pass" applies them, as TorchRec does.
         snapshot_every: the dense part is replicated to the servers after each step that is a multiple of it; 0: never.
-        unprotected: what becomes of modules with tables that the servers do not serve. "refuse" names them; "allow"
-            leaves them to TorchRec, as the plan says or, without one, its planner: lost with a trainer, and not
-            brought back.
+        unprotected: what becomes of modules with tables that the servers do not serve, or that the plan leaves to
+            TorchRec. "refuse" names them. With others they are TorchRec's: "snapshot" keeps what a plan shards on a CPU
+            with every snapshot, as exact as the dense part; "allow" lets a loss of trainers end the training (`attach`
+            refuses to go on), "reset" lets it go on with what the script has made anew.
 
     Raises:
         ValueError: a collection that cannot be served (see `table_specs`); a module that nobody would protect, a
             sharder with a wish that the servers do not serve (`coverage.py`); a `session` of another job.
     """
+
+    _attached: Attachment | None = None
+    _closed = _trained = False
 
     def __init__(
         self,
@@ -122,7 +127,7 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         covered = coverage_of(module, plan, others)
         covered.check(unprotected)
         names = job_names(covered.served)
-        tables = all_table_specs(module, covered.served, names, others)
+        tables = all_table_specs(module, covered.served, names, others, plan)
         connected: EmbeddingBackend | None = None
         if session is None and not tables:
             warnings.warn(NO_TABLES, stacklevel=2)
@@ -133,24 +138,22 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         _check_session(session, tables, env)
         session, recorder = recorded(session, self)
         step = SparseStep(session, _group_of_steps(env), nan_gradients, env.process_group)
-        others = [sharder for sharder in others if sharder.module_type not in COLLECTIONS]
-        plan = _planned(module, env, device, others) if plan is None and covered.unprotected else plan
         super().__init__(
             module,
             env=env,
             device=device,
-            plan=_plan(covered, plan, env.world_size),
+            plan=_plan(covered, plan or _planned(covered, module, env, device, others), env.world_size),
             sharders=[*others, *sharders_for(step, names, others)],  # of one kind, the last counts
             init_data_parallel=init_data_parallel,
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,
         )
-        self._step = step
+        self._step, self._covered, self._unprotected = step, covered, unprotected
         self._recorder, self._owns_session = recorder, connected is not None  # None but in a rehearsal
-        self._closed = self._trained = False
-        self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every)
+        shards = _left_to_torchrec(self.module, step, covered, unprotected)
+        self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every, shards)
         self._step.on_training_lookup, self._step.may_load = self._keep_dense, self._may_load
-        self._attached: Attachment | None = None
+        self._compiled = Compiled()
         self._abandoned = weakref.finalize(self, _leave, connected)
         self._abandoned.atexit = False
 
@@ -167,6 +170,7 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         for parent, name, child in places:
             if id(child) in made:
                 setattr(parent, name, made[id(child)])
+        watch_batches(sharded)
         return sharded
 
     def init_data_parallel(self) -> None:
@@ -174,10 +178,10 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         wrapped = self._ddp_wrapped
         super().init_data_parallel()
         model, group = self._dmp_wrapped_module, self._env.process_group
-        if wrapped or not isinstance(model, DistributedDataParallel) or group is None or dist.get_world_size(group) < 3:
-            return
-        if not model._comm_hooks:  # the user's own stays
-            OrderedMean(_same_trainers(group)).install(model)
+        if not wrapped and group is not None and dist.get_world_size(group) > 2:
+            for one in data_parallel(model):
+                if not one._comm_hooks:  # the user's own stays
+                    OrderedMean(_same_trainers(group)).install(one)
 
     def attach(
         self,
@@ -226,16 +230,12 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         schedulers = [lr_scheduler] if isinstance(lr_scheduler, Stateful) else list(lr_scheduler)
         named = {f"lr_scheduler[{i}]": scheduler for i, scheduler in enumerate(schedulers)}
         attached = Attachment(
-            self,
-            self._step,
-            self._dense,
-            optimizers,
-            reader,
-            {**named, **stateful},
-            own=list(stateful),
+            self, self._step, self._dense, optimizers, reader, {**named, **stateful}, own=list(stateful)
         )
         if self.session.restarted:
-            attached.resume(*self.session.resume())
+            step, parts = self.session.resume()
+            self._covered.check_loss(step, self._unprotected)
+            attached.resume(step, parts)
         self._attached = attached
         return Reader(()) if attached.reader is None else attached.reader
 
@@ -257,13 +257,20 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in TorchRec."""
         if torch.is_grad_enabled() and self.training:
-            self._trained = True
-            self._check_attached()
-            if self._attached is not None:
-                self._attached.on_forward((args, kwargs))
-            if self._recorder is not None:
-                self._recorder.on_forward((args, kwargs))
+            self._before_training(args, kwargs)
         return super().forward(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _before_training(self, *batch: Any) -> None:
+        """Before the forward of a training step."""
+        self._trained = True
+        self._check_attached()
+        if self._dense.every:
+            self._compiled.check(self, self.session.step)
+        if self._attached is not None:
+            self._attached.on_forward(batch)
+        if self._recorder is not None:
+            self._recorder.on_forward(batch)
 
     def load_state_dict(
         self, state_dict: Any, prefix: str = "", strict: bool = True, assign: bool = False
@@ -309,7 +316,8 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         """
         self._step.open()
         self._step.load_written()
-        self._keep_dense()
+        if not self.session.restarted:  # else nothing is kept, or has been trained, before `attach`
+            self._keep_dense()
         self.session.flush()
 
     def close(self) -> None:
@@ -330,20 +338,11 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
     def digest(self) -> str:
         """SHA-256 of every record (weights and optimizer state) of every table in row order, then of the dense part.
 
-        Equal exactly when the trained state is, whatever the placement, the number of servers and the code. Reads all
-        tables, in chunks: for checks, on one trainer, after `flush`.
+        And of what snapshots keep of TorchRec's tables, this trainer's. Equal exactly when the trained state is,
+        whatever the placement, the number of servers and the code. Reads all tables: for checks, on one trainer, after
+        `flush`.
         """
-        session, result = self.session, hashlib.sha256()
-        for table in session.job.tables:
-            slab, first = session.job.place_of_table[table.name]
-            result.update(table.name.encode())
-            portion = max(1, DIGEST_CHUNK_BYTES // session.job.slabs[slab].schema.nbytes)
-            for begin in range(0, table.rows, portion):
-                rows = torch.arange(begin, min(begin + portion, table.rows))
-                result.update(session.read(slab, first + rows).numpy().tobytes())
-        for name, parameter in dense_parameters(self):
-            result.update(name.encode() + parameter.detach().cpu().contiguous().numpy().tobytes())
-        return result.hexdigest()
+        return digest_of(self.session, dict(dense_parameters(self)), self._dense.shards.tensors())
 
     def _may_load(self) -> bool:
         """Whether a load counts: not between what `attach` has brought back and the first step that follows it."""
@@ -374,9 +373,9 @@ def _environment() -> ShardingEnv:
 
 
 def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> ShardingPlan:
-    """What the given plan says of unprotected modules, and our entries for those that are served."""
+    """What the given plan says of modules that are TorchRec's, and our entries for those that are served."""
     planned = given.plan.items() if given is not None else ()
-    plan = {path: entry for path, entry in planned if is_inside(path, covered.unprotected)}
+    plan = {path: entry for path, entry in planned if is_inside(path, covered.left)}
     around = {inside: path for path, inside in covered.remapping.items()}
     for inside, module in covered.served.items():
         plan[around.get(inside, inside)] = EmbeddingModuleShardingPlan(
@@ -388,10 +387,24 @@ def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> Sha
     return ShardingPlan(plan)
 
 
+def _left_to_torchrec(model: nn.Module, step: SparseStep, covered: Coverage, unprotected: str) -> LocalShards:
+    """What is to be kept of it with snapshots; `step` is told what it does not decide about."""
+    left = shards_of(model, covered.unprotected)
+    step.elsewhere = list(left)
+    return LocalShards({path: left[path] for path in covered.planned if unprotected == "snapshot"})
+
+
 def _planned(
-    module: nn.Module, env: ShardingEnv, device: torch.device | None, sharders: list[ModuleSharder[nn.Module]]
-) -> ShardingPlan:
-    """What TorchRec's planner proposes for the modules of these sharders."""
+    covered: Coverage,
+    module: nn.Module,
+    env: ShardingEnv,
+    device: torch.device | None,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+) -> ShardingPlan | None:
+    """What TorchRec's planner proposes for what is unprotected; None: nothing is."""
+    if not covered.unprotected:
+        return None
+    sharders = [sharder for sharder in sharders if sharder.module_type not in COLLECTIONS]
     topology = Topology(
         world_size=env.world_size,
         local_world_size=get_local_size(env.world_size),

@@ -34,6 +34,7 @@ _ALLOWED: set[Any] = {
     *(getattr(Tensor, name).__set__ for name in _SET),
     *(getattr(Tensor, name) for name in _METHODS),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
+    *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like),  # made without rows, too
 }
 """What may be done with it: all that asks for neither rows nor gradients of them, nor writes any."""
 

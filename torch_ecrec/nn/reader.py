@@ -254,6 +254,12 @@ class Reader(Iterator[Any]):
         """One of TorchRec's pipelines draws, ahead of what it trains on."""
         return self._judge.pipelined
 
+    @property
+    def within_step(self) -> bool:
+        """Whether a pipeline that draws now has yet to step what it trained on last: it has nothing else left."""
+        current = self._current
+        return self.pipelined and not self._ahead and current is not None and current.drawn > 0 and not current.whole
+
     def epochs(self, number: int) -> range:
         """Those of `number` passes that are left, the one that training goes on in included."""
         return range(self.epoch, number)

@@ -49,9 +49,30 @@ def check_repeats(features: KeyedJaggedTensor, needed: Sequence[str]) -> None:
     names, index_FN = repeats
     if index_FN.dim() != 2 or len(index_FN) != len(names):
         raise ValueError(f"`inverse_indices` of {len(names)} features must have a row for each, got {index_FN.shape}")
+    if index_FN.is_floating_point() or index_FN.is_complex() or index_FN.dtype == torch.bool:
+        raise ValueError(f"`inverse_indices` must be integers, got {index_FN.dtype}")
     lacking = sorted(set(needed) - set(names))
     if lacking:
         raise ValueError(f"`inverse_indices` lack features {', '.join(lacking)}; they have {', '.join(names)}")
+
+
+def check_lengths(features: KeyedJaggedTensor) -> None:
+    """Refuses a batch whose parts do not fit: kernels, FBGEMM's too, would read and write other memory.
+
+    TorchRec looks at the first batch only.
+
+    Raises:
+        ValueError: lengths are negative, or are not those of the ids; other than one weight for each id.
+    """
+    lengths_L, count, weights = features.lengths(), features.values().numel(), features.weights_or_none()
+    named, least = (int(lengths_L.sum()), int(lengths_L.min())) if lengths_L.numel() else (0, 0)
+    if named != count or least < 0:
+        raise ValueError(
+            f"the lengths of the batch's bags must be those of its {count} ids, and not negative, got {named} in all,"
+            f" the least {least}"
+        )
+    if weights is not None and weights.numel() != count:
+        raise ValueError(f"the batch has {weights.numel()} weights for {count} ids")
 
 
 def lengths_of(features: KeyedJaggedTensor) -> np.ndarray:

@@ -19,7 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torch_ecrec.nn.repeats import Repeats, check_repeats, repeated
+from torch_ecrec.nn.repeats import Repeats, check_lengths, check_repeats, repeated
 from torch_ecrec.nn.served import Context, ServedModule
 from torch_ecrec.nn.slices import Bags, Slice
 from torch_ecrec.nn.step import SparseStep
@@ -68,6 +68,7 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
         if not features.variable_stride_per_key():
             return features  # TorchRec does nothing with inverse indices then
         check_repeats(features, [name for part in self._slices for name in part.features])
+        check_lengths(features)
         return repeated(features)
 
     def _bags(self, part: Slice, features: KeyedJaggedTensor, repeats: Repeats | None) -> tuple[Tensor, Bags]:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import logger as torchrec_logger
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, NoWait, ShardedModule
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, LazyAwaitable, NoWait, ShardedModule
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.fused import FusedOptimizerModule
@@ -41,8 +41,9 @@ from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from torchrec.streamable import Multistreamable
 
 from torch_ecrec.nn.lookup import PooledLookup
+from torch_ecrec.nn.pipelines import check_in_sync
 from torch_ecrec.nn.placeholder import TableParameter
-from torch_ecrec.nn.repeats import Repeats
+from torch_ecrec.nn.repeats import Repeats, check_lengths
 from torch_ecrec.nn.server_optimizer import ServerOptimizer
 from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
@@ -152,6 +153,11 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
 
     # TorchRec's stages ----------------------------------------------------------------------------
 
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> LazyAwaitable[Output]:
+        """All stages, as TorchRec's. Never compiled, while what is around it may be."""
+        return super().forward(*args, **kwargs)
+
     def create_context(self) -> Context:
         return Context()
 
@@ -187,6 +193,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         """Unique rows (U,) per slab of the job, and the bags per slab of this module."""
         session = self._step.session
         features = ids.features if self._weighted else ids.wait()  # weights of ids have a graph
+        check_lengths(features)
         rows = [torch.empty(0, dtype=torch.int64) for _ in session.job.slabs]
         bags = []
         for part in self._slices:
@@ -212,6 +219,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         """
         (features,) = dist_input
         step = self._step
+        check_in_sync(self.forward)
         self.before_lookup()
         ids = None
         while any(other.features is features for other in self._coming):

@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+)
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -36,6 +42,7 @@ from torch_ecrec.nn.managed import (
     ErasureCodedManagedCollisionEmbeddingCollection,
     ManagedModule,
 )
+from torch_ecrec.nn.planned import entries_of, is_scripts, tell_of_scripts, wishes_of
 from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection, ErasureCodedFusedEmbeddingCollection
 from torch_ecrec.nn.served import ServedModule
 from torch_ecrec.nn.slices import DTYPES
@@ -55,12 +62,16 @@ from torch_ecrec.spec.job import TableSpec
 
 
 def table_specs(
-    module: Collection, job_names: Mapping[str, str], fused_params: Mapping[str, Any] | None = None
+    module: Collection,
+    job_names: Mapping[str, str],
+    fused_params: Mapping[str, Any] | None = None,
+    planned: Mapping[str, ParameterSharding] | None = None,
 ) -> list[TableSpec]:
     """The tables of a collection, under their names in the job.
 
     Args:
         fused_params: of the sharder that was given for it.
+        planned: by table: what a given plan says of it.
 
     Raises:
         ValueError: a data type, a pooling or an optimizer that is not supported.
@@ -69,6 +80,7 @@ def table_specs(
     for config in configs_of(module):
         check_config(config)
         parameter, weights = weight_of(module, config.name), weights_of(config)
+        wishes = {**(fused_params or {}), **wishes_of((planned or {}).get(config.name))}
         specs.append(
             TableSpec(
                 name=job_names[config.name],
@@ -76,7 +88,7 @@ def table_specs(
                 dim=config.embedding_dim,
                 low=config.get_weight_init_min(),
                 high=config.get_weight_init_max(),
-                optimizer=optimizer_spec(config.name, parameter, fused_params, weights),
+                optimizer=optimizer_spec(config.name, parameter, wishes, weights),
                 weights=weights,
             )
         )
@@ -88,23 +100,31 @@ def all_table_specs(
     modules: Mapping[str, Collection],
     names: Mapping[str, Mapping[str, str]],
     sharders: Sequence[ModuleSharder[nn.Module]] = (),
+    plan: ShardingPlan | None = None,
 ) -> tuple[TableSpec, ...]:
-    """The tables of all collections of a model. Warns, once, where nobody has said which optimizer tables have.
+    """The tables of all collections of a model. Warns, once, where nobody has said which optimizer tables have, and of
+    those that TorchRec would leave to the script's.
 
     Args:
         model: has the modules.
         modules: by path.
         names: see `job_names`.
-        sharders: as given by the user.
+        sharders, plan: as given by the user.
 
     Raises:
         ValueError: as `table_specs`.
     """
     specs: list[TableSpec] = []
     by_default: list[str] = []
+    scripts: dict[str, str] = {}
     for path, module in modules.items():
         fused_params = _fused_params(model, path, module, sharders)
-        specs += table_specs(module, names[path], fused_params)
+        planned = entries_of(plan, path)
+        made = table_specs(module, names[path], fused_params, planned)
+        specs += made
+        for config, spec in zip(configs_of(module), made, strict=True):
+            if is_scripts(planned.get(config.name)):
+                scripts[spec.name] = spec.optimizer.kind
         by_default += [
             names[path][config.name]
             for config in configs_of(module)
@@ -117,6 +137,7 @@ def all_table_specs(
             " `fused_params` of a sharder",
             stacklevel=3,
         )
+    tell_of_scripts(scripts, stacklevel=3)
     return tuple(specs)
 
 
@@ -146,31 +167,46 @@ def job_names(modules: Mapping[str, Collection]) -> dict[str, dict[str, str]]:
 
 
 class _OfOneKind(ModuleSharder[Any]):
-    """A sharder of the modules of one class, which its subclass names."""
+    """A sharder of the modules of one class, which its subclass names.
+
+    Args:
+        step: shared by all modules that our sharders make.
+        names: path of a collection -> table -> its name in the job.
+        other: for modules that are not served, or that a plan leaves to TorchRec.
+    """
 
     served: type[Any]
+
+    def __init__(
+        self,
+        step: SparseStep,
+        names: Mapping[str, Mapping[str, str]],
+        other: ModuleSharder[Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._step, self._names, self._other = step, names, other
 
     @property
     def module_type(self) -> type[Any]:
         return self.served
 
+    def _leave(self, module: Any, *arguments: Any) -> Any:
+        if self._other is None:
+            raise ValueError(
+                f"the plan leaves {arguments[-1] or 'the model'} to TorchRec, but `sharders` has none for"
+                f" {self.served.__name__}"
+            )
+        return self._other.shard(module, *arguments)
+
 
 class _TablesSharder(_OfOneKind):
     """Puts the tables of collections on the servers.
 
-    Args:
-        step: shared by all modules that this sharder makes.
-        names: path of a module -> table -> its name in the job.
-
-    `shard` takes the weights of the original module away (its parameters are left with no rows): they are on the
-    servers.
+    `shard` takes the weights of the original module away if optimizers are attached to them (its parameters are left
+    with no rows): they are on the servers. Others end with it.
     """
 
     made: Callable[[Any, SparseStep, Mapping[str, str], torch.device], ServedModule[Any]]
-
-    def __init__(self, step: SparseStep, names: Mapping[str, Mapping[str, str]]) -> None:
-        super().__init__()
-        self._step, self._names = step, names
 
     def shard(
         self,
@@ -179,7 +215,9 @@ class _TablesSharder(_OfOneKind):
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> ServedModule[Any]:
+    ) -> Any:
+        if (module_fqn or "") not in self._names:
+            return self._leave(module, params, env, device, module_fqn)
         names = self._names[module_fqn or ""]
         sharded = type(self).made(module, self._step, names, device or torch.device("cpu"))
         sharded.module_sharding_plan = params
@@ -191,7 +229,7 @@ class _TablesSharder(_OfOneKind):
                 if weights is not None:
                     sharded.tables.load_initial(config.name, weights)
                     del weights
-            if parameter.device.type != "meta":
+            if parameter.device.type != "meta" and getattr(parameter, "_optimizer_classes", None):
                 # The optimizer attached to a parameter keeps it alive for good: its storage must go by hand.
                 parameter.data = parameter.data.new_empty(0, config.embedding_dim)
         return sharded
@@ -234,9 +272,8 @@ class _ManagedSharder(_OfOneKind):
     """Puts the tables of collections with managed collisions on the servers.
 
     Args:
-        step, names: as of `_TablesSharder`.
+        step, names, other: as of `_OfOneKind`.
         inside: for the collections in them.
-        other: for those that are not served.
     """
 
     made: Callable[[Any, ServedModule[Any], SparseStep, str], ManagedModule]
@@ -248,8 +285,8 @@ class _ManagedSharder(_OfOneKind):
         inside: _TablesSharder,
         other: ModuleSharder[Any] | None,
     ) -> None:
-        super().__init__()
-        self._step, self._names, self._inside, self._other = step, names, inside, other
+        super().__init__(step, names, other)
+        self._inside = inside
 
     def shard(
         self,
@@ -261,8 +298,7 @@ class _ManagedSharder(_OfOneKind):
     ) -> Any:
         path = inside_of(module_fqn or "")
         if path not in self._names:
-            assert self._other is not None  # who has planned it has one
-            return self._other.shard(module, params, env, device, module_fqn)
+            return self._leave(module, params, env, device, module_fqn)
         if device is not None and device.type != "cpu":
             raise ValueError(
                 f"{module_fqn or type(module).__name__}: ids are remapped with the dense model on a CPU, got {device};"
@@ -301,21 +337,27 @@ def sharders_for(
     """One for each kind of module that is served.
 
     Args:
-        step, names: as of `_TablesSharder`.
+        step, names: as of `_OfOneKind`.
         others: for modules that are not, some of them of a kind of which others are.
     """
-    bags, sequences = ErasureCodedSharder(step, names), ErasureCodedSequenceSharder(step, names)
     of_others = {sharder.module_type: sharder for sharder in others}
+    plain: list[_TablesSharder] = [
+        made(step, names, of_others.get(made.served))
+        for made in (
+            ErasureCodedSharder,
+            ErasureCodedSequenceSharder,
+            ErasureCodedFusedSharder,
+            ErasureCodedFusedSequenceSharder,
+        )
+    ]
+    bags, sequences, *_ = plain
     return [
-        bags,
-        sequences,
-        ErasureCodedFusedSharder(step, names),
-        ErasureCodedFusedSequenceSharder(step, names),
+        *plain,
         *(
-            made(step, names, inside, of_others.get(kind))
-            for made, inside, kind in (
-                (ErasureCodedManagedCollisionSharder, bags, ManagedCollisionEmbeddingBagCollection),
-                (ErasureCodedManagedCollisionSequenceSharder, sequences, ManagedCollisionEmbeddingCollection),
+            made(step, names, inside, of_others.get(made.served))
+            for made, inside in (
+                (ErasureCodedManagedCollisionSharder, bags),
+                (ErasureCodedManagedCollisionSequenceSharder, sequences),
             )
         ),
     ]

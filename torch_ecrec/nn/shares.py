@@ -1,7 +1,8 @@
 """Which rows of a table are whose: the sharded tensors of state dicts, and what there is in those that are loaded.
 
 A state dict has a table as TorchRec's row-wise sharding has it, a `ShardedTensor`: as many rows for each trainer, and
-what is left of them, or none, for the last. Ten rows and three trainers: [0, 4), [4, 8) and [8, 10). That is the form
+what is left of them, or none, for the last. Ten rows and three trainers: [0, 4), [4, 8) and [8, 10). Who has none has a
+shard without rows: of a tensor without a shard DCP takes a checkpoint for one of an earlier torch. That is the form
 of which `torch.distributed.checkpoint` makes whole tensors, too (`StateDictOptions(full_state_dict=True)`). A single
 trainer has all rows, in plain tensors.
 
@@ -50,7 +51,7 @@ class Shares:
         return self.range_of(rows, self.trainer)
 
     def sharded(self, rows: int, values: Tensor) -> Tensor:
-        """A table of so many rows, of which this trainer's are `values` (U, C) or (U,). Not copied."""
+        """A table of so many rows, of which this trainer's are `values` (U, C) or (U,), perhaps none. Not copied."""
         if self._group is None:
             return values
         ranks = dist.get_process_group_ranks(self._group)
@@ -61,7 +62,6 @@ class Shares:
                 )
                 for trainer, rank in enumerate(ranks)
                 for begin, end in [self.range_of(rows, trainer)]
-                if begin < end
             ],
             size=torch.Size([rows, *values.shape[1:]]),
             tensor_properties=TensorProperties(dtype=values.dtype),
@@ -88,6 +88,15 @@ class Part:
     values: Tensor
 
 
+def check_numbers(values: Tensor) -> None:
+    """Raises ValueError for a tensor that has no real numbers, one for each place, on a device."""
+    if values.is_complex() or values.is_quantized or values.layout != torch.strided or values.is_meta:
+        raise ValueError(
+            "real numbers are needed, in a dense tensor that is not on the meta device, got"
+            f" {values.dtype}, {values.layout}, on {values.device}"
+        )
+
+
 def is_whole(value: Any) -> bool:
     """Whether every trainer has all of a tensor, so that trainer 0's counts."""
     if isinstance(value, DTensor):
@@ -100,6 +109,7 @@ def parts_of(value: Any, trainer: int) -> list[Part]:
 
     Raises:
         TypeError: it is none.
+        ValueError: its numbers are parts of sums that nobody has made yet.
     """
     if isinstance(value, ShardedTensor):
         return [_part(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()]
@@ -111,6 +121,11 @@ def parts_of(value: Any, trainer: int) -> list[Part]:
 
 
 def _parts_of_dtensor(value: DTensor, trainer: int) -> list[Part]:
+    if any(placement.is_partial() for placement in value.placements):
+        raise ValueError(
+            f"a DTensor with placements {value.placements} has parts of sums and no values: `redistribute` it to"
+            " `Shard` or `Replicate` first"
+        )
     if is_whole(value) and trainer != 0:
         return []
     local: Any = value.to_local()

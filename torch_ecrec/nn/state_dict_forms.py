@@ -3,13 +3,18 @@
     full_state_dict()        whole tensors, on trainer 0 alone: for `torch.save`
     streamed_state_dict()    tables without rows, which are fetched as a checkpoint is written: `checkpoint.py`
 
-`TablesState.read` makes the three.
+`TablesState.read` makes the three, of tables on the servers. Those that TorchRec shards are gathered for a whole one,
+and are sharded tensors in a streamed one, which DCP writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from torch_ecrec.nn.step import SparseStep
 
@@ -27,12 +32,12 @@ class StateDictForms:
         For `torch.save`, exports, comparisons. Trainer 0 needs memory for all tables; it asks the servers for them in
         portions, and the others for nothing.
         """
-        made = self._in_form("whole", self.state_dict)
+        made = _gathered(self._in_form("whole", self.state_dict))
         return made if self._step.session.trainer == 0 else {}
 
     def full_optim_state_dict(self) -> dict[str, Any]:
         """As `fused_optimizer.state_dict()`, likewise."""
-        made = self._in_form("whole", self.fused_optimizer.state_dict)
+        made = _gathered(self._in_form("whole", self.fused_optimizer.state_dict))
         return made if self._step.session.trainer == 0 else {}
 
     def streamed_state_dict(self) -> dict[str, Any]:
@@ -49,3 +54,17 @@ class StateDictForms:
             return make()
         finally:
             self._step.form = "sharded"
+
+
+def _gathered(value: Any) -> Any:
+    """A state dict with TorchRec's sharded tensors whole on trainer 0; every trainer calls it."""
+    if isinstance(value, dict):
+        for key in list(value):
+            value[key] = _gathered(value[key])
+    elif isinstance(value, ShardedTensor):
+        metadata = value.metadata()
+        first = dist.get_rank(value._process_group) == 0
+        whole = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype) if first else None
+        value.gather(dst=0, out=whole)
+        return whole
+    return value

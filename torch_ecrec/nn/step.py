@@ -13,6 +13,7 @@ Shape legend: U unique rows, D embedding dim; lists hold one tensor per slab.
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Sequence, Set
@@ -78,6 +79,7 @@ class SparseStep:
         self.on_written: list[Callable[[str], None]] = []  # load what was written into state dicts (`load_written`)
         self.shares = Shares(session.trainer, session.trainers, tables_group if session.trainers > 1 else None)
         self.closing = False  # this trainer leaves, others perhaps do not: nothing is done together any more
+        self.elsewhere: list[str] = []  # what TorchRec steps in the backward, whatever is refused here
         self.form = "sharded"  # of tables in the state dict that is being made; see `TablesState.read`
         self.optimizers: list[LearningRates] = []
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
@@ -174,11 +176,12 @@ class SparseStep:
         rows, gradients = self._merge()
         finite = self._finite and len(self._gathered) < 2  # a sum may overflow
         self._gathered = []
+        rates = self.rates()
         if self._refuses_nan:
-            self._refusal = self._check_finite(rows, gradients, finite)
+            self._refusal = self._check_finite(rows, gradients, finite, rates)
             if self._refusal is not None:
                 return
-        self.session.push(rows, gradients, self.rates())
+        self.session.push(rows, gradients, rates)
         for look_ahead in self.on_pushed:
             look_ahead()
 
@@ -207,19 +210,26 @@ class SparseStep:
         flags = self._meet("has a state dict", [int(name in names) for name in tables], asks=True)
         return None if flags is None else {name for name, flag in zip(tables, flags, strict=True) if flag}
 
-    def _agree(self, what: str, flags: list[int]) -> list[int]:
-        """Of each flag the greatest of all trainers. Raises RuntimeError if they do not all do the same."""
-        found = self._meet(what, flags, asks=False)
+    def _agree(self, what: str, flags: list[int], alike: str = "") -> list[int]:
+        """Of each flag the greatest of all trainers.
+
+        Args:
+            alike: what else must be the same on all of them, for the message, too.
+
+        Raises:
+            RuntimeError: they do not all do the same.
+        """
+        found = self._meet(what, flags, asks=False, alike=alike)
         assert found is not None, "only who asks gets None"
         return found
 
-    def _meet(self, what: str, flags: list[int], asks: bool) -> list[int] | None:
+    def _meet(self, what: str, flags: list[int], asks: bool, alike: str = "") -> list[int] | None:
         """As `_agree`. Who `asks` what was written, perhaps since only this trainer has a state dict, may meet others
         that train: it gets None, and they try again.
         """
         if self._group is None:
             return flags
-        mark, wrote = zlib.crc32(what.encode()) >> 1, asks and any(flags)
+        mark, wrote = zlib.crc32((what + alike).encode()) >> 1, asks and any(flags)
         while True:
             all_flags = torch.tensor([mark, -mark, asks, -asks, wrote, *flags], dtype=torch.int32)
             dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self._group)
@@ -227,8 +237,9 @@ class SparseStep:
             if most == -least:
                 return found
             if not any_asks or not none_asks + any_asks or any_wrote:
+                other = f", or not with the {alike} of this one" if alike else ""
                 raise RuntimeError(
-                    f"step {self.session.step}: this trainer {what}, and another one does something else."
+                    f"step {self.session.step}: this trainer {what}, and another one does something else{other}."
                     " Every trainer trains, and loads the same, at the same place of its loop"
                 )
             if asks:
@@ -266,8 +277,14 @@ class SparseStep:
             gradients.append(gradient_UD)
         return rows, gradients
 
-    def _check_finite(self, rows: list[Tensor], gradients: list[Tensor], finite: bool) -> NonFiniteGradient | None:
-        """The reason to refuse the step, the same on every trainer; `finite` if this trainer's are known to be."""
+    def _check_finite(
+        self, rows: list[Tensor], gradients: list[Tensor], finite: bool, rates: list[float]
+    ) -> NonFiniteGradient | None:
+        """The reason to refuse the step, the same on every trainer; `finite` if this trainer's are known to be.
+
+        Raises:
+            RuntimeError: another trainer does not train, or with other learning rates: the servers take trainer 0's.
+        """
         job = self.session.job
         flags = [0] * len(job.tables)
         for slab, rows_U, gradient_UD in zip(job.slabs, rows, gradients, strict=True):
@@ -276,21 +293,22 @@ class SparseStep:
                 at = torch.bucketize(bad_rows, torch.tensor(slab.first_rows), right=True) - 1
                 for table in at.unique().tolist():
                     flags[slab.table_indices[table]] = 1
-        flags = self._agree("trains", flags)
+        flags = self._agree("trains", flags, f"learning rates {rates}")
         names = [table.name for table, flag in zip(job.tables, flags, strict=True) if flag]
         if not names:
             return None
+        others = f" on the servers; {', '.join(self.elsewhere)} have stepped all the same" if self.elsewhere else ""
         return NonFiniteGradient(
             f"step {self.session.step}: gradients of {', '.join(names)} hold NaN or infinity;"
-            ' nothing of the step was applied. DistributedModelParallel(..., nan_gradients="pass") applies them, as'
-            " TorchRec does"
+            f" nothing of the step was applied{others}."
+            ' DistributedModelParallel(..., nan_gradients="pass") applies them, as TorchRec does'
         )
 
     def rates(self) -> list[float]:
         """The learning rate in force, per slab.
 
         Raises:
-            ValueError: tables that share one have several, or another hyperparameter was changed.
+            ValueError: tables that share one have several, it is not finite, or another hyperparameter was changed.
         """
         rates: dict[int, float] = {}
         for optimizer in self.optimizers:
@@ -302,6 +320,9 @@ class SparseStep:
                             " runs, the servers take other learning rates only"
                         )
                 lr = float(group["lr"])
+                if not math.isfinite(lr):
+                    names = ", ".join(table.name for table in self.session.job.slabs[slab].tables)
+                    raise ValueError(f"the learning rate of tables {names} must be finite, got {lr}")
                 if rates.setdefault(slab, lr) != lr:
                     names = ", ".join(table.name for table in self.session.job.slabs[slab].tables)
                     raise ValueError(

@@ -40,6 +40,7 @@ class StreamedTable(Tensor):
     rows: tuple[int, int]
     read: Callable[[int, int], Tensor]
     load: Callable[..., None]
+    loaded: bool  # a checkpoint has been, by `checkpoint.load`
 
     @staticmethod
     def __new__(
@@ -52,7 +53,7 @@ class StreamedTable(Tensor):
         load: Callable[..., None],
     ) -> StreamedTable:
         made: StreamedTable = Tensor._make_wrapper_subclass(cls, torch.Size(size), dtype=dtype)
-        made.what, made.rows, made.read, made.load = what, rows, read, load
+        made.what, made.rows, made.read, made.load, made.loaded = what, rows, read, load, False
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -86,6 +87,11 @@ class StreamedTable(Tensor):
         chunk = next(chunk for chunk in self.chunks if chunk.offsets == index.offset)
         with _ONE_AT_A_TIME:
             return self.read(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
+
+    def check_loaded(self) -> None:
+        """Raises RuntimeError unless a checkpoint was loaded through it: it has no rows that it could give."""
+        if not self.loaded:
+            raise self._refusal("loaded from")
 
     def _refusal(self, what: str) -> RuntimeError:
         return RuntimeError(

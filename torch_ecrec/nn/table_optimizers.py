@@ -8,12 +8,14 @@ In this order, key by key, as TorchRec merges them:
 
 Missing values are FBGEMM's defaults: learning rate 0.01, eps 1e-8, betas 0.9 and 0.999. Keys have FBGEMM's meaning: so
 weight decay of Adam is decoupled, whichever class named it. Every key is honoured or refused. One that the optimizer
-does not have is refused unless it has the value that FBGEMM has anyhow. Where rows are kept (caches, memory) is the
+does not have is refused unless it has the value that FBGEMM has anyhow; but for betas and `eta`, which ask nothing of
+an optimizer without them, and are told to have no effect. Where rows are kept (caches, memory) is the
 servers' business; such keys change no number and are taken.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -37,6 +39,7 @@ _OF_MEMORY = (
     "prefetch_pipeline", "record_cache_metrics", "stats_reporter_config", "use_experimental_tbe",
     "uvm_host_mapped", "uvm_non_rowwise_momentum",
 )  # fmt: skip
+_OF_OTHERS = ("beta1", "beta2", "eta")  # scripts give them to any optimizer; FBGEMM looks at them in a few
 _PRECISIONS = ("cache_precision", "output_dtype", "weights_precision")
 _FLOAT32 = (DataType.FP32, SparseType.FP32)
 _DECAY_MODES = ("NONE", "L2", "DECOUPLE")  # 0, 1, 2
@@ -133,6 +136,7 @@ def _with_wishes(found: SparseOptimizer, wishes: dict[str, Any]) -> OptimizerSpe
         if mode == _DECAY_MODES.index("DECOUPLE") and "weight_decay_mode" not in found.fixed and found.types:
             del wishes["weight_decay_mode"]  # it is, where FBGEMM has no choice
     fixed = {name: float(wishes.pop(name)) for name in found.fixed if name in wishes}
+    _take_idle(found, wishes)
     has = ", ".join(f"`{name}`" for name in ("lr", *found.fixed))
     refused = [f"{k}={v}" for k, v in wishes.items() if v and DEFAULTS.get(k) != v]
     if refused:
@@ -143,6 +147,14 @@ def _with_wishes(found: SparseOptimizer, wishes: dict[str, Any]) -> OptimizerSpe
             " WeightDecayMode.DECOUPLE"
         )
     return OptimizerSpec(found.name, rate, max_gradient=limit, **fixed)
+
+
+def _take_idle(found: SparseOptimizer, wishes: dict[str, Any]) -> None:
+    """Takes out of `wishes` what asks nothing of this optimizer; tells of what is not FBGEMM's default."""
+    idle = {name: wishes.pop(name) for name in _OF_OTHERS if name in wishes}
+    told = ", ".join(f"`{name}`={value}" for name, value in idle.items() if value and DEFAULTS[name] != value)
+    if told:
+        warnings.warn(f"{told} of tables has no effect, as with FBGEMM: {found.name} has no such number", stacklevel=2)
 
 
 def _gradient_limit(wishes: dict[str, Any]) -> float | None:

@@ -14,6 +14,7 @@ Shape legend: U rows, D embedding dim, C numbers of a field, W numbers of a reco
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_ecrec.nn.given import GivenTensors, Place
-from torch_ecrec.nn.shares import Part, Shares, is_whole, parts_of, shape_of
+from torch_ecrec.nn.shares import Part, Shares, check_numbers, is_whole, parts_of, shape_of
 from torch_ecrec.nn.slices import Table
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.streamed import StreamedTable
@@ -111,16 +112,26 @@ class TablesState:
         Every trainer calls it. Of a sharded tensor each loads what it has; of a whole one trainer 0's counts.
 
         Raises:
-            ValueError: another shape.
-            RuntimeError: not all trainers load alike (`SparseStep.begin_load`).
+            TypeError: no tensor.
+            ValueError: another shape, or parts of sums.
+            RuntimeError: not all trainers load alike (`SparseStep.begin_load`); a `StreamedTable` that nothing was
+                loaded through.
         """
         if isinstance(value, StreamedTable):
-            return  # `checkpoint.load` has loaded it
-        parts = parts_of(value, self._shares.trainer)
+            return value.check_loaded()
         columns, rows = (self.tables[name].rows, field.values), (self.tables[name].rows,)
         wanted = [rows, columns] if field.per_row else [columns]
+        if not isinstance(value, Tensor):
+            got = type(value).__name__
+            raise TypeError(f"`{field.name}` of table {name} is loaded from a tensor of shape {wanted[0]}, got {got}")
         if shape_of(value) not in wanted:
-            raise ValueError(f"table {name} takes shape {wanted[0]} here, got {shape_of(value)}")
+            raise ValueError(f"`{field.name}` of table {name} takes shape {wanted[0]} here, got {shape_of(value)}")
+        try:
+            parts = parts_of(value, self._shares.trainer)
+            for part in parts:
+                check_numbers(part.values)
+        except ValueError as error:
+            raise ValueError(f"`{field.name}` of table {name}: {error}") from None
         form = "whole" if is_whole(value) else "sharded"  # not one trainer this, another one that
         self.load_parts(name, field, [len(part.values) for part in parts], parts, form)
 
@@ -160,6 +171,11 @@ class TablesState:
         dtype, most = dtype_of(field), self.step.begin_load(f"`{field_name}` of table {name}, {form}", count)
         for part in portions:
             values = part.values.to(device="cpu", dtype=dtype).contiguous()
+            if dtype.itemsize == 2 and bool((values.isinf() & part.values.isfinite().to(values.device)).any()):
+                warnings.warn(
+                    f"weights of table {name} are loaded that its {dtype} cannot hold: they become infinite",
+                    stacklevel=2,
+                )
             rows = torch.arange(len(values)) + (table.first_row + part.row)
             session.overwrite(table.slab, rows, values.view(torch.uint8), first_byte + part.column * dtype.itemsize)
             del part, values  # their memory is free before the next portion is read

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -255,13 +256,23 @@ def connect(
 
 
 def abandon(session: Session) -> None:
-    """Leaves the cluster for a user who did not: waits for what was sent, for a while, and raises nothing."""
-    deadline_s = time.monotonic() + LEAVE_S
-    while not session.over and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    if not session.over:
+    """Leaves the cluster for a user who did not: waits for what was sent, for a while, and raises nothing.
+
+    A cluster begins once all trainers are there. One that ends before, since its script only builds the model, stays
+    until then: the others would wait for it.
+    """
+    _wait(lambda: session.begun, session.client.settings.give_up_s)
+    if not _wait(lambda: session.over, LEAVE_S):
         log.warning("the last steps were not acknowledged within %g s: they may be lost", LEAVE_S)
     session.close()
+
+
+def _wait(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Whether it has come true in time. Looks again and again: a session has no word for this."""
+    deadline_s = time.monotonic() + limit_s
+    while not (found := condition()) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return found
 
 
 class _Trainer:

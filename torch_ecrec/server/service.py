@@ -12,7 +12,7 @@ from typing import Any
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.durability import POLICIES
 from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer, Malformed, Placement, Refused
@@ -106,7 +106,7 @@ class Host(Node):
             raise ValueError("this server already serves another job; start the cluster anew")
         self.job = job
         self.code = LinearCode(job.code.k, job.code.parities)
-        self.layouts = tuple(Layout(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs)
+        self.layouts = tuple(layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs)
         self.judge = Judge(job, self.layouts)
 
     def _take_placement(self, placement: Placement) -> None:

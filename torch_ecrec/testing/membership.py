@@ -50,6 +50,7 @@ class VirtualProcess:
         name: "" until it was welcomed.
         life: of the coordinator, as it said.
         generation, world, asked: the one joined, who is in it, and the highest that it was asked for.
+        restarted: a trainer: the cluster has trained before, as the coordinator said.
         dead: it has ended.
     """
 
@@ -63,6 +64,7 @@ class VirtualProcess:
     generation: int = 0
     world: Sequence[str] = ()
     asked: int = 0
+    restarted: bool = False
     dead: bool = False
     connection: VirtualConnection | None = None
 
@@ -278,6 +280,7 @@ class ControlPlane:
         if isinstance(word, messages.Welcome):
             assert not process.name, f"{process.name} was welcomed twice"
             process.name, process.life, process.code = word.name, word.life, message["code"]
+            process.restarted = word.restarted
             self.handlers.on_welcome(process)
         elif isinstance(word, messages.Generation):
             if word.generation > process.asked:

@@ -26,7 +26,7 @@ from typing import Any
 from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.layout import repair
-from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.protocol.wire import SlotPlace
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
@@ -65,7 +65,7 @@ class SimulatedCluster:
             late=scenario.late,
         )
         code, slabs = scenario.code, scenario.job.slabs
-        self.layouts = [Layout(code.slots, code.k, code.parities, slab.rows) for slab in slabs]
+        self.layouts = [layout_of(code.slots, code.k, code.parities, slab.rows) for slab in slabs]
         self.plane = ControlPlane(
             scenario.cluster,
             scenario.network_seed,

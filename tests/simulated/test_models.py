@@ -1,0 +1,395 @@
+"""The sweep of models: whatever is trained, with whatever code, has the bits of the undisturbed run, whoever is lost.
+
+Random models (`random_models.py`) are trained by one to three trainers over the simulated cluster
+(`virtual_trainers.py`), each by a script as people write one. The undisturbed run is compared with TorchRec's unsharded
+modules (`unsharded.py`), every other one with the undisturbed, bit for bit: losses, what was looked up, dense gradients
+and weights, maps, and every record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import warnings
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from random_models import (
+    FUSED,
+    KINDS,
+    LOADS,
+    STARTS,
+    WAYS,
+    End,
+    Model,
+    Optimized,
+    Part,
+    Tables,
+    job_for,
+    restore,
+    save,
+    train,
+)
+from torch import Tensor
+from unsharded import Unsharded
+from virtual_trainers import Kill, Trainers
+
+from torch_ecrec.nn import streamed, tables_state
+from torch_ecrec.nn.managed import ManagedModule
+from torch_ecrec.nn.slices import Slice
+from torch_ecrec.records.optimizers import NAMES
+from torch_ecrec.server.apply import Applier
+from torch_ecrec.spec.job import CodeSpec
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:tables .* have no optimizer:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+]
+warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+COUNTED: Counter[str] = Counter()
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """How a model is trained once more: with which code, on how many servers, and who is lost when.
+
+    Args:
+        lost: who, which of them, and when: a share of the messages that the undisturbed run has sent.
+    """
+
+    code: CodeSpec = CodeSpec(3, 2, 1)
+    spares: int = 1
+    network_seed: int = 0
+    noise: float = 0.0
+    lost: tuple[tuple[str, int, float], ...] = ()
+    reborn: bool = False
+
+
+def run(model: Model, life: Life, messages: int = 0, looks: bool = False) -> tuple[dict[int, End], Trainers]:
+    ends: dict[int, End] = {}
+    kills = [Kill(who, which, int(at * messages)) for who, which, at in life.lost]
+    cluster = Trainers(
+        job_for(model),
+        lambda rank, session: train(model, session, ends.__setitem__, looks),
+        code=life.code,
+        kills=kills,
+        spares=life.spares,
+        network_seed=life.network_seed,
+        noise=life.noise,
+        reborn=life.reborn,
+        snapshot_every=model.snapshot_every,
+    )
+    cluster.go()
+    fired = Counter(kill.who for kill in cluster.fired)
+    assert fired == Counter(who for who, _, _ in life.lost)
+    assert fired["server"] <= cluster.run.kills and fired["coordinator"] == cluster.run.coordinator_kills
+    COUNTED["lives"] += 1
+    COUNTED.update(f"{who}s lost" for who in fired.elements())
+    COUNTED["steps made again"] += cluster.told.again
+    return ends, cluster
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def check(model: Model, lives: list[Life]) -> None:
+    """The undisturbed run against unsharded TorchRec, and each life against the undisturbed run."""
+    first, healthy = run(model, Life(), looks=True)
+    oracle = Unsharded(model, job_for(model), first, healthy.told)
+    oracle.check()
+    assert healthy.lives == 1 and oracle.compared > model.steps
+    COUNTED["models"] += 1
+    COUNTED["exact"] += model.exact
+    for life in lives:
+        ends, cluster = run(model, life, len(healthy.network.sent))
+        for rank, end in first.items():
+            for name in ("trace", "digest", "dense", "maps"):
+                assert same(getattr(ends[rank], name), getattr(end, name)), f"{life}: {name} of trainer {rank}"
+        assert same(cluster.told.sorted_pushes(), healthy.told.sorted_pushes())
+        assert same(cluster.run.records, healthy.run.records)
+
+
+# what is drawn ------------------------------------------------------------------------------------
+
+HYPERPARAMETERS: dict[str, dict[str, tuple[float, ...]]] = {
+    "sgd": {},
+    "momentum_sgd": {"momentum": (0.9, 0.3), "weight_decay": (0.0, 0.02)},
+    "adagrad": {"eps": (1e-8, 1e-3)},
+    "rowwise_adagrad": {"eps": (1e-8, 0.07)},
+    "lars_sgd": {"momentum": (0.9, 0.2), "eta": (0.001, 0.3), "weight_decay": (0.0, 0.01)},
+    "adam": {"eps": (1e-8, 1e-3), "beta1": (0.9, 0.3), "beta2": (0.999, 0.7), "weight_decay": (0.0, 0.05)},
+    "partial_rowwise_adam": {"eps": (1e-8, 1e-3), "beta1": (0.9, 0.1), "beta2": (0.999, 0.5)},
+    "lamb": {"eps": (1e-8, 1e-2), "beta1": (0.9, 0.5), "weight_decay": (0.0, 0.1)},
+    "partial_rowwise_lamb": {"eps": (1e-8, 1e-2), "beta2": (0.999, 0.9), "weight_decay": (0.0, 0.1)},
+}
+
+
+@st.composite
+def optimizers(draw: Any, kinds: tuple[str, ...]) -> Optimized:
+    kind = draw(st.sampled_from(kinds))
+    if kind == "default":
+        return Optimized("default")
+    fixed = tuple((name, draw(st.sampled_from(values))) for name, values in HYPERPARAMETERS.get(kind, {}).items())
+    return Optimized(kind, draw(st.sampled_from([0.05, 0.5, 0.003])), fixed)
+
+
+@st.composite
+def parts(draw: Any, most_tables: int, exact: bool) -> Part:
+    kind = draw(st.sampled_from(EXACT if exact else KINDS))
+    count = draw(st.integers(1, most_tables))
+    managed, fused, pools = kind.startswith("managed"), kind.startswith("fused"), "sequences" not in kind
+    dim = 4 if fused else draw(st.integers(1, 9))
+    names = iter(f"f{i}" for i in range(100))
+    sure = FUSED if fused else (*NAMES, "default")
+    one = draw(optimizers(sure))
+    dims = st.just(dim) if not pools else st.sampled_from([4, 8]) if fused else st.integers(1, 9)
+    starts = st.sampled_from(["servers", "drawn", "drawn"] if kind == "fused sequences" else STARTS)
+    tables: list[Tables] = []
+    for _ in range(count):
+        features = [next(names) for _ in range(draw(st.sampled_from([1, 1, 1, 2])))]
+        if tables and not managed and draw(st.sampled_from([False, False, True])):
+            features.append(tables[0].features[0])  # a feature of two tables
+        tables.append(
+            Tables(
+                rows=draw(st.integers(4, 12) if managed else st.sampled_from([1, 2, 3, 5, 17, 40])),
+                dim=draw(dims),
+                features=tuple(features),
+                dtype="float32" if fused else draw(st.sampled_from(["float32", "float32", "float16", "bfloat16"])),
+                mean=pools and kind not in ("weighted", "processed") and draw(st.booleans()),
+                start=draw(starts),
+                optimized=one if fused or draw(st.booleans()) else draw(optimizers(sure)),
+            )
+        )
+    asks = draw(st.sampled_from([1, 1, 2, 3]))
+    return Part(
+        kind=kind,
+        tables=tuple(tables),
+        asks=asks,
+        unused=asks > 1 and draw(st.booleans()),
+        again=draw(st.sampled_from([False, False, True])),
+        repeats=not managed and kind != "processed" and draw(st.sampled_from([False, False, True])),
+        int32=not managed and draw(st.sampled_from([False, False, True])),
+        policy=draw(st.sampled_from(["lfu", "lru", "distance", "filtered"])) if managed else "lfu",
+        interval=draw(st.integers(1, 3)) if managed else 2,
+    )
+
+
+DECAYS: tuple[tuple[tuple[str, float], ...], ...] = (
+    (("weight_decay", 0.1), ("weight_decay_mode", 1.0)),
+    (("weight_decay", 0.02), ("weight_decay_mode", 2.0), ("eps", 1e-3)),
+    (("max_norm", 0.6),),
+)
+
+
+def of_sharder(part: Part) -> Part:
+    """Its tables have the optimizer that a sharder gives."""
+    tables = tuple(dataclasses.replace(table, optimized=Optimized("default")) for table in part.tables)
+    return dataclasses.replace(part, tables=tables)
+
+
+EXACT = tuple(kind for kind in KINDS if kind != "processed" and not kind.startswith("managed"))
+
+
+@st.composite
+def models(draw: Any, most_parts: int = 3, most_tables: int = 4) -> Model:
+    exact = draw(st.sampled_from([False, False, True]))
+    steps = draw(st.integers(2, 4))
+    loads = draw(st.lists(st.tuples(st.integers(0, steps), st.sampled_from(LOADS)), max_size=2))
+    given = draw(st.sampled_from([None, None, *(Optimized("rowwise_adagrad", 0.05, decay) for decay in DECAYS)]))
+    clip = draw(st.sampled_from([None, None, 0.03]))
+    drawn = draw(st.lists(parts(most_tables, exact), min_size=1, max_size=most_parts))
+    if given is not None:  # it says what all tables of bags have
+        drawn = [of_sharder(part) if part.of_sharder else part for part in drawn]
+    if any(part.repeats and part.of_sharder for part in drawn):
+        clip = None  # it is what was pooled once that is clamped, and not each sample's
+    return Model(
+        parts=tuple(drawn),
+        given=given,
+        clip=clip,
+        trainers=1 if exact else draw(st.sampled_from([1, 1, 2, 3])),
+        steps=steps,
+        seed=draw(st.integers(0, 99)),
+        once=exact or draw(st.booleans()),
+        loads=tuple(sorted(loads)),
+        looks=draw(st.frozensets(st.integers(1, steps), max_size=2)),
+        snapshot_every=draw(st.sampled_from([1, 1, 2])),
+        schedule=draw(st.booleans()),
+    )
+
+
+CODES = (
+    CodeSpec(3, 2, 1),
+    CodeSpec(2, 1, 1),
+    CodeSpec(4, 2, 2),
+    CodeSpec(5, 3, 2),
+    CodeSpec(7, 4, 1),
+    CodeSpec(5, 2, 3),
+    CodeSpec(4, 1, 3),
+)
+
+
+@st.composite
+def lives(draw: Any) -> Life:
+    code = draw(st.sampled_from(CODES))
+    who = st.sampled_from(["server", "server", "trainer", "coordinator"])
+    when = st.integers(0, 90).map(lambda percent: percent / 100)
+    return Life(
+        code=code,
+        spares=draw(st.integers(0, 3)),
+        network_seed=draw(st.integers(0, 999)),
+        noise=draw(st.sampled_from([0.0, 0.0, 0.03])),
+        lost=tuple(draw(st.lists(st.tuples(who, st.integers(0, 9), when), min_size=1, max_size=4))),
+        reborn=True,
+    )
+
+
+PARTS = 5
+SWEEP = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_any_model_is_trained_as_unsharded_and_to_the_same_bits_whoever_is_lost(part: int) -> None:
+    """The same in every run."""
+
+    @seed(part)
+    @settings(max_examples=6, database=None, **SWEEP)
+    @given(models(), st.lists(lives(), min_size=1, max_size=2))
+    def check_some(model: Model, more: list[Life]) -> None:
+        check(model, more)
+
+    check_some()
+    print(dict(COUNTED))
+
+
+# mutations ----------------------------------------------------------------------------------------
+
+
+def maps_stay(patch: pytest.MonkeyPatch) -> None:
+    """A trainer that is started again has the maps that it was made with."""
+    patch.setattr(ManagedModule, "load_replicated_state", lambda self, state: None)
+
+
+def means_are_sums(patch: pytest.MonkeyPatch) -> None:
+    init = Slice.__init__
+
+    def summing(self: Slice, *args: Any) -> None:
+        init(self, *args)
+        self.mean_F[:] = False
+
+    patch.setattr(Slice, "__init__", summing)
+
+
+def hosts_count(patch: pytest.MonkeyPatch) -> None:
+    """A host takes the number of steps that it has made for the iteration."""
+    update_ = Applier.update_
+
+    def counted(self: Any, step: int, pushes: Any) -> Any:
+        self.made = getattr(self, "made", 0) + 1
+        return update_(self, step, {**pushes, 0: msgspec.structs.replace(pushes[0], iteration=self.made)})
+
+    patch.setattr(Applier, "update_", counted)
+
+
+ADAM = Optimized("adam", 0.05, (("beta1", 0.5),))
+MUTATIONS: dict[Any, Part] = {
+    maps_stay: Part("managed bags", (Tables(6, 4, ("f0",)),), interval=1),
+    means_are_sums: Part("bags", (Tables(5, 4, ("f0",), mean=True),)),
+    hosts_count: Part("sequences", (Tables(40, 3, ("f0", "f1"), optimized=ADAM),)),
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_mutation_is_found(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model((MUTATIONS[mutate],), steps=4, seed=3)
+    lives = [Life(lost=(("trainer", 0, 0.7), ("server", 0, 0.4)))]
+    check(model, lives)
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, AttributeError)):  # a history without its buffer
+        check(model, lives)
+
+
+# checkpoints --------------------------------------------------------------------------------------
+
+
+def run_script(model: Model, life: Life, messages: int, script: Any, folder: str, way: str) -> tuple[Any, Trainers]:
+    ends: dict[int, Any] = {}
+    cluster = Trainers(
+        job_for(model),
+        lambda rank, session: script(model, session, folder, way, ends.__setitem__),
+        code=life.code,
+        kills=[Kill(who, which, int(at * messages)) for who, which, at in life.lost if who != "trainer"],
+        spares=life.spares,
+        network_seed=life.network_seed,
+        noise=life.noise,
+        reborn=life.reborn,
+        snapshot_every=model.snapshot_every,
+    ).go()
+    COUNTED["lives"] += 1
+    COUNTED.update(f"{kill.who}s lost" for kill in cluster.fired)
+    return ends[0], cluster
+
+
+def check_checkpoint(model: Model, trainers: int, way: str, portions: bool, saves: Life, loads: Life) -> None:
+    """What some trainers have saved is what others have after they have loaded it, whoever is lost around both."""
+    other = dataclasses.replace(model, trainers=trainers, seed=model.seed + 1)
+    portion, chunk = (24, 40) if portions else (streamed.PORTION_BYTES, tables_state.CHUNK_BYTES)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(streamed, "PORTION_BYTES", portion),
+        mock.patch.object(tables_state, "CHUNK_BYTES", chunk),
+    ):
+        saved, first = run_script(model, saves, 200, save, folder, way)
+        loaded, second = run_script(other, loads, 200, restore, folder, way)
+    assert same(loaded, saved), f"{way}: other records after loading"
+    wanted = [who for life in (saves, loads) for who, _, _ in life.lost if who != "trainer"]
+    assert Counter(kill.who for kill in (*first.fired, *second.fired)) == Counter(wanted)
+    COUNTED["checkpoints"] += 1
+
+
+def test_a_table_without_state_and_with_fewer_rows_than_trainers_is_loaded_by_dcp() -> None:
+    """Its optimizer state is an empty dict. DCP refused it where a trainer had a tensor without shards beside."""
+    model = Model((Part("bags", (Tables(1, 4, ("f0",)),)),), trainers=3)
+    check_checkpoint(model, 3, "dcp", False, Life(), Life())
+
+
+@seed(0)
+@settings(max_examples=6, database=None, **SWEEP)
+@given(models(most_parts=2, most_tables=3), st.integers(1, 3), st.sampled_from(WAYS), st.booleans(), lives(), lives())
+def test_any_model_is_saved_and_loaded_by_others_bit_for_bit(
+    model: Model, trainers: int, way: str, portions: bool, saves: Life, loads: Life
+) -> None:
+    check_checkpoint(model, trainers, way, portions, saves, loads)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(max_examples=500, **SWEEP)
+@given(models(), st.integers(1, 4), st.sampled_from(WAYS), st.booleans(), lives(), lives())
+def test_hundreds_of_checkpoints(
+    model: Model, trainers: int, way: str, portions: bool, saves: Life, loads: Life
+) -> None:
+    check_checkpoint(model, trainers, way, portions, saves, loads)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(max_examples=2000, **SWEEP)
+@given(models(most_parts=4, most_tables=6), st.lists(lives(), min_size=1, max_size=3))
+def test_thousands_of_models(model: Model, more: list[Life]) -> None:
+    check(model, more)
+    print(dict(COUNTED))

@@ -1,0 +1,593 @@
+"""Random models of TorchRec, what trains them, and the same unsharded.
+
+model    one to twelve tables in modules of every kind (`Part`), their optimizers, batches and loads (`Model`)
+trained  (`train`) through our `DistributedModelParallel`, as a script does, in a trace that is attached
+checked  (`Unsharded`) step by step against TorchRec's unsharded modules with torch's autograd, and the optimizers'
+         formulas (`formulas.py`)
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from managed import POLICIES, hashed
+from models import CPU, META, dense_parameters, job_of
+from shards import changed, local
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from torch_ecrec import checkpoint
+from torch_ecrec.nn.dense import Replicated
+from torch_ecrec.nn.parallel import DistributedModelParallel
+from torch_ecrec.records.optimizers import optimizer
+from torch_ecrec.spec.job import JobSpec
+
+KINDS = (
+    "bags",
+    "weighted",
+    "sequences",
+    "processed",
+    "fused bags",
+    "fused sequences",
+    "managed bags",
+    "managed sequences",
+)
+FUSED = ("sgd", "adagrad", "rowwise_adagrad")  # FBGEMM makes fused modules on a CPU with these only
+DATA = {"float32": DataType.FP32, "float16": DataType.FP16, "bfloat16": DataType.BF16}
+STARTS = ("servers", "drawn", "drawn", "held")  # who gives a table its first weights; `held`: the module has them
+LOADS = ("weights", "some", "written", "state", "whole")
+LONGEST = 4  # ids in a bag
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """An optimizer of a table."""
+
+    kind: str = "sgd"
+    lr: float = 0.05
+    fixed: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A table."""
+
+    rows: int
+    dim: int
+    features: tuple[str, ...]
+    dtype: str = "float32"
+    mean: bool = False
+    start: str = "drawn"
+    optimized: Optimized = Optimized()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A collection.
+
+    Args:
+        asks: lookups in each step.
+        unused: the last of them is not used in the loss.
+        again: the second and later lookups go through another path of the model.
+        repeats: batches have a batch size per feature, and inverse indices.
+        int32: ids are.
+        policy, interval: of managed collisions.
+    """
+
+    kind: str
+    tables: tuple[Tables, ...]
+    asks: int = 1
+    unused: bool = False
+    again: bool = False
+    repeats: bool = False
+    int32: bool = False
+    policy: str = "lfu"
+    interval: int = 2
+
+    @property
+    def pools(self) -> bool:
+        return "sequences" not in self.kind
+
+    @property
+    def of_sharder(self) -> bool:
+        """Whether a sharder of bags is asked about it."""
+        return self.kind in ("bags", "weighted")
+
+    @property
+    def holds(self) -> bool:
+        """Whether the module has weights when it is sharded."""
+        return any(table.start == "held" for table in self.tables)
+
+    @property
+    def managed(self) -> bool:
+        return self.kind.startswith("managed")
+
+    @property
+    def weighted(self) -> bool:
+        return self.kind == "weighted"
+
+    @property
+    def features(self) -> list[str]:
+        """As the tables have them, each once."""
+        return list(dict.fromkeys(name for table in self.tables for name in table.features))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and its training.
+
+    Args:
+        once: ids of a step are of one row each, and bags have at most two (with weights, one): sums have one order.
+        loads: (after this step, what).
+        looks: evaluations, after these steps.
+        given: the optimizer that a sharder has for bags whose tables are `default`.
+        clip: gradients of bags are clamped to it, as a sharder says.
+    """
+
+    parts: tuple[Part, ...]
+    trainers: int = 1
+    steps: int = 3
+    seed: int = 0
+    once: bool = False
+    loads: tuple[tuple[int, str], ...] = ()
+    looks: frozenset[int] = frozenset()
+    snapshot_every: int = 1
+    schedule: bool = False
+    given: Optimized | None = None
+    clip: float | None = None
+
+    @property
+    def sharders(self) -> list[Any]:
+        """Those that a user gives."""
+        if self.given is None and self.clip is None:
+            return []
+        wishes: dict[str, Any] = {} if self.clip is None else {"gradient_clipping": True, "max_gradient": self.clip}
+        if self.given is not None:
+            kind = EmbOptimType[optimizer(self.given.kind).types[0]]
+            wishes |= {"optimizer": kind, "learning_rate": self.given.lr, **dict(self.given.fixed)}
+        return [EmbeddingBagCollectionSharder(fused_params=wishes)]
+
+    @property
+    def exact(self) -> bool:
+        """Whether an unsharded model has the same bits. (Ids that are remapped share rows.)"""
+        others = any(part.managed or part.kind == "processed" for part in self.parts)
+        return self.once and self.trainers == 1 and not others
+
+
+def drawn(weight: Tensor, seed: int = 0) -> Tensor:
+    """First weights that depend on nothing but the seed and how many there are."""
+    values = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed + weight.numel())) - 0.5
+    with torch.no_grad():
+        weight.copy_(values)
+    return weight
+
+
+# modules ------------------------------------------------------------------------------------------
+
+
+def _configs(part: Part, number: int, plain: bool) -> list[Any]:
+    made = []
+    for i, table in enumerate(part.tables):
+        more: dict[str, Any] = {"data_type": DataType.FP32 if plain else DATA[table.dtype]}
+        if part.pools:
+            more["pooling"] = PoolingType.MEAN if table.mean else PoolingType.SUM
+        if table.start != "servers" or part.managed:
+            more["init_fn"] = functools.partial(drawn, seed=100 * number + i)
+        config = EmbeddingBagConfig if part.pools else EmbeddingConfig
+        made.append(
+            config(
+                name=f"t{i}",
+                num_embeddings=table.rows,
+                embedding_dim=table.dim,
+                feature_names=list(table.features),
+                **more,
+            )
+        )
+    return made
+
+
+def _class_of(kind: str) -> type:
+    classes = optimizer("sgd" if kind == "momentum_sgd" else kind).classes
+    module, _, name = classes[0 if kind in FUSED else -1].rpartition(".")
+    found: type = getattr(importlib.import_module(module), name)
+    return found
+
+
+def maps_of(part: Part, configs: Sequence[Any]) -> ManagedCollisionCollection:
+    maps = {
+        config.name: MCHManagedCollisionModule(
+            config.num_embeddings,
+            CPU,
+            eviction_policy=POLICIES[part.policy](),
+            eviction_interval=part.interval,
+            input_hash_size=1000,
+            input_hash_func=hashed if i % 2 else None,
+        )
+        for i, config in enumerate(configs)
+    }
+    return ManagedCollisionCollection(maps, configs)
+
+
+def _made(part: Part, number: int, plain: bool) -> nn.Module:
+    """A collection; `plain`: the unsharded one that computes what it does, with float32 weights."""
+    configs = _configs(part, number, plain)
+    device = CPU if plain or part.holds else META
+    weighted = part.kind in ("weighted", "processed")
+    if part.kind.startswith("fused") and not plain:
+        first = part.tables[0].optimized
+        cls: Any = FusedEmbeddingBagCollection if part.pools else FusedEmbeddingCollection
+        return cls(configs, _class_of(first.kind), {"lr": first.lr, **dict(first.fixed)}, device=device)  # type: ignore[no-any-return]
+    if part.pools:
+        made: Any = EmbeddingBagCollection(tables=configs, device=device, is_weighted=weighted)
+    else:
+        made = EmbeddingCollection(tables=configs, device=device)
+    if not plain:
+        folder = made.embedding_bags if part.pools else made.embeddings
+        for i, table in enumerate(part.tables):
+            arguments = {"lr": table.optimized.lr, **dict(table.optimized.fixed)}
+            if table.optimized.kind != "default":
+                apply_optimizer_in_backward(_class_of(table.optimized.kind), folder[f"t{i}"].parameters(), arguments)
+    if part.kind == "processed":
+        return FeatureProcessedEmbeddingBagCollection(
+            made, {name: PositionWeightedModule(LONGEST) for name in part.features}
+        )
+    if part.managed and not plain:
+        around = ManagedCollisionEmbeddingBagCollection if part.pools else ManagedCollisionEmbeddingCollection
+        return around(
+            made, maps_of(part, configs), return_remapped_features=True, allow_in_place_embed_weight_update=True
+        )
+    return made  # type: ignore[no-any-return]
+
+
+@dataclass
+class Batch:
+    """Of one trainer, in one step: for each part, the features of each lookup; and labels."""
+
+    features: list[list[KeyedJaggedTensor]]
+    labels: Tensor
+
+
+class Net(nn.Module):
+    """The parts, and a dense layer over each lookup. The loss is a mean over the batch."""
+
+    def __init__(self, model: Model, plain: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        torch.manual_seed(model.seed)
+        self.parts = nn.ModuleList(_made(part, i, plain) for i, part in enumerate(model.parts))
+        self.again = nn.ModuleDict({str(i): self.parts[i] for i, part in enumerate(model.parts) if part.again})
+        self.over = nn.ModuleList()
+        torch.manual_seed(model.seed)  # a plain one has drawn other weights
+        for part in model.parts:
+            width = sum(table.dim * len(table.features) for table in part.tables)
+            self.over.append(nn.Linear(width if part.pools else part.tables[0].dim, 1))
+
+    def look_up(self, part: int, ask: int, features: KeyedJaggedTensor) -> Any:
+        module = self.again[str(part)] if self.model.parts[part].again and ask else self.parts[part]
+        return module(features)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and what was looked up: pooled values, rows, and remapped ids."""
+        total, seen = torch.zeros(len(batch.labels)), []
+        more = torch.zeros(())
+        for i, part in enumerate(self.model.parts):
+            for ask, features in enumerate(batch.features[i]):
+                found = self.look_up(i, ask, features)
+                if part.managed and isinstance(found, tuple):
+                    found, remapped = found
+                    seen.append(remapped.values())
+                if part.pools:
+                    values = found.values()
+                    logits = torch.tanh(self.over[i](values)).squeeze(1)
+                else:
+                    rows = found.wait() if isinstance(found, LazyAwaitable) else found
+                    values = torch.cat([rows[key].values() for key in sorted(rows)])
+                    logits = None
+                seen.append(values)
+                if part.unused and ask == part.asks - 1:
+                    continue
+                if logits is not None:
+                    total = total + logits
+                else:
+                    more = more + torch.tanh(self.over[i](values)).square().sum() / len(batch.labels)
+        return (total - batch.labels).square().mean() + more, seen
+
+
+# batches ------------------------------------------------------------------------------------------
+
+
+def batches_of(model: Model, trainer: int) -> list[Batch]:
+    """Of one trainer, a step each."""
+    return [_batch(model, trainer, step) for step in range(1, model.steps + 1)]
+
+
+def _batch(model: Model, trainer: int, step: int) -> Batch:
+    random = torch.Generator().manual_seed(1000 * model.seed + 10 * step + trainer)
+    size = int(torch.randint(1, 5, (), generator=random))
+    features = []
+    for part in model.parts:
+        left = {i: torch.randperm(table.rows, generator=random).tolist() for i, table in enumerate(part.tables)}
+        features.append([_features(model, part, size, random, left) for _ in range(part.asks)])
+    return Batch(features, torch.randn(size, generator=random))
+
+
+def _features(
+    model: Model, part: Part, size: int, random: torch.Generator, left: dict[int, list[int]]
+) -> KeyedJaggedTensor:
+    names = part.features + ["nobody's"]
+    order = torch.randperm(len(names), generator=random).tolist()
+    if part.repeats:
+        order = sorted(order)  # TorchRec's inverse indices keep one order of features
+    names = [names[i] for i in order]
+    most = LONGEST if not model.once else 1 if part.weighted else 2
+    bags = [int(torch.randint(1, size + 1, (), generator=random)) if part.repeats else size for _ in names]
+    lengths, values = [], []
+    for name, count in zip(names, bags, strict=True):
+        of = [i for i, table in enumerate(part.tables) if name in table.features]
+        rows = min((part.tables[i].rows for i in of), default=1)
+        for _ in range(count):
+            wanted = int(torch.randint(0, most + 1, (), generator=random))
+            ids = torch.randint(0, 200 if part.managed else rows, (wanted,), generator=random).tolist()
+            if model.once and of and not part.managed:
+                free = [row for row in left[of[0]] if all(row in left[i] for i in of)]
+                ids = free[:wanted]
+                for i in of:
+                    left[i] = [row for row in left[i] if row not in ids]
+            lengths.append(len(ids))
+            values += ids
+    dtype = torch.int32 if part.int32 else torch.int64
+    ids_N = torch.tensor(values, dtype=dtype)
+    weights = torch.rand(len(values), generator=random) + 0.5 if part.weighted else None
+    if not part.repeats:
+        return KeyedJaggedTensor(names, ids_N, weights=weights, lengths=torch.tensor(lengths, dtype=torch.int32))
+    index = torch.stack([torch.randint(0, count, (size,), generator=random) for count in bags])
+    if model.once:  # every bag has at most one sample: who has none has an empty bag
+        index, bags, lengths = _one_sample_each(index, bags, lengths)
+    return KeyedJaggedTensor(
+        names,
+        ids_N,
+        weights=weights,
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        stride_per_key_per_rank=[[count] for count in bags],
+        inverse_indices=(names, index),
+    )
+
+
+def _one_sample_each(index: Tensor, bags: list[int], lengths: list[int]) -> tuple[Tensor, list[int], list[int]]:
+    made, counts, begin = [], [], 0
+    index = index.clone()
+    for row, count in enumerate(bags):
+        made += [*lengths[begin : begin + count], 0]
+        counts.append(count + 1)
+        begin += count
+        seen: set[int] = set()
+        for sample, bag in enumerate(index[row].tolist()):
+            index[row, sample] = count if bag in seen else bag
+            seen.add(bag)
+    return index, counts, made
+
+
+# training -----------------------------------------------------------------------------------------
+
+
+class Trace(list[Any]):
+    """What a trainer has seen, step by step: attached, so that it goes back with a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": list(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self[:] = state["seen"]
+
+
+def bytes_in(values: Sequence[Tensor]) -> list[Any]:
+    """As a snapshot keeps it, and compares exactly."""
+    return [value.detach().clone() for value in values]
+
+
+def job_for(model: Model) -> JobSpec:
+    made = job_of(Net(model), model.trainers, sharders=model.sharders)
+    return dataclasses.replace(made, seed=model.seed)
+
+
+def is_of_table(key: str) -> bool:
+    return key.endswith(".weight") and ("embedding_bags." in key or "embeddings." in key)
+
+
+def of_weights(values: Tensor) -> Tensor:
+    """What a load makes of weights."""
+    return (values.float() * 0.5 + 0.25).to(values.dtype)
+
+
+def of_state(values: Tensor) -> Tensor:
+    """What a load makes of optimizer state."""
+    return values * 0.5
+
+
+def is_some(key: str) -> bool:
+    """Whether the load of some tables has it."""
+    return int(key.split(".")[-2].removeprefix("t")) % 2 == 0
+
+
+def load(model: DistributedModelParallel, what: str) -> None:
+    """Loads something, in training; every trainer calls it."""
+    if what == "state":
+        state = model.fused_optimizer.state_dict()
+        for key, fields in state["state"].items():
+            state["state"][key] = {name: changed(value, of_state) for name, value in fields.items()}
+        model.fused_optimizer.load_state_dict(state)
+        return
+    if what == "whole":
+        sizes = {key: value.size() for key, value in model.state_dict().items() if is_of_table(key)}
+        full = model.full_state_dict()
+        if model.session.trainer:  # nobody looks at those
+            full = {key: torch.zeros(size) for key, size in sizes.items()}
+        model.load_state_dict({key: of_weights(full[key]) for key in sizes}, strict=False)
+        return
+    state = model.state_dict()
+    tables = [key for key in state if is_of_table(key)]
+    if what == "written":
+        for key in tables:
+            for values in local(state[key]):
+                values.copy_(of_weights(values))
+        model.flush()
+        return
+    keys = [key for key in tables if is_some(key)] if what == "some" else tables
+    new = {key: changed(state[key], of_weights) for key in keys}
+    model.load_state_dict(new if what == "some" else {**state, **new}, strict=what != "some")
+
+
+@dataclass
+class End:
+    """Of one trainer, after its last step."""
+
+    trace: list[Any]
+    digest: str
+    dense: dict[str, Tensor]
+    maps: dict[str, dict[str, Any]]  # by path of the module, and table
+    first: list[Tensor] | None = None
+    last: list[Tensor] | None = None
+
+
+def train(model: Model, session: Any, on_end: Callable[[int, End], None], looks: bool = False) -> None:
+    """A trainer's script.
+
+    Args:
+        looks: trainer 0 reads all records before training and after it.
+    """
+    rank = session.trainer
+    net = Net(model)
+    made = DistributedModelParallel(net, device=CPU, session=session, **how(model))
+    end = End([], "", {}, {})
+    dense = KeyedOptimizerWrapper(dense_parameters(made), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5))
+    together = CombinedOptimizer([made.fused_optimizer, dense])
+    schedulers = [StepLR(together, step_size=2, gamma=0.5)] if model.schedule else []
+    trace = Trace()
+    if looks:
+        made.flush()  # first weights are there
+        end.first = records_of_all(made) if rank == 0 else None
+    for at, what in model.loads:
+        if at == 0:
+            load(made, what)
+    batches = made.attach(optimizer=together, lr_scheduler=schedulers, reader=batches_of(model, rank), seen=trace)
+    for batch in batches:
+        number = len(trace) + 1
+        together.zero_grad()
+        before = bytes_in(list(dense_parameters(made).values()))
+        loss, seen = made(batch)
+        loss.backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in dense_parameters(made).values()]
+        together.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        looked = []
+        if number in model.looks:
+            made.eval()
+            with torch.no_grad():
+                _, looked = made(batch)
+            made.train()
+        trace.append([loss.detach().clone(), bytes_in(seen), before, bytes_in(grads), bytes_in(looked)])
+        for at, what in model.loads:
+            if at == number:
+                load(made, what)
+    made.flush()
+    end.trace = list(trace)
+    if rank == 0:
+        end.digest = made.digest()
+        if looks:
+            end.last = records_of_all(made)
+    end.dense = {name: value.detach().clone() for name, value in dense_parameters(made).items()}
+    end.maps = {
+        path: copy.deepcopy(module.replicated_state())
+        for path, module in made.module.named_modules()
+        if isinstance(module, Replicated)
+    }
+    on_end(rank, end)
+
+
+WAYS = ("dcp", "streamed", "saved streamed", "loaded streamed")
+
+
+def _state(model: DistributedModelParallel) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+
+
+def save(model: Model, session: Any, folder: str, way: str, on_end: Callable[[int, list[Tensor]], None]) -> None:
+    """A trainer's script: trains all steps and saves."""
+    made = DistributedModelParallel(Net(model), device=CPU, session=session, **how(model))
+    for batch in batches_of(model, session.trainer):
+        made(batch)[0].backward()
+    if way in ("streamed", "saved streamed"):
+        checkpoint.save(made, folder)
+    else:
+        dcp.save(_state(made), checkpoint_id=folder)
+    made.flush()
+    on_end(session.trainer, records_of_all(made) if session.trainer == 0 else [])
+
+
+def restore(model: Model, session: Any, folder: str, way: str, on_end: Callable[[int, list[Tensor]], None]) -> None:
+    """A trainer's script, of another number of them: loads what `save` has saved, before a step or after one."""
+    made = DistributedModelParallel(Net(model), device=CPU, session=session, **how(model))
+    if model.seed % 2:
+        made(batches_of(model, session.trainer)[0])[0].backward()
+    if way in ("streamed", "loaded streamed"):
+        checkpoint.load(made, folder)
+    else:
+        state = _state(made)
+        dcp.load(state, checkpoint_id=folder)
+        made.load_state_dict(state["model"])
+        made.fused_optimizer.load_state_dict(state["optimizer"])
+    made.flush()
+    on_end(session.trainer, records_of_all(made) if session.trainer == 0 else [])
+
+
+def how(model: Model) -> dict[str, Any]:
+    """What a model is made with."""
+    return {"snapshot_every": model.snapshot_every, "sharders": model.sharders or None}
+
+
+def records_of_all(model: DistributedModelParallel) -> list[Tensor]:
+    """Of each slab, (rows, B) uint8."""
+    session = model.session
+    return [
+        session.read(number, torch.arange(slab.rows)).clone().view(torch.uint8)
+        for number, slab in enumerate(session.job.slabs)
+    ]
+
+
+def name_of(model: Model, part: int, table: int) -> str:
+    """Its name in the job."""
+    unique = sum(len(other.tables) > table for other in model.parts) == 1
+    path = {"processed": "._embedding_bag_collection"}.get(model.parts[part].kind, "")
+    path = "._embedding_module" if model.parts[part].managed else path
+    return f"t{table}" if unique else f"parts.{part}{path}.t{table}"

@@ -1,0 +1,221 @@
+"""Trainers that run models over the simulated cluster, each in a thread that takes turns; and who of all is lost when.
+
+    run = Trainers(job, script, kills=(Kill("server", 1, 40),)).go()
+
+`script(rank, session)` is a trainer's script: it is started again, with a new session, when a trainer is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from turns import Turns, one_process
+
+from torch_ecrec.client.client import Client
+from torch_ecrec.client.session import Session
+from torch_ecrec.protocol.wire import Snapshot
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.testing import Scenario, SimulatedCluster, check_parity
+
+EVENTS_MOST = 50_000
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Who is lost: a server, a trainer, or the coordinator. `at`: once so many messages were sent, and as soon as the
+    contract lets a server be lost."""
+
+    who: str
+    which: int
+    at: int
+
+
+@dataclass
+class Told:
+    """What a session was told of tables, by step of training and trainer; what is told again must be the same bits."""
+
+    pushes: dict[tuple[int, int], Any] = field(default_factory=dict)
+    overwrites: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    again: int = 0
+
+    def push(self, key: tuple[int, int], told: Any) -> None:
+        before = self.pushes.setdefault(key, told)
+        self.again += before is not told
+        assert all(map(_same, _leaves(before), _leaves(told))), f"(step, trainer) {key}: another push than before"
+
+    def sorted_pushes(self) -> dict[tuple[int, int], Any]:
+        """By rows: in which order they go depends on the code."""
+        return {key: [_by_rows(r, g) for r, g in zip(*told[:2], strict=True)] for key, told in self.pushes.items()}
+
+
+def _by_rows(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    order = rows.argsort()
+    return rows[order], gradients[order]
+
+
+def _leaves(told: Any) -> list[Any]:
+    return [leaf for part in told for leaf in part]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+
+class TurnsSession(Session):
+    """Waits by letting the other trainers go on, and virtual time pass."""
+
+    cluster: Trainers
+
+    def _wait(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None:
+        self.cluster.turns.until(lambda: condition() or self._waiting.failed, what)
+        if self._waiting.failed:
+            self._waiting.until(condition, what)  # raises it
+
+    def push(self, rows: Sequence[Tensor], gradients: Sequence[Tensor], rates: Sequence[float]) -> None:
+        told = [r.clone() for r in rows], [g.clone() for g in gradients], list(rates)
+        self.cluster.told.push((self.step, self.trainer), told)
+        super().push(rows, gradients, rates)
+
+    def overwrite(self, slab: int, rows: Tensor, values: Tensor | None, first_byte: int = 0) -> None:
+        told = (slab, rows.clone(), None if values is None else values.clone(), first_byte)
+        self.cluster.told.overwrites.setdefault((self.step, self.trainer), []).append(told)
+        super().overwrite(slab, rows, values, first_byte)
+
+
+class _Scripts:
+    """In place of the scripts that the simulation has of its own."""
+
+    def __init__(self, begin: Callable[[], None], on_welcome: Callable[[int, Client], None]) -> None:
+        self.begin, self.on_welcome, self.done = begin, on_welcome, False
+
+
+class Trainers(SimulatedCluster):
+    """A simulated cluster whose trainers run a script each.
+
+    Args:
+        job: its tables; the code is `code`.
+        script: (rank, session), of one trainer, from its start.
+        kills: who is lost.
+
+    Attributes:
+        fired: who was, in order.
+        lives: how often all trainers were started.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        script: Callable[[int, TurnsSession], None],
+        *,
+        code: CodeSpec | None = None,
+        kills: Sequence[Kill] = (),
+        **scenario: Any,
+    ) -> None:
+        self.turns, self.told, self.script = Turns(self._idle), Told(), script
+        self.lives, self.finished, self.fired = 0, 0, []
+        self.kills_to_come = sorted(kills, key=lambda kill: kill.at)
+        self.events, self._life = 0, -1
+        super().__init__(
+            Scenario(
+                tables=job.tables,
+                trainers=job.trainers,
+                seed=job.seed,
+                code=code or job.code,
+                trainers_return=True,
+                rebuild_chunk_bytes=1 << 12,
+                **scenario,
+            )
+        )
+        self.scripts = _Scripts(lambda: None, self._begin)  # type: ignore[assignment]
+
+    def go(self) -> Trainers:  # type: ignore[override]
+        """Until all scripts are done, everybody was lost who is to be, and all is whole. Checks the parities."""
+        Turns.current = self.turns
+        with one_process():
+            self.turns.run(self._done)
+        assert not self.kills_to_come and self.run.fatal is None
+        self.run.collect(self.slots())
+        check_parity(self.slots())
+        return self
+
+    # trainers ---------------------------------------------------------------------------------------
+
+    def _begin(self, rank: int, client: Client) -> None:
+        process = self.ranks[rank]
+        life = process.number - rank
+        if life != self._life:
+            self._life, self.finished = life, 0
+            self.lives += 1
+
+        def body() -> None:
+            self.turns.join(rank, self.scenario.trainers, life)
+            session = TurnsSession(client, lambda message: None, lambda: None, process.restarted)
+            session.cluster = self
+            self.script(rank, session)
+            self.finished += 1
+
+        self.turns.start((life, rank), body, lambda: process.dead or process.name in self.network.dead)
+
+    def _on_trainer_crash(self) -> None:
+        self.finished = 0
+        super()._on_trainer_crash()
+
+    def _done(self) -> bool:
+        if self.finished < self.scenario.trainers or self.ending:
+            return False
+        if not self.all_settled():
+            return False
+        self.kills_to_come = [dataclasses.replace(kill, at=0) for kill in self.kills_to_come]  # no more messages come
+        return not self.kills_to_come
+
+    def all_settled(self) -> bool:
+        """Whole, and every step applied, folded and acknowledged."""
+        if not self.whole() or any(client.exchanges for client in self.clients.values()):
+            return False
+        slots = self.slots()
+        return len(slots) == self.scenario.code.slots and all(
+            slot.whole and slot.rule.applied == slot.rule.settled == slots[0].rule.applied for slot in slots
+        )
+
+    # losses -----------------------------------------------------------------------------------------
+
+    def _idle(self) -> bool:
+        self.events += 1
+        assert self.run.fatal is None, self.run.fatal
+        assert self.events < EVENTS_MOST, f"too many events: {self.describe()}"
+        for kill in self.kills_to_come:
+            if len(self.network.sent) >= kill.at and self._kill(kill):
+                self.kills_to_come.remove(kill)
+                self.fired.append(dataclasses.replace(kill, at=len(self.network.sent)))
+                return True
+        return self.network.clock.advance()
+
+    def _kill(self, kill: Kill) -> bool:
+        """Whether it came to pass."""
+        if kill.who == "coordinator":
+            alive = self.plane.lives and bool(self.coordinator.slots)
+            if alive:
+                self.kill_coordinator()
+            return alive
+        if kill.who == "trainer":
+            process = self.ranks[kill.which % len(self.ranks)]
+            if self.ending or process.dead or not process.name:
+                return False
+            self.kill(process)
+            return True
+        placed = self.slots_known
+        server = placed[kill.which % len(placed)].server if placed else ""
+        if not server or not self.may_crash(server):
+            return False
+        self.network.kill(server)
+        return True
+
+
+def snapshots(cluster: SimulatedCluster) -> int:
+    """So many parts of dense snapshots were sent."""
+    return sum(name == Snapshot.__name__ for _, _, name in cluster.network.sent)

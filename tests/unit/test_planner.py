@@ -1,0 +1,175 @@
+"""TorchRec's planner with our servers: what it proposes, what it puts where, what it tells, what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from models import CPU, META, Net, batch_of, collection, job_of, shard, table, train
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.planner import planners, stats
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from torch_ecrec.planner import EmbeddingShardingPlanner, ParameterConstraints, Report, Servers, Topology
+from torch_ecrec.planner.estimates import cost_of
+from torch_ecrec.spec.job import CodeSpec
+
+pytestmark = pytest.mark.usefixtures("process_group")
+OURS, WHOLE = (ParameterConstraints(sharding_types=[kind]) for kind in ("erasure_coded", "table_wise"))
+EITHER = ParameterConstraints(sharding_types=["erasure_coded", "table_wise"])
+GB = 1 << 30
+
+
+def two() -> Net:
+    """A large collection and a small one; nothing of them is in memory."""
+    large = collection(
+        "rowwise_adagrad", [table("users", 4_000_000, 64, "f0"), table("goods", 1_000_000, 64, "f1")], META
+    )
+    small = collection("rowwise_adagrad", [table("country", 200, 16, "f2"), table("hour", 24, 16, "f3")], META)
+    return Net(large, small)
+
+
+def planner_of(world_size: int = 2, ddr: int = 64 * GB, **more: Any) -> EmbeddingShardingPlanner:
+    topology = Topology(world_size=world_size, compute_device="cpu", ddr_cap=ddr)
+    return EmbeddingShardingPlanner(topology=topology, batch_size=512, **more)
+
+
+def types(module: nn.Module, planner: EmbeddingShardingPlanner) -> dict[str, str]:
+    plan = planner.plan(module, get_default_sharders())
+    return {name: entry.sharding_type for entries in plan.plan.values() for name, entry in entries.items()}
+
+
+def test_all_that_is_served_goes_to_the_servers_unless_constraints_say_otherwise() -> None:
+    assert set(types(two(), planner_of()).values()) == {"erasure_coded"}
+    found = types(two(), planner_of(constraints={"country": WHOLE, "hour": WHOLE}))
+    assert found == {"users": "erasure_coded", "goods": "erasure_coded", "country": "table_wise", "hour": "table_wise"}
+
+
+def test_it_is_proposed_beside_torchrecs_own_types() -> None:
+    planner = planner_of(unprotected="allow")
+    options = planner._enumerator.enumerate(two(), get_default_sharders())
+    kinds = {option.sharding_type for option in options if option.name == "users"}
+    assert {"erasure_coded", "data_parallel", "table_wise"} <= kinds
+    ours = [option for option in options if option.sharding_type == "erasure_coded"]
+    assert len(ours) == 4 and all(len(option.shards) == 2 and option.total_perf > 0 for option in ours)
+    whole = next(o for o in options if o.name == "users" and o.sharding_type == "table_wise")
+    users = next(option for option in ours if option.name == "users")
+    assert [shard.size for shard in users.shards] == [[2_000_000, 64]] * 2
+    in_trainers = users.total_storage.ddr
+    assert 0 < in_trainers < whole.total_storage.ddr / 100, "tables on the servers are none of the trainers' memory"
+
+
+def test_what_fits_in_the_trainers_is_cheaper_there_and_what_does_not_goes_to_the_servers() -> None:
+    found = types(two(), planner_of(unprotected="allow", ddr=GB // 2))
+    assert {found["users"], found["goods"]} == {"erasure_coded"}
+    assert "erasure_coded" not in (found["country"], found["hour"])
+
+
+def test_servers_that_are_too_small_are_told() -> None:
+    servers = Servers(CodeSpec(4, 2, 1), memory_bytes=GB // 8)
+    with pytest.raises(
+        PlannerError, match=r"collections\.0\.users.* take \d+ bytes of the server of a slot, which has"
+    ):
+        planner_of(servers=servers).plan(two(), get_default_sharders())
+    enough = cost_of(job_of(two()).tables[0], 512, 2, servers).memory  # of one table, on all of them
+    assert enough > 4 * servers.memory_bytes
+    large = {"users": EITHER, "goods": EITHER}
+    found = types(two(), planner_of(servers=servers, constraints=large))
+    assert found == {"users": "table_wise", "goods": "table_wise", "country": "erasure_coded", "hour": "erasure_coded"}
+
+
+def test_a_plan_that_protects_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="the plan leaves every table to TorchRec, and protects nothing"):
+        planner_of(unprotected="allow").plan(Net(collection()), get_default_sharders())
+
+
+def test_tables_of_one_collection_on_both_sides_are_refused_by_name() -> None:
+    message = (
+        r"collections\.1: a collection is sharded as a whole, but hour are to be on the servers, and country with"
+        r" TorchRec\. Make two collections of it"
+    )
+    with pytest.raises(ValueError, match=message):
+        planner_of(constraints={"country": WHOLE}).plan(two(), get_default_sharders())
+
+
+def test_unprotected_is_one_of_four() -> None:
+    with pytest.raises(ValueError, match="`unprotected` must be one of refuse, snapshot, allow, reset, got 'yes'"):
+        planner_of(unprotected="yes")
+
+
+def test_its_report_has_our_tables_and_what_the_servers_hold_and_carry(caplog: pytest.LogCaptureFixture) -> None:
+    report, theirs = Report(), stats._get_sharding_type_abbr
+    servers = Servers(CodeSpec(4, 2, 1), memory_bytes=8 * GB)
+    with caplog.at_level(logging.INFO, stats.logger.name):
+        planner_of(servers=servers, constraints={"country": WHOLE, "hour": WHOLE}, stats=report).plan(
+            two(), get_default_sharders()
+        )
+    assert stats._get_sharding_type_abbr is theirs
+    text = [record.getMessage() for record in caplog.records]
+    (users,) = (line.split() for line in text if "collections.0.users" in line and "customized_kernel" in line)
+    assert users[2] == "EC"
+    assert any("EC: 2" in line and "TW: " in line for line in text), "shards of a rank, by type"
+    title, head, *rows, last = report.servers
+    assert title == "Erasure-coded servers: 4 slots, k = 2, r = 1; 2 trainers"
+    assert all(any(line in logged for logged in text) for line in report.servers)
+    names = ["records", "parities", "logs", "lookups", "pushes", "folds"]
+    assert head.split() == ["MB", "rows", *names[:3], *(f"{name}/step" for name in names[3:])]
+    job = job_of(two())
+    costs = {table.name: cost_of(table, 512, 2, servers) for table in job.tables[:2]}
+    for row in rows[:2]:
+        path, _, *figures = row.split()
+        cost = costs[path.removeprefix("collections.0.")]
+        assert [float(figure) for figure in figures] == [
+            pytest.approx(getattr(cost, name) / 1e6, abs=1e-3) for name in names
+        ]
+    assert rows[2].split()[:2] == ["all", "5000000"] and "of 8589.9 MB" in last
+
+
+def test_a_plan_without_servers_is_reported_as_such() -> None:
+    """By TorchRec's own planner, which knows nothing of them."""
+    report = Report()
+    topology = Topology(world_size=2, compute_device="cpu")
+    planners.EmbeddingShardingPlanner(topology=topology, stats=report).plan(two(), get_default_sharders())
+    assert report.servers == ["Erasure-coded servers: no table"]
+
+
+class Kinds(nn.Module):
+    """Of every kind that a planner sees in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = collection("sgd", [table("b", 100, 8, "f0")])
+        self.weighted = FeatureProcessedEmbeddingBagCollection(
+            collection("sgd", [table("w", 100, 8, "f1")], is_weighted=True), {"f1": PositionWeightedModule(4)}
+        )
+        config = EmbeddingConfig(
+            name="s", num_embeddings=100, embedding_dim=8, feature_names=["f2"], data_type=DataType.FP16
+        )
+        self.rows = EmbeddingCollection(tables=[config], device=CPU)
+
+
+def test_every_kind_of_collection_is_planned_and_the_model_takes_the_plan() -> None:
+    module = Kinds()
+    planner = planner_of(world_size=1)
+    assert types(module, planner) == dict.fromkeys("bws", "erasure_coded")
+    assert set(planner._enumerator.served) == {"bags.b", "weighted.w", "rows.s"}
+    plan = planner.plan(module, get_default_sharders())
+    with pytest.warns(UserWarning, match="have no optimizer"):
+        model, session = shard(module, plan=plan)
+    assert [spec.name for spec in session.job.tables] == ["b", "w", "s"]
+    assert "weighted" not in model.plan.plan  # its tables are the servers', under its collection's name
+
+
+def test_torchrecs_planner_itself_does_as_before() -> None:
+    """A plan that does not choose was made for TorchRec alone: what is served is served."""
+    topology = Topology(world_size=1, compute_device="cpu")
+    module = Net(collection())
+    plan = planners.EmbeddingShardingPlanner(topology=topology).plan(module, get_default_sharders())
+    model, session = shard(module, plan=plan)
+    assert len(train(model, [batch_of(6, 1)])) == 1 and session.step == 2

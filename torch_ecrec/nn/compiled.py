@@ -1,0 +1,103 @@
+"""`torch.compile` and training that goes on after a loss of trainers, to the same bits.
+
+What is compiled gives other bits than what is not. And with `dynamic=None`, torch's default, what is compiled depends
+on the sizes that came before: a size is a constant until another one is seen. A trainer that goes on after a loss has
+not seen what came before. So where trainers may go on,
+
+    what is compiled has `dynamic=True` or `dynamic=False`
+    and is compiled from the first training step of a life on, or not at all
+
+or the step is refused. What is compiled where this cannot see it (a decorated function that a module calls) is told.
+
+The lookup of rows is never compiled (`served.py`, `managed.py`): dynamo goes around it.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+ADVICE = "compile with dynamic=True or dynamic=False, before the first training step"
+NOT_KEPT = "or set snapshot_every=0, if trainers never go on after a loss"
+
+
+def _frames_compiled() -> int:
+    """Frames of Python code that dynamo has looked at in this process."""
+    convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return 0 if convert_frame is None else int(convert_frame.FRAME_COUNTER)
+
+
+def _context(function: object) -> Any:
+    """The settings of what `torch.compile` returned, or None."""
+    for cell in getattr(function, "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "_dynamic"):
+            return cell.cell_contents
+    return None
+
+
+def _contexts(model: nn.Module, frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+    """Names and settings of what is compiled: the model, modules in it, and what calls it."""
+    for name, module in model.named_modules():
+        found = getattr(module, "dynamo_ctx", None) or _context(module._compiled_call_impl)
+        if found is not None:
+            yield f"module {name}" if name else "the model", found
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and frame.f_code.co_name == "compile_wrapper":
+            found = frame.f_locals.get("self")
+            if hasattr(found, "_dynamic"):
+                yield "the model", found
+        frame = frame.f_back
+
+
+class Compiled:
+    """What of a model is compiled, as far as can be seen."""
+
+    def __init__(self) -> None:
+        self._frames = -1  # as of the last look
+        self._known: dict[int, Any] | None = None  # settings seen at the first one, by id
+        self._told = False
+
+    def check(self, model: nn.Module, step: int) -> None:
+        """Before a training forward, in its Python code.
+
+        Args:
+            step: the one that it belongs to.
+
+        Raises:
+            RuntimeError: a trainer that goes on after a loss would not compile the same.
+        """
+        frames = _frames_compiled()
+        if frames == self._frames:
+            return
+        self._frames = frames
+        found = {id(context): (name, context) for name, context in _contexts(model, sys._getframe(1))}
+        for name, context in found.values():
+            if context._dynamic is None:
+                raise RuntimeError(
+                    f"{name} is compiled with dynamic=None: what is compiled depends on the sizes of the batches"
+                    f" before, so a trainer that goes on after a loss would compute other bits. Please {ADVICE};"
+                    f" {NOT_KEPT}"
+                )
+        if self._known is None:
+            self._known = found
+            return
+        late = [name for key, (name, _) in found.items() if key not in self._known]
+        if late:
+            raise RuntimeError(
+                f"{late[0]} was compiled at step {step}, after training had begun: a trainer that goes on after a loss"
+                f" would compute other bits in its first steps. Please {ADVICE} (`compile_on_iter=0` of"
+                f" TrainPipelinePT2); {NOT_KEPT}"
+            )
+        if not found and not self._told:
+            self._told = True
+            warnings.warn(
+                "something was compiled by torch.compile during training that is neither the model nor a module of it."
+                f" If the training step uses it, {ADVICE}: else a trainer that goes on after a loss may compute other"
+                " bits",
+                stacklevel=2,
+            )

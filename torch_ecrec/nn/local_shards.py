@@ -1,0 +1,85 @@
+"""Tables that TorchRec shards over the trainers: what each of them has of it, kept whole with its part of a snapshot.
+
+FBGEMM's modules hold the shards: weights, optimizer state, the iteration, the learning rate in force. Some are buffers,
+some parameters, and some plain attributes, and TorchRec shows none of them as a module's own, so they are looked for
+here: every tensor of every such module, but for private attributes, which are of one forward and made anew by the next.
+A trainer that is started again has the same plan, hence the same tensors; else its snapshot is refused by name.
+
+Shards of data-parallel tables are left out: these are parameters of the dense model.
+
+Meant for small tables: every snapshot has all of their bytes, on each of the r + 1 slots that keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.types import ShardedModule, ShardingType
+
+
+class LocalShards:
+    """The tensors of some sharded collections.
+
+    Args:
+        modules: by path, as TorchRec has made them.
+
+    Raises:
+        ValueError: they are not on a CPU.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = dict(modules)
+        elsewhere = [f"{name} ({t.device})" for name, t in self.tensors().items() if t.device.type != "cpu"]
+        if elsewhere:
+            raise ValueError(
+                f"tables that TorchRec shards are kept in snapshots on a CPU, got {', '.join(elsewhere[:3])}; say"
+                ' unprotected="allow", or put these tables on the servers'
+            )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of this trainer, by name; shared with the modules."""
+        return {
+            f"{path}.{i}.{name}": tensor
+            for path, module in self._modules.items()
+            for i, lookup in enumerate(_lookups(module))
+            if not isinstance(lookup, DistributedDataParallel)
+            for name, tensor in _tensors(lookup, "")
+        }
+
+
+def shards_of(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.Module]:
+    """Of the modules at these paths, those that TorchRec has sharded."""
+    modules = dict(model.named_modules())
+    return {path: modules[path] for path in paths if isinstance(modules.get(path), ShardedModule)}
+
+
+def replicated_tables(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
+    """Names of the parameters of data-parallel tables; TorchRec counts them among the sharded ones."""
+    plan: Mapping[str, Any] = getattr(module, "module_sharding_plan", {})
+    whole = {table for table, entry in plan.items() if entry.sharding_type == ShardingType.DATA_PARALLEL.value}
+    return [name for name, _ in module.named_parameters() if whole.intersection(name.split(".")[-2:-1])]
+
+
+def data_parallel(model: nn.Module) -> list[DistributedDataParallel]:
+    """What averages gradients: those of the dense part, and of data-parallel tables, which TorchRec hides."""
+    parts = [one for module in model.modules() for one in (module, *_lookups(module))]
+    return [one for one in parts if isinstance(one, DistributedDataParallel)]
+
+
+def _lookups(module: nn.Module) -> list[nn.Module]:
+    """One for each way in which TorchRec has sharded some tables of a collection; none of other modules."""
+    return list(getattr(module, "_lookups", ())) if isinstance(module, ShardedModule) else []
+
+
+def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Whatever a module and those in it hold: TorchRec's own `named_parameters` and `named_buffers` leave some out."""
+    attributes = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    for name, value in (*module._parameters.items(), *module._buffers.items(), *attributes):
+        if isinstance(value, Tensor):
+            yield prefix + name, value.detach()
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _tensors(child, f"{prefix}{name}.")

@@ -1,0 +1,37 @@
+"""Which of TorchRec's training pipelines ask for rows that are as new as they must be.
+
+    Base, SparseDist, SparseDistLite, PrefetchSparseDist, FusedSparseDist, Staged     rows as the step before left them
+    SemiSync                                                                      rows as the step before that left them
+
+A trainer that goes on after step s has the rows of s only, so it could not repeat what a batch had read that was looked
+up earlier: such pipelines are refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torchrec.distributed.train_pipeline.runtime_forwards import (
+    EmbeddingPipelinedForward,
+    InSyncEmbeddingPipelinedForward,
+    PrefetchEmbeddingPipelinedForward,
+)
+
+AHEAD = EmbeddingPipelinedForward, PrefetchEmbeddingPipelinedForward
+
+
+def check_in_sync(forward: object) -> None:
+    """Before rows are looked up. Those of an evaluation may be of any step.
+
+    Args:
+        forward: of a sharded module; a pipeline has put its own there.
+
+    Raises:
+        RuntimeError: it looks rows up before the step before them is over.
+    """
+    ahead = isinstance(forward, AHEAD) and not isinstance(forward, InSyncEmbeddingPipelinedForward)
+    if ahead and torch.is_grad_enabled():
+        raise RuntimeError(
+            "this pipeline (TrainPipelineSemiSync, or one with its order of stages) looks rows up before the step"
+            " before them is over. After a loss of trainers those rows are gone, and training would not go on with the"
+            " same bits. Take TrainPipelineSparseDist or TrainPipelineFusedSparseDist"
+        )

@@ -1,0 +1,240 @@
+"""What a planner may choose from: TorchRec's ways to shard a table, and ours beside them.
+
+Our option has the sharding type `erasure_coded` and TorchRec's name for kernels that are not FBGEMM's. It has one shard
+for each trainer, of the rows that are the trainer's in a state dict (`nn/shares.py`); its storage is what is on its way
+in that trainer, and its time is that trainer's messages and pooling. What is on the servers is no trainer's: `Served`
+has it, and `report.py` shows it.
+
+A collection is sharded as a whole, so all its tables are on the servers or none is (`sides_of`). Where constraints say
+otherwise for two tables of one, they are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import get_num_poolings
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PartitionByType,
+    Perf,
+    Shard,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
+from torchrec.distributed.types import ModuleSharder, ShardingType
+
+from torch_ecrec.nn.coverage import ERASURE_CODED, UNPROTECTED, coverage_of, is_inside, several_sides
+from torch_ecrec.nn.sharder import all_table_specs, job_names
+from torch_ecrec.nn.unsharded import configs_of
+from torch_ecrec.planner.estimates import CALL_MS, Cost, Servers, cost_of
+from torch_ecrec.runtime.checks import require
+from torch_ecrec.spec.job import TableSpec
+
+KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+
+
+@dataclass(frozen=True)
+class Served:
+    """A table as the servers would have it."""
+
+    table: TableSpec
+    cost: Cost
+
+
+class Enumerator(EmbeddingEnumerator):
+    """TorchRec's, with `erasure_coded` for every table that the servers serve.
+
+    Args:
+        topology, batch_size, constraints: as of TorchRec's.
+        servers: what they are.
+        unprotected: "refuse": TorchRec's types are for tables whose constraints name them; else for all.
+
+    Attributes:
+        served: by `fqn` of an option: every table that may be on the servers.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: Mapping[str, ParameterConstraints] | None,
+        servers: Servers,
+        unprotected: str,
+    ) -> None:
+        require(
+            unprotected in UNPROTECTED,
+            f"`unprotected` must be one of {', '.join(UNPROTECTED)}, got {unprotected!r}",
+        )
+        super().__init__(topology, batch_size, dict(constraints or {}))
+        self._topology, self._servers, self._unprotected = topology, servers, unprotected
+        self._limits = dict(constraints or {})
+        self.served: dict[str, Served] = {}
+
+    @property
+    def servers(self) -> Servers:
+        """As given."""
+        return self._servers
+
+    @property
+    def trainers(self) -> int:
+        """Their number."""
+        return self._world_size
+
+    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
+        """All options of all tables, with their costs.
+
+        Raises:
+            ValueError: constraints put tables of one collection on both sides, or one on neither.
+        """
+        theirs = super().enumerate(module, sharders)
+        specs = self._specs(module, sharders)
+        ours: list[ShardingOption] = []
+        self.served = {}
+        for option in theirs:
+            if (spec := specs.get(option.fqn)) is not None and option.fqn not in self.served:
+                self.served[option.fqn] = Served(spec, self._cost(option, spec))
+                ours.append(self._option(option))
+        allowed = [
+            option
+            for option in [*theirs, *ours]
+            if is_ours(option) in self._sides_of_table(option.name, option.fqn in self.served)
+        ]
+        sides = sides_of(allowed)
+        kept = [option for option in allowed if is_ours(option) in sides[option.path]]
+        self.populate_estimates([option for option in kept if is_ours(option)])
+        return kept
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Storage and time of some options."""
+        super().populate_estimates([option for option in sharding_options if not is_ours(option)])
+        for option in sharding_options:
+            if is_ours(option):
+                self._estimate(option)
+
+    def _filter_sharding_types(self, name: str, allowed_sharding_types: list[str], sharder_key: str = "") -> list[str]:
+        """TorchRec's. A table that is to be on the servers has one all the same: ours are made from it."""
+        if (self._limits.get(name) or ParameterConstraints()).sharding_types == [ERASURE_CODED]:
+            return allowed_sharding_types[:1]
+        found: list[str] = super()._filter_sharding_types(name, allowed_sharding_types, sharder_key)
+        return found
+
+    def _sides_of_table(self, name: str, served: bool) -> set[bool]:
+        """True: the servers; False: TorchRec."""
+        if not served:
+            return {False}
+        types = (self._limits.get(name) or ParameterConstraints()).sharding_types
+        if types:
+            return {sharding_type == ERASURE_CODED for sharding_type in types}
+        return {True} if self._unprotected == "refuse" else {True, False}
+
+    @staticmethod
+    def _specs(module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> dict[str, TableSpec]:
+        """By `fqn` of an option: of a table, under the path of what TorchRec shards, the collection or its wrapper."""
+        covered = coverage_of(module, None, sharders)
+        names = job_names(covered.served)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tables without an optimizer: the model says so
+            specs = {spec.name: spec for spec in all_table_specs(module, covered.served, names, sharders)}
+        kinds = {sharder.module_type for sharder in sharders}
+        shards = [path for path, child in module.named_modules() if type(child) in kinds]
+        found = {}
+        for path, collection in covered.served.items():
+            around = min((p for p in shards if is_inside(path, [p])), key=len, default=path)
+            for config in configs_of(collection):
+                found[f"{around}.{config.name}"] = specs[names[path][config.name]]
+        return found
+
+    def _ids(self, option: ShardingOption) -> float:
+        """In a batch of one trainer."""
+        limits = self._limits.get(option.name)
+        sizes = limits.batch_sizes if limits and limits.batch_sizes else [option.batch_size] * option.num_inputs
+        poolings = get_num_poolings(self._limits, option)
+        return sum(x * n * size for x, n, size in zip(option.input_lengths, poolings, sizes, strict=True))
+
+    def _cost(self, option: ShardingOption, spec: TableSpec) -> Cost:
+        return cost_of(spec, self._ids(option), self._world_size, self._servers)
+
+    def _option(self, like: ShardingOption) -> ShardingOption:
+        sizes, offsets = calculate_shard_sizes_and_offsets(
+            tensor=like.tensor,
+            world_size=self._world_size,
+            local_world_size=self._local_world_size,
+            sharding_type=ShardingType.ROW_WISE.value,
+        )
+        return ShardingOption(
+            name=like.name,
+            tensor=like.tensor,
+            module=like.module,
+            input_lengths=like.input_lengths,
+            batch_size=like.batch_size,
+            sharding_type=ERASURE_CODED,
+            partition_by=PartitionByType.UNIFORM.value,
+            compute_kernel=KERNEL,
+            shards=[Shard(size=size, offset=offset) for size, offset in zip(sizes, offsets, strict=True)],
+            stochastic_rounding=like.stochastic_rounding,
+            bounds_check_mode=like.bounds_check_mode,
+            is_pooled=like.is_pooled,
+            feature_names=like.feature_names,
+            output_dtype=like.output_dtype,
+        )
+
+    def _estimate(self, option: ShardingOption) -> None:
+        """Of each trainer: what is in it, and how long it takes."""
+        cost, topology, trainers = self.served[option.fqn].cost, self._topology, self._world_size
+        ids, width = self._ids(option), 4 * option.tensor.shape[1]
+        outputs = option.batch_size * option.num_inputs if option.is_pooled else ids
+        pooled = 2 * math.ceil(outputs) * width  # and its gradients
+        on_host = topology.compute_device == "cpu"
+        storage = Storage(hbm=0 if on_host else pooled, ddr=cost.trainer + (pooled if on_host else 0))
+        calls = CALL_MS * self._servers.code.slots / len(self.served)  # one for all tables
+        pooling = ids * width / topology.ddr_mem_bw
+        perf = Perf(
+            fwd_compute=pooling,
+            fwd_comms=calls + cost.lookups / trainers / topology.inter_host_bw,
+            bwd_compute=pooling * topology.bwd_compute_multiplier,
+            bwd_comms=calls + cost.pushes / trainers / topology.inter_host_bw,
+        )
+        for shard in option.shards:
+            shard.storage, shard.perf = storage, perf
+
+
+def is_ours(option: ShardingOption) -> bool:
+    """Whether it puts its table on the servers."""
+    return bool(option.sharding_type == ERASURE_CODED)
+
+
+def sides_of(options: Sequence[ShardingOption]) -> dict[str, set[bool]]:
+    """By path of a collection: whether all its tables may be on the servers (True), and with TorchRec (False).
+
+    Raises:
+        ValueError: neither: names its tables, and how to split it.
+    """
+    tables: dict[str, dict[str, set[bool]]] = {}
+    for option in options:
+        tables.setdefault(option.path, {}).setdefault(option.name, set()).add(is_ours(option))
+    sides: dict[str, set[bool]] = {}
+    for path, of_table in tables.items():
+        sides[path] = set.intersection(*of_table.values())
+        if not sides[path]:
+            ours = [name for name, found in of_table.items() if True in found]
+            raise ValueError(several_sides(path, ours, [name for name in of_table if name not in ours]))
+    return sides
+
+
+def costs_of(plan: Sequence[ShardingOption], served: Mapping[str, Served]) -> dict[str, Served]:
+    """By `fqn`: what a plan puts on the servers."""
+    return {option.fqn: served[option.fqn] for option in plan if is_ours(option)}
+
+
+def total(served: Mapping[str, Served]) -> Cost:
+    """Of all of them."""
+    return sum((one.cost for one in served.values()), Cost())

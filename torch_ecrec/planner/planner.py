@@ -1,0 +1,175 @@
+"""TorchRec's `EmbeddingShardingPlanner` with erasure-coded servers beside the trainers.
+
+    planner = EmbeddingShardingPlanner(
+        servers=Servers(CodeSpec(slots=4, k=2, r=1), memory_bytes=64 << 30),
+        constraints={"country": ParameterConstraints(sharding_types=["row_wise"])},
+    )
+    plan = planner.collective_plan(model, get_default_sharders(), dist.group.WORLD)
+    model = torch_ecrec.DistributedModelParallel(model, plan=plan, unprotected="snapshot")
+
+Which tables it leaves to TorchRec is `unprotected`'s business, as in `DistributedModelParallel`: with "refuse", those
+whose constraints name TorchRec's sharding types; else the cheapest of all types is taken for tables without such a
+constraint. By TorchRec's estimates a table in the trainers is nearly always faster than one on servers, so that what
+fits there is left to it: say what must be protected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.planner import planners
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.proposers import (
+    GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
+)
+from torchrec.distributed.planner.types import (
+    Enumerator as AnyEnumerator,
+)
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Partitioner,
+    PlannerError,
+    PlannerErrorType,
+    Proposer,
+    ShardingOption,
+    Stats,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+
+from torch_ecrec.nn.coverage import chooses
+from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
+from torch_ecrec.planner.estimates import Servers, largest_slot
+from torch_ecrec.planner.report import Report
+
+
+class ServersPartitioner(Partitioner):
+    """Refuses what the servers have no memory for, or what divides a collection; trainers are the other's business."""
+
+    def __init__(self, inner: Partitioner, enumerator: Enumerator) -> None:
+        self._inner, self._enumerator = inner, enumerator
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        """As TorchRec's. Raises PlannerError."""
+        sides: dict[str, set[bool]] = {}
+        for option in proposal:
+            sides.setdefault(option.path, set()).add(is_ours(option))
+        divided = sorted(path for path, found in sides.items() if len(found) > 1)
+        if divided:
+            raise PlannerError(f"{', '.join(divided)}: a collection is sharded as a whole", PlannerErrorType.PARTITION)
+        servers = self._enumerator.servers
+        served = costs_of(proposal, self._enumerator.served)
+        if served and servers.memory_bytes is not None:
+            needed = largest_slot([one.table for one in served.values()], total(served), servers.code)
+            if needed > servers.memory_bytes:
+                raise PlannerError(
+                    f"{', '.join(served)} take {needed} bytes of the server of a slot, which has"
+                    f" {servers.memory_bytes}: give it more (`Servers(memory_bytes=...)`), take more slots or a larger"
+                    " k, or leave tables to TorchRec by constraints",
+                    PlannerErrorType.INSUFFICIENT_STORAGE,
+                )
+        found: list[ShardingOption] = self._inner.partition(proposal, storage_constraint)
+        return found
+
+
+class SidesProposer(Proposer):
+    """Moves collections to the servers, the largest first, and of each state proposes TorchRec's choice of the rest."""
+
+    def __init__(self) -> None:
+        self._stages: list[GreedyProposer] = []
+
+    def load(self, search_space: list[ShardingOption], enumerator: AnyEnumerator | None = None) -> None:
+        sizes: dict[str, dict[str, int]] = {}
+        for option in search_space:
+            sizes.setdefault(option.path, {})[option.name] = option.tensor.numel() * option.tensor.element_size()
+        either = {path for path in sizes if len({is_ours(o) for o in search_space if o.path == path}) > 1}
+        order = sorted(either, key=lambda path: -sum(sizes[path].values()))
+        self._stages = []
+        for moved in range(len(order) + 1):
+            there = set(order[:moved])
+            stage = GreedyProposer()
+            stage.load([o for o in search_space if o.path not in either or is_ours(o) == (o.path in there)], enumerator)
+            self._stages.append(stage)
+
+    def propose(self) -> list[ShardingOption] | None:
+        while self._stages:
+            proposal: list[ShardingOption] | None = self._stages[0].propose()
+            if proposal:
+                return proposal
+            self._stages.pop(0)
+        return None
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        self._stages[0].feedback(partitionable, plan, perf_rating, storage_constraint)
+
+
+class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
+    """Drop-in for TorchRec's.
+
+    Args:
+        topology, batch_size, proposer, partitioner, stats, constraints, **more: as of TorchRec's, but for `enumerator`.
+            `constraints` may have the sharding type "erasure_coded".
+        servers: those that tables may be put on.
+        unprotected: "refuse": only constraints leave tables to TorchRec. "snapshot", "allow" or "reset", as then given
+            to `DistributedModelParallel`: the cheapest is taken.
+
+    Raises:
+        ValueError: constraints that divide a collection, from `plan`; a plan with nothing on the servers.
+        PlannerError: nothing fits.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        *,
+        servers: Servers | None = None,
+        unprotected: str = "refuse",
+        proposer: Proposer | list[Proposer] | None = None,
+        partitioner: Partitioner | None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] | None = None,
+        **more: Any,
+    ) -> None:
+        usual: list[Proposer] = [
+            SidesProposer(),
+            GridSearchProposer(),
+            GreedyProposer(),
+            GreedyProposer(use_depth=False),
+            UniformProposer(),
+        ]
+        super().__init__(
+            topology=topology,
+            batch_size=batch_size,
+            proposer=proposer or usual,
+            stats=stats if stats is not None else [Report()],
+            constraints=None if constraints is None else dict(constraints),
+            callbacks=callbacks,
+            **more,
+        )
+        self._enumerator: Enumerator = Enumerator(
+            self._topology, batch_size or BATCH_SIZE, constraints, servers or Servers(), unprotected
+        )
+        self._partitioner = ServersPartitioner(partitioner or GreedyPerfPartitioner(), self._enumerator)
+
+    def plan(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """As TorchRec's; with at least one table on the servers, if there is any."""
+        plan: ShardingPlan = super().plan(module, list(sharders))
+        if plan.plan and not chooses(plan):
+            raise ValueError(
+                "the plan leaves every table to TorchRec, and protects nothing. Name what must be protected,"
+                ' `ParameterConstraints(sharding_types=["erasure_coded"])`, or use TorchRec\'s planner and model'
+            )
+        return plan

@@ -1,0 +1,114 @@
+"""The report of a plan: TorchRec's, in which our tables are "EC", and what the servers have to hold and to carry.
+
+TorchRec's table has the trainers: what is in each of them, and their time. Ours is behind it:
+
+    Erasure-coded servers: 4 slots, k = 2, r = 1; 2 trainers
+         MB  rows  records  parities   logs  lookups/step  pushes/step  folds/step
+    users.t  1000    0.068     0.034  0.109         0.007        0.007       0.007
+        all  1000    0.068     0.034  0.109         0.007        0.007       0.007
+    largest slot: 0.1 MB of 64.0 MB; logs are for 8 steps
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torchrec.distributed.planner import stats
+from torchrec.distributed.planner.types import Enumerator as AnyEnumerator
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
+from torchrec.distributed.types import ParameterSharding
+
+from torch_ecrec.nn.coverage import ERASURE_CODED
+from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
+from torch_ecrec.planner.estimates import ROW_BYTES, Cost, largest_slot
+
+SHORT = "EC"
+_MEMORY, _TRAFFIC = ("records", "parities", "logs"), ("lookups", "pushes", "folds")
+_MB = 1e6
+
+
+@contextlib.contextmanager
+def _our_name() -> Iterator[None]:
+    """TorchRec's report knows the short names of its own types only, and has no other place to tell it one."""
+    theirs = stats._get_sharding_type_abbr
+    stats._get_sharding_type_abbr = lambda kind: SHORT if kind == ERASURE_CODED else theirs(kind)
+    try:
+        yield
+    finally:
+        stats._get_sharding_type_abbr = theirs
+
+
+class Report(stats.EmbeddingStats):
+    """Drop-in for TorchRec's `EmbeddingStats`; of a plan of `Enumerator`.
+
+    Attributes:
+        servers: the lines about them, of the report that was made last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.servers: list[str] = []
+        self._of: Enumerator | None = None
+
+    def log(self, *args: Any, enumerator: AnyEnumerator | None = None, **more: Any) -> None:
+        """As TorchRec's: to the log, line by line."""
+        self._of = enumerator if isinstance(enumerator, Enumerator) else None
+        with _our_name():
+            super().log(*args, enumerator=enumerator, **more)
+
+    @property
+    def lines(self) -> list[str]:
+        """Of the report that was made last."""
+        return list(self._stats_table)
+
+    def _get_shard_stats(
+        self,
+        shard: ParameterSharding,
+        sharding_option: ShardingOption,
+        world_size: int,
+        local_world_size: int,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+    ) -> tuple[list[int], list[float], list[float]]:
+        """Ranks, and of each of them the MB that it sends and gets in a lookup."""
+        if not is_ours(sharding_option) or self._of is None:
+            found: tuple[list[int], list[float], list[float]] = super()._get_shard_stats(
+                shard, sharding_option, world_size, local_world_size, constraints
+            )
+            return found
+        served = self._of.served[sharding_option.fqn]
+        per_row = ROW_BYTES + self._of.servers.number_bytes * served.table.dim
+        rows = served.cost.lookups / per_row / world_size
+        sent, got = ROW_BYTES * rows / 2**20, (per_row - ROW_BYTES) * rows / 2**20
+        return list(shard.ranks or ()), [sent] * world_size, [got] * world_size
+
+    def _log_hardcoded_compute_kernel_stats(
+        self, best_plan: list[ShardingOption], constraints: Mapping[str, ParameterConstraints] | None
+    ) -> None:
+        super()._log_hardcoded_compute_kernel_stats(best_plan, constraints)
+        self.servers = self._servers(best_plan)
+        for line in ["", *self.servers]:
+            self._stats_table.append(f"# {line: <{self._width - 3}}#")
+
+    def _servers(self, plan: Sequence[ShardingOption]) -> list[str]:
+        if self._of is None or not (served := costs_of(plan, self._of.served)):
+            return ["Erasure-coded servers: no table"]
+        servers, sum_ = self._of.servers, total(served)
+        code = servers.code
+        table = [["MB", "rows", *_MEMORY, *(f"{name}/step" for name in _TRAFFIC)]]
+        table += [[name, f"{one.table.rows}", *_figures(one.cost)] for name, one in served.items()]
+        table += [["all", f"{sum(one.table.rows for one in served.values())}", *_figures(sum_)]]
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        needed = largest_slot([one.table for one in served.values()], sum_, code)
+        limit = "" if servers.memory_bytes is None else f" of {servers.memory_bytes / _MB:.1f} MB"
+        return [
+            f"Erasure-coded servers: {code.slots} slots, k = {code.k}, r = {code.parities};"
+            f" {self._of.trainers} trainers",
+            *("  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True)) for row in table),
+            f"largest slot: {needed / _MB:.1f} MB{limit}; logs are for {servers.log_steps} steps",
+        ]
+
+
+def _figures(cost: Cost) -> list[str]:
+    return [f"{getattr(cost, name) / _MB:.3f}" for name in (*_MEMORY, *_TRAFFIC)]
