@@ -3,7 +3,7 @@
 The cluster is the simulated one, its router and coordinator the real ones. Each run goes from nothing to trained:
 servers and trainers join, a world is formed, slots are placed, steps are made; in some, a server dies, or trainers do.
 At a message, of the control channel or of the data plane, one thing happens: a connection is reset, or all of them
-are; a process dies, or ends by SIGTERM; the coordinator dies. The oracle is the undisturbed run, bit by bit. Whoever
+are; a process dies, or ends by SIGTERM; the coordinator dies, or dies later, and one process hears nothing from now on. The oracle is the undisturbed run, bit by bit. Whoever
 lives is not to be lost, and no run ends before its end: each fault is within what the contract survives.
 
 Alone, each fault comes at each message; in pairs, at two, of which every run tries a sample of its own seed (`-m slow`:
@@ -25,15 +25,18 @@ import pytest
 from torch_ecrec.spec.job import CodeSpec, TableSpec
 from torch_ecrec.testing import Scenario, SimulatedCluster, SimulationResult
 from torch_ecrec.testing.membership import VirtualConnection, VirtualProcess
+from torch_ecrec.testing.scenario import Load
 
 RESETS = ("reset", "reset all", "reset all, probes late")
-CRASHES = ("crash", "leave", "crash coordinator")
+STALLS = tuple(f"crash coordinator, deaf for {ms} ms" for ms in (20, 100))
+CRASHES = ("crash", "leave", "crash coordinator", *STALLS)
 KINDS = RESETS + CRASHES
 HEALTHY = Scenario(steps=2, reborn=True, trainers_return=True)
 SCENARIOS = {
     "healthy": HEALTHY,
     "a server is lost": dataclasses.replace(HEALTHY, kills=((0, 1),)),
     "the trainers are lost": dataclasses.replace(HEALTHY, trainer_kills=((1, 1),)),
+    "values are loaded": dataclasses.replace(HEALTHY, steps=1, loads=(Load(0, 0, 9), Load(1, 0, 5))),
 }
 SEED = 20261122
 PAIRS = 50
@@ -82,6 +85,10 @@ class Lives(SimulatedCluster):
         """False if it may not be."""
         if kind == "crash coordinator":
             self.kill_coordinator()
+        elif kind in STALLS:
+            if process.connection is not None:
+                process.connection.stalled = True
+            self.network.clock.later(float(kind.split()[-2]) / 1000, self.kill_coordinator)
         elif kind == "reset":
             self.plane.reset([process.connection])
         elif kind in RESETS:
@@ -198,6 +205,17 @@ def test_more_than_r_slots_lost_together_without_a_row_are_no_loss(pair: tuple[i
         run = cluster.go()
         run.check_against(undisturbed)
         assert fault.fired and not fault.skipped and run.kills == 2
+
+
+@pytest.mark.parametrize("kind", ["reset all", "crash coordinator", *STALLS])
+def test_the_coordinator_dies_while_values_are_loaded_and_some_have_not_heard(kind: str) -> None:
+    """Who hears for the first time from the next one that all is loaded, begins after what was loaded, as the others.
+
+    (All other kinds at all messages of loading: `test_loading.py`.)
+    """
+    became = sweep("values are loaded", [kind])
+    print(dict(became))
+    assert became[f"{kind}: fired"] == len(points("values are loaded")) > 60
 
 
 @pytest.mark.slow

@@ -101,12 +101,14 @@ class Client(SlotReads):
     def resume(self, era: int, step: int, origin: int | None, done: int) -> None:
         """Goes on after `step`, with `done` steps of training, in the era that began there.
 
-        Before anything else; only the first time counts.
+        Before anything else; only the first time counts. Where initial values were loaded since, training begins after
+        them: a coordinator that was started again says both at once.
         """
         if self.resumed:
             return
-        self.era, self.step = era, step + 1
-        self.complete = self.resumable = self.resume_step = step
+        last = max(step, origin or 0)
+        self.era, self.step, self.resume_step = era, last + 1, step
+        self.complete = self.resumable = last
         self.done = self.resume_done = done
         self.resumed, self.origin = True, origin
         self.on_change()

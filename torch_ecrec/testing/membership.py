@@ -98,11 +98,15 @@ class Handlers(Protocol):
 
 
 class VirtualConnection:
-    """A connection of a process with one coordinator. To the router, it is a `Peer`."""
+    """A connection of a process with one coordinator. To the router, it is a `Peer`.
+
+    Attributes:
+        stalled: what the coordinator sends from now on never arrives; what the process says does.
+    """
 
     def __init__(self, plane: ControlPlane, process: VirtualProcess, number: int) -> None:
         self.plane, self.process, self.router = plane, process, plane.router
-        self.open = True
+        self.open, self.stalled = True, False
         seed = f"{process.number} {number} {plane.seed}"
         self._to, self._from = Line(plane.clock, f"to {seed}"), Line(plane.clock, f"from {seed}")
 
@@ -113,7 +117,8 @@ class VirtualConnection:
     def send(self, message: Message) -> None:
         """To the process."""
         if self.open:
-            self._to.carry(lambda: self.plane.deliver(self, message))
+            if not self.stalled:
+                self._to.carry(lambda: self.plane.deliver(self, message))
             self.plane.count(self)
 
     def say(self, message: Message) -> None:
