@@ -3,8 +3,9 @@
 The cluster is the simulated one, its router and coordinator the real ones. Each run goes from nothing to trained:
 servers and trainers join, a world is formed, slots are placed, steps are made; in some, a server dies, or trainers do.
 At a message, of the control channel or of the data plane, one thing happens: a connection is reset, or all of them
-are; a process dies, or ends by SIGTERM; the coordinator dies, or dies later, and one process hears nothing from now on. The oracle is the undisturbed run, bit by bit. Whoever
-lives is not to be lost, and no run ends before its end: each fault is within what the contract survives.
+are; a process dies, or ends by SIGTERM; the coordinator dies, or dies later, and one process hears nothing from now on.
+The oracle is the undisturbed run, bit by bit. Whoever lives is not to be lost, and no run ends before its end: each
+fault is within what the contract survives.
 
 Alone, each fault comes at each message; in pairs, at two, of which every run tries a sample of its own seed (`-m slow`:
 many more). What may not happen (one loss too many at a time) is counted as not applicable.
