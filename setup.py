@@ -56,6 +56,10 @@ setup(
         "numpy>=2",
         "numba>=0.61",
         "msgspec>=0.19",
+        # Checkpoints: where they are kept, hashes of blocks, compression.
+        "fsspec",
+        "xxhash>=3",
+        "zstandard>=0.22",
         # What TorchRec 1.8.0 needs besides FBGEMM.
         "tensordict",
         "torchmetrics==1.0.3",
