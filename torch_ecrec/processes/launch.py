@@ -44,6 +44,7 @@ from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, on_signal
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings, restarts
+from torch_ecrec.storage import quantised, seen
 from torch_ecrec.transport.control import ControlServer, raise_descriptors
 from torch_ecrec.transport.node import Node
 
@@ -65,6 +66,8 @@ def warm() -> None:
     routing.warm()
     pooling.warm()
     records.warm()
+    quantised.warm()
+    seen.warm()
 
 
 # coordinator ------------------------------------------------------------------------------------------

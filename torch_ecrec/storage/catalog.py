@@ -1,0 +1,275 @@
+"""All checkpoints at one URL: what is there, what is newest, what builds on what, what is kept, what is removed.
+
+    URL/000000000100-a1-1/manifest.json  slot-0000.part ...     full, at step 100
+    URL/000000000200-a1-2/manifest.json  ...                    incremental, builds on the one above
+    URL/000000000300-a1-3/slot-0000.part                        interrupted: no manifest, so no checkpoint
+
+Invariants
+- A checkpoint is there from the moment its manifest is, and not before; the manifest is written after all its parts are
+  durable, and looked for by nothing but its name.
+- Removing begins with the manifest, so that what a crash leaves of it is an interrupted one.
+- Nothing that a kept checkpoint builds on is removed; nothing is touched whose name no checkpoint has.
+
+One process commits, removes and cleans at a URL at a time: the coordinator. Any may read meanwhile: what it reads may
+be removed under its hands, which is an error that names the file, never other data.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.runtime.checks import require_int
+from torch_ecrec.storage.location import Location
+from torch_ecrec.storage.manifest import ADVICE, FOLDER, MANIFEST, Manifest, decode, encode
+from torch_ecrec.storage.parts import PartReader
+
+_FOLDER = re.compile(FOLDER)
+CHAIN_MOST = 10_000  # checkpoints that build on each other
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A folder whose manifest cannot be read: which, and why."""
+
+    folder: str
+    reason: str
+
+
+@dataclass
+class Listing:
+    """What is at a URL.
+
+    Attributes:
+        whole: checkpoints with a manifest that can be read, newest first.
+        broken: those with another one.
+        unfinished: folders of attempts that have none.
+    """
+
+    whole: list[Manifest] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One file was read. `fault`: what is wrong with it, "" if nothing is."""
+
+    checkpoint: str
+    name: str
+    bytes: int
+    fault: str
+
+
+class Catalog:
+    """Checkpoints at a URL.
+
+    Args:
+        url: a folder, or what fsspec knows; need not be there yet.
+
+    Raises:
+        CheckpointError: fsspec does not know it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self.location = url, Location(url)
+
+    # writing --------------------------------------------------------------------------------------
+
+    def new_folder(self, done: int) -> str:
+        """A name for an attempt at a checkpoint after `done` steps of training: no other attempt has it."""
+        require_int("done", done, 0, 10**12 - 1)
+        return f"{done:012d}-{secrets.token_hex(6)}"
+
+    def folder(self, name: str) -> Location:
+        """Where the files of one checkpoint are."""
+        if not _FOLDER.match(name):
+            raise CheckpointError(f"{name!r} is no name of a checkpoint: wanted is STEP-WORD, as `new_folder` makes it")
+        return self.location.below(name)
+
+    def commit(self, folder: str, manifest: Manifest) -> Manifest:
+        """Makes a checkpoint of a folder whose parts are durable: writes its manifest, last and as a whole.
+
+        Returns:
+            The manifest as it is kept, with its `order`.
+
+        Raises:
+            CheckpointError: a part is not there or has another size, or the base is no checkpoint; nothing was written.
+                Or the manifest could not be written: no checkpoint has come of it.
+        """
+        if manifest.id != folder:
+            raise CheckpointError(f"the manifest is of {manifest.id}, not of {folder}")
+        at, found = self.folder(folder), self.listing()
+        if at.exists(MANIFEST):
+            raise CheckpointError(f"{at.url} is a checkpoint already: every attempt has a folder of its own")
+        for part in manifest.parts:
+            size = at.size(part.name)
+            if size != part.bytes:
+                raise CheckpointError(f"{at.url}/{part.name} has {size} bytes, {part.bytes} were written")
+        if manifest.base is not None and manifest.base not in {one.id for one in found.whole}:
+            raise CheckpointError(
+                f"{folder} builds on {manifest.base}, which is no checkpoint at {self.url} (any more)"
+            )
+        order = 1 + max((one.order for one in found.whole), default=-1)
+        kept = msgspec.structs.replace(manifest, order=order)
+        data = encode(kept)
+        decode(data, f"{at.url}/{MANIFEST}")  # what is written can be read
+        at.write_whole(MANIFEST, data)
+        return kept
+
+    # what is there --------------------------------------------------------------------------------
+
+    def listing(self) -> Listing:
+        """Looks at every folder that has the name of a checkpoint. Raises CheckpointError if the URL cannot be read."""
+        listing = Listing()
+        for name in self.location.list():
+            if not _FOLDER.match(name):
+                continue
+            at = self.location.below(name)
+            if not at.exists(MANIFEST):
+                listing.unfinished.append(name)
+                continue
+            try:
+                listing.whole.append(self._read(name))
+            except CheckpointError as error:
+                listing.broken.append(Broken(name, str(error)))
+        listing.whole.sort(key=lambda one: (one.order, one.done, one.id), reverse=True)
+        return listing
+
+    def _read(self, name: str) -> Manifest:
+        at = self.location.below(name)
+        manifest = decode(at.read(MANIFEST), f"{at.url}/{MANIFEST}")
+        if manifest.id != name:
+            raise CheckpointError(f"{at.url} has the manifest of {manifest.id}: give the folder its name back")
+        return manifest
+
+    def checkpoints(self) -> list[Manifest]:
+        """Those that can be read, newest first: in the order in which they were committed, whatever their steps."""
+        return self.listing().whole
+
+    def newest(self) -> Manifest:
+        """The last that was committed. Raises CheckpointError if there is none."""
+        listing = self.listing()
+        if not listing.whole:
+            broken = "".join(f"; {one.reason}" for one in listing.broken)
+            raise CheckpointError(f"there is no checkpoint at {self.url}{broken}; name another place")
+        return listing.whole[0]
+
+    def at(self, step: int) -> Manifest:
+        """The newest after so many steps of training. Raises CheckpointError if there is none."""
+        listing = self.listing()
+        for manifest in listing.whole:
+            if manifest.done == step:
+                return manifest
+        steps = ", ".join(str(step) for step in sorted({one.done for one in listing.whole})) or "none"
+        broken = "".join(f"; {one.reason}" for one in listing.broken if int(one.folder[:12]) == step)
+        raise CheckpointError(f"there is no checkpoint of step {step} at {self.url}{broken}; there are: {steps}")
+
+    def chain(self, manifest: Manifest) -> list[Manifest]:
+        """What a checkpoint builds on, from the full one, and itself last.
+
+        Raises:
+            CheckpointError: one of them is missing or cannot be read, or is of another model.
+        """
+        chain = [manifest]
+        while (base := chain[-1].base) is not None:
+            if len(chain) > CHAIN_MOST or base in {one.id for one in chain}:
+                raise CheckpointError(f"{manifest.id} builds on itself, by way of {base}; {ADVICE}")
+            at = self.folder(base)
+            if not at.exists(MANIFEST):
+                raise CheckpointError(
+                    f"{chain[-1].id} builds on {base}, which is not at {self.url} (any more): restore a checkpoint that"
+                    " does not, or bring the folder back"
+                )
+            chain.append(self._read(base))
+            if chain[-1].spec.slabs != manifest.spec.slabs:
+                raise CheckpointError(f"{manifest.id} builds on {base}, which is of another model; {ADVICE}")
+        return chain[::-1]
+
+    # removing -------------------------------------------------------------------------------------
+
+    def keep(self, count: int, running: str | None = None) -> list[str]:
+        """Removes all but the newest ones and what these build on.
+
+        Args:
+            count: so many newest ones are kept, at least 1.
+            running: the base of the attempt that is under way, kept too with what it builds on.
+
+        Returns:
+            The names of those that were removed. Broken ones are never: somebody may repair them.
+        """
+        require_int("count", count, 1)
+        whole = self.checkpoints()
+        kept = self._with_bases(whole, [one.id for one in whole[:count]] + ([running] if running else []))
+        gone = [one.id for one in whole if one.id not in kept]  # newest first: nothing loses its base
+        for name in gone:
+            self._remove(name)
+        return gone
+
+    def remove(self, name: str) -> None:
+        """Removes one checkpoint. Raises CheckpointError where others build on it, or there is none."""
+        whole = self.checkpoints()
+        if name not in {one.id for one in whole}:
+            raise CheckpointError(f"there is no checkpoint {name} at {self.url}")
+        above = [one.id for one in whole if one.id != name and name in self._with_bases(whole, [one.id])]
+        if above:
+            raise CheckpointError(f"{name} is what {', '.join(above)} build on: remove these first")
+        self._remove(name)
+
+    def clean(self, running: str | None = None) -> list[str]:
+        """Removes what interrupted attempts have left: folders without a manifest, but that of the running one.
+
+        Returns:
+            Their names.
+        """
+        gone = [name for name in self.listing().unfinished if name != running]
+        for name in gone:
+            at = self.location.below(name)
+            if not at.exists(MANIFEST):
+                self.location.remove(name)
+        return gone
+
+    def _remove(self, name: str) -> None:
+        self.location.below(name).remove(MANIFEST)
+        self.location.remove(name)
+
+    @staticmethod
+    def _with_bases(whole: list[Manifest], names: list[str]) -> set[str]:
+        bases = {one.id: one.base for one in whole}
+        kept: set[str] = set()
+        for name in names:
+            while name not in kept:
+                kept.add(name)
+                base = bases.get(name)
+                if base is None:
+                    break
+                name = base
+        return kept
+
+    # checking -------------------------------------------------------------------------------------
+
+    def verify(self, manifest: Manifest) -> Iterator[Checked]:
+        """Reads all that a checkpoint consists of, with what it builds on, and checks every block.
+
+        Yields:
+            After each file, what was found; faults do not end it. That every row is there is for
+            `restoring.check_rows` to say.
+
+        Raises:
+            CheckpointError: the chain is not whole.
+        """
+        for one in self.chain(manifest):
+            at = self.folder(one.id)
+            schemas = [slab.schema for slab in one.spec.slabs]
+            for part in one.parts:
+                fault = ""
+                try:
+                    PartReader(at, part, schemas).check()
+                except CheckpointError as error:
+                    fault = str(error)
+                yield Checked(one.id, part.name, part.bytes, fault)
