@@ -74,7 +74,7 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-bytes-per-s", metavar="B", type=float, default=100e6, help="of each server (default 1e8; 0: all)"
     )
     group.add_argument(
-        "--checkpoint-zstd", metavar="LEVEL", type=int, default=0, help="compress (1 to 19; default: not)"
+        "--checkpoint-zstd", metavar="LEVEL", type=int, default=0, help="compress (1 to 19; default 0: not)"
     )
     group.add_argument(
         "--restore",
