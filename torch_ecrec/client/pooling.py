@@ -8,6 +8,8 @@ values go out sample by sample, which is the form that the model wants, so that 
 Invariants. One order of summation: the ids of a bag in their order; the gradients of a row in the order of the ids that
 named it, over all bags. The first value is copied, not added to zero, so that -0.0 stays.
 
+Sums of several ids are made in registers, a block of columns at a time (`runtime/row_sums.py`), which changes no bit.
+
 Rows that were looked up are float32, or uint16 that is bfloat16; all else is float32.
 
 Shapes: U rows, D dim, N ids, F features, B samples.
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 
 from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import AHEAD, addresses, as_float, pointer, prefetch, prefetch_row
+from torch_ecrec.runtime.row_sums import row_address, sum_rows
 
 _NOT_FINITE = 0x7F800000  # the exponent bits of a float32 are all ones
 
@@ -98,28 +101,26 @@ def _pool(
             if length == 0:
                 for j in range(dim):
                     out_BFD[b, f, j] = np.float32(0)
-            for i in range(n, n + length):
-                if i + AHEAD < count:
-                    prefetch(address_U[inverse_N[i + AHEAD]], row_bytes)
-                weight_D = carray(pointer(address_U[inverse_N[i]]), dim, kind.dtype)
+            elif length == 1:
+                if n + AHEAD < count:
+                    prefetch(address_U[inverse_N[n + AHEAD]], row_bytes)
+                weight_D = carray(pointer(address_U[inverse_N[n]]), dim, kind.dtype)
                 if weighted:
-                    w = per_id_N[i]
-                    if i == n:
-                        for j in range(dim):
-                            out_BFD[b, f, j] = w * as_float(weight_D[j])
-                    else:
-                        for j in range(dim):
-                            out_BFD[b, f, j] += w * as_float(weight_D[j])
-                elif i == n:
+                    w = per_id_N[n]
                     for j in range(dim):
-                        out_BFD[b, f, j] = as_float(weight_D[j])
+                        out_BFD[b, f, j] = w * as_float(weight_D[j])
                 else:
                     for j in range(dim):
-                        out_BFD[b, f, j] += as_float(weight_D[j])
-            if mean_F[f] and length > 1:
-                divisor = np.float32(length)
-                for j in range(dim):
-                    out_BFD[b, f, j] /= divisor
+                        out_BFD[b, f, j] = as_float(weight_D[j])
+            else:
+                for i in range(n + AHEAD, min(n + length + AHEAD, count)):
+                    prefetch(address_U[inverse_N[i]], row_bytes)
+                out = row_address(out_BFD, b, f)
+                sum_rows(out, dim, address_U, kind, inverse_N, per_id_N, weighted, n, n + length)
+                if mean_F[f]:
+                    divisor = np.float32(length)
+                    for j in range(dim):
+                        out_BFD[b, f, j] /= divisor
             n += length
 
 
