@@ -28,6 +28,7 @@ from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import AHEAD, addresses, as_float, pointer, prefetch, prefetch_row
 from torch_ecrec.runtime.row_sums import row_address, sum_rows
 
+_AHEAD_BYTES = 8192  # of rows that are asked for early; fewer than AHEAD rows come too late
 _NOT_FINITE = 0x7F800000  # the exponent bits of a float32 are all ones
 
 
@@ -94,6 +95,7 @@ def _pool(
     """As `pool`, with the address of each row, and an empty array of their dtype."""
     dim = out_BFD.shape[2]
     count, row_bytes = inverse_N.shape[0], dim * kind.itemsize
+    ahead = max(AHEAD, _AHEAD_BYTES // row_bytes)
     n = 0
     for f in range(lengths_FB.shape[0]):
         for b in range(lengths_FB.shape[1]):
@@ -102,8 +104,8 @@ def _pool(
                 for j in range(dim):
                     out_BFD[b, f, j] = np.float32(0)
             elif length == 1:
-                if n + AHEAD < count:
-                    prefetch(address_U[inverse_N[n + AHEAD]], row_bytes)
+                if n + ahead < count:
+                    prefetch(address_U[inverse_N[n + ahead]], row_bytes)
                 weight_D = carray(pointer(address_U[inverse_N[n]]), dim, kind.dtype)
                 if weighted:
                     w = per_id_N[n]
@@ -113,7 +115,7 @@ def _pool(
                     for j in range(dim):
                         out_BFD[b, f, j] = as_float(weight_D[j])
             else:
-                for i in range(n + AHEAD, min(n + length + AHEAD, count)):
+                for i in range(n + ahead, min(n + length + ahead, count)):
                     prefetch(address_U[inverse_N[i]], row_bytes)
                 out = row_address(out_BFD, b, f)
                 sum_rows(out, dim, address_U, kind, inverse_N, per_id_N, weighted, n, n + length)
