@@ -240,7 +240,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         if torch.is_grad_enabled():
             pooled = PooledLookup.apply(self._anchor, step, rows, bags, crossings, *(part.per_id_N for part in bags))
         else:
-            weights = step.lookup(rows)
+            weights = step.lookup(rows, evaluation=not self.training)
             pooled = [part.pool(weights[part.slab], crossing) for part, crossing in zip(bags, crossings, strict=True)]
         return [crossing.over(pooled_BFD) for crossing, pooled_BFD in zip(crossings, pooled, strict=True)]
 

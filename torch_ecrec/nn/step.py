@@ -124,10 +124,10 @@ class SparseStep:
         self.load_written("alone")
         self.session.snapshot(*pack(self.session.step - 1))
 
-    def lookup(self, rows: list[Tensor]) -> list[Parts]:
-        """Weights (U, D) per slab, in parts."""
+    def lookup(self, rows: list[Tensor], evaluation: bool = False) -> list[Parts]:
+        """Weights (U, D) per slab, in parts. Of an `evaluation` no gradient comes."""
         self.open()
-        return self.session.lookup_parts(rows)
+        return self.session.lookup_parts(rows, evaluation)
 
     def ticket(self) -> Ticket:
         """A new training lookup that waits for its gradient, until its graph is gone."""
