@@ -213,7 +213,8 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
     def before_lookup(self) -> None:
         """What comes before any lookup; twice is once."""
         self._step.open()
-        self._step.load_written("training" if torch.is_grad_enabled() and self.training else "alone")
+        trains = "training" if self.training else "alone"
+        self._step.load_written(trains if torch.is_grad_enabled() else "evaluation")
         if torch.is_grad_enabled():
             self._state.on_training_lookup()
             self._step.on_training_lookup()

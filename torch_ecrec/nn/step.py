@@ -106,6 +106,7 @@ class SparseStep:
         Args:
             when: "all": every trainer calls it here. "training": those that have a state dict do, while the others
                 train. "alone": perhaps no other one does, so that with several trainers nothing can be loaded.
+                "evaluation": likewise, and many such calls follow each other.
         """
         if when == "training" and not self._refuses_nan:
             when = "alone"  # others would not be met: they agree on nothing
