@@ -14,11 +14,13 @@ Every message that is sent is counted, from 0; `Handlers.on_sent` is called afte
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch_ecrec.coordinator.checkpointing import Ledger
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -163,6 +165,7 @@ class ControlPlane:
         clock: the cluster's.
         handlers: the cluster.
         announce: gets every event of the coordinator.
+        ledger: of the coordinators; None: there are no checkpoints.
     """
 
     def __init__(
@@ -172,8 +175,9 @@ class ControlPlane:
         clock: VirtualClock,
         handlers: Handlers,
         announce: Callable[[Message], None],
+        ledger: Ledger | None = None,
     ) -> None:
-        self.settings, self.seed = settings, seed
+        self.settings, self.seed, self._ledger = settings, seed, ledger
         self.clock, self.handlers, self._announce = clock, handlers, announce
         self.random = random.Random(f"control {seed}")
         self.processes: list[VirtualProcess] = []
@@ -207,7 +211,8 @@ class ControlPlane:
             self.clock.later(delays_s[0], arrive)
 
         return Router(
-            self.settings,
+            dataclasses.replace(self.settings, checkpoint=dataclasses.replace(self.settings.checkpoint, run=f"{life}")),
+            ledger=self._ledger,
             probe=probe,
             announce=self._announce,
             joins_from_s=self.clock.now_s + (HELD_S if life else 0.0),
