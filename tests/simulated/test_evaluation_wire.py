@@ -21,8 +21,13 @@ def by_fbgemm(values: Tensor) -> Tensor:
     return found
 
 
-def run(lost_slot: int | None, evaluates: bool = True) -> tuple[list[Tensor], list[list[Tensor]], list[torch.dtype]]:
+def run(
+    lost_slot: int | None, evaluates: bool = True, under_way: bool = False
+) -> tuple[list[Tensor], list[list[Tensor]], list[torch.dtype]]:
     """Trains and evaluates; before the second evaluation the host of a slot dies.
+
+    Args:
+        under_way: in it, as soon as another slot has answered.
 
     Returns:
         Records at the end, what each evaluation got, and the dtypes of all rows that were sent.
@@ -30,11 +35,17 @@ def run(lost_slot: int | None, evaluates: bool = True) -> tuple[list[Tensor], li
     real, dtypes = Real(), []
     session, client = real.session, real.session.client
     client.settings = dataclasses.replace(client.settings, evaluation_wire="int8")
-    judged = client.fault_of_answer
+    judged, dooms = client.fault_of_answer, []
+
+    def kill() -> None:
+        real.cluster.network.kill(real.cluster.slots_known[lost_slot].server)
+        dooms.clear()
 
     def noted(request: wire.Request, answer: wire.Answer) -> str | None:
         if isinstance(answer, wire.Rows):
             dtypes.extend({weight_UD.dtype for weight_UD in answer.weights if len(weight_UD)})
+            if dooms and request.int8 and request.slot != lost_slot:
+                dooms[0]()
         return judged(request, answer)
 
     client.fault_of_answer = noted
@@ -44,7 +55,9 @@ def run(lost_slot: int | None, evaluates: bool = True) -> tuple[list[Tensor], li
         step(session, number)
         rows = batch(session, 100 + number)
         if number == 2 and lost_slot is not None:
-            real.cluster.network.kill(real.cluster.slots_known[lost_slot].server)
+            dooms.append(kill)
+            if not under_way:
+                kill()
         if evaluates:
             evaluations.append([torch.cat(parts) for parts in session.lookup_parts(rows, evaluation=True)])
             exact = [by_fbgemm(values) for values in weights(session, rows)]
@@ -53,14 +66,16 @@ def run(lost_slot: int | None, evaluates: bool = True) -> tuple[list[Tensor], li
     empty = [torch.cat(parts).shape for parts in session.lookup_parts(nothing, evaluation=True)]
     assert empty == [(0, slab.dim) for slab in JOB.slabs]
     session.flush()
+    assert not dooms, "nobody was killed"
     if lost_slot is not None:
         assert max(place.incarnation for place in real.cluster.slots_known) > 0, "it was lost"
     return all_records(session), evaluations, dtypes
 
 
+@pytest.mark.parametrize("under_way", [False, True])
 @pytest.mark.parametrize("lost_slot", [0, 1, 2])
-def test_a_server_lost_during_evaluation_changes_nothing(lost_slot: int) -> None:
-    undisturbed, disturbed = run(None), run(lost_slot)
+def test_a_server_lost_during_evaluation_changes_nothing(lost_slot: int, under_way: bool) -> None:
+    undisturbed, disturbed = run(None), run(lost_slot, under_way=under_way)
     assert all(map(torch.equal, undisturbed[0], disturbed[0]))
     for one, other in zip(undisturbed[1], disturbed[1], strict=True):
         assert all(map(torch.equal, one, other))
