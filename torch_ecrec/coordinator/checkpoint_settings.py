@@ -49,3 +49,6 @@ class CheckpointSettings:
         require(bool(self.again_s), "`again_s` must not be empty")
         due = bool(self.every_steps or self.every_s)
         require(due == bool(self.url), "checkpoints need both: where they are kept, and how often one is written")
+
+
+NO_CHECKPOINTS = CheckpointSettings()

@@ -193,9 +193,11 @@ class Coordinator:
         self._tell_again(name)
 
     def _welcome(self, name: str) -> None:
-        restarted = self.origin is not None and self.members[name].role == "trainer"
         state = self._state
-        self._send(name, messages.Welcome(name, state.job.code, restarted, self.life, state.transport))
+        trained = self.origin is not None or state.job.restored is not None
+        restarted = trained and self.members[name].role == "trainer"
+        word = messages.Welcome(name, state.job.code, restarted, self.life, state.transport, state.job.restored)
+        self._send(name, word)
 
     def _tell_again(self, name: str) -> None:
         """All that a member may have missed while it had no connection."""

@@ -32,7 +32,7 @@ class ClusterState:
     ) -> None:
         self.announce, self.transport = announce, settings.transport
         self.members = Members(send, settings.lease_s)
-        self.job = RunningJob(settings.code, self.members, announce)
+        self.job = RunningJob(settings.code, self.members, announce, settings.restore)
         self.world = World(settings.spares, settings.store, self.job, self.members, announce)
         self.eras = Eras(self.job, self.members, announce)
         self.checkpointing = Checkpointing(settings.checkpoint, ledger, self.job, self.members, announce)
@@ -59,5 +59,5 @@ class ClusterState:
         for one in said:
             self.members.follow(one.life)
         self.world.learn(said)
-        self.eras.learn(said)
         self.job.learn(said)
+        self.eras.learn(said)
