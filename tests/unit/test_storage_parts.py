@@ -208,7 +208,7 @@ def test_quantisation_that_saves_nothing_is_not_done(tmp_path: Path) -> None:
     schema, location = Schema.of(2), Location(str(tmp_path))  # 8 bytes, less than a scale, a zero and codes
     records_NB = some_records(schema, 5, 0)
     entry = written(location, [schema], [(0, np.arange(5), records_NB)], Encoding(bits=4))
-    ((_, rows_N, found_NB),) = PartReader(location, entry, [schema]).blocks()
+    ((_, _, found_NB),) = PartReader(location, entry, [schema]).blocks()
     np.testing.assert_array_equal(found_NB, records_NB)
     assert [error.largest for error in entry.errors] == [0.0]
 
@@ -263,7 +263,8 @@ def read_all(location: Location, entry: PartEntry, of_slabs: list[Schema]) -> li
 @pytest.mark.parametrize("encoding", [Encoding(), Encoding(bits=4, zstd=3)], ids=["raw", "packed"])
 def test_any_byte_that_is_another_is_found(tmp_path: Path, encoding: Encoding) -> None:
     of_slabs = [Schema.of(5), Schema.of(6, STATES[1], "float16")]
-    blocks = [(0, np.arange(4), some_records(of_slabs[0], 4, 0)), (1, np.array([9, 2]), some_records(of_slabs[1], 2, 1))]
+    few = [some_records(schema, count, count) for schema, count in zip(of_slabs, (4, 2), strict=True)]
+    blocks = [(0, np.arange(4), few[0]), (1, np.array([9, 2]), few[1])]
     location = Location(str(tmp_path))
     entry = written(location, of_slabs, blocks, encoding)
     whole, path = (tmp_path / "one.part").read_bytes(), tmp_path / "one.part"
@@ -338,7 +339,7 @@ def test_a_part_that_was_not_closed_is_not_there(tmp_path: Path) -> None:
     part.abandon()
     assert not list(tmp_path.iterdir())
     entry = written(location, [schema], [])
-    with pytest.raises(CheckpointError, match="cannot read .*two.part.*it is not there"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*two\.part.*it is not there"):
         list(PartReader(location, msgspec.structs.replace(entry, name="two.part"), [schema]).blocks())
 
 

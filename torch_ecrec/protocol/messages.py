@@ -78,6 +78,20 @@ class Placement(Struct, frozen=True, forbid_unknown_fields=True):
     slots: Annotated[list[Place], Meta(min_length=1, max_length=SLOTS_MOST)]
 
 
+class Restored(Struct, frozen=True, forbid_unknown_fields=True):
+    """The checkpoint that a cluster began with, or went back to.
+
+    Attributes:
+        done: steps of training until then.
+        times: how often this cluster went back to one.
+    """
+
+    url: Url
+    folder: Folder
+    done: Count
+    times: Count = 0
+
+
 class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
     """Code parameters that a process insists on."""
 
@@ -149,6 +163,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     origin: Count | None  # the step that training begins after, once initial values are loaded
     whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)]
     incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)]
+    restored: Restored | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -276,6 +291,7 @@ class Welcome(Said, frozen=True, tag="welcome"):
     restarted: bool
     life: Version
     transport: TransportName
+    restored: Restored | None = None
 
 
 class Refused(Said, frozen=True, tag="refused"):

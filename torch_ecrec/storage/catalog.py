@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -135,14 +135,15 @@ class Catalog:
                 listing.unfinished.append(name)
                 continue
             try:
-                listing.whole.append(self._read(name))
+                listing.whole.append(self.read(name))
             except CheckpointError as error:
                 listing.broken.append(Broken(name, str(error)))
         listing.whole.sort(key=lambda one: (one.order, one.done, one.id), reverse=True)
         return listing
 
-    def _read(self, name: str) -> Manifest:
-        at = self.location.below(name)
+    def read(self, name: str) -> Manifest:
+        """One checkpoint's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
+        at = self.folder(name)
         manifest = decode(at.read(MANIFEST), f"{at.url}/{MANIFEST}")
         if manifest.id != name:
             raise CheckpointError(f"{at.url} has the manifest of {manifest.id}: give the folder its name back")
@@ -186,26 +187,25 @@ class Catalog:
                     f"{chain[-1].id} builds on {base}, which is not at {self.url} (any more): restore a checkpoint that"
                     " does not, or bring the folder back"
                 )
-            chain.append(self._read(base))
+            chain.append(self.read(base))
             if chain[-1].spec.slabs != manifest.spec.slabs:
                 raise CheckpointError(f"{manifest.id} builds on {base}, which is of another model; {ADVICE}")
         return chain[::-1]
 
     # removing -------------------------------------------------------------------------------------
 
-    def keep(self, count: int, running: str | None = None) -> list[str]:
+    def keep(self, count: int) -> list[str]:
         """Removes all but the newest ones and what these build on.
 
         Args:
             count: so many newest ones are kept, at least 1.
-            running: the base of the attempt that is under way, kept too with what it builds on.
 
         Returns:
             The names of those that were removed. Broken ones are never: somebody may repair them.
         """
         require_int("count", count, 1)
         whole = self.checkpoints()
-        kept = self._with_bases(whole, [one.id for one in whole[:count]] + ([running] if running else []))
+        kept = self._with_bases(whole, [one.id for one in whole[:count]])
         gone = [one.id for one in whole if one.id not in kept]  # newest first: nothing loses its base
         for name in gone:
             self._remove(name)
@@ -221,17 +221,18 @@ class Catalog:
             raise CheckpointError(f"{name} is what {', '.join(above)} build on: remove these first")
         self._remove(name)
 
-    def clean(self, running: str | None = None) -> list[str]:
-        """Removes what interrupted attempts have left: folders without a manifest, but that of the running one.
+    def clean(self, stays: Callable[[str], bool] = lambda name: False) -> list[str]:
+        """Removes what interrupted attempts have left: folders that have the name of a checkpoint and no manifest.
+
+        Args:
+            stays: of a name, whether it may be an attempt that is under way, which must stay.
 
         Returns:
-            Their names.
+            The names of those that were removed.
         """
-        gone = [name for name in self.listing().unfinished if name != running]
+        gone = [name for name in self.listing().unfinished if not stays(name)]
         for name in gone:
-            at = self.location.below(name)
-            if not at.exists(MANIFEST):
-                self.location.remove(name)
+            self.location.remove(name)
         return gone
 
     def _remove(self, name: str) -> None:

@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
+import torch_ecrec
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.spec.job import JobSpec
 
@@ -136,7 +137,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         encoding: of the records.
         written_s: when, in seconds since 1970.
         order: how many were committed at its place before; `Catalog.commit` sets it.
-        more: what the writer wants kept beside: texts and numbers.
+        version: of torch_ecrec that wrote it, for people.
     """
 
     id: Folder
@@ -149,7 +150,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     written_s: Figure
     step: Count = 0
     order: Count = 0
-    more: dict[str, str | int | float | None] = {}
+    version: Annotated[str, Meta(max_length=100)] = torch_ecrec.__version__
 
     def __post_init__(self) -> None:
         job = self.spec  # raises ValueError, which msgspec makes a ValidationError

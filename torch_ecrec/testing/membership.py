@@ -52,6 +52,7 @@ class VirtualProcess:
         name: "" until it was welcomed.
         life: of the coordinator, as it said.
         generation, world, asked: the one joined, who is in it, and the highest that it was asked for.
+        restored: the checkpoint that the cluster began with.
         restarted: a trainer: the cluster has trained before, as the coordinator said.
         dead: it has ended.
     """
@@ -67,6 +68,7 @@ class VirtualProcess:
     world: Sequence[str] = ()
     asked: int = 0
     restarted: bool = False
+    restored: messages.Restored | None = None
     dead: bool = False
     connection: VirtualConnection | None = None
 
@@ -261,6 +263,7 @@ class ControlPlane:
             generation=process.generation,
             newest=process.asked,
             world=list(process.world),
+            restored=process.restored,
         )
         process.connection.say(rejoin)
 
@@ -290,7 +293,7 @@ class ControlPlane:
         if isinstance(word, messages.Welcome):
             assert not process.name, f"{process.name} was welcomed twice"
             process.name, process.life, process.code = word.name, word.life, message["code"]
-            process.restarted = word.restarted
+            process.restarted, process.restored = word.restarted, word.restored
             self.handlers.on_welcome(process)
         elif isinstance(word, messages.Generation):
             if word.generation > process.asked:

@@ -1,0 +1,253 @@
+"""Who writes checkpoints in real processes: a scribe in each server, a ledger beside the coordinator.
+
+Both work on threads of their own, and no faster than they may. A store that hangs keeps its thread and nothing else:
+the coordinator calls the checkpoint void when its time is over.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.coordinator.checkpointing import Finished, Restorable
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.pieces import Key, Part
+from torch_ecrec.records.schema import Schema
+from torch_ecrec.server.capture import Portion
+from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.location import Location
+from torch_ecrec.storage.manifest import Encoding, Manifest, PartEntry
+from torch_ecrec.storage.parts import PartWriter
+from torch_ecrec.storage.policy import next_kind
+from torch_ecrec.storage.restoring import check_rows
+
+log = logging.getLogger(__name__)
+
+PORTION_BYTES = 2 << 20  # of records, taken at once: what steps may have to wait for
+BURST_S = 0.25  # what was not written lately may be written at once, up to so much
+
+Run = Callable[[Callable[[], None]], None]  # `Node.run`
+
+
+class _Cancelled(Exception):
+    """Nobody wants the part any more."""
+
+
+class FileScribe:
+    """Writes parts of checkpoints of one server process; a `Scribe`.
+
+    Args:
+        run: of the node whose slots it writes.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._pace = Pace()
+
+    def write(
+        self,
+        order: messages.Capture,
+        slot: int,
+        schemas: Sequence[Schema],
+        next_portion: Callable[[int], Portion | None],
+        dense: Sequence[tuple[Key, Part]],
+        done: Callable[[dict[str, Any]], None],
+        failed: Callable[[str], None],
+    ) -> FileWriting:
+        """See `Scribe`."""
+        writing = FileWriting()
+
+        def ask() -> Portion | None:
+            found: list[Portion | None] = []
+            self._run(lambda: None if writing.cancelled.is_set() else found.append(next_portion(PORTION_BYTES)))
+            if not found:
+                raise _Cancelled
+            return found[0]
+
+        def say(what: Callable[[Any], None], value: Any) -> None:
+            self._run(lambda: None if writing.cancelled.is_set() else what(value))
+
+        def work() -> None:
+            try:
+                entry = self._write(order, slot, schemas, ask, dense, writing)
+            except _Cancelled:
+                return
+            except CheckpointError as error:
+                say(failed, str(error))
+            except Exception as error:  # this thread has no caller: whatever it is makes the checkpoint void, by name
+                log.exception("slot %d of checkpoint %s", slot, order.folder)
+                say(failed, repr(error))
+            else:
+                say(done, entry.to_json())
+
+        threading.Thread(target=work, name=f"checkpoint of slot {slot}", daemon=True).start()
+        return writing
+
+    def _write(
+        self,
+        order: messages.Capture,
+        slot: int,
+        schemas: Sequence[Schema],
+        ask: Callable[[], Portion | None],
+        dense: Sequence[tuple[Key, Part]],
+        writing: FileWriting,
+    ) -> PartEntry:
+        name = f"slot-{slot:05d}"
+        encoding = Encoding.of(order.encoding)
+        part = PartWriter(Location(order.url).below(order.folder), name, schemas, encoding, slot)
+        try:
+            for (_, trainer), (header, payload) in dense:
+                self._pace.spend(part.write_dense(trainer, header, payload.numpy()), order.bytes_per_s, writing)
+            while (portion := ask()) is not None:
+                size = part.write(portion.slab, portion.rows_N, portion.records_NB)
+                self._pace.spend(size, order.bytes_per_s, writing)
+            return part.close()
+        finally:
+            part.abandon()
+
+
+class FileWriting:
+    """A part that is being written; a `Writing`."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Its thread stops soon, and removes what it has written."""
+        self.cancelled.set()
+
+
+class Pace:
+    """How fast all threads of one process write, together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_s = 0.0  # from when on the next may be written
+
+    def spend(self, size: int, bytes_per_s: float, writing: FileWriting) -> None:
+        """So many bytes were written: waits until more may be. Raises _Cancelled."""
+        if bytes_per_s > 0:
+            with self._lock:
+                now_s = time.monotonic()
+                self._free_s = max(self._free_s, now_s - BURST_S) + size / bytes_per_s
+                wait_s = self._free_s - now_s
+            if wait_s > 0:
+                writing.cancelled.wait(wait_s)
+        if writing.cancelled.is_set():
+            raise _Cancelled
+
+
+class FileLedger:
+    """Writes manifests, on a thread of its own; a `Ledger`.
+
+    Args:
+        settings: of the checkpoints.
+        job: what is trained, once it is known.
+        call: runs something in the coordinator's thread.
+    """
+
+    def __init__(
+        self,
+        settings: CheckpointSettings,
+        job: Callable[[], JobSpec | None],
+        call: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._settings, self._job, self._call = settings, job, call
+        self._catalog = Catalog(settings.url)
+        self._encoding = Encoding.of(dict(settings.encoding))
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._sizes: list[tuple[bool, int]] = []  # of this run's checkpoints: whether full, bytes
+        threading.Thread(target=self._serve, name="ledger", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get()()
+
+    def commit(self, finished: Finished, done: Callable[[str | None, bool], None]) -> None:
+        """See `Ledger`."""
+        job = self._job()
+        assert job is not None, "what has steps has a job"
+
+        def work() -> None:
+            try:
+                manifest = self._manifest(finished, job)
+                self._catalog.commit(manifest.id, manifest)
+            except Exception as error:  # this thread has no caller: whatever it is makes the checkpoint void, by name
+                if not isinstance(error, CheckpointError):
+                    log.exception("checkpoint %s", finished.folder)
+                reason = str(error) if isinstance(error, CheckpointError) else repr(error)
+                self._call(lambda: done(reason, True))
+                return
+            self._sizes.append((not finished.base, manifest.bytes))
+            full = self._next_is_full()
+            self._call(lambda: done(None, full))
+            self._tidy()
+
+        self._work.put(work)
+
+    def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
+        """See `Ledger`. Every file is read: one that is altered is passed over, with a word in the log."""
+
+        def work() -> None:
+            why = "none was written"
+            try:
+                for manifest in self._catalog.checkpoints():
+                    why = self._fault_of(manifest)
+                    if not why:
+                        restored = messages.Restored(self._settings.url, manifest.id, manifest.done)
+                        self._call(functools.partial(done, (restored, manifest.spec), ""))
+                        return
+                    log.warning("checkpoint %s is passed over: %s", manifest.id, why)
+            except Exception as error:  # this thread has no caller
+                log.exception("the newest checkpoint")
+                why = str(error)
+            self._call(lambda: done(None, why))
+
+        self._work.put(work)
+
+    def _fault_of(self, manifest: Manifest) -> str:
+        """What is wrong with a checkpoint, or with what it builds on; "" if it is whole."""
+        try:
+            check_rows(self._catalog, manifest)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    def _manifest(self, finished: Finished, job: JobSpec) -> Manifest:
+        return Manifest(
+            id=finished.folder,
+            done=finished.done,
+            step=finished.step,
+            kind="incremental" if finished.base else "full",
+            base=finished.base or None,
+            job=job.to_json(),
+            parts=[PartEntry.of(dict(finished.parts[slot])) for slot in sorted(finished.parts)],
+            encoding=self._encoding,
+            written_s=time.time(),
+        )
+
+    def _next_is_full(self) -> bool:
+        sizes = self._sizes
+        last_full = max(i for i, (full, _) in enumerate(sizes) if full)
+        following = next_kind(self._settings.policy, [size for _, size in sizes[last_full:]])
+        return following.kind == "full"
+
+    def _may_run(self, folder: str) -> bool:
+        """Whether an attempt is this run's: one may be under way."""
+        return f"-{self._settings.run}-" in folder
+
+    def _tidy(self) -> None:
+        """What is not kept goes. If that fails, it is told, and tried again with the next one."""
+        try:
+            for folder in [*self._catalog.keep(self._settings.keep), *self._catalog.clean(self._may_run)]:
+                log.info("checkpoint %s was removed", folder)
+        except CheckpointError as error:
+            log.warning("old checkpoints stay: %s", error)
