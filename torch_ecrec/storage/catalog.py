@@ -116,9 +116,8 @@ class Catalog:
                 f"{folder} builds on {manifest.base}, which is no checkpoint at {self.url} (any more)"
             )
         order = 1 + max((one.order for one in found.whole), default=-1)
-        kept = msgspec.structs.replace(manifest, order=order)
-        data = encode(kept)
-        decode(data, f"{at.url}/{MANIFEST}")  # what is written can be read
+        data = encode(msgspec.structs.replace(manifest, order=order))
+        kept = decode(data, f"{at.url}/{MANIFEST}")  # what cannot be read is not written
         at.write_whole(MANIFEST, data)
         return kept
 

@@ -156,7 +156,7 @@ def dense_of(catalog: Catalog, manifest: Manifest) -> dict[int, tuple[list[int],
 
 
 def check_rows(catalog: Catalog, manifest: Manifest) -> int:
-    """Reads all that a restore reads, and says how many rows there are. Raises CheckpointError where it is not whole."""
+    """Reads all that a restore reads; returns how many rows there are. Raises CheckpointError where it is not whole."""
     dense_of(catalog, manifest)
     return sum(len(rows_N) for _, rows_N, _ in records_of(catalog, manifest))
 
