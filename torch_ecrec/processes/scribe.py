@@ -235,15 +235,20 @@ class FileLedger:
         )
 
     def _next_is_full(self) -> bool:
-        """Check-N-Run's intermittent policy (NSDI 2022): a new full one as soon as that is expected to
-        cost no more in total than to go on. With F the size of a full one and S_1..S_i those of the increments since:
-        full if F + S_1 + ... + S_i <= (i + 1) * S_i, as the next increments have at least the size of the last."""
-        sizes = self._sizes
+        """With F the size of the last full checkpoint, and S_1..S_i of those since.
+
+        consecutive: as soon as S_1 + ... + S_i >= F: a restore reads all of them. intermittent: by Check-N-Run (NSDI
+        2022): as soon as F + S_1 + ... + S_i <= (i + 1) * S_i, when a new full one is expected to cost no more in total
+        than to go on, since increments do not become smaller.
+        """
+        policy, sizes = self._settings.policy, self._sizes
         last_full = max(i for i, (full, _) in enumerate(sizes) if full)
-        since = [size for _, size in sizes[last_full + 1 :]]
-        if self._settings.policy != "intermittent" or not since:
-            return self._settings.policy == "full"
-        return sizes[last_full][1] + sum(since) <= (len(since) + 1) * since[-1]
+        full, since = sizes[last_full][1], [size for _, size in sizes[last_full + 1 :]]
+        if policy == "consecutive":
+            return sum(since) >= full
+        if policy == "intermittent":
+            return bool(since) and full + sum(since) <= (len(since) + 1) * since[-1]
+        return policy == "full"
 
     def _tidy(self) -> None:
         """What is not kept goes. If that fails, it is told, and tried again with the next one."""
