@@ -488,6 +488,7 @@ def test_policies() -> None:
         *[("incremental", 0)] * 2,
     ]
     assert policy.next_kind("consecutive", [9, 1, 1])[:2] == ("incremental", 2)
+    assert policy.next_kind("consecutive", [9, 1, 8])[:2] == ("full", None)
     assert policy.next_kind("intermittent", [100])[:2] == ("incremental", 0)
     assert policy.next_kind("intermittent", [100, 30, 50])[:2] == ("incremental", 0)  # 180 > 3 * 50
     assert policy.next_kind("intermittent", [100, 30, 50, 60])[:2] == ("full", None)  # 240 <= 4 * 60

@@ -77,6 +77,14 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-zstd", metavar="LEVEL", type=int, default=0, help="compress (1 to 19; default 0: not)"
     )
     group.add_argument(
+        "--checkpoint-bits",
+        type=int,
+        choices=(0, 2, 3, 4, 8),
+        default=0,
+        help="quantise weights, row by row, to so many bits (default 0: exact); `torch-ecrec checkpoints` tells"
+        " how far they are off; optimizer state is exact",
+    )
+    group.add_argument(
         "--beyond",
         choices=get_args(Beyond),
         default="stop",
@@ -106,7 +114,7 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         policy=arguments.checkpoint_policy,
         bytes_per_s=arguments.checkpoint_bytes_per_s,
         beyond=arguments.beyond,
-        encoding=(("zstd", arguments.checkpoint_zstd),),
+        encoding=(("zstd", arguments.checkpoint_zstd), ("bits", arguments.checkpoint_bits)),
         run=uuid.uuid4().hex[:8],
     )
 
@@ -120,7 +128,7 @@ def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
     steps, seconds = arguments.checkpoint_every
     found += ["--checkpoint", arguments.checkpoint, "--checkpoint-every", f"{seconds}s" if seconds else str(steps)]
     found += ["--beyond", arguments.beyond]
-    for name in ("keep", "policy", "bytes_per_s", "zstd"):
+    for name in ("keep", "policy", "bytes_per_s", "zstd", "bits"):
         found += [f"--checkpoint-{name.replace('_', '-')}", str(getattr(arguments, f"checkpoint_{name}"))]
     return found
 

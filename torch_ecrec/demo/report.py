@@ -361,7 +361,8 @@ def slot_figures(status: Message) -> dict[int, Message]:
 # printing ---------------------------------------------------------------------------------------------
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
+    """Bytes as people say them: 812 B, 3.4 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break
@@ -369,7 +370,7 @@ def _size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
-def _table(rows: list[list[str]], indent: str = "  ") -> list[str]:
+def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
     """Columns aligned; the first row is the head; a column of figures goes right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -407,17 +408,17 @@ def format_status(status: Message) -> str:
         if own is None:
             cells += ["-"] * 6
         else:
-            sizes = [_size(own[f"{name}_bytes"]) for name in ("record", "parity", "log", "snapshot")]
+            sizes = [size(own[f"{name}_bytes"]) for name in ("record", "parity", "log", "snapshot")]
             cells += [str(own["step"]), str(own["watermark"]), *sizes]
         rows.append(cells)
-    lines += _table(rows) if status["slots"] else ["  no slots placed yet: waiting for servers and trainers"]
+    lines += table(rows) if status["slots"] else ["  no slots placed yet: waiting for servers and trainers"]
     rows = [["member", "role", "pid", "state", "silent"]]
     for member in status["members"]:
         state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
         state = "left" if member["left"] else state if member["alive"] else "lost"
         silent = f"{member['silent_s']:.1f} s" if state not in ("left", "lost") else "-"
         rows.append([member["name"], member["role"], str(member["pid"]), state, silent])
-    lines += ["", *_table(rows)] if status["members"] else ["  no members"]
+    lines += ["", *table(rows)] if status["members"] else ["  no members"]
     return "\n".join(lines)
 
 
@@ -463,7 +464,7 @@ def format_summary(result: Message) -> str:
             loss = f"{sum(losses) / len(losses):.6f}" if losses else "-"
             area = f"{run['auc']:.4f}" if run["auc"] is not None else "-"
             rows.append([title, (run["digest"] or "-")[:32], loss, area, f"{run['samples_per_s'] or 0:,.0f}"])
-    lines += _table(rows, indent="")
+    lines += table(rows, indent="")
     if result["equal"] is not None:
         verdict = "EQUAL: every record, every dense parameter and every loss, bit for bit"
         lines.append(verdict if result["equal"] else "NOT EQUAL: " + "; ".join(result["differences"]))
@@ -471,7 +472,7 @@ def format_summary(result: Message) -> str:
     if rates and result["kills"]:
         lines.append("samples/s: " + ", ".join(f"{value:,.0f} {_WHEN[name]}" for name, value in rates.items()))
     if any(result["bytes_sent"].values()):
-        lines.append("sent: " + ", ".join(f"{_size(size)} {kind}" for kind, size in result["bytes_sent"].items()))
+        lines.append("sent: " + ", ".join(f"{size(sent)} {kind}" for kind, sent in result["bytes_sent"].items()))
     return "\n".join(lines)
 
 

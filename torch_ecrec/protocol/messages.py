@@ -311,7 +311,10 @@ class Generation(Said, frozen=True, tag="generation"):
 
 
 class Job(Said, frozen=True, tag="job"):
+    """What is trained. `begins`: steps of training that were done when the cluster began."""
+
     job: JobSpec
+    begins: Count = 0
 
 
 class Placed(Said, frozen=True, tag="placement"):

@@ -55,10 +55,11 @@ class Judge:
     Args:
         job: what is trained.
         layouts: of its slabs.
+        begins: steps of training that were done when the cluster began.
     """
 
-    def __init__(self, job: JobSpec, layouts: Sequence[Layout]) -> None:
-        self.job, self.layouts = job, tuple(layouts)
+    def __init__(self, job: JobSpec, layouts: Sequence[Layout], begins: int = 0) -> None:
+        self.job, self.layouts, self.begins = job, tuple(layouts), begins
         self._parts: dict[
             tuple[int, int], list[tuple[int, SharedRun]]
         ] = {}  # (source, holder) -> those of a fold; only grows
@@ -139,8 +140,9 @@ class Judge:
         self._check_count("positions", request.positions)
         self._check_count("gradients", request.gradients)
         self._check_count("rates", request.rates)
-        good = 1 <= request.iteration <= request.step
-        check(good, f"`iteration` must be in 1..{request.step}, got {request.iteration}")
+        first, last = self.begins + 1, self.begins + request.step
+        good = first <= request.iteration <= last
+        check(good, f"`iteration` must be in {first}..{last}, got {request.iteration}")
         for slab, (positions_U, gradients_UD) in enumerate(zip(request.positions, request.gradients, strict=True)):
             self._check_ascending(positions_U, 0, self.layouts[slab].data_rows(request.slot), f"slab {slab}")
             _check_shape("gradients", slab, gradients_UD, (len(positions_U), self.job.slabs[slab].dim))
@@ -169,8 +171,9 @@ class Judge:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
 
     def _check_snapshot(self, request: wire.Snapshot) -> None:
-        good = bool(request.header) and 1 <= request.header[0] <= request.step
-        check(good, f"`header` must begin with steps of training, 1 to {request.step}, got {request.header[:1]}")
+        first, last = self.begins + 1, self.begins + request.step
+        good = bool(request.header) and first <= request.header[0] <= last
+        check(good, f"`header` must begin with steps of training, {first} to {last}, got {request.header[:1]}")
 
     def _check_export(self, request: wire.Export) -> None:
         self._check_inside(request.slab, request.slot, request.positions, request.parity)

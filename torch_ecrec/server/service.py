@@ -55,7 +55,7 @@ class Host(Node):
     def on_control(self, message: dict[str, Any]) -> None:
         """A message of the coordinator; those of membership are not for the data plane."""
         if message["type"] == "job":
-            self.run(self._take_job, JobSpec.from_json(message["job"]))
+            self.run(self._take_job, JobSpec.from_json(message["job"]), message.get("begins", 0))
         elif message["type"] == "placement":
             self.run(self._take_placement, Placement.from_json(message["placement"]))
         elif message["type"] == "era":
@@ -126,13 +126,13 @@ class Host(Node):
             for slot in self.slots.values():
                 slot.go_back(step, done)
 
-    def _take_job(self, job: JobSpec) -> None:
+    def _take_job(self, job: JobSpec, begins: int) -> None:
         if self.job is not None and self.job.digest != job.digest:
             raise ValueError("this server already serves another job; start the cluster anew")
         self.job = job
         self.code = LinearCode(job.code.k, job.code.parities)
         self.layouts = tuple(layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs)
-        self.judge = Judge(job, self.layouts)
+        self.judge = Judge(job, self.layouts, begins)
 
     def _take_placement(self, placement: Placement) -> None:
         if self.job is None or not self.place(placement):

@@ -1,0 +1,254 @@
+"""Checkpoints of real clusters: everything is killed, or more than parity repairs, and what follows is the same.
+
+The oracle is an undisturbed run without checkpoints: what every trainer looked up in every step, its dense model, and
+all records at the end. Trainers are started again by the test, all of them, as torchrun does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, wait_until
+from places import SUPPORT
+
+from torch_ecrec.errors import TrainersLost
+from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.manifest import Manifest
+
+LIMIT_S = 300.0  # for anything that is waited for: only a hang reaches it
+STEPS, TRAINERS = 60, 2
+LEASE_S = 240.0  # nobody is taken for lost who is only slow
+ENVIRONMENT = {"TORCH_ECREC_HEARTBEAT_S": "0.2", "TORCH_ECREC_GIVE_UP_S": "240", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= {"TORCH_ECREC_LEASE_S": str(LEASE_S)}
+Traces = list[dict[Any, str]]
+
+
+class Trainers:
+    """All trainers of a cluster. `again`: they are started anew as often, when they were lost."""
+
+    def __init__(self, join: str, folder: Path, steps: int = STEPS, pause_s: float = 0.03, again: int = 2) -> None:
+        self._join, self.folder, self._steps, self._pause_s, self._again = join, folder, steps, pause_s, again
+        folder.mkdir(parents=True, exist_ok=True)
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.lives = 0
+
+    def start(self) -> None:
+        self.lives += 1
+        more = {"TORCH_ECREC_JOIN": self._join, "TORCH_ECREC_TEST_PAUSE_S": str(self._pause_s)}
+        more["PYTHONPATH"] = str(ROOT)
+        for rank in range(TRAINERS):
+            with (self.folder / f"trainer-{rank}.log").open("ab") as log:
+                words = [rank, TRAINERS, self._steps, self.folder / f"{rank}.jsonl"]
+                command = [sys.executable, str(SUPPORT / "checkpoint_child.py"), *map(str, words)]
+                self.children.append(
+                    subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **ENVIRONMENT, **more})
+                )
+
+    def end(self) -> None:
+        for child in self.children:
+            if child.poll() is None:
+                child.kill()
+            child.wait(30)
+        self.children = []
+
+    def wait(self) -> list[int]:
+        """Until all are done, starting them again when one is lost; their last exit codes."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline_s:
+            codes = [child.poll() for child in self.children]
+            lost = [code for code in codes if code == TrainersLost.exit_code or (code is not None and code < 0)]
+            if lost and self.lives <= self._again:
+                self.end()
+                self.start()
+            elif None not in codes:
+                return [code for code in codes if code is not None]
+            time.sleep(0.02)
+        raise AssertionError(f"the trainers did not end: {self.said()}")
+
+    def said(self) -> str:
+        return "\n".join((self.folder / f"trainer-{rank}.log").read_text()[-2000:] for rank in range(TRAINERS))
+
+    def steps_of(self, rank: int = 0) -> int:
+        """How many steps it has told of."""
+        path = self.folder / f"{rank}.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def traces(self) -> Traces:
+        """Step -> what was told of it, last; what is told again must be the same."""
+        found: Traces = []
+        for rank in range(TRAINERS):
+            mine: dict[Any, str] = {}
+            for line in (self.folder / f"{rank}.jsonl").read_text().splitlines():
+                step, told = json.loads(line)
+                assert mine.setdefault(step, told) == told, f"step {step} of trainer {rank} was another one"
+            found.append(mine)
+        return found
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, code: CodeSpec, spares: int = 1, **more: Any) -> Iterator[Supervisor]:
+    with Supervisor(code, spares, logs=folder / "logs", environment=ENVIRONMENT, **more) as running:
+        yield running
+
+
+def writes_to(store: Path | str, every: str = "10", *more: str) -> list[str]:
+    return ["--checkpoint", str(store), "--checkpoint-every", every, *more]
+
+
+@contextlib.contextmanager
+def training(running: Supervisor, folder: Path, **more: Any) -> Iterator[Trainers]:
+    trainers = Trainers(running.join, folder, **more)
+    try:
+        trainers.start()
+        yield trainers
+    finally:
+        trainers.end()
+
+
+@functools.cache
+def undisturbed() -> Traces:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        cluster(Path(name), CodeSpec(3, 2, 1)) as running,
+        training(running, Path(name) / "out", pause_s=0.0) as trainers,
+    ):
+        assert trainers.wait() == [0] * TRAINERS, trainers.said()
+        return trainers.traces()
+
+
+def same_as_undisturbed(trainers: Trainers, first: int = 1) -> None:
+    assert trainers.wait() == [0] * TRAINERS, trainers.said()
+    for mine, right in zip(trainers.traces(), undisturbed(), strict=True):
+        assert mine == {step: told for step, told in right.items() if step == "digest" or step >= first}
+
+
+def counted(store: Path | str) -> list[Manifest]:
+    return Catalog(str(store)).checkpoints()
+
+
+def step_reached(trainers: Trainers, step: int) -> None:
+    wait_until(lambda: trainers.steps_of() >= step, LIMIT_S, f"step {step}")
+
+
+def kill(children: list[subprocess.Popen[Any]]) -> None:
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+
+
+def servers_of_slots(running: Supervisor) -> list[int]:
+    """Pids of the servers that host the slots."""
+    status = running.status()
+    pids = {member["name"]: member["pid"] for member in status["members"]}
+    return [pids[slot["server"]] for slot in status["slots"]]
+
+
+# a checkpoint of a run that goes on elsewhere -------------------------------------------------------
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_another_cluster_goes_on_after_any_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    policy = ("--checkpoint-policy", "consecutive", "--checkpoint-zstd", "1")
+    with cluster(tmp_path, CodeSpec(3, 2, 1), coordinator=writes_to(store, "10", *policy)) as running:
+        with training(running, tmp_path / "first") as trainers:
+            same_as_undisturbed(trainers)
+        wait_until(lambda: running.status()["checkpoints"]["last_step"] >= 30, LIMIT_S, "the third checkpoint")
+        told = running.status()["checkpoints"]
+    there = counted(store)
+    assert [one.done for one in there][:1] == [told["last_step"]] and told["failing"] == ""
+    assert len(there) >= 3 and there[0].base == there[1].id and there[-1].base is None
+    for one, code in ((there[0], CodeSpec(5, 3, 2)), (there[1], CodeSpec(2, 1, 1))):
+        restore = ["--restore", f"{store}@{one.done}"]
+        folder = tmp_path / f"from {one.done}"
+        with cluster(folder, code, coordinator=restore) as running, training(running, folder, pause_s=0) as trainers:
+            same_as_undisturbed(trainers, first=one.done + 1)
+
+
+# losses beyond parity -------------------------------------------------------------------------------
+
+
+def everything(running: Supervisor, trainers: Trainers) -> None:
+    kill([*running.children, *trainers.children])
+
+
+def two_servers(running: Supervisor, trainers: Trainers) -> None:
+    for pid in servers_of_slots(running)[:2]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def all_servers_and_a_trainer(running: Supervisor, trainers: Trainers) -> None:
+    for pid in servers_of_slots(running):
+        os.kill(pid, signal.SIGKILL)
+    kill(trainers.children[1:])
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.parametrize("who", [everything, two_servers, all_servers_and_a_trainer], ids=lambda who: who.__name__)
+def test_beyond_parity_all_go_back_to_a_checkpoint_by_themselves(
+    who: Callable[[Supervisor, Trainers], None], tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    arguments = {"coordinator": writes_to(store, "5", "--beyond", "checkpoint"), "again": ["--restore", "newest"]}
+    with (
+        cluster(tmp_path, CodeSpec(3, 2, 1), spares=0, **arguments) as running,
+        training(running, tmp_path / "out", pause_s=0.1) as trainers,
+    ):
+        step_reached(trainers, 12)
+        wait_until(lambda: bool(counted(store)), LIMIT_S, "a checkpoint")
+        before = trainers.steps_of()
+        who(running, trainers)
+        same_as_undisturbed(trainers)
+        assert trainers.lives >= 2 and before < STEPS, "nobody was lost"
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_beyond_parity_without_a_checkpoint_it_ends_and_says_so(tmp_path: Path) -> None:
+    arguments = {"coordinator": writes_to(tmp_path / "store", "1000", "--beyond", "checkpoint")}
+    with (
+        cluster(tmp_path, CodeSpec(3, 2, 1), spares=0, **arguments) as running,
+        training(running, tmp_path / "out", pause_s=0.1) as trainers,
+    ):
+        step_reached(trainers, 5)
+        two_servers(running, trainers)
+        assert trainers.wait() == [3, 3]
+        assert "there is no checkpoint to go back to" in trainers.said()
+
+
+# what cannot be restored ----------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_an_altered_checkpoint_is_refused_and_another_job_too(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with cluster(tmp_path, CodeSpec(3, 2, 1), coordinator=writes_to(store, "5")) as running:
+        with training(running, tmp_path / "out", steps=20) as trainers:
+            assert trainers.wait() == [0] * TRAINERS, trainers.said()
+        wait_until(lambda: len(counted(store)) >= 2, LIMIT_S, "two checkpoints")
+    newest = counted(store)[0]
+    file = store / newest.id / newest.parts[1].name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with (
+        cluster(tmp_path / "altered", CodeSpec(3, 2, 1), coordinator=["--restore", str(store)]) as running,
+        training(running, tmp_path / "altered" / "out", again=0) as trainers,
+    ):
+        codes = trainers.wait()
+        assert codes[0] == 7 and "is altered" in trainers.said() and newest.parts[1].name in trainers.said()
+    with pytest.raises(OSError, match=r"a checkpoint of step 999 is not there; there are: \d+"):
+        cluster(tmp_path / "none", CodeSpec(3, 2, 1), coordinator=["--restore", f"{store}@999"]).__enter__()

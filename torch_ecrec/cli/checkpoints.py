@@ -1,0 +1,122 @@
+"""`torch-ecrec checkpoints`: what is kept at a URL, whether it can be read, and removing one of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # numpy and Numba, which take a second
+    from torch_ecrec.storage.catalog import Catalog, Listing
+    from torch_ecrec.storage.manifest import Manifest
+
+HELP = "list, verify and remove checkpoints at a URL"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `checkpoints`."""
+    parser.add_argument("url", metavar="URL", help="a folder, or any URL that fsspec knows: s3://bucket/folder")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--verify", action="store_true", help="read all of every checkpoint; exit code 7 if one is faulty"
+    )
+    what.add_argument("--remove", metavar="STEP", type=int, help="remove that one; not what others build on")
+    parser.add_argument("--json", action="store_true")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Does what the arguments say; 7 if something is wrong with a checkpoint that is there."""
+    from torch_ecrec.errors import CheckpointError
+    from torch_ecrec.storage.catalog import Catalog
+
+    catalog = Catalog(arguments.url)
+    if arguments.remove is not None:
+        name = catalog.at(arguments.remove).id
+        catalog.remove(name)
+        print(json.dumps({"removed": [name]}) if arguments.json else f"removed {name}")
+        return 0
+    listing = catalog.listing()
+    faults = {one.id: _faults(catalog, one) for one in listing.whole} if arguments.verify else {}
+    if arguments.json:
+        print(json.dumps(_as_json(listing, faults if arguments.verify else None), indent=2))
+    else:
+        print(_as_text(arguments.url, listing, faults if arguments.verify else None, time.time()))
+    return CheckpointError.exit_code if listing.broken or any(faults.values()) else 0
+
+
+def _faults(catalog: Catalog, manifest: Manifest) -> list[str]:
+    """What is wrong with a checkpoint and what it builds on: of every file; or of the rows of all together."""
+    from torch_ecrec.errors import CheckpointError
+    from torch_ecrec.storage.restoring import check_rows
+
+    try:
+        check_rows(catalog, manifest)
+    except CheckpointError as first:
+        try:
+            return [checked.fault for checked in catalog.verify(manifest) if checked.fault] or [str(first)]
+        except CheckpointError as error:
+            return [str(error)]
+    return []
+
+
+def _as_json(listing: Listing, faults: dict[str, list[str]] | None) -> dict[str, Any]:
+    checkpoints = []
+    for one in listing.whole:
+        errors = {name: {"largest": error.largest, "rms": error.rms} for name, error in one.errors.items()}
+        checkpoints.append(
+            {
+                "name": one.id,
+                "step": one.done,
+                "kind": one.kind,
+                "base": one.base,
+                "bytes": one.bytes,
+                "rows": one.rows,
+                "bits": one.encoding.bits,
+                "zstd": one.encoding.zstd,
+                "written_s": one.written_s,
+                "version": one.version,
+                "errors": errors,
+                **({} if faults is None else {"faults": faults[one.id]}),
+            }
+        )
+    broken = [{"name": one.folder, "reason": one.reason} for one in listing.broken]
+    return {"checkpoints": checkpoints, "broken": broken, "unfinished": listing.unfinished}
+
+
+def _as_text(url: str, listing: Listing, faults: dict[str, list[str]] | None, now_s: float) -> str:
+    from torch_ecrec.demo.report import size, table
+
+    lines = [f"{len(listing.whole)} checkpoints at {url}" if listing.whole else f"no checkpoints at {url}"]
+    steps = {one.id: str(one.done) for one in listing.whole}
+    rows = [["step", "kind", "base", "size", "rows", "weights", "written", "age", "name"]]
+    if faults is not None:
+        rows[0].append("verified")
+    for one in listing.whole:
+        base = "-" if one.base is None else steps.get(one.base, f"{one.base} (not there)")
+        weights = f"{one.encoding.bits} bits" if one.encoding.bits else "exact"
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.written_s))
+        row = [str(one.done), one.kind, base, size(one.bytes), f"{one.rows:,}", weights, written]
+        row += [_age(now_s - one.written_s), one.id]
+        if faults is not None:
+            row.append(f"FAULTY ({len(faults[one.id])})" if faults[one.id] else "whole")
+        rows.append(row)
+    lines += table(rows) if listing.whole else []
+    for one in listing.whole:
+        for error in one.errors.values():
+            lines.append(f"  step {one.done}, table {error.table}: weights off by {error.rms:.3g} (rms),")
+            lines[-1] += f" {error.largest:.3g} at most"
+    for name, reasons in (faults or {}).items():
+        lines += [f"  FAULTY {name}: {reason}" for reason in reasons]
+    lines += [f"  BROKEN {one.folder}: {one.reason}" for one in listing.broken]
+    if listing.unfinished:
+        lines.append(f"  without a manifest, under way or left of interrupted ones: {', '.join(listing.unfinished)}")
+    return "\n".join(lines)
+
+
+def _age(span_s: float) -> str:
+    """A time as people say it: 42 s, 7 min, 3 h, 12 d."""
+    for unit, unit_s, following_s in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800)):
+        if span_s < following_s:
+            return f"{max(span_s, 0) / unit_s:.0f} {unit}"
+    return f"{span_s / 86400:.0f} d"
