@@ -51,6 +51,7 @@ Role = Literal["server", "trainer"]
 TransportName = Literal["sockets", "rpc"]
 Scalar = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Text | None
 Names = Annotated[list[Name], Meta(max_length=MEMBERS_MOST)]
+Ranks = Annotated[list[Annotated[int, Meta(ge=0, lt=MEMBERS_MOST)]], Meta(max_length=MEMBERS_MOST)]
 Place = tuple[Host, Version, bool]  # server, incarnation, healthy
 Address = tuple[Annotated[str, Meta(max_length=64)], Annotated[int, Meta(ge=1, lt=1 << 16)]]
 
@@ -143,6 +144,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     origin: Count | None  # the step that training begins after, once initial values are loaded
     whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)]
     incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)]
+    left: Ranks = []  # trainers that are done, as a trainer was told (`Left`)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -287,6 +289,12 @@ class Rejoined(Said, frozen=True, tag="rejoined"):
     life: Version
 
 
+class Left(Said, frozen=True, tag="left"):
+    """These trainers are done: for the one that leaves, which may end now, and for those that go on."""
+
+    trainers: Ranks
+
+
 class Fatal(Said, frozen=True, tag="fatal"):
     kind: Text
     reason: str
@@ -294,7 +302,7 @@ class Fatal(Said, frozen=True, tag="fatal"):
 
 OfMember = Beat | Leave | InGeneration | Ready | Rebuilt | Unrecoverable | Reach | Durable | Loaded | Progress
 FromMember = Join | Rejoin | Status | Watch | Stop | OfMember
-FromCoordinator = Welcome | Refused | Generation | Job | Placed | Era | Resume | Loaded | Rejoined | Fatal
+FromCoordinator = Welcome | Refused | Generation | Job | Placed | Era | Resume | Loaded | Rejoined | Left | Fatal
 
 
 def from_member(message: Mapping[str, Any]) -> FromMember:
