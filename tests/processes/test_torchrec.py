@@ -145,14 +145,14 @@ def load_not_alike(trainer: int) -> None:
         with pytest.raises(
             RuntimeError, match=r"step 2: this trainer (loads x|trains), and another one does something"
         ):
-            step.begin_load("x", 1) if trainer == who_loads else step._check_finite(rows, gradients, True)
+            step.begin_load("x", 1) if trainer == who_loads else step._check_finite(rows, gradients, True, step.rates())
     with pytest.raises(RuntimeError, match=r"this trainer loads table [01], and another"):
         step.begin_load(f"table {trainer}", 1)
     assert step.begin_load("x", 3 - trainer) == 3
     for group in model.fused_optimizer.param_groups:
         group["lr"] *= 1 + trainer
     with pytest.raises(RuntimeError, match=r"trains, and .* else, or not with the learning rates \[.*\] of this one"):
-        step._check_finite(rows, gradients, True)
+        step._check_finite(rows, gradients, True, step.rates())
 
 
 def share_snapshot(trainer: int) -> None:

@@ -28,10 +28,10 @@ class Complaints:
         self._told: dict[str, tuple[float, int]] = {}  # kind -> when it was told last, and the count then
 
     @property
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> Counter[str]:
         """How many of each kind there were."""
         with self._lock:
-            return dict(self._counts)
+            return Counter(self._counts)
 
     def add(self, kind: str, why: object) -> None:
         """One more; told at once if none of its kind was told of late. From any thread."""
