@@ -1,4 +1,4 @@
-"""TorchRec's own tests again, each model in a real cluster that trainers join by address, as `torch-ecrec up` starts it."""
+"""TorchRec's own tests again, each model in a cluster of processes that `torch-ecrec up` starts and trainers join."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attached import END, Net, Passes, Trainer, attach, made, same
+from fake_session import FakeSession
 from models import (
     CPU,
     LR,
     batch_of,
     dense_parameters,
 )
-from fake_session import FakeSession
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 from torchdata.stateful_dataloader import StatefulDataLoader

@@ -1,6 +1,6 @@
 """Every public method that TorchRec's classes have is there in ours, with parameters that their callers may use.
 
-TorchRec holds itself to its signatures by `torchrec.schema.utils`, which is in its wheel; its own list of classes is not.
+TorchRec holds itself to its signatures by `torchrec.schema.utils`, which is in its wheel; its list of classes is not.
 Annotations are left out: ours are of Python 3.10 and later, and mypy holds them.
 """
 
