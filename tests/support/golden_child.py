@@ -41,9 +41,7 @@ def main() -> None:
             dense_device=device,
         )
     )
-    apply_optimizer_in_backward(
-        RowWiseAdagrad, train.model.sparse_arch.parameters(), {"lr": 0.05, "weight_decay": 0.001}
-    )
+    apply_optimizer_in_backward(RowWiseAdagrad, train.model.sparse_arch.parameters(), {"lr": 0.05})
     planner = EmbeddingShardingPlanner(topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"))
     plan = planner.collective_plan(train, get_default_sharders(), dist.GroupMember.WORLD)
     model = DistributedModelParallel(module=train, device=device, plan=plan)
