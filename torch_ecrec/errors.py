@@ -8,6 +8,7 @@ A caller's own mistake is a `ValueError` or `TypeError`; these are the condition
       DataLoss             more than r members of a stripe are gone: restore a checkpoint (exit code 3)
       TrainersLost         another trainer is gone: end, so that all of them are started again (exit code 5)
       Fenced               this process was taken for lost: start it again, as a new member (exit code 6)
+      CheckpointError      a checkpoint cannot be written, or is not what it should be: another one, or another place
     NonFiniteGradient      a gradient is NaN or infinite: nothing was applied; skip the batch or stop
 """
 
@@ -46,6 +47,12 @@ class Fenced(ClusterError):
     """This process was taken for lost while it hung or was cut off; what it did has been given to another."""
 
     exit_code = 6
+
+
+class CheckpointError(ClusterError):
+    """A checkpoint cannot be written, found or read, or holds other bytes than were written. The text says which."""
+
+    exit_code = 7
 
 
 class NonFiniteGradient(FloatingPointError):

@@ -36,6 +36,7 @@ RANKS = {
     "protocol": 5,
     "transport": 6,
     "durability": 6,
+    "storage": 5,
     "server": 7,
     "client": 7,
     "coordinator": 7,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import uuid
 from pathlib import Path
+from typing import get_args
 
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings, Policy
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
+from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
 from torch_ecrec.spec.settings import WITHOUT_SPARE
 
@@ -36,6 +40,81 @@ def add_code(parser: argparse.ArgumentParser) -> None:
 def code_of(arguments: argparse.Namespace) -> CodeSpec:
     """What `add_code` has read. Raises ValueError where there is no such code."""
     return CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
+
+
+def interval(text: str) -> tuple[int, float]:
+    """How often: "200" steps, or "90s", "10m", "2h"; as steps and seconds, of which one is 0."""
+    seconds = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = (text[:-1], text[-1:]) if text[-1:] in seconds else (text, "")
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    if not (0 < value < 1e9) or (not unit and value != int(value)):
+        raise argparse.ArgumentTypeError(f"an interval is steps (200) or a time (90s, 10m, 2h), got {text!r}")
+    return (0, value * seconds[unit]) if unit else (int(value), 0.0)
+
+
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    """Checkpoints that a cluster writes, and the one it begins with; `checkpoints_of` reads it."""
+    group = parser.add_argument_group("checkpoints", "kept outside of the cluster, for what parity does not survive")
+    group.add_argument(
+        "--checkpoint", metavar="URL", default="", help="where: a folder, or what fsspec knows (s3://...)"
+    )
+    group.add_argument("--checkpoint-every", metavar="N|TIME", type=interval, help="steps (200) or time (90s, 10m, 2h)")
+    group.add_argument("--checkpoint-keep", metavar="N", type=int, default=3, help="so many are kept (default 3)")
+    group.add_argument(
+        "--checkpoint-policy",
+        choices=get_args(Policy),
+        default="full",
+        help="full: all records each time (default); one-shot: what has changed since the last full one; consecutive:"
+        " since the last one; intermittent: one-shot, and full when that is expected to cost less",
+    )
+    group.add_argument(
+        "--checkpoint-bytes-per-s", metavar="B", type=float, default=100e6, help="of each server (default 1e8; 0: all)"
+    )
+    group.add_argument(
+        "--checkpoint-zstd", metavar="LEVEL", type=int, default=0, help="compress (1 to 19; default: not)"
+    )
+    group.add_argument(
+        "--restore",
+        metavar="URL[@STEP]|newest",
+        default="",
+        help="begin with a checkpoint: the newest there, or that of a step of training; newest: of --checkpoint, and"
+        " from the beginning where there is none",
+    )
+
+
+def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
+    """What `add_checkpoints` has read. Raises ValueError where that cannot be."""
+    every_steps, every_s = arguments.checkpoint_every or (0, 0.0)
+    require(
+        bool(arguments.checkpoint) == bool(arguments.checkpoint_every),
+        "--checkpoint URL and --checkpoint-every N go together: where checkpoints are kept, and how often",
+    )
+    return CheckpointSettings(
+        url=arguments.checkpoint,
+        every_steps=every_steps,
+        every_s=every_s,
+        keep=arguments.checkpoint_keep,
+        policy=arguments.checkpoint_policy,
+        bytes_per_s=arguments.checkpoint_bytes_per_s,
+        encoding=(("zstd", arguments.checkpoint_zstd),),
+        run=uuid.uuid4().hex[:8],
+    )
+
+
+def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
+    """What `add_checkpoints` has read, for the command line of a coordinator."""
+    checkpoints_of(arguments)
+    found = ["--restore", arguments.restore] if arguments.restore else []
+    if not arguments.checkpoint:
+        return found
+    steps, seconds = arguments.checkpoint_every
+    found += ["--checkpoint", arguments.checkpoint, "--checkpoint-every", f"{seconds}s" if seconds else str(steps)]
+    for name in ("keep", "policy", "bytes_per_s", "zstd"):
+        found += [f"--checkpoint-{name.replace('_', '-')}", str(getattr(arguments, f"checkpoint_{name}"))]
+    return found
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 
-from torch_ecrec.cli.arguments import add_code, add_end_with_parent, code_of, port
+from torch_ecrec.cli.arguments import add_checkpoints, add_code, add_end_with_parent, checkpoints_of, code_of, port
+from torch_ecrec.errors import CheckpointError
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.spec.settings import Settings
 
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_code(parser)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=port, default=0)
+    add_checkpoints(parser)
     add_end_with_parent(parser)
 
 
@@ -25,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs a coordinator in this process."""
     from torch_ecrec.processes.launch import run_coordinator
 
-    code = code_of(arguments)
+    code, checkpoint = code_of(arguments), checkpoints_of(arguments)
     require_int("spares", arguments.spares, 0)
     try:
         return run_coordinator(
@@ -36,10 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.without_spare,
             Settings.from_environment(),
             sys.stdout,
+            checkpoint,
+            arguments.restore,
         )
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, CheckpointError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
         if not arguments.end_with_parent:
-            raise OSError(reason) from error
+            raise type(error)(reason) from error
         print(json.dumps({"error": reason}), flush=True)  # for the supervisor, which says it
         return 2

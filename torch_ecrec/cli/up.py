@@ -8,7 +8,14 @@ import sys
 import time
 from pathlib import Path
 
-from torch_ecrec.cli.arguments import add_code, add_end_with_parent, code_of, port
+from torch_ecrec.cli.arguments import (
+    add_checkpoints,
+    add_code,
+    add_end_with_parent,
+    checkpoint_arguments,
+    code_of,
+    port,
+)
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import on_signals
 
@@ -24,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="folder for the processes' logs (default: to the terminal)"
     )
+    add_checkpoints(parser)
     add_end_with_parent(parser)
 
 
@@ -48,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         restart=not arguments.no_restart,
         logs=arguments.logs,
         told=lambda: bool(told),
+        coordinator=checkpoint_arguments(arguments),
     ) as cluster:
         print(
             json.dumps({"address": list(cluster.address)})

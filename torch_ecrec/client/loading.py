@@ -11,6 +11,9 @@ In training every trainer calls `overwrite`, at the same place of its loop, with
 its own, as safe as any other. A script that was started again and has not asked yet where training goes on (`resumed`)
 overwrites nothing, unless no step of training counts: what it would overwrite was trained since.
 
+A cluster that begins with a checkpoint loads that: trainer 0 sends every record of it, before training, and whatever a
+script would load as initial values counts for nothing.
+
 How a load travels, as a step of the protocol, is the client's business.
 
 Shape legend: U unique rows of a slab, M words of a record, b some bytes of one.
@@ -18,7 +21,7 @@ Shape legend: U unique rows of a slab, M words of a record, b some bytes of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -33,17 +36,32 @@ class Wait(Protocol):
     def __call__(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None: ...
 
 
+class Checkpoint(Protocol):
+    """What a cluster begins with."""
+
+    @property
+    def done(self) -> int:
+        """Steps of training until then."""
+
+    def records(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Every record once: slab, rows (U,) int64 unique, records (U, B) uint8."""
+
+    def dense(self) -> list[tuple[Tensor, list[int]]]:
+        """Every trainer's part of the dense model, in their order: payload and header."""
+
+
 class Loading:
     """The loading of one trainer's session.
 
     Args:
         client: the protocol.
         wait: returns once a condition holds.
-        restarted: the cluster has trained before.
+        restarted: the cluster has trained before, or begins with a checkpoint.
+        checkpoint: that one.
     """
 
-    def __init__(self, client: Client, wait: Wait, restarted: bool) -> None:
-        self._client, self._wait, self._restarted = client, wait, restarted
+    def __init__(self, client: Client, wait: Wait, restarted: bool, checkpoint: Checkpoint | None = None) -> None:
+        self._client, self._wait, self._restarted, self._checkpoint = client, wait, restarted, checkpoint
         self._begun = False  # trainer 0 has begun to load
         self.resumed = False  # the script knows where training goes on
 
@@ -51,6 +69,8 @@ class Loading:
         """Trainer 0 may read while it loads; others once it has loaded all."""
         if self._client.trainer == 0 and not self._restarted:
             self._begin()
+        elif self._checkpoint is not None:
+            self.end()
         else:
             self._await_origin()
 
@@ -96,8 +116,9 @@ class Loading:
     def end(self) -> None:
         """See `Session.loaded`."""
         client = self._client
-        if client.trainer == 0 and not self._restarted:
-            self._begin()
+        restores = self._checkpoint is not None and self._awaits_checkpoint()
+        if client.trainer == 0 and (restores or not self._restarted):
+            self._restore() if restores else self._begin()
             self._wait(client.all_acknowledged, "loading initial values")
             client.run(client.end_loading)
         self._await_origin()
@@ -117,6 +138,19 @@ class Loading:
             self._begun = True
             for slab, rows in client.left_behind():
                 self._send(slab, rows, None)
+
+    def _awaits_checkpoint(self) -> bool:
+        """Whether nobody has loaded it so far."""
+        self._wait(lambda: self._client.resumed, "waiting for the cluster")
+        return self._client.origin is None and not self._begun
+
+    def _restore(self) -> None:
+        """Trainer 0: every record of the checkpoint, so that nothing is left of what others may have loaded before."""
+        assert self._checkpoint is not None
+        self._begun = True
+        for slab, rows_U, records_UB in self._checkpoint.records():
+            in_order_U, order_U = torch.sort(rows_U)
+            self._send(slab, in_order_U, records_UB[order_U])
 
     def _send(self, slab: int, rows: Tensor, values_Ub: Tensor | None, first_byte: int = 0) -> None:
         client = self._client

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_ecrec.client.client import Client
-from torch_ecrec.client.loading import Loading
+from torch_ecrec.client.loading import Checkpoint, Loading
 from torch_ecrec.client.waiting import Waiting
 from torch_ecrec.errors import TrainersLost
 from torch_ecrec.layout.routing import Parts, Route, arrange
@@ -52,6 +52,7 @@ class Session:
         tell: sends a message to the coordinator.
         on_close: called once by `close`.
         restarted: the cluster has trained before: `resume` says from where on. Initial values are not loaded then.
+        checkpoint: what the cluster has begun with, `restarted` then; None: it has begun anew.
 
     Every wait ends within `settings.give_up_s` seconds of the last progress with `ClusterUnavailable` (stacks of all
     threads go to stderr), or with the error that the background reported. Only that ends the wait for another trainer's
@@ -64,16 +65,18 @@ class Session:
         tell: Callable[[dict[str, Any]], None],
         on_close: Callable[[], None],
         restarted: bool = False,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.client = client
         self.restarted = restarted
+        self._checkpoint = checkpoint
         self.job, self.trainer, self.trainers = client.job, client.trainer, client.job.trainers
         self._tell, self._on_close = tell, on_close
         self._waiting = Waiting(client.settings.give_up_s)
         self._closed = False
         self._routes: deque[Route] = deque(maxlen=ROUTES_KEPT)
         self._ahead: list[_Ahead] = []
-        self._loading = Loading(client, self._wait, restarted)
+        self._loading = Loading(client, self._wait, restarted, checkpoint)
         client.on_change, client.on_error = self._waiting.notify, self.fail
         belongs_here(self)
 
@@ -95,7 +98,7 @@ class Session:
     def on_control(self, message: dict[str, Any]) -> None:
         """A message of the coordinator to this trainer."""
         self.client.on_control(message)
-        if self.restarted and self.client.resumed and self.client.origin is None:
+        if self.restarted and self.client.resumed and self.client.origin is None and self._checkpoint is None:
             self.fail(TrainersLost("nobody is left who knows that initial values had been loaded; start again"))
 
     def on_forked(self) -> None:
@@ -243,6 +246,11 @@ class Session:
         """
         client = self.client
         self._wait(lambda: client.resumed, "waiting for the servers to go back to a step that all know")
+        begins = self._checkpoint
+        if begins is not None and client.resume_done == begins.done:
+            self._loading.end()
+            self._loading.resumed = True
+            return begins.done, begins.dense()
         stored = self._stored(0, client.resume_step) if client.resume_done else ()
         self._loading.resumed = True
         return client.resume_done, [(payload, header) for _, _, header, payload in stored]

@@ -41,6 +41,7 @@ from typing import Any
 
 from torch_ecrec.coordinator import admission, departures, succession
 from torch_ecrec.coordinator.admission import FENCED
+from torch_ecrec.coordinator.checkpointing import Ledger
 from torch_ecrec.coordinator.going_back import GoingBack
 from torch_ecrec.coordinator.members import MemberRecord
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -61,6 +62,7 @@ class Coordinator:
         settings: of the cluster.
         send: sends a message to a member by name.
         announce: tells observers and the log of an event.
+        ledger: writes manifests of checkpoints; None: nobody does.
     """
 
     def __init__(
@@ -68,8 +70,9 @@ class Coordinator:
         settings: ClusterSettings,
         send: Callable[[str, FromCoordinator], None],
         announce: Callable[[Event], None],
+        ledger: Ledger | None = None,
     ) -> None:
-        self._state = ClusterState(settings, send, announce)
+        self._state = ClusterState(settings, send, announce, ledger)
         self._send, self._announce = send, announce
 
     # what it knows, for who asks ----------------------------------------------------------------
@@ -190,9 +193,11 @@ class Coordinator:
         self._tell_again(name)
 
     def _welcome(self, name: str) -> None:
-        restarted = self.origin is not None and self.members[name].role == "trainer"
         state = self._state
-        self._send(name, messages.Welcome(name, state.job.code, restarted, self.life, state.transport))
+        trained = self.origin is not None or state.job.restored is not None
+        restarted = trained and self.members[name].role == "trainer"
+        word = messages.Welcome(name, state.job.code, restarted, self.life, state.transport, state.job.restored)
+        self._send(name, word)
 
     def _tell_again(self, name: str) -> None:
         """All that a member may have missed while it had no connection."""
@@ -281,6 +286,8 @@ class Coordinator:
             eras.on_reach(word)
         elif isinstance(word, messages.Durable) and eras.on_durable(word):
             table.rebalance()  # which had to wait for that
+        elif isinstance(word, messages.OfCheckpoint):
+            self._state.checkpointing.on_word(word, self._state.whole)
 
     def _on_entered(self, name: str, generation: int, now_s: float) -> None:
         """A member has joined the RPC world of a generation."""
@@ -306,6 +313,7 @@ class Coordinator:
             self._send(member.name, messages.Fatal("fenced", FENCED))  # when it wakes up
             self.on_lost(member.name, now_s, f"not heard of for {state.members.lease_s:g} s")
         state.world.give_up_late(now_s, state.table.placed)
+        state.checkpointing.on_tick(now_s, state.whole)
         succession.go_on(state, now_s)
         state.form(now_s)
 

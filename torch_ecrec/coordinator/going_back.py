@@ -75,7 +75,7 @@ class Eras:
     def __init__(self, job: RunningJob, members: Members, announce: Callable[[Event], None]) -> None:
         self._job, self._members, self._announce = job, members, announce
         self.number = 0
-        self.resume_step = self.done = 0
+        self.resume_step, self.done = 0, job.done_at_origin
         self.going_back: GoingBack | None = None
 
     def begin(self) -> None:
@@ -112,7 +112,8 @@ class Eras:
         first, last = common_steps(reach)
         chosen = choose_step(reach, job.origin, job.spec.trainers)
         if chosen is None:
-            first, last = (max(0, step - (job.origin or 0)) for step in (first, last))
+            begin = job.done_at_origin - (job.origin or 0)
+            first, last = (max(0, begin + step) for step in (first, last))
             job.stop(
                 f"the trainers were lost, and no dense snapshot of the steps {first} to {last} is kept, which"
                 " are those that the servers can go back to (snapshots are off?): restore a checkpoint",
@@ -120,7 +121,8 @@ class Eras:
             )
             return
         back.step = chosen
-        back.done = next((done for said in reach for step, done, _ in said.snapshots if step == chosen), 0)
+        kept = (done for said in reach for step, done, _ in said.snapshots if step == chosen)
+        back.done = next(kept, job.done_at_origin)
         self._announce(events.GoingBack(self.number, back.done, back.done + last - chosen))
         self._tell_all("server")
 
@@ -147,3 +149,5 @@ class Eras:
         for one in said:
             self.number = max(self.number, one.era)
             self.resume_step, self.done = max((self.resume_step, self.done), (one.resume_step, one.done))
+        if self.resume_step == 0:
+            self.done = self._job.done_at_origin

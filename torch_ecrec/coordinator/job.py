@@ -9,7 +9,7 @@ from torch_ecrec.coordinator.members import Members
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.messages import Rejoin
+from torch_ecrec.protocol.messages import Rejoin, Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 
 
@@ -20,22 +20,37 @@ class RunningJob:
         code: code parameters of the cluster; a job brings its tables, not its code.
         members: who is told.
         announce: tells observers of an event.
+        restore: the checkpoint that the cluster begins with, and the job that it is of.
 
     Attributes:
+        restored: that checkpoint; None: training began at its beginning.
         spec: None until a trainer has joined.
         origin: the step that training begins after (`wire.py`); None: loading has not ended.
         step: the last step of training that somebody reported.
         fatal, fatal_kind: why the job has ended for everybody, and which kind of end it is; None: it has not.
     """
 
-    def __init__(self, code: CodeSpec, members: Members, announce: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        code: CodeSpec,
+        members: Members,
+        announce: Callable[[Event], None],
+        restore: tuple[Restored, JobSpec] | None = None,
+    ) -> None:
         self.code = code
+        self.restored = None if restore is None else restore[0]
+        self._restored_job = None if restore is None else restore[1]
         self._members, self._announce = members, announce
         self.spec: JobSpec | None = None
         self.origin: int | None = None
         self.step = 0
         self.fatal: str | None = None
         self.fatal_kind = "stopped"
+
+    @property
+    def done_at_origin(self) -> int:
+        """Steps of training that are done where training begins here."""
+        return self.restored.done if self.restored is not None else 0
 
     def take(self, spec: JobSpec | None) -> None:
         """A trainer, or a member of the coordinator before, brings a job: the first is everybody's."""
@@ -44,9 +59,12 @@ class RunningJob:
 
     def refusal(self, spec: JobSpec | None) -> str | None:
         """Why somebody who brings this job cannot take part, or None."""
-        if spec is not None and self.spec is not None and replace(spec, code=self.code).digest != self.spec.digest:
-            return "this cluster trains other tables (the table list, optimizers, seed or number of trainers differ)"
-        return None
+        ours, whose = self.spec, "this cluster trains other tables"
+        if ours is None and self.restored is not None:
+            ours, whose = self._restored_job, f"the checkpoint {self.restored.folder} is of other tables"
+        if spec is None or ours is None or replace(spec, code=ours.code).digest == ours.digest:
+            return None
+        return f"{whose} (the table list, optimizers, seed or number of trainers differ)"
 
     def on_loaded(self, origin: int) -> None:
         """Trainer 0 has loaded the initial values: training begins after that step."""
@@ -57,6 +75,7 @@ class RunningJob:
         """The job and where training begins, as members of the coordinator before know them."""
         for one in said:
             self.take(one.job)
+            self.restored = one.restored
             if one.origin is not None:
                 self.origin = one.origin
 

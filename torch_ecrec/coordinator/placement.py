@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from torch_ecrec.coordinator.checkpointing import Checkpointing
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
@@ -60,11 +61,12 @@ class SlotTable:
         members: Members,
         world: World,
         eras: Eras,
+        checkpointing: Checkpointing,
         announce: Callable[[Event], None],
     ) -> None:
         self.without_spare = without_spare
         self._job, self._members, self._world, self._eras = job, members, world, eras
-        self._announce = announce
+        self._checkpointing, self._announce = checkpointing, announce
         self.epoch = 0
         self.slots: list[SlotPlace] = []
 
@@ -159,6 +161,8 @@ class SlotTable:
         """What has changed becomes a version that everybody is told. `event`: what kind of change it is."""
         self.epoch += 1
         self._announce(event(self.epoch, [(place.server, place.incarnation) for place in self.slots]))
+        if event in (events.PlacedAnew, events.Moved):
+            self._checkpointing.on_placed_anew()
         for member in self._members.present():
             self.send_to(member.name)
 
@@ -172,6 +176,7 @@ class SlotTable:
         send(name, messages.Placed(messages.Placement(self.epoch, slots)))
         if self._job.origin is not None:
             send(name, messages.Loaded(self._job.origin))
+        self._checkpointing.send_to(name)
 
     # what hosts say -----------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch_ecrec.coordinator.admission import FENCED
+from torch_ecrec.coordinator.checkpointing import Ledger
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.observe import events
@@ -78,6 +79,7 @@ class Router:
         stop: the coordinator is to end, soon.
         stamp: adds the time of day to what people see.
         joins_from_s: until then, joins are held.
+        ledger: writes manifests of checkpoints; None: nobody does.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class Router:
         stop: Callable[[], None] = lambda: None,
         stamp: Callable[[Message], Message] = lambda message: message,
         joins_from_s: float = 0.0,
+        ledger: Ledger | None = None,
     ) -> None:
-        self.core = Coordinator(settings, self._send, self._tell_watchers)
+        self.core = Coordinator(settings, self._send, self._tell_watchers, ledger)
         self.refused = 0  # messages, since the start
         self._probe, self._announce, self._stop, self._stamp = probe, announce, stop, stamp
         self._joins_from_s = joins_from_s

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from torch_ecrec.protocol.messages import TransportName
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.protocol.messages import Restored, TransportName
 from torch_ecrec.runtime.checks import require
-from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import WITHOUT_SPARE
 
 
@@ -21,6 +22,8 @@ class ClusterSettings:
         without_spare: "survivor" or "wait": who gets the slots of a lost server when there is no spare.
         lease_s: a member that was not heard of for so long is taken for lost.
         transport: what carries the data plane, "sockets" or "rpc": members are told.
+        checkpoint: which checkpoints are written.
+        restore: the checkpoint that the cluster begins with, and the job that it is of; None: it begins anew.
 
     Raises:
         ValueError: `without_spare` is none of these.
@@ -32,6 +35,8 @@ class ClusterSettings:
     without_spare: str = "survivor"
     lease_s: float = 10.0
     transport: TransportName = "sockets"
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    restore: tuple[Restored, JobSpec] | None = None
 
     def __post_init__(self) -> None:
         wanted = f"`without_spare` must be one of {WITHOUT_SPARE}, got {self.without_spare!r}"

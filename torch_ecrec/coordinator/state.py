@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch_ecrec.coordinator.checkpointing import Checkpointing, Ledger
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
@@ -19,7 +20,7 @@ class ClusterState:
     """The parts, each of which owns what it knows, and uses those before it.
 
     Args:
-        settings, send, announce: see `Coordinator`.
+        settings, send, announce, ledger: see `Coordinator`.
     """
 
     def __init__(
@@ -27,19 +28,30 @@ class ClusterState:
         settings: ClusterSettings,
         send: Callable[[str, FromCoordinator], None],
         announce: Callable[[Event], None],
+        ledger: Ledger | None = None,
     ) -> None:
         self.announce, self.transport = announce, settings.transport
         self.members = Members(send, settings.lease_s)
-        self.job = RunningJob(settings.code, self.members, announce)
+        self.job = RunningJob(settings.code, self.members, announce, settings.restore)
         self.world = World(settings.spares, settings.store, self.job, self.members, announce)
         self.eras = Eras(self.job, self.members, announce)
-        self.table = SlotTable(settings.without_spare, self.job, self.members, self.world, self.eras, announce)
+        self.checkpointing = Checkpointing(settings.checkpoint, ledger, self.job, self.members, announce)
+        self.table = SlotTable(
+            settings.without_spare, self.job, self.members, self.world, self.eras, self.checkpointing, announce
+        )
         self.regathering = Regathering()
 
     def form(self, now_s: float, even_if_complete: bool = False) -> None:
         """Forms a new generation where somebody is not in the present one, unless members of before come first."""
         if not self.regathering.active:
             self.world.form(now_s, self.table.placed, even_if_complete)
+
+    @property
+    def whole(self) -> bool:
+        """Every slot has a host and all its records, and the trainers train."""
+        healthy = self.table.placed and all(place.healthy for place in self.table.slots)
+        trains = self.job.origin is not None and self.eras.going_back is None and self.job.fatal is None
+        return healthy and trains and not self.regathering.active
 
     def learn(self, known: Knowledge) -> None:
         """Versions as the members know them. None ever becomes less: this coordinator may have given some, too."""
@@ -48,5 +60,5 @@ class ClusterState:
             self.members.follow(one.life)
         self.members.done |= known.done
         self.world.learn(said)
-        self.eras.learn(said)
         self.job.learn(said)
+        self.eras.learn(said)

@@ -25,6 +25,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
         "resume_step": resume_step,
         "step": job.step,
         "fatal": job.fatal,
+        "checkpoints": state.checkpointing.status(),
         "tables": len(job.spec.tables) if job.spec else 0,
         "slots": [
             {"slot": i, "server": p.server, "incarnation": p.incarnation, "healthy": p.healthy}

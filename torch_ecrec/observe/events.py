@@ -149,6 +149,26 @@ class Resumable(Event, frozen=True, tag="resumable"):
     step: int
 
 
+# checkpoints ------------------------------------------------------------------------------------------
+
+
+class Checkpointed(Event, frozen=True, tag="checkpointed"):
+    """A checkpoint counts. `step`: of training; `base`: what it builds on, or ""; `seconds`: from its beginning."""
+
+    name: str
+    step: int
+    base: str
+    bytes: int
+    seconds: float
+
+
+class CheckpointVoid(Event, frozen=True, tag="checkpoint_void"):
+    """A checkpoint came to nothing; another is tried later. `step`: of training, 0 where none was chosen yet."""
+
+    step: int
+    reason: str
+
+
 # ends -------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +206,8 @@ AnyEvent = (
     | EraBegun
     | GoingBack
     | Resumable
+    | Checkpointed
+    | CheckpointVoid
     | Fatal
     | Refused
 )

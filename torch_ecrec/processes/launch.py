@@ -32,11 +32,15 @@ from torch_ecrec import codec, records
 from torch_ecrec.client import pooling
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
+from torch_ecrec.coordinator.checkpoint_settings import NO_CHECKPOINTS, CheckpointSettings
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.processes.member import Member, exit_code_of
+from torch_ecrec.processes.restoring import StoredCheckpoint
+from torch_ecrec.processes.restoring import find as find_checkpoint
+from torch_ecrec.processes.scribe import FileLedger, FileScribe
 from torch_ecrec.processes.supervisor import START_S, Supervisor
 from torch_ecrec.protocol.messages import TransportName
 from torch_ecrec.runtime import allocator
@@ -80,13 +84,30 @@ def _freeze() -> None:
 
 
 def run_coordinator(
-    host: str, port: int, code: CodeSpec, spares: int, without_spare: str, settings: Settings, out: IO[str]
+    host: str,
+    port: int,
+    code: CodeSpec,
+    spares: int,
+    without_spare: str,
+    settings: Settings,
+    out: IO[str],
+    checkpoint: CheckpointSettings = NO_CHECKPOINTS,
+    restore: str = "",
 ) -> int:
     """Runs the coordinator until it is told to stop; prints its address to `out` as a line of JSON once it listens.
 
+    Args:
+        checkpoint: which checkpoints are written.
+        restore: the checkpoint that the cluster begins with (`restoring.find`); "": none.
+
     Raises:
         OSError: the port is in use.
+        CheckpointError: the checkpoint to begin with is not there, or there is no such place.
     """
+    begins = find_checkpoint(restore, checkpoint.url) if restore else None
+    ledger = (
+        FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act)) if checkpoint.url else None
+    )
     raise_descriptors()
     store = _store_on(host)
 
@@ -114,8 +135,16 @@ def run_coordinator(
     )
     router = Router(
         ClusterSettings(
-            code, spares, (host, store.port), without_spare, settings.lease_s, cast(TransportName, settings.transport)
+            code,
+            spares,
+            (host, store.port),
+            without_spare,
+            settings.lease_s,
+            cast(TransportName, settings.transport),
+            checkpoint,
+            begins,
         ),
+        ledger=ledger,
         probe=probe,
         announce=announce,
         stop=lambda: server.call_later(0.2, server.close),
@@ -181,7 +210,8 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     hosts: list[Host] = []
 
     def make(name: str, member: Member, _: CodeSpec) -> Node:
-        hosts.append(Host(name, member, settings))
+        scribe = FileScribe(lambda action: hosts[0].run(action))
+        hosts.append(Host(name, member, settings, scribe))
         return hosts[0]
 
     member = Member(
@@ -310,7 +340,9 @@ class _Trainer:
     def _make(self, name: str, member: Member, code: CodeSpec) -> Node:
         agreed = JobSpec(self._job.tables, code, self._job.trainers, self._job.seed)
         client = Client(name, member, agreed, self._trainer, self._settings, self._snapshot_every)
-        self._sessions.append(Session(client, member.tell, lambda: self._close(member), member.restarted))
+        checkpoint = None if member.restored is None else StoredCheckpoint(member.restored)
+        session = Session(client, member.tell, lambda: self._close(member), member.restarted, checkpoint)
+        self._sessions.append(session)
         return client
 
     def _close(self, member: Member) -> None:

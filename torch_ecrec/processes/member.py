@@ -100,6 +100,7 @@ class Member:
         self._make_node, self._known = make_node, known
         self.name = ""
         self.restarted = False  # a trainer: the cluster has trained before
+        self.restored: messages.Restored | None = None  # the checkpoint that the cluster began with
         self.transport: Transport | None = None
         self._timers = Timers(self.on_error)
         self._answered = threading.Event()  # or the connection has ended
@@ -223,7 +224,7 @@ class Member:
     def _take_welcome(self, word: messages.Welcome) -> None:
         if self.transport is not None:
             raise BadMessage("welcome: said before")
-        self.name, self.restarted = word.name, word.restarted
+        self.name, self.restarted, self.restored = word.name, word.restarted, word.restored
         self._code, self._life = dataclasses.asdict(word.code), word.life
         self.node = self._make_node(self.name, self, word.code)
         kind = TRANSPORTS[word.transport]
@@ -281,6 +282,7 @@ class Member:
                 generation=self.transport.generation if world else 0,
                 newest=self._generations.asked,
                 world=world,
+                restored=self.restored,
             )
             before, self._control = self._control, control
             with self._lock:
@@ -447,6 +449,7 @@ def rejoin_message(
     generation: int,
     newest: int,
     world: Sequence[str],
+    restored: messages.Restored | None = None,
 ) -> dict[str, Any]:
     """What a member tells a coordinator that it has lost for a moment, or that was started again.
 
@@ -457,6 +460,7 @@ def rejoin_message(
         life: of the coordinator before, as it said.
         generation, world: the one it is in, and who else is.
         newest: the highest generation it was ever asked to join.
+        restored: the checkpoint that the cluster began with.
     """
     return {
         **join_message(**hello),
@@ -467,6 +471,7 @@ def rejoin_message(
         "generation": generation,
         "newest": newest,
         "world": world,
+        "restored": None if restored is None else messages.json_of(restored),
         **known,
     }
 

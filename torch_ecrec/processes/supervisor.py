@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -71,6 +71,7 @@ class Supervisor:
         environment: extra environment for the children.
         told: whether this process was told to end; asked while the cluster starts, which ends with KeyboardInterrupt
             then. (A handler that raises may do so in the middle of the start of a process.)
+        coordinator: more arguments of the coordinator's command line.
 
     Use as a context manager: leaving ends all children, by their pids.
 
@@ -90,6 +91,7 @@ class Supervisor:
         logs: Path | None = None,
         environment: dict[str, str] | None = None,
         told: Callable[[], bool] = lambda: False,
+        coordinator: Sequence[str] = (),
     ) -> None:
         require_int("spares", spares, 0)
         self.code, self.spares, self.restart, self.logs = code, spares, restart, logs
@@ -106,7 +108,7 @@ class Supervisor:
         if logs is not None:
             prepare_logs(logs)
         self._rules = ["--servers", str(code.slots), "--spares", str(spares), "-k", str(code.k), "-r", str(code.r)]
-        self._rules += ["--protection", code.protection, "--without-spare", without_spare]
+        self._rules += ["--protection", code.protection, "--without-spare", without_spare, *coordinator]
         belongs_here(self)
         try:
             self.coordinator = self._start_coordinator(host, port)

@@ -46,12 +46,18 @@ Rank = Annotated[int, Meta(ge=-1, lt=MEMBERS_MOST)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]
 Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]  # "" (`wire.NO_HOST`): the slot waits for one
 Text = Annotated[str, Meta(max_length=TEXT_MOST)]
+Folder = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]  # of one checkpoint, which is its name
+FolderOrNone = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]
+Url = Annotated[str, Meta(min_length=1, max_length=4096)]
 Birth = Annotated[str, Meta(min_length=1, max_length=64)]
 Role = Literal["server", "trainer"]
 TransportName = Literal["sockets", "rpc"]
 Scalar = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Text | None
 Names = Annotated[list[Name], Meta(max_length=MEMBERS_MOST)]
 Ranks = Annotated[list[Annotated[int, Meta(ge=0, lt=MEMBERS_MOST)]], Meta(max_length=MEMBERS_MOST)]
+Snapshots = Annotated[  # (step, steps of training, trainers whose parts of the dense model are kept)
+    list[tuple[Count, Count, Annotated[list[Count], Meta(max_length=MEMBERS_MOST)]]], Meta(max_length=1_000_000)
+]
 Place = tuple[Host, Version, bool]  # server, incarnation, healthy
 Address = tuple[Annotated[str, Meta(max_length=64)], Annotated[int, Meta(ge=1, lt=1 << 16)]]
 
@@ -71,6 +77,14 @@ class Said(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
 class Placement(Struct, frozen=True, forbid_unknown_fields=True):
     epoch: Version
     slots: Annotated[list[Place], Meta(min_length=1, max_length=SLOTS_MOST)]
+
+
+class Restored(Struct, frozen=True, forbid_unknown_fields=True):
+    """The checkpoint that a cluster began with. `done`: steps of training until then."""
+
+    url: Url
+    folder: Folder
+    done: Count
 
 
 class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
@@ -145,6 +159,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)]
     incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)]
     left: Ranks = []  # trainers that are done, as a trainer was told (`Left`)
+    restored: Restored | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,18 +224,45 @@ class Unrecoverable(OfSlot, frozen=True, tag="unrecoverable"):
 
 
 class Reach(OfSlot, frozen=True, tag="reach"):
-    """Which steps a slot can go back to. `snapshots`: (step, steps of training, trainers whose parts are kept)."""
+    """Which steps a slot can go back to."""
 
     era: Count
     applied: Count
     floor: Count
-    snapshots: Annotated[
-        list[tuple[Count, Count, Annotated[list[Count], Meta(max_length=MEMBERS_MOST)]]], Meta(max_length=1_000_000)
-    ]
+    snapshots: Snapshots
 
 
 class Durable(OfSlot, frozen=True, tag="durable"):
     era: Count
+
+
+class Due(OfSlot, frozen=True, tag="due"):
+    """The dense snapshot of a step that a checkpoint is wanted of is whole. `done`: steps of training until then."""
+
+    done: Count
+
+
+class Shown(OfSlot, frozen=True, tag="shown"):
+    """Which steps a slot can show itself as of, from `floor` to `applied`; it keeps them."""
+
+    checkpoint: Count
+    applied: Count
+    floor: Count
+    snapshots: Snapshots
+
+
+class Written(OfSlot, frozen=True, tag="written"):
+    """The slot's part of a checkpoint is durable. `part`: what the manifest says of it."""
+
+    checkpoint: Count
+    part: dict[Text, Any]
+
+
+class Unwritten(OfSlot, frozen=True, tag="unwritten"):
+    """The slot's part of a checkpoint was given up."""
+
+    checkpoint: Count
+    reason: Text
 
 
 class Loaded(Said, frozen=True, tag="loaded"):
@@ -245,6 +287,7 @@ class Welcome(Said, frozen=True, tag="welcome"):
     restarted: bool
     life: Version
     transport: TransportName
+    restored: Restored | None = None
 
 
 class Refused(Said, frozen=True, tag="refused"):
@@ -285,6 +328,53 @@ class Resume(Said, frozen=True, tag="resume"):
     done: Count
 
 
+class Checkpointing(Said, frozen=True, tag="checkpointing"):
+    """What servers do for checkpoints to come. `every_steps`: they are due then; 0: when the coordinator asks.
+    `marks`: some hold only what has changed.
+    """
+
+    every_steps: Count = 0
+    marks: bool = False
+
+
+class Survey(Said, frozen=True, tag="survey"):
+    """Which steps can the slots show? `checkpoint`: that is being prepared."""
+
+    checkpoint: Version
+
+
+class Capture(Said, frozen=True, tag="capture"):
+    """Every slot writes its records as of a step.
+
+    Attributes:
+        checkpoint: its number.
+        step: of the protocol. `done`: steps of training until then.
+        dense_of: the slot that writes the dense model's parts, too.
+        base: the checkpoint since which a slot may write only what has changed; "": all.
+        url, folder: where.
+        encoding: of the parts, as `storage` reads it.
+        bytes_per_s: limit of what one process writes; 0: none.
+    """
+
+    checkpoint: Version
+    step: Count
+    done: Count
+    dense_of: Count
+    base: FolderOrNone
+    url: Url
+    folder: Folder
+    encoding: dict[Text, Scalar]
+    bytes_per_s: Annotated[float, Meta(ge=0)]
+
+
+class Release(Said, frozen=True, tag="release"):
+    """A checkpoint is over. `counts`: its name, or "" if it does not; `rebase`: the next one builds on it."""
+
+    checkpoint: Version
+    counts: FolderOrNone
+    rebase: bool
+
+
 class Rejoined(Said, frozen=True, tag="rejoined"):
     life: Version
 
@@ -300,9 +390,28 @@ class Fatal(Said, frozen=True, tag="fatal"):
     reason: str
 
 
-OfMember = Beat | Leave | InGeneration | Ready | Rebuilt | Unrecoverable | Reach | Durable | Loaded | Progress
+OfCheckpoint = Due | Shown | Written | Unwritten
+OfMember = (
+    Beat | Leave | InGeneration | Ready | Rebuilt | Unrecoverable | Reach | Durable | Loaded | Progress | OfCheckpoint
+)
 FromMember = Join | Rejoin | Status | Watch | Stop | OfMember
-FromCoordinator = Welcome | Refused | Generation | Job | Placed | Era | Resume | Loaded | Rejoined | Left | Fatal
+FromCoordinator = (
+    Welcome
+    | Refused
+    | Generation
+    | Job
+    | Placed
+    | Era
+    | Resume
+    | Loaded
+    | Checkpointing
+    | Survey
+    | Capture
+    | Release
+    | Rejoined
+    | Left
+    | Fatal
+)
 
 
 def from_member(message: Mapping[str, Any]) -> FromMember:

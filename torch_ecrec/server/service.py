@@ -13,9 +13,10 @@ from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.durability import POLICIES
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.layout.stripes import Layout, layout_of
-from torch_ecrec.protocol import wire
+from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer, Malformed, Placement, Refused
+from torch_ecrec.server.checkpoints import Scribe
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
@@ -26,11 +27,19 @@ TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Pass, wi
 
 
 class Host(Node):
-    """All slots of one server process."""
+    """All slots of one server process.
 
-    def __init__(self, name: str, port: Port, settings: Settings) -> None:
+    Args:
+        name, port: see `Node`.
+        settings: of the process.
+        scribe: writes checkpoints; None: this process writes none.
+    """
+
+    def __init__(self, name: str, port: Port, settings: Settings, scribe: Scribe | None = None) -> None:
         super().__init__(name, port, settings.call_timeout_s)
-        self.settings = settings
+        self.settings, self.scribe = settings, scribe
+        self.checkpointing = messages.Checkpointing()
+        self._life: int | None = None  # of the coordinator
         self.job: JobSpec | None = None
         self.slots: dict[int, Slot] = {}
         self.frozen = False  # the trainers were lost, and where they start again is not known yet
@@ -44,7 +53,7 @@ class Host(Node):
     # from the coordinator -----------------------------------------------------------------------
 
     def on_control(self, message: dict[str, Any]) -> None:
-        """A message of the coordinator. Types: job, placement, era; others are not for the data plane."""
+        """A message of the coordinator; those of membership are not for the data plane."""
         if message["type"] == "job":
             self.run(self._take_job, JobSpec.from_json(message["job"]))
         elif message["type"] == "placement":
@@ -54,7 +63,9 @@ class Host(Node):
         elif message["type"] == "loaded":
             self.origin = message["origin"]
         elif message["type"] == "rejoined":
-            self.run(self._tell_again)
+            self.run(self._tell_again, message["life"])
+        elif message["type"] in ("checkpointing", "survey", "capture", "release"):
+            self.run(self._on_checkpoint, messages.from_coordinator(message))
 
     def known(self) -> dict[str, Any]:
         """What a coordinator that was started again must know."""
@@ -77,10 +88,24 @@ class Host(Node):
         self.run(look)
         return found
 
-    def _tell_again(self) -> None:
-        """What a coordinator may have missed, or never heard."""
+    def _tell_again(self, life: int) -> None:
+        """What a coordinator may have missed, or never heard. `life`: which one it is."""
         for slot in self.slots.values():
             slot.tell_again()
+            slot.checkpoints.tell_again(same=life == self._life)
+        self._life = life
+
+    def _on_checkpoint(self, word: messages.FromCoordinator) -> None:
+        if isinstance(word, messages.Checkpointing):
+            self.checkpointing = word
+        for slot in self.slots.values():
+            match word:
+                case messages.Survey():
+                    slot.checkpoints.on_survey(word.checkpoint)
+                case messages.Capture():
+                    slot.checkpoints.on_capture(word)
+                case messages.Release():
+                    slot.checkpoints.on_release(word.checkpoint, word.counts, word.rebase)
 
     def _take_era(self, era: int, step: int | None, origin: int | None, done: int) -> None:
         """The trainers were lost, for the `era`-th time.

@@ -8,6 +8,7 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     applier       what a step does to the records (`apply.py`)
     reads         what trainers read (`reads.py`)
     snapshots     parts of the dense model (`snapshots.py`)
+    checkpoints   its part in checkpoints (`checkpoints.py`)
 
 None of these knows the slot: each says in a port what it needs of it.
 
@@ -31,13 +32,14 @@ from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.server.apply import Applier
+from torch_ecrec.server.checkpoints import CheckpointHost, SlotCheckpoints
 from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.server.reads import Reads
 from torch_ecrec.server.snapshots import SnapshotHost, SnapshotStore
 from torch_ecrec.spec.settings import Settings
 
 
-class SlotHost(Peers, SnapshotHost, Protocol):
+class SlotHost(Peers, SnapshotHost, CheckpointHost, Protocol):
     """What a slot and its parts need of the process that hosts it."""
 
     @property
@@ -78,6 +80,7 @@ class Slot:
         self.durability = policy(self, host, held, settings)
         self.applier = Applier(held, self.is_missing)
         self.reads = Reads(self, held)
+        self.checkpoints = SlotCheckpoints(self, host, held, self.snapshots, settings.checkpoint_memory_bytes)
         if not fresh:
             self.durability.adopt()
 
@@ -180,10 +183,12 @@ class Slot:
             if change is None:
                 return
             self.inbox.on_applied(step)
-            if not isinstance(due, list):
-                self.not_trained = step - due[0].iteration
+            iteration = None if isinstance(due, list) else due[0].iteration
+            if iteration is not None:
+                self.not_trained = step - iteration
             self.rule.on_applied(step)
             self.log.append(step, *change)
+            self.checkpoints.on_applied(step, *change, iteration)
             self.durability.on_applied(step)
 
     def on_settled(self, through: int) -> None:
@@ -200,8 +205,8 @@ class Slot:
 
     def forget(self) -> None:
         """Lets go of what nobody can ask for any more."""
-        self.log.forget(self.rule.may_forget())
-        self.snapshots.forget(self.rule.watermark)
+        self.log.forget(self.checkpoints.keeps(self.rule.may_forget()))
+        self.snapshots.forget(self.checkpoints.keeps(self.rule.watermark))
 
     # its life -----------------------------------------------------------------------------------
 
@@ -236,6 +241,7 @@ class Slot:
         """This incarnation has been replaced: everyone who waits is told to ask again."""
         self.ready, self.dead = False, True
         self.durability.die()
+        self.checkpoints.abandon()
         self._refuse_all(f"slot {self.index} moved")
 
     # other slots --------------------------------------------------------------------------------
@@ -250,6 +256,10 @@ class Slot:
             self.rule.incarnations.get(i, 0) if i != self.index else self.incarnation
             for i in range(self.job.code.slots)
         ]
+
+    def on_snapshot_kept(self, step: int, done: int) -> None:
+        """A trainer's part of the dense model after a step is here. `done`: steps of training until then."""
+        self.checkpoints.on_snapshot(done, self.snapshots.is_whole(step))
 
     def on_snapshots_copied(self) -> None:
         """No dense snapshot is missing here that other slots may have."""
@@ -281,6 +291,7 @@ class Slot:
             done: steps of training until then.
         """
         self.not_trained = step - done
+        self.checkpoints.on_going_back(step)
         self.held.undo_after(step)
         self.durability.go_back(step)
         self.rule.go_back(step)
@@ -336,4 +347,5 @@ class Slot:
             "parity_bytes": sum(shard.parity_bytes for shard in self.shards),
             "log_bytes": self.log.bytes + self.durability.log_bytes,
             "snapshot_bytes": self.snapshots.bytes,
+            "checkpoint_bytes": self.checkpoints.kept_bytes,
         }

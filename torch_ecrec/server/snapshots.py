@@ -47,6 +47,9 @@ class SnapshotSlot(Protocol):
     def meet(self, slot: int, incarnation: int) -> None:
         """Another slot has this incarnation, perhaps a new one: the one before is not listened to any more."""
 
+    def on_snapshot_kept(self, step: int, done: int) -> None:
+        """A trainer's part of the dense model after a step is here. `done`: steps of training until then."""
+
     def on_snapshots_copied(self) -> None:
         """Nothing is missing here any more that other holders may have."""
 
@@ -102,6 +105,7 @@ class SnapshotStore:
         self.most = None
         self.parts[request.step, request.trainer] = (request.header, request.payload)
         reply(wire.Stored(request.step, self.slot.known_incarnations()))
+        self.slot.on_snapshot_kept(request.step, request.header[0])
 
     def on_fetch(self, request: wire.FetchSnapshots, reply: Reply[wire.Snapshots]) -> None:
         if request.holder >= 0:

@@ -54,6 +54,8 @@ class Settings:
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
         rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each that was lost; 0 for
             none. What a request waits for counts, but is never delayed.
+        checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
+            written them; a checkpoint that needs more is given up.
     """
 
     join: str | None = None
@@ -68,6 +70,7 @@ class Settings:
     keep_freed_bytes: int = 1 << 30
     rebuild_chunk_bytes: int = 4 << 20
     rebuild_bytes_per_s: float = 100e6
+    checkpoint_memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         require_int("window_steps", self.window_steps, 1)
@@ -80,6 +83,7 @@ class Settings:
         require_int("shared_memory_bytes", self.shared_memory_bytes, 0)
         require_int("keep_freed_bytes", self.keep_freed_bytes, 0)
         require_int("rebuild_chunk_bytes", self.rebuild_chunk_bytes, 1)
+        require_int("checkpoint_memory_bytes", self.checkpoint_memory_bytes, 0)
         require(
             self.rebuild_bytes_per_s >= 0, f"`rebuild_bytes_per_s` must not be negative, got {self.rebuild_bytes_per_s}"
         )

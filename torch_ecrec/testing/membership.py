@@ -14,11 +14,13 @@ Every message that is sent is counted, from 0; `Handlers.on_sent` is called afte
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch_ecrec.coordinator.checkpointing import Ledger
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -50,6 +52,7 @@ class VirtualProcess:
         name: "" until it was welcomed.
         life: of the coordinator, as it said.
         generation, world, asked: the one joined, who is in it, and the highest that it was asked for.
+        restored: the checkpoint that the cluster began with.
         restarted: a trainer: the cluster has trained before, as the coordinator said.
         dead: it has ended.
     """
@@ -65,6 +68,7 @@ class VirtualProcess:
     world: Sequence[str] = ()
     asked: int = 0
     restarted: bool = False
+    restored: messages.Restored | None = None
     dead: bool = False
     connection: VirtualConnection | None = None
 
@@ -163,6 +167,7 @@ class ControlPlane:
         clock: the cluster's.
         handlers: the cluster.
         announce: gets every event of the coordinator.
+        ledger: of the coordinators; None: there are no checkpoints.
     """
 
     def __init__(
@@ -172,8 +177,9 @@ class ControlPlane:
         clock: VirtualClock,
         handlers: Handlers,
         announce: Callable[[Message], None],
+        ledger: Ledger | None = None,
     ) -> None:
-        self.settings, self.seed = settings, seed
+        self.settings, self.seed, self._ledger = settings, seed, ledger
         self.clock, self.handlers, self._announce = clock, handlers, announce
         self.random = random.Random(f"control {seed}")
         self.processes: list[VirtualProcess] = []
@@ -207,7 +213,8 @@ class ControlPlane:
             self.clock.later(delays_s[0], arrive)
 
         return Router(
-            self.settings,
+            dataclasses.replace(self.settings, checkpoint=dataclasses.replace(self.settings.checkpoint, run=f"{life}")),
+            ledger=self._ledger,
             probe=probe,
             announce=self._announce,
             joins_from_s=self.clock.now_s + (HELD_S if life else 0.0),
@@ -256,6 +263,7 @@ class ControlPlane:
             generation=process.generation,
             newest=process.asked,
             world=list(process.world),
+            restored=process.restored,
         )
         process.connection.say(rejoin)
 
@@ -285,7 +293,7 @@ class ControlPlane:
         if isinstance(word, messages.Welcome):
             assert not process.name, f"{process.name} was welcomed twice"
             process.name, process.life, process.code = word.name, word.life, message["code"]
-            process.restarted = word.restarted
+            process.restarted, process.restored = word.restarted, word.restored
             self.handlers.on_welcome(process)
         elif isinstance(word, messages.Generation):
             if word.generation > process.asked:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torch_ecrec.client.client import Client
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.records.schema import Schema
@@ -119,7 +120,9 @@ class Scenario:
         random_kills: so many servers die at random moments, as often as `kill_probability` says per event.
         noise: how often a request is dropped, its answer lost, or it arrives twice: a probability for each.
         late: how often a request or an answer takes much longer than others.
+        touch: how many of all rows a trainer touches in a step, as a share.
         verify_every: how many events lie between two looks of the verifiers.
+        checkpoint: which checkpoints are written (`testing/checkpoints.py`).
     """
 
     code: CodeSpec = CodeSpec(slots=3, k=2, r=1)
@@ -145,10 +148,12 @@ class Scenario:
     verify_every: int = 60
     call_timeout_s: float = 0.25
     wire: str = "float32"
+    touch: float = 0.4
     snapshot_every: int = 1
     loads: tuple[Load, ...] = ()
     loads_before: tuple[Load, ...] | None = None
     overwrites: tuple[tuple[int, bool, Load], ...] = ()
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     @property
     def job(self) -> JobSpec:
@@ -157,13 +162,16 @@ class Scenario:
     @property
     def cluster(self) -> ClusterSettings:
         """What its coordinator is told."""
-        return ClusterSettings(self.code, self.spares, ("virtual", 0), self.without_spare, NO_LEASE_S)
+        store = ("virtual", 0)
+        return ClusterSettings(
+            self.code, self.spares, store, self.without_spare, NO_LEASE_S, checkpoint=self.checkpoint
+        )
 
 
 def touched(scenario: Scenario, step: int, trainer: int) -> list[np.ndarray]:
     """Rows of each slab that a trainer touches in a step: a function of nothing but its arguments."""
     rng = np.random.default_rng([scenario.seed, step, trainer])
-    return [np.flatnonzero(rng.random(slab.rows) < 0.4).astype(np.int64) for slab in scenario.job.slabs]
+    return [np.flatnonzero(rng.random(slab.rows) < scenario.touch).astype(np.int64) for slab in scenario.job.slabs]
 
 
 def loss_of(weights: Sequence[torch.Tensor], dense: float) -> float:

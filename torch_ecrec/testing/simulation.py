@@ -31,6 +31,7 @@ from torch_ecrec.protocol.wire import SlotPlace
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.settings import Settings
+from torch_ecrec.testing.checkpoints import Shelf
 from torch_ecrec.testing.membership import RESTART_S, ControlPlane, VirtualConnection, VirtualProcess
 from torch_ecrec.testing.result import SimulationResult
 from torch_ecrec.testing.scenario import Scenario
@@ -66,12 +67,14 @@ class SimulatedCluster:
         )
         code, slabs = scenario.code, scenario.job.slabs
         self.layouts = [layout_of(code.slots, code.k, code.parities, slab.rows) for slab in slabs]
+        self.shelf = Shelf(self.network.clock, scenario.network_seed)
         self.plane = ControlPlane(
             scenario.cluster,
             scenario.network_seed,
             self.network.clock,
             handlers=self,
             announce=self.run.events.append,
+            ledger=self.shelf,
         )
         self.process_of: dict[str, VirtualProcess] = {}  # by name
         self.verifier = Verifier(scenario, self.run.longest)
@@ -131,6 +134,7 @@ class SimulatedCluster:
         port = self.network.port(name, lambda message: self.plane.tell(process, message))
         if process.role == "server":
             host = self.hosts[name] = Host(name, port, self.settings)
+            host.scribe = self.shelf.scribe(host, lambda: name not in self.network.dead)
             self.network.handlers[name] = host.handle
             return
         self.clients[name] = Client(name, port, self.scenario.job, rank, self.settings, self.scenario.snapshot_every)

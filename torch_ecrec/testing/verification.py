@@ -13,6 +13,7 @@ import numpy as np
 from torch_ecrec.client.client import Client
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol.wire import SlotPlace
+from torch_ecrec.server.checkpoints import PINNED_STEPS
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing.scenario import Scenario
@@ -106,6 +107,7 @@ class Verifier:
             longest["open steps"] = max(longest.get("open steps", 0), len(client.open))
         # logs reach back to the last snapshot
         more = self._scenario.snapshot_every - 1 + len(self._scenario.overwrites)
+        more += PINNED_STEPS if self._scenario.checkpoint.url else 0
         beyond = {what: steps for what, steps in longest.items() if steps > BOUNDS[what] + more}
         assert not beyond, f"kept for more steps than {BOUNDS}: {beyond}"
 

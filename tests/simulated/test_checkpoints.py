@@ -1,0 +1,330 @@
+"""Checkpoints of the simulated cluster: whoever dies at any message or write of one, training has the bits that it had,
+and whatever counts as a checkpoint has the bits of its step.
+
+The oracle of a checkpoint after step t is a run of t steps that nothing disturbs. Scribes and ledger are virtual
+(`testing/checkpoints.py`); all else is the real code. (How parts are stored: `tests/unit/test_storage_*.py`.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.coordinator.checkpointing import choose
+from torch_ecrec.protocol.messages import Shown
+from torch_ecrec.server import checkpoints as checkpoints_module
+from torch_ecrec.server.capture import Capture
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, SimulationResult, simulate
+from torch_ecrec.testing.scenario import Load
+from torch_ecrec.transport.local import CRASH_COORDINATOR
+
+PLAIN = Scenario(steps=24, touch=0.1, spares=2, reborn=True, trainers_return=True)
+POLICIES = ("full", "consecutive", "one-shot")
+
+
+def with_checkpoints(scenario: Scenario, policy: str = "consecutive", **more: Any) -> Scenario:
+    settings = CheckpointSettings("memory://x", **{"every_steps": 3, "policy": policy, "again_s": (0.01,), **more})
+    return dataclasses.replace(scenario, checkpoint=settings)
+
+
+@functools.cache
+def undisturbed(scenario: Scenario) -> SimulationResult:
+    return simulate(dataclasses.replace(scenario, checkpoint=CheckpointSettings()))
+
+
+class Checkpointed(SimulatedCluster):
+    """A cluster that writes checkpoints, in which something happens at a write.
+
+    Args:
+        at: number of the write. `act`: what happens then; it gets the cluster and what was written.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        faults: Sequence[Fault] = (),
+        at: int = -1,
+        act: Callable[[Checkpointed, str], None] | None = None,
+        fails: Callable[[int], str] = lambda write: "",
+    ) -> None:
+        super().__init__(scenario, faults)
+        self.fired, self.shelf.failing = False, fails
+
+        def on_write(number: int, what: str) -> None:
+            if number == at and act is not None:
+                self.fired = True
+                act(self, what)
+
+        self.shelf.on_write = on_write
+        self._tick()
+
+    def _tick(self) -> None:
+        """More often than the simulation does by itself, which is over within a second."""
+        if self.plane.lives:
+            self.plane.router.on_tick(self.network.clock.now_s)
+        self.network.clock.later(0.01, self._tick)
+
+    def kill_server(self, what: str, host: int = 0) -> None:
+        """Of the slot that has written, or another one; where the contract allows it."""
+        slot = (int(what.split()[-1]) if what[-1].isdigit() else 0) + host
+        server = self.slots_known[slot % len(self.slots_known)].server
+        if self.may_crash(server):
+            self.network.kill(server)
+
+    def kill_trainer(self) -> None:
+        if self.may_crash(self.ranks[0].name):
+            self.kill(self.ranks[0])
+
+
+def check(cluster: Checkpointed) -> SimulationResult:
+    """Runs it to its end: the run is the undisturbed one, and each checkpoint that counts is of its step."""
+    scenario = cluster.scenario
+    run = cluster.go()
+    run.check_against(undisturbed(scenario))
+    last = 0
+    for finished in cluster.shelf.counts:
+        assert finished.done > last, "checkpoints go forward"
+        last = finished.done
+        before = tuple(load for load in scenario.overwrites if load[0] <= finished.done)
+        there = undisturbed(dataclasses.replace(scenario, steps=finished.done, overwrites=before))
+        for got, right in zip(cluster.shelf.records(scenario.job, finished), there.records, strict=True):
+            assert torch.equal(got.view(torch.float32), right), f"{finished.folder} is not as of step {finished.done}"
+        dense = cluster.shelf.parts[finished.folder, finished.dense_of].dense
+        assert set(dense) == set(range(scenario.trainers))
+        assert all(header[0] == finished.done for header, _ in dense.values())
+    return run
+
+
+def events(run: SimulationResult, kind: str) -> list[dict[str, Any]]:
+    return [event for event in run.events if event["event"] == kind]
+
+
+@functools.cache
+def healthy(policy: str) -> tuple[int, int, int]:
+    """An undisturbed run with checkpoints: its messages, its writes, and how many checkpoints count."""
+    cluster = Checkpointed(with_checkpoints(PLAIN, policy))
+    run = check(cluster)
+    assert not events(run, "checkpoint_void")
+    return len(run.messages), cluster.shelf.writes, len(cluster.shelf.counts)
+
+
+# nobody dies --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_checkpoint_is_of_its_step_while_training_goes_on(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    keep = Capture._keep
+    monkeypatch.setattr(Capture, "_keep", lambda self, slab, *more: (keep(self, slab, *more), kept.append(slab))[0])
+    cluster = Checkpointed(with_checkpoints(PLAIN, policy))
+    run = check(cluster)
+    counts = cluster.shelf.counts
+    assert len(counts) >= 2 and all(finished.done % 3 == 0 for finished in counts)
+    assert len(kept) > 5, "steps came while it was written"
+    assert [bool(finished.base) for finished in counts[:2]] == [False, policy != "full"]
+    assert [event["name"] for event in events(run, "checkpointed")] == [finished.folder for finished in counts]
+
+
+def test_a_checkpoint_of_what_has_changed_has_no_more_than_that() -> None:
+    scenario = with_checkpoints(PLAIN)
+    cluster = Checkpointed(scenario)
+    check(cluster)
+    first, second = cluster.shelf.counts[:2]
+    rows = {
+        finished.folder: sum(
+            len(portion.rows_N)
+            for slot in finished.parts
+            for portion in cluster.shelf.parts[finished.folder, slot].portions
+        )
+        for finished in (first, second)
+    }
+    everything = sum(slab.rows for slab in scenario.job.slabs)
+    assert rows[first.folder] == everything > rows[second.folder] > 0
+
+
+@pytest.mark.parametrize("code", [CodeSpec(5, 3, 2), CodeSpec(3, 1, 1, protection="none"), CodeSpec(2, 1, 1)], ids=str)
+def test_with_other_codes(code: CodeSpec) -> None:
+    cluster = Checkpointed(with_checkpoints(dataclasses.replace(PLAIN, code=code, reborn=False)))
+    check(cluster)
+    assert len(cluster.shelf.counts) >= 2
+
+
+def test_by_time_and_with_snapshots_of_some_steps_only() -> None:
+    scenario = with_checkpoints(dataclasses.replace(PLAIN, steps=60, snapshot_every=3), every_steps=0, every_s=0.1)
+    cluster = Checkpointed(scenario)
+    check(cluster)
+    assert len(cluster.shelf.counts) >= 2 and all(finished.done % 3 == 0 for finished in cluster.shelf.counts)
+
+
+def test_loads_before_and_within_training() -> None:
+    loads = dataclasses.replace(PLAIN, loads=(Load(0, 0, 9), Load(1, 0, 5)))
+    cluster = Checkpointed(with_checkpoints(loads))
+    check(cluster)
+    assert len(cluster.shelf.counts) >= 2
+    within = dataclasses.replace(PLAIN, overwrites=((4, False, Load(0, 3, 9, writers="rows")),))
+    cluster = Checkpointed(with_checkpoints(within, every_steps=4))
+    check(cluster)
+    first = cluster.shelf.counts[0]
+    assert (first.done, first.step) == (4, 5), "what the turn of a step loads belongs to it"
+
+
+def test_without_snapshots_none_is_written_and_the_status_says_so() -> None:
+    cluster = Checkpointed(with_checkpoints(PLAIN, every_steps=100))
+    cluster.go()
+    told = cluster.coordinator._state.checkpointing
+    now_s, number = cluster.network.clock.now_s, len(cluster.shelf.counts)
+    told._due = 1000
+    told.on_tick(now_s + 1, whole=True)
+    assert told._running is not None and told._running.order is None
+    for slot in range(3):
+        told.on_word(shown(slot, 5, 9, checkpoint=told._running.number), whole=True)
+    told.on_tick(now_s + 40, whole=True)
+    assert "snapshot" in told.failing and len(cluster.shelf.counts) == number
+
+
+# somebody dies ------------------------------------------------------------------------------------
+
+ACTS: dict[str, Callable[[Checkpointed, str], None]] = {
+    "its server": Checkpointed.kill_server,
+    "another server": lambda cluster, what: cluster.kill_server(what, 1),
+    "a trainer": lambda cluster, what: cluster.kill_trainer(),
+    "the coordinator": lambda cluster, what: cluster.kill_coordinator(),
+    "a trainer and a server": lambda cluster, what: (cluster.kill_trainer(), cluster.kill_server(what))[0],
+}
+
+
+def sweep_writes(who: str, policy: str, every: int) -> None:
+    """A checkpoint is lost at most, and the next one comes."""
+    _, writes, most = healthy(policy)
+    became: Counter[int] = Counter()
+    numbers = range(0, writes, every)
+    for number in numbers:
+        cluster = Checkpointed(with_checkpoints(PLAIN, policy), at=number, act=ACTS[who])
+        check(cluster)
+        assert cluster.fired, number
+        became[len(cluster.shelf.counts)] += 1
+    print(f"{writes} writes; checkpoints that count: {dict(became)}")
+    assert most >= 2 and len(numbers) > 5
+    assert sum(count * times for count, times in became.items()) > len(numbers), "most come in spite of it"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("who", ACTS)
+def test_somebody_dies_at_writes_of_a_checkpoint(who: str, policy: str) -> None:
+    """At portions, and before manifests."""
+    sweep_writes(who, policy, every=11)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("who", ACTS)
+def test_somebody_dies_at_every_write_of_a_checkpoint(who: str, policy: str) -> None:
+    sweep_writes(who, policy, every=1)
+
+
+def sweep_messages(kind: str, every: int) -> None:
+    messages, _, _ = healthy("consecutive")
+    numbers = range(0, messages, every)
+    counts = 0
+    for number in numbers:
+        cluster = Checkpointed(with_checkpoints(PLAIN), [Fault(kind, number)])
+        check(cluster)
+        counts += len(cluster.shelf.counts)
+    assert counts > len(numbers)
+
+
+@pytest.mark.parametrize("kind", ["crash_sender", "crash_receiver", CRASH_COORDINATOR])
+def test_somebody_dies_at_messages_while_checkpoints_are_written(kind: str) -> None:
+    sweep_messages(kind, every=31)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["crash_sender", "crash_receiver", CRASH_COORDINATOR])
+def test_somebody_dies_at_every_message_while_checkpoints_are_written(kind: str) -> None:
+    sweep_messages(kind, every=1)
+
+
+def test_a_write_fails() -> None:
+    _, writes, _ = healthy("consecutive")
+    for number in range(0, writes * 3 // 4, 9):
+        scenario = with_checkpoints(PLAIN)
+        cluster = Checkpointed(scenario, fails=lambda write, number=number: "no room" if write == number else "")  # type: ignore[misc]
+        run = check(cluster)
+        (void,) = events(run, "checkpoint_void")
+        assert "no room" in void["reason"]
+
+
+def test_a_store_that_never_works_stops_nothing_and_is_told() -> None:
+    cluster = Checkpointed(with_checkpoints(PLAIN), fails=lambda write: "permission denied")
+    check(cluster)
+    told = cluster.plane.router.status(cluster.network.clock.now_s)["checkpoints"]
+    assert not cluster.shelf.counts and "permission denied" in told["failing"] and told["failing_for_s"] >= 0
+
+
+# what is chosen -----------------------------------------------------------------------------------
+
+
+def shown(slot: int, floor: int, applied: int, *snapshots: tuple[int, int, list[int]], checkpoint: int = 1) -> Shown:
+    return Shown(slot, 0, checkpoint, applied, floor, list(snapshots))
+
+
+def test_which_step_is_chosen() -> None:
+    whole, part = (7, 6, [0, 1]), (8, 7, [0])
+    two = {0: shown(0, 5, 9, whole, part), 1: shown(1, 6, 8)}
+    assert choose(two, 2, None) == (7, 6, 0)
+    assert choose({**two, 1: shown(1, 8, 9)}, 2, None) is None, "slot 1 cannot show it any more"
+    assert choose({**two, 1: shown(1, 5, 6)}, 2, None) is None, "slot 1 has not applied it yet"
+    later = {**two, 1: shown(1, 6, 8, (8, 7, [0, 1]))}
+    assert choose(later, 2, None) == (8, 7, 1)
+    assert choose(later, 2, 6) == (7, 6, 0), "the one that is due, where all can show it"
+    assert choose(later, 2, 7) == (8, 7, 1) and choose(later, 2, 8) is None, "that one is still to come"
+
+
+# the sweep bites ----------------------------------------------------------------------------------
+
+
+def nothing_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """Records that change before the scan comes are written as they are then."""
+    patch.setattr(Capture, "before_forgetting", lambda self, positions, deltas: None)
+
+
+def what_came_before_is_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """Steps that were applied when the capture begins count as if they belonged to it."""
+    patch.setattr(Capture, "_keep", lambda self, slab, positions_U, records_UB: None)
+
+
+def marks_begin_at_the_capture(patch: pytest.MonkeyPatch) -> None:
+    """Changes between the step and the capture are in no mark."""
+    patch.setattr(checkpoints_module, "mark_changed_", lambda marks, held, after: None)
+
+
+def marks_of_a_void_one_are_lost(patch: pytest.MonkeyPatch) -> None:
+    """What a checkpoint that came to nothing had taken is not in the next one."""
+    patch.setattr(checkpoints_module.np, "maximum", lambda a, b, out: out)
+
+
+@pytest.mark.parametrize(
+    "mutate", [nothing_is_kept, what_came_before_is_not_kept, marks_begin_at_the_capture, marks_of_a_void_one_are_lost]
+)
+def test_mutation_is_found(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, writes, _ = healthy("consecutive")
+    mutate(monkeypatch)
+    for number in range(0, writes, 3):
+        fails = lambda write, number=number: "no room" if write == number else ""  # noqa: E731
+        cluster = Checkpointed(with_checkpoints(PLAIN), fails=fails)
+        try:
+            check(cluster)
+        except AssertionError as error:
+            assert "is not as of step" in str(error)
+            return
+    raise AssertionError("nothing differs")

@@ -1,0 +1,54 @@
+"""Which checkpoints a cluster writes, as its coordinator is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch_ecrec.protocol.messages import Scalar
+from torch_ecrec.runtime.checks import require, require_int
+
+Policy = Literal["full", "one-shot", "consecutive", "intermittent"]
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Which checkpoints a cluster writes.
+
+    Args:
+        url: where; any that fsspec knows. "": none.
+        every_steps: one is due after each step of training that is a multiple of it; 0: not by steps.
+        every_s: one is due so long after the one before; 0: not by time.
+        keep: so many are kept, with what they build on.
+        policy: "full": all records; "one-shot": what has changed since the last full one; "consecutive": since the last
+            one; "intermittent": one-shot, and a full one when that is expected to cost less in total.
+        bytes_per_s: limit of what each server process writes; 0: none.
+        timeout_s: one that takes longer is void.
+        again_s: before the next try, by how many were void one after the other.
+        encoding: of the parts: names and values, as `storage` reads them.
+        run: a word of this coordinator's, in the names of its checkpoints.
+    """
+
+    url: str = ""
+    every_steps: int = 0
+    every_s: float = 0.0
+    keep: int = 3
+    policy: Policy = "full"
+    bytes_per_s: float = 100e6
+    timeout_s: float = 3600.0
+    again_s: tuple[float, ...] = (2.0, 5.0, 15.0, 60.0)
+    encoding: tuple[tuple[str, Scalar], ...] = ()
+    run: str = "run"
+
+    def __post_init__(self) -> None:
+        require_int("every_steps", self.every_steps, 0)
+        require_int("keep", self.keep, 1)
+        require(self.every_s >= 0, f"`every_s` must not be negative, got {self.every_s}")
+        require(self.bytes_per_s >= 0, f"`bytes_per_s` must not be negative, got {self.bytes_per_s}")
+        require(self.timeout_s > 0, f"`timeout_s` must be positive, got {self.timeout_s}")
+        require(bool(self.again_s), "`again_s` must not be empty")
+        due = bool(self.every_steps or self.every_s)
+        require(due == bool(self.url), "checkpoints need both: where they are kept, and how often one is written")
+
+
+NO_CHECKPOINTS = CheckpointSettings()

@@ -1,0 +1,314 @@
+"""When the cluster writes a checkpoint, of which step, and whether it counts.
+
+    idle          until one is due: every N steps of training, every so many seconds
+    surveying     all slots have been asked which steps they can show; they keep them
+    capturing     one step was chosen, and every slot writes its records as of it, while training goes on
+    committing    all parts are durable: the manifest is written, last, by the ledger
+
+A checkpoint is void when the host of a slot is lost, since it does not know what the one before has written, when a
+slot gives up, or when it takes too long; then another is tried, with a pause that grows. Nothing of this stops training
+or changes what it does, and the last checkpoint that counts goes on to count.
+
+Pure, as the coordinator is: what is written, listed or removed is asked of a `Ledger`, which answers by a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.coordinator.job import RunningJob
+from torch_ecrec.coordinator.members import Members
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import Event
+from torch_ecrec.protocol import messages
+
+SURVEY_S = 0.5  # for the answers to a survey, before it is made again
+SURVEYS_S = 30.0  # for a step that all slots can show
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a ledger has to write down: a checkpoint whose parts are durable.
+
+    Args:
+        folder: its name.
+        step: of the protocol; `done`: steps of training until then.
+        base: the checkpoint that it builds on, or "".
+        parts: what the slots have said of theirs, by slot.
+        dense_of: the slot whose part has the dense model.
+    """
+
+    folder: str
+    step: int
+    done: int
+    base: str
+    parts: Mapping[int, Mapping[str, Any]]
+    dense_of: int
+
+
+class Ledger(Protocol):
+    """Writes manifests, and removes what is not wanted any more; beside the coordinator, in its own time."""
+
+    def commit(self, finished: Finished, done: Callable[[str | None, bool], None]) -> None:
+        """Writes the manifest, and forgets what is not kept.
+
+        Args:
+            done: gets why it failed, or None, and whether the next one is to be full.
+        """
+
+
+@dataclass
+class _Running:
+    """The checkpoint that is under way."""
+
+    number: int
+    since_s: float
+    asked_s: float
+    wanted: int | None  # steps of training that it is due after; None: the last that can be had
+    shown: dict[int, messages.Shown] = field(default_factory=dict)
+    order: messages.Capture | None = None
+    written: dict[int, dict[str, Any]] = field(default_factory=dict)
+    committing: bool = False
+
+
+class Checkpointing:
+    """The checkpoints of one cluster.
+
+    Args:
+        settings: which.
+        ledger: None: `settings` wants none.
+        job, members: of the coordinator.
+        announce: tells observers of an event.
+
+    Attributes:
+        last: name of the newest that counts, "" if there is none of this coordinator's; `last_done`, `last_s`: of which
+            step of training, and when.
+        failing: why the last try came to nothing, "" if it did not; `failing_since_s`: since when none has succeeded.
+    """
+
+    def __init__(
+        self,
+        settings: CheckpointSettings,
+        ledger: Ledger | None,
+        job: RunningJob,
+        members: Members,
+        announce: Callable[[Event], None],
+    ) -> None:
+        self.settings, self._ledger = settings, ledger
+        self._job, self._members, self._announce = job, members, announce
+        self._running: _Running | None = None
+        self._number = 0
+        self._now_s = 0.0  # as of the last tick
+        self._due: int | None = None  # steps of training
+        self._next_s: float | None = None  # by time
+        self._not_before_s = 0.0
+        self._void = 0  # one after the other
+        self._full = True  # the next one is
+        self._base = ""  # what it builds on, if not
+        self.last, self.last_done, self.last_s = "", 0, 0.0
+        self.failing, self.failing_since_s = "", 0.0
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.settings.url) and self._ledger is not None
+
+    def send_to(self, name: str) -> None:
+        """Tells a server what it may have missed."""
+        if not self.wanted or self._members.by_name[name].role != "server":
+            return
+        settings, running = self.settings, self._running
+        self._members.send(name, messages.Checkpointing(settings.every_steps, settings.policy != "full"))
+        if running is not None:
+            self._members.send(name, running.order or messages.Survey(running.number))
+
+    # when -----------------------------------------------------------------------------------------
+
+    def on_tick(self, now_s: float, whole: bool) -> None:
+        """Time passes. `whole`: every slot has a host and all its records, and the trainers train."""
+        self._now_s = now_s
+        if not self.wanted:
+            return
+        running = self._running
+        if running is not None:
+            self._look_after(running, now_s, whole)
+            return
+        if self._next_s is None and self.settings.every_s and whole:
+            self._next_s = now_s + self.settings.every_s
+        by_time = self._next_s is not None and now_s >= self._next_s
+        if whole and now_s >= self._not_before_s and (by_time or self._due is not None):
+            self._begin(now_s)
+
+    def _look_after(self, running: _Running, now_s: float, whole: bool) -> None:
+        if now_s > running.since_s + self.settings.timeout_s:
+            self._give_up(f"it took longer than {self.settings.timeout_s:g} s")
+        elif running.order is None and not whole:
+            self._give_up("a slot was lost, or the trainers were")
+        elif running.order is None and now_s > running.since_s + SURVEYS_S:
+            self._give_up(
+                "there was no step that all slots could show with the dense model: are snapshots off"
+                " (`snapshot_every=0`), or does training stand?"
+            )
+        elif running.order is None:
+            all_shown = len(running.shown) == self._job.code.slots
+            if all_shown or now_s >= running.asked_s + SURVEY_S:
+                self._survey(running, now_s)
+
+    def on_word(self, word: messages.OfCheckpoint, whole: bool) -> None:
+        """What the host of a slot says. `whole`: as for `on_tick`."""
+        match word:
+            case messages.Due():
+                self._on_due(word, whole)
+            case messages.Shown():
+                self._on_shown(word)
+            case messages.Written():
+                self._on_written(word)
+            case messages.Unwritten():
+                self._on_unwritten(word)
+
+    def _on_due(self, word: messages.Due, whole: bool) -> None:
+        """The dense snapshot of a step is whole after which a checkpoint is due."""
+        if self.wanted and self.settings.every_steps and word.done > self.last_done:
+            self._due = word.done
+            self.on_tick(self._now_s, whole)
+
+    def _begin(self, now_s: float) -> None:
+        self._number += 1
+        self._running = _Running(self._number, now_s, now_s, self._due)
+        self._survey(self._running, now_s)
+
+    def _survey(self, running: _Running, now_s: float) -> None:
+        running.asked_s, running.shown = now_s, {}
+        self._members.tell(messages.Survey(running.number), "server")
+
+    # of which step --------------------------------------------------------------------------------
+
+    def _on_shown(self, word: messages.Shown) -> None:
+        """A slot says which steps it can show. Once all have, one is chosen, and written."""
+        running = self._running
+        if running is None or word.checkpoint != running.number or running.order is not None:
+            return
+        running.shown[word.slot] = word
+        if len(running.shown) < self._job.code.slots:
+            return
+        assert self._job.spec is not None
+        chosen = choose(running.shown, self._job.spec.trainers, running.wanted)
+        if chosen is None or chosen[1] <= self.last_done:
+            return  # asked again, a little later
+        step, done, dense_of = chosen
+        settings = self.settings
+        running.order = messages.Capture(
+            checkpoint=running.number,
+            step=step,
+            done=done,
+            dense_of=dense_of,
+            base="" if self._full else self._base,
+            url=settings.url,
+            folder=f"{done:012d}-{settings.run}-{running.number}",
+            encoding=dict(settings.encoding),
+            bytes_per_s=settings.bytes_per_s,
+        )
+        self._members.tell(running.order, "server")
+
+    # whether it counts ----------------------------------------------------------------------------
+
+    def _on_written(self, word: messages.Written) -> None:
+        """A slot's part is durable. Once all are, the manifest is written."""
+        running = self._running
+        if running is None or running.order is None or word.checkpoint != running.number or running.committing:
+            return
+        running.written[word.slot] = word.part
+        if len(running.written) < self._job.code.slots:
+            return
+        running.committing = True
+        order = running.order
+        assert self._ledger is not None
+        finished = Finished(order.folder, order.step, order.done, order.base, running.written, order.dense_of)
+        self._ledger.commit(finished, lambda *answer: self._on_committed(running, *answer))
+
+    def _on_committed(self, running: _Running, error: str | None, full: bool) -> None:
+        if running is not self._running:
+            return  # it took too long; it may count all the same, and what slots write next holds all that it does
+        if error is not None:
+            self._give_up(error)
+            return
+        order = running.order
+        assert order is not None
+        rebase = not order.base or self.settings.policy == "consecutive"
+        self._members.tell(messages.Release(running.number, order.folder, rebase), "server")
+        self._base = order.folder if rebase else order.base
+        self._full = full or self.settings.policy == "full"
+        self.last, self.last_done, self.last_s = order.folder, order.done, self._now_s
+        self._running, self._due, self.failing, self._void = None, None, "", 0
+        self._next_s = self._now_s + self.settings.every_s if self.settings.every_s else None
+        size = sum(int(part.get("bytes", 0)) for part in running.written.values())
+        self._announce(
+            events.Checkpointed(order.folder, order.done, order.base, size, round(self._now_s - running.since_s, 3))
+        )
+
+    def _on_unwritten(self, word: messages.Unwritten) -> None:
+        """A slot has given up its part."""
+        running = self._running
+        if running is not None and word.checkpoint == running.number and not running.committing:
+            self._give_up(f"slot {word.slot}: {word.reason}")
+
+    def on_placed_anew(self) -> None:
+        """A slot has another host, which does not know what the one before has written."""
+        if self._running is not None and not self._running.committing:
+            self._give_up("a slot got another host meanwhile")
+
+    def _give_up(self, reason: str) -> None:
+        assert self._running is not None
+        running, self._running = self._running, None
+        self._members.tell(messages.Release(running.number, "", False), "server")
+        if not self.failing:
+            self.failing_since_s = self._now_s
+        self.failing = reason
+        self._void += 1
+        again_s = self.settings.again_s
+        self._not_before_s = self._now_s + again_s[min(self._void, len(again_s)) - 1]
+        self._announce(events.CheckpointVoid(running.order.done if running.order is not None else 0, reason))
+
+    # for people -----------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any] | None:
+        """What `torch-ecrec status` shows; None where none are wanted."""
+        if not self.wanted:
+            return None
+        running = self._running
+        return {
+            "url": self.settings.url,
+            "last": self.last,
+            "last_step": self.last_done,
+            "last_age_s": round(self._now_s - self.last_s, 1) if self.last else None,
+            "running": running.order.folder if running is not None and running.order is not None else "",
+            "failing": self.failing,
+            "failing_for_s": round(self._now_s - self.failing_since_s, 1) if self.failing else None,
+        }
+
+
+def choose(shown: Mapping[int, messages.Shown], trainers: int, wanted: int | None) -> tuple[int, int, int] | None:
+    """The step that a checkpoint is of.
+
+    Args:
+        shown: what the slots said, of each one.
+        trainers: how many there are.
+        wanted: steps of training that it should be of, or the next that all can show; None: the last.
+
+    Returns:
+        The step of the protocol, the steps of training until then, and a slot that has every trainer's part of the
+        dense model after it; None: there is none.
+    """
+    least, most = max(said.floor for said in shown.values()), min(said.applied for said in shown.values())
+    found = [
+        (step, done, -slot)
+        for slot, said in shown.items()
+        for step, done, kept in said.snapshots
+        if least <= step <= most and len(set(kept)) == trainers and done >= (wanted or 0)
+    ]
+    if not found:
+        return None
+    step, done, slot = max(found) if wanted is None else min(found, key=lambda one: (one[0], -one[2]))
+    return step, done, -slot

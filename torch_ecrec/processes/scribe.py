@@ -1,0 +1,225 @@
+"""Who writes checkpoints in real processes: a scribe in each server, a ledger beside the coordinator.
+
+Both work on threads of their own, and no faster than they may. A store that hangs keeps its thread and nothing else:
+the coordinator calls the checkpoint void when its time is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+import torch_ecrec
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.coordinator.checkpointing import Finished
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.pieces import Key, Part
+from torch_ecrec.records.schema import Schema
+from torch_ecrec.server.capture import Portion
+from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.location import Location
+from torch_ecrec.storage.manifest import Manifest
+from torch_ecrec.storage.parts import Encoding, PartEntry, PartWriter
+
+log = logging.getLogger(__name__)
+
+PORTION_BYTES = 2 << 20  # of records, taken at once: what steps may have to wait for
+BURST_S = 0.25  # what was not written lately may be written at once, up to so much
+
+Run = Callable[[Callable[[], None]], None]  # `Node.run`
+
+
+class _Cancelled(Exception):
+    """Nobody wants the part any more."""
+
+
+class FileScribe:
+    """Writes parts of checkpoints of one server process; a `Scribe`.
+
+    Args:
+        run: of the node whose slots it writes.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._pace = Pace()
+
+    def write(
+        self,
+        order: messages.Capture,
+        slot: int,
+        schemas: Sequence[Schema],
+        next_portion: Callable[[int], Portion | None],
+        dense: Sequence[tuple[Key, Part]],
+        done: Callable[[dict[str, Any]], None],
+        failed: Callable[[str], None],
+    ) -> FileWriting:
+        """See `Scribe`."""
+        writing = FileWriting()
+
+        def ask() -> Portion | None:
+            found: list[Portion | None] = []
+            self._run(lambda: None if writing.cancelled.is_set() else found.append(next_portion(PORTION_BYTES)))
+            if not found:
+                raise _Cancelled
+            return found[0]
+
+        def say(what: Callable[[Any], None], value: Any) -> None:
+            self._run(lambda: None if writing.cancelled.is_set() else what(value))
+
+        def work() -> None:
+            try:
+                entry = self._write(order, slot, schemas, ask, dense, writing)
+            except _Cancelled:
+                return
+            except CheckpointError as error:
+                say(failed, str(error))
+            except Exception as error:  # this thread has no caller: whatever it is makes the checkpoint void, by name
+                log.exception("slot %d of checkpoint %s", slot, order.folder)
+                say(failed, repr(error))
+            else:
+                say(done, msgspec.to_builtins(entry))
+
+        threading.Thread(target=work, name=f"checkpoint of slot {slot}", daemon=True).start()
+        return writing
+
+    def _write(
+        self,
+        order: messages.Capture,
+        slot: int,
+        schemas: Sequence[Schema],
+        ask: Callable[[], Portion | None],
+        dense: Sequence[tuple[Key, Part]],
+        writing: FileWriting,
+    ) -> PartEntry:
+        name = f"slot-{slot:05d}"
+        encoding = msgspec.convert(order.encoding, Encoding)
+        with Location(order.url).writing(f"{order.folder}/{name}") as file:
+            part = PartWriter(file, name, schemas, encoding)
+            for (_, trainer), (header, payload) in dense:
+                self._pace.spend(part.write_dense(trainer, header, payload.numpy()), order.bytes_per_s, writing)
+            while (portion := ask()) is not None:
+                if len(portion.rows_N):
+                    size = part.write(portion.slab, portion.rows_N, portion.records_NB)
+                    self._pace.spend(size, order.bytes_per_s, writing)
+            return part.close()
+
+
+class FileWriting:
+    """A part that is being written; a `Writing`."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Its thread stops soon, and removes what it has written."""
+        self.cancelled.set()
+
+
+class Pace:
+    """How fast all threads of one process write, together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_s = 0.0  # from when on the next may be written
+
+    def spend(self, size: int, bytes_per_s: float, writing: FileWriting) -> None:
+        """So many bytes were written: waits until more may be. Raises _Cancelled."""
+        if bytes_per_s > 0:
+            with self._lock:
+                now_s = time.monotonic()
+                self._free_s = max(self._free_s, now_s - BURST_S) + size / bytes_per_s
+                wait_s = self._free_s - now_s
+            if wait_s > 0:
+                writing.cancelled.wait(wait_s)
+        if writing.cancelled.is_set():
+            raise _Cancelled
+
+
+class FileLedger:
+    """Writes manifests, on a thread of its own; a `Ledger`.
+
+    Args:
+        settings: of the checkpoints.
+        job: what is trained, once it is known.
+        call: runs something in the coordinator's thread.
+    """
+
+    def __init__(
+        self,
+        settings: CheckpointSettings,
+        job: Callable[[], JobSpec | None],
+        call: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._settings, self._job, self._call = settings, job, call
+        self._catalog = Catalog(settings.url)
+        self._encoding = msgspec.convert(dict(settings.encoding), Encoding)
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._sizes: list[tuple[bool, int]] = []  # of this run's checkpoints: whether full, bytes
+        threading.Thread(target=self._serve, name="ledger", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get()()
+
+    def commit(self, finished: Finished, done: Callable[[str | None, bool], None]) -> None:
+        """See `Ledger`."""
+        job = self._job()
+        assert job is not None, "what has steps has a job"
+
+        def work() -> None:
+            try:
+                manifest = self._manifest(finished, job)
+                self._catalog.commit(manifest)
+            except Exception as error:  # this thread has no caller: whatever it is makes the checkpoint void, by name
+                if not isinstance(error, CheckpointError):
+                    log.exception("checkpoint %s", finished.folder)
+                reason = str(error) if isinstance(error, CheckpointError) else repr(error)
+                self._call(lambda: done(reason, True))
+                return
+            self._sizes.append((not finished.base, manifest.bytes))
+            full = self._next_is_full()
+            self._call(lambda: done(None, full))
+            self._tidy()
+
+        self._work.put(work)
+
+    def _manifest(self, finished: Finished, job: JobSpec) -> Manifest:
+        return Manifest(
+            folder=finished.folder,
+            done=finished.done,
+            step=finished.step,
+            base=finished.base or None,
+            job=job.to_json(),
+            parts=[msgspec.convert(dict(finished.parts[slot]), PartEntry) for slot in sorted(finished.parts)],
+            encoding=self._encoding,
+            written_s=time.time(),
+            version=torch_ecrec.__version__,
+        )
+
+    def _next_is_full(self) -> bool:
+        """Check-N-Run's intermittent policy (NSDI 2022): a new full one as soon as that is expected to
+        cost no more in total than to go on. With F the size of a full one and S_1..S_i those of the increments since:
+        full if F + S_1 + ... + S_i <= (i + 1) * S_i, as the next increments have at least the size of the last."""
+        sizes = self._sizes
+        last_full = max(i for i, (full, _) in enumerate(sizes) if full)
+        since = [size for _, size in sizes[last_full + 1 :]]
+        if self._settings.policy != "intermittent" or not since:
+            return self._settings.policy == "full"
+        return sizes[last_full][1] + sum(since) <= (len(since) + 1) * since[-1]
+
+    def _tidy(self) -> None:
+        """What is not kept goes. If that fails, it is told, and tried again with the next one."""
+        try:
+            for folder in [*self._catalog.keep(self._settings.keep), *self._catalog.clean(self._settings.run)]:
+                log.info("checkpoint %s was removed", folder)
+        except CheckpointError as error:
+            log.warning("old checkpoints stay: %s", error)

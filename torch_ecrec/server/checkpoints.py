@@ -1,0 +1,280 @@
+"""A slot's part in the checkpoints of the cluster.
+
+    survey    the coordinator asks which steps this slot can show itself as of; from then on the log keeps them
+    capture   it has chosen one: the slot's records as of it are read in portions and written by the host's scribe
+    release   the checkpoint counts, or it does not: what is kept for it goes
+
+One checkpoint at a time. A new life of the slot knows nothing of one that was under way, so that one is void.
+
+For checkpoints that hold only what has changed, the slot marks what every step changes. A capture takes the marks and
+begins new ones; if it comes to nothing the marks are put together again, so that the next one holds more, never less.
+The new host of a lost slot has no marks: its next part holds every record.
+
+Where a checkpoint is due every N steps of training, the log keeps such a step, for a while, until the survey comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.pieces import Key, Part
+from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.records.schema import Schema
+from torch_ecrec.server.capture import Capture, Marks, Portion, all_marked, mark_changed_, none_marked
+from torch_ecrec.server.snapshots import SnapshotStore
+
+PINNED_STEPS = 32  # for which the log keeps a step that a checkpoint is due after, if nobody asks for it
+
+
+class Writing(Protocol):
+    """Portions on their way out."""
+
+    def cancel(self) -> None:
+        """Stops; nothing is said any more."""
+
+
+class Scribe(Protocol):
+    """Writes parts of checkpoints, beside the protocol: what it is given to call, it calls inside `Node.run`."""
+
+    def write(
+        self,
+        order: messages.Capture,
+        slot: int,
+        schemas: Sequence[Schema],
+        next_portion: Callable[[int], Portion | None],
+        dense: Sequence[tuple[Key, Part]],
+        done: Callable[[dict[str, Any]], None],
+        failed: Callable[[str], None],
+    ) -> Writing:
+        """Begins to write one slot's part.
+
+        Args:
+            order: where, how fast, and in which form.
+            slot: whose.
+            schemas: of the records of each slab.
+            next_portion: gives the next records, of at most so many bytes; None at their end.
+            dense: parts of the dense model that go with it.
+            done: gets what the manifest has to say of the part, once it is durable.
+            failed: gets the reason, for people.
+        """
+
+
+class CheckpointHost(Protocol):
+    """What this needs of the process that hosts the slot."""
+
+    @property
+    def scribe(self) -> Scribe | None:
+        """None: this process writes no checkpoints."""
+
+    @property
+    def checkpointing(self) -> messages.Checkpointing:
+        """What the coordinator wants."""
+
+
+class CheckpointedSlot(Protocol):
+    """What this needs of its slot."""
+
+    @property
+    def whole(self) -> bool:
+        """It serves, and nothing is missing."""
+
+    def tell(self, kind: str, **more: object) -> None:
+        """Tells the coordinator something of this incarnation."""
+
+
+class SlotCheckpoints:
+    """Of one life of a slot.
+
+    Args:
+        slot, host: see above.
+        held, snapshots: of the slot.
+        memory_bytes: a capture that keeps more, since steps change records faster than it is written, is given up.
+    """
+
+    def __init__(
+        self,
+        slot: CheckpointedSlot,
+        host: CheckpointHost,
+        held: Holdings,
+        snapshots: SnapshotStore,
+        memory_bytes: int,
+    ) -> None:
+        self._slot, self._host, self._held, self._snapshots = slot, host, held, snapshots
+        self._memory_bytes = memory_bytes
+        self._pinned: int | None = None  # the log goes back to there
+        self._pinned_at = 0  # what was applied then
+        self._surveyed = 0  # the checkpoint that is being prepared, or written
+        self._capture: Capture | None = None
+        self._writing: Writing | None = None
+        self._marks: Marks | None = None  # what has changed since `_since`
+        self._since = ""  # a checkpoint that counts; "": there is none
+        self._said: tuple[str, dict[str, Any]] | None = None  # of the checkpoint that is under way, last
+        self._taken: tuple[Marks, str] | None = None  # marks that the capture has, until it is known whether it counts
+
+    # steps --------------------------------------------------------------------------------------
+
+    def on_applied(
+        self, step: int, positions: Sequence[Positions], deltas: Sequence[Bytes], iteration: int | None
+    ) -> None:
+        """A step was applied, and logged.
+
+        Args:
+            step: which.
+            positions, deltas: what it has changed: of each slab (U,) and (U, B).
+            iteration: the step of training that it is; None: it loads.
+        """
+        if self._marks is not None:
+            for marks_P, positions_U in zip(self._marks, positions, strict=True):
+                marks_P[positions_U] = 1
+        if self._capture is not None:
+            self._capture.before_forgetting(positions, deltas)
+            if self._capture.kept_bytes > self._memory_bytes:
+                self._give_up(
+                    f"{self._capture.kept_bytes:,} bytes were changed while it was written: raise"
+                    " `checkpoint_bytes_per_s`, or TORCH_ECREC_CHECKPOINT_MEMORY_BYTES of the servers"
+                )
+        every = self._host.checkpointing.every_steps
+        if not self._surveyed and every and iteration is not None and iteration % every == 0:
+            self._pinned = self._pinned_at = step
+        if not self._surveyed and self._pinned is not None and step > self._pinned_at + PINNED_STEPS:
+            self._pinned = None
+
+    def keeps(self, floor: int) -> int:
+        """The log may forget up to `floor`, as far as others go: how far it may with checkpoints."""
+        return floor if self._pinned is None else min(floor, self._pinned)
+
+    def on_snapshot(self, done: int, whole: bool) -> None:
+        """A trainer's part of a dense snapshot is here; `done`: steps of training; `whole`: all parts of it are."""
+        every = self._host.checkpointing.every_steps
+        if self._held.index == 0 and whole and every and done and done % every == 0:
+            self._slot.tell("due", done=done)
+
+    def on_going_back(self, step: int) -> None:
+        """Every step after `step` is about to be taken back, here and everywhere."""
+        if self._marks is not None:
+            mark_changed_(self._marks, self._held, step)
+        if self._pinned is not None:
+            self._pinned, self._pinned_at = min(self._pinned, step), min(self._pinned_at, step)
+        if self._capture is not None and self._capture.step > step:
+            self._give_up(f"the trainers went back to before step {self._capture.step}")
+
+    # from the coordinator -----------------------------------------------------------------------
+
+    def on_survey(self, checkpoint: int) -> None:
+        """Says which steps this slot can show, and keeps them until the checkpoint is released."""
+        if not self._slot.whole or self._capture is not None:
+            return
+        rule, floor = self._held.rule, self._held.log.floor
+        if not self._surveyed and self._pinned is None:
+            self._pinned, self._pinned_at = floor, rule.applied
+        self._surveyed = checkpoint
+        found: dict[int, tuple[int, list[int]]] = {}
+        for (step, trainer), (header, _) in sorted(self._snapshots.parts.items()):
+            found.setdefault(step, (header[0], []))[1].append(trainer)
+        kept = [[step, *told] for step, told in found.items()]
+        self._say("shown", checkpoint=checkpoint, applied=rule.applied, floor=floor, snapshots=kept)
+
+    def on_capture(self, order: messages.Capture) -> None:
+        """Begins to write the slot's records as of a step."""
+        if self._capture is not None or order.checkpoint != self._surveyed:
+            return
+        scribe, held = self._host.scribe, self._held
+        if scribe is None or not self._slot.whole or not held.log.floor <= order.step <= held.rule.applied:
+            self._tell_unwritten(order.checkpoint, "this slot cannot show that step (any more)")
+            return
+        self._capture = Capture(held, order.step, self._take_marks(order))
+        self._pinned = None
+        dense = [item for item in sorted(self._snapshots.parts.items()) if item[0][0] == order.step]
+        self._writing = scribe.write(
+            order,
+            held.index,
+            [slab.schema for slab in held.job.slabs],
+            self._capture.next_portion,
+            dense if order.dense_of == held.index else (),
+            lambda part: self._on_written(order.checkpoint, part),
+            lambda reason: self._on_failed(order.checkpoint, reason),
+        )
+
+    def _take_marks(self, order: messages.Capture) -> Marks:
+        """Of the records that go into it; changes after its step are marked anew."""
+        held = self._held
+        taken = self._marks if self._marks is not None and order.base == self._since != "" else None
+        if not self._host.checkpointing.marks:
+            return all_marked(held)
+        before = self._marks if self._marks is not None else all_marked(held)
+        self._taken = [marks_P.copy() for marks_P in before], self._since
+        self._marks = none_marked(held)
+        mark_changed_(self._marks, held, order.step)
+        return all_marked(held) if taken is None else taken
+
+    def on_release(self, checkpoint: int, counts: str, rebase: bool) -> None:
+        """A checkpoint counts, or it does not.
+
+        Args:
+            checkpoint: which.
+            counts: its name; "": it does not.
+            rebase: the next one holds what has changed since this one.
+        """
+        if checkpoint != self._surveyed:
+            return
+        self._stop()
+        if self._taken is not None and self._marks is not None:
+            before, since = self._taken
+            if counts and rebase:
+                self._since = counts
+            else:
+                self._since = since
+                for marks_P, before_P in zip(self._marks, before, strict=True):
+                    np.maximum(marks_P, before_P, out=marks_P)
+            self._taken = None
+
+    def abandon(self) -> None:
+        """This life of the slot is over, or the coordinator that asked for the checkpoint is."""
+        self.on_release(self._surveyed, "", rebase=False)
+
+    def tell_again(self, same: bool) -> None:
+        """The connection to the coordinator had ended. `same`: it is the one that it was."""
+        if not same:
+            self.abandon()
+        elif self._said is not None:
+            kind, more = self._said
+            self._slot.tell(kind, **more)
+
+    # ends ---------------------------------------------------------------------------------------
+
+    def _on_written(self, checkpoint: int, part: dict[str, Any]) -> None:
+        if checkpoint == self._surveyed and self._capture is not None:
+            self._capture = self._writing = None
+            self._say("written", checkpoint=checkpoint, part=part)
+
+    def _on_failed(self, checkpoint: int, reason: str) -> None:
+        if checkpoint == self._surveyed and self._capture is not None:
+            self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        checkpoint = self._surveyed
+        self.abandon()
+        self._tell_unwritten(checkpoint, reason)
+
+    def _tell_unwritten(self, checkpoint: int, reason: str) -> None:
+        self._say("unwritten", checkpoint=checkpoint, reason=reason[: messages.TEXT_MOST])
+
+    def _say(self, kind: str, **more: Any) -> None:
+        self._said = (kind, more)
+        self._slot.tell(kind, **more)
+
+    def _stop(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+        self._capture = self._writing = self._said = None
+        self._surveyed, self._pinned = 0, None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of records that were changed before they were written."""
+        return 0 if self._capture is None else self._capture.kept_bytes

@@ -1,0 +1,145 @@
+"""Checkpoints of the simulated cluster: who writes them there, in virtual time, and what was written.
+
+    shelf = Shelf(clock, random)
+    host.scribe = shelf.scribe(host, lambda: alive)     # of each server
+    Router(..., ledger=shelf)                           # of each coordinator
+
+Portions are written one by one, each a moment after the one before, so that steps come in between; a write, or the word
+of its end, is lost with its process. What counts is what the ledger was told to commit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torch_ecrec.coordinator.checkpointing import Finished
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.pieces import Key, Part
+from torch_ecrec.records.schema import Schema
+from torch_ecrec.server.capture import Portion
+from torch_ecrec.server.checkpoints import Scribe
+from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.transport.local import VirtualClock
+from torch_ecrec.transport.node import Node
+
+WRITE_S = (0.0002, 0.006)  # of one portion
+COMMIT_S = (0.0002, 0.006)
+PORTION_BYTES = 60
+
+
+@dataclass
+class WrittenPart:
+    """One slot's part: portions, and the dense model's parts by trainer."""
+
+    portions: list[Portion] = field(default_factory=list)
+    dense: dict[int, Part] = field(default_factory=dict)
+
+
+class Shelf:
+    """All checkpoints of one simulated cluster; the ledger of its coordinators.
+
+    Attributes:
+        parts: (folder, slot) -> what was written last under that name.
+        counts: those that count, in their order.
+        failing: says whether the next write fails, and why.
+    """
+
+    def __init__(self, clock: VirtualClock, seed: int) -> None:
+        self._clock, self._random = clock, random.Random(f"shelf {seed}")
+        self.parts: dict[tuple[str, int], WrittenPart] = {}
+        self.counts: list[Finished] = []
+        self.writes = 0
+        self.failing: Callable[[int], str] = lambda write: ""
+        self.on_write: Callable[[int, str], None] = lambda write, what: None
+
+    def scribe(self, host: Node, alive: Callable[[], bool]) -> Scribe:
+        """Of a server, which writes as long as it lives."""
+        return _VirtualScribe(self, host, alive)
+
+    def later(self, span_s: tuple[float, float], what: str, action: Callable[[str], None]) -> None:
+        """One write: a moment later, with the reason if it failed."""
+
+        def act() -> None:
+            number, self.writes = self.writes, self.writes + 1
+            action(self.failing(number))
+            self.on_write(number, what)
+
+        self._clock.later(self._random.uniform(*span_s), act)
+
+    def commit(self, finished: Finished, done: Callable[[str | None, bool], None]) -> None:
+        """See `Ledger`. The third one of each base is to be followed by a full one."""
+
+        def act(reason: str) -> None:
+            if not reason:
+                self.counts.append(finished)
+            done(reason or None, len(self.counts) % 3 == 0)
+
+        self.later(COMMIT_S, "manifest", act)
+
+    def records(self, job: JobSpec, finished: Finished) -> list[torch.Tensor]:
+        """What a checkpoint holds, with all that it builds on: of each slab (rows, B) uint8. Raises if a row lacks."""
+        found = [torch.zeros(slab.rows, slab.schema.nbytes, dtype=torch.uint8) for slab in job.slabs]
+        have = [torch.zeros(slab.rows, dtype=torch.bool) for slab in job.slabs]
+        for one in self._chain(finished):
+            for slot in one.parts:
+                for portion in self.parts[one.folder, slot].portions:
+                    rows_N = torch.from_numpy(portion.rows_N)
+                    found[portion.slab][rows_N] = torch.from_numpy(portion.records_NB)
+                    have[portion.slab][rows_N] = True
+        assert all(bool(have_R.all()) for have_R in have), f"{finished.folder} lacks rows"
+        return found
+
+    def _chain(self, finished: Finished) -> list[Finished]:
+        if not finished.base:
+            return [finished]
+        return [*self._chain(next(one for one in self.counts if one.folder == finished.base)), finished]
+
+
+class _VirtualScribe:
+    def __init__(self, shelf: Shelf, host: Node, alive: Callable[[], bool]) -> None:
+        self._shelf, self._host, self._alive = shelf, host, alive
+
+    def write(
+        self,
+        order: messages.Capture,
+        slot: int,
+        schemas: Sequence[Schema],
+        next_portion: Callable[[int], Portion | None],
+        dense: Sequence[tuple[Key, Part]],
+        done: Callable[[dict[str, Any]], None],
+        failed: Callable[[str], None],
+    ) -> _VirtualWriting:
+        """See `Scribe`."""
+        part = self._shelf.parts[order.folder, slot] = WrittenPart()
+        part.dense = {trainer: kept for (_, trainer), kept in dense}
+        writing = _VirtualWriting()
+
+        def go_on(reason: str) -> None:
+            if not writing.cancelled and self._alive():
+                self._host.run(go_on_inside, reason)
+
+        def go_on_inside(reason: str) -> None:
+            if reason:
+                failed(reason)
+                return
+            portion = next_portion(PORTION_BYTES)
+            if portion is None:
+                done({"bytes": sum(portion.records_NB.nbytes for portion in part.portions)})
+            else:
+                part.portions.append(portion)
+                self._shelf.later(WRITE_S, f"portion of slot {slot}", go_on)
+
+        self._shelf.later(WRITE_S, f"first of slot {slot}", go_on)
+        return writing
+
+
+class _VirtualWriting:
+    cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
