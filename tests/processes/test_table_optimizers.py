@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[type | None, dict[str, Any], dict[str, Any], str]] = {
     "clipping to zero": (
         None, {}, {"gradient_clipping": True, "max_gradient": 0.0}, "`max_gradient` must be positive",
     ),
-    "half output": (torch.optim.SGD, {}, {"output_dtype": SparseType.FP16}, "`output_dtype`=.* is not supported"),
+    "8 bits output": (torch.optim.SGD, {}, {"output_dtype": SparseType.INT8}, "`output_dtype`=.* is not supported"),
     "half weights": (torch.optim.SGD, {}, {"weights_precision": DataType.FP16}, "`weights_precision`="),
     "half state": (torch.optim.Adam, {}, {"optimizer_state_dtypes": {"momentum1": SparseType.FP16}}, "is float32"),
     "ids made good": (None, {}, {"bounds_check_mode": BoundsCheckMode.WARNING}, "`bounds_check_mode`=WARNING is not"),

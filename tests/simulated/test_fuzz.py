@@ -412,6 +412,7 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
     one = positions[0][:1]
     return [
         wire.Lookup(slot, 0, step, positions),
+        wire.Lookup(slot, 0, step, positions, int8=True),
         wire.Push(slot, 0, step, 0, positions, gradients, [0.1] * len(positions), step, step - 1),
         wire.Export(slot, 0, 0, step, positions[0]),
         wire.Fold(slot, 0, source, 0, step, step - 1, parts, deltas),

@@ -63,7 +63,7 @@ class FakeSession:
         self._check_training()
         self.ahead.append((self.step, rows))
 
-    def lookup_parts(self, rows: list[Tensor]) -> list[list[Tensor]]:
+    def lookup_parts(self, rows: list[Tensor], evaluation: bool = False) -> list[list[Tensor]]:
         """In two parts, the second of which may be empty."""
         self._check_training()
         self.lookups += 1

@@ -45,7 +45,7 @@ def test_a_declaration_says_all_that_the_bytes_depend_on() -> None:
         f"Ask(slot: {count}, incarnation: {count}, names: list[str], of: dict[int, int ge=0 le=9] | NoneType,"
         f" era: {count}) -> Forgotten | Rows"
     )
-    assert declaration(wire.Rows) == "Rows(weights: list[2-D float32 or bfloat16])"
+    assert declaration(wire.Rows) == "Rows(weights: list[2-D float32 or bfloat16 or uint8])"
     assert declaration(variant()) == declaration(Ask)
 
 

@@ -20,6 +20,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torch_ecrec import DistributedModelParallel
+from torch_ecrec.nn import given
 from torch_ecrec.nn.placeholder import TableParameter
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -213,6 +214,97 @@ def test_of_two_state_dicts_the_one_that_was_written_counts() -> None:
     with pytest.warns(UserWarning, match="was changed in place, and the table was not"):
         model(batch_of(4, 0))
     assert model.full_state_dict()[key].eq(1.0).all()
+
+
+WAYS: dict[str, Callable[[torch.Tensor], object]] = {
+    "numpy": lambda values: values.numpy()[3].fill(7.0),
+    "data": lambda values: values.data[3].fill_(7.0),
+    "detached memory": lambda values: memoryview(values.numpy()).cast("B").__setitem__(5, 1),
+    "dlpack": lambda values: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(values))[49, 7].fill_(7.0),
+    "the last byte": lambda values: values.numpy().view("uint8").reshape(-1).__setitem__(-1, 1),
+}
+NOTICED_BY: dict[str, Callable[[Any], object]] = {
+    "a forward of training": lambda model: model(batch_of(4, 0)),
+    "an evaluation": lambda model: torch.no_grad()(model.eval())(batch_of(4, 0)),
+    "flush": lambda model: model.flush(),
+    "full_state_dict": lambda model: model.full_state_dict(),
+}
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "let go of"])
+@pytest.mark.parametrize("noticed_by", NOTICED_BY)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_past_torch_changes_the_table_too(way: str, noticed_by: str, kept: bool) -> None:
+    model, session = shard(Net(collection("sgd", device=CPU)))
+    key = "collections.0.embedding_bags.wide.weight"
+    before = model.full_state_dict()[key]
+    state = model.state_dict()
+    (values,) = local(state[key])
+    version = values._version
+    WAYS[way](values)
+    assert way == "dlpack" or values._version == version, "torch has not noticed"
+    wanted = values.clone()
+    if not kept:
+        del state, values
+    NOTICED_BY[noticed_by](model)
+    slab, first = session.job.place_of_table[key.split(".")[-2]]
+    stored = session.read(slab, torch.arange(first, first + 50))[:, :8]
+    assert torch.equal(stored, wanted) and not torch.equal(wanted, before)
+    assert torch.equal(model.full_state_dict()[key], wanted)
+
+
+def test_a_write_past_torch_that_comes_too_late_is_told() -> None:
+    model, _ = shard(Net(collection("sgd", device=CPU)))
+    key = "collections.0.embedding_bags.wide.weight"
+    (values,) = local(model.state_dict()[key])
+    model(batch_of(4, 0))[0].backward()
+    trained = model.full_state_dict()[key]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch_of(4, 1))
+    values.numpy().fill(0.0)
+    with pytest.warns(UserWarning, match="table wide in a state dict was changed in place, and the table was not"):
+        model(batch_of(4, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch_of(4, 1))  # once
+    assert torch.equal(model.full_state_dict()[key], trained)
+
+
+def test_an_evaluation_looks_once_at_all_of_a_large_tensor_and_training_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(given, "WHOLE_BYTES", 16)
+    monkeypatch.setattr(given, "PART", 4)
+    model, _ = shard(Net(collection("sgd", device=CPU)))
+    key = "collections.0.embedding_bags.wide.weight"
+    (values,) = local(model.state_dict()[key])
+
+    def evaluate() -> torch.Tensor:
+        with torch.no_grad():
+            model.eval()(batch_of(4, 0))
+        return model._step.session.read(0, torch.arange(50))[:, :8]
+
+    values.numpy()[3, 1] = 5.0
+    assert torch.equal(evaluate(), values), "the first look"
+    evaluate()
+    values.numpy()[3, 1] = 6.0
+    assert not torch.equal(evaluate(), values), "is not in the part"
+    values.numpy().fill(2.0)
+    assert torch.equal(evaluate(), values), "is in any part"
+    values.numpy()[3, 1] = 7.0
+    evaluate()
+    model.train()(batch_of(4, 0))
+    assert torch.equal(model._step.session.read(0, torch.arange(50))[:, :8], values)
+
+
+def test_a_tensor_whose_memory_was_taken_away_is_not_looked_at() -> None:
+    model, _ = shard(Net(collection("sgd", device=CPU)))
+    key = "collections.0.embedding_bags.wide.weight"
+    right, state = model.full_state_dict()[key], model.state_dict()
+    local(state[key])[0].untyped_storage().resize_(0)
+    model(batch_of(4, 0))
+    assert torch.equal(model.full_state_dict()[key], right)
+    model(batch_of(4, 0))[0].backward()
+    model(batch_of(4, 0))
 
 
 def test_optimizer_state_may_be_written_in_place() -> None:

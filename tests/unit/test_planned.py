@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from models import CPU, META, Net, batch_of, collection, dense_parameters, shard, table, train
 from torch import nn
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
@@ -32,8 +33,8 @@ def plan_of(path: str = PATH, tables: tuple[str, ...] = TABLES, **of_wide: Any) 
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        ({"output_dtype": DataType.FP16}, "table wide: `output_dtype`=.*FP16 is not supported; what is looked up"),
-        ({"output_dtype": DataType.BF16}, "table wide: `output_dtype`="),
+        ({"output_dtype": DataType.INT8}, "table wide: `output_dtype`=.*INT8 is not supported; supported are FP32"),
+        ({"bounds_check_mode": BoundsCheckMode.WARNING}, "table wide: `bounds_check_mode`="),
     ],
 )
 def test_a_wish_of_a_plan_that_is_not_honoured_is_refused(wish: dict[str, Any], message: str) -> None:
@@ -47,7 +48,7 @@ def test_a_wish_of_a_plan_for_a_wrapper_is_refused() -> None:
         {"fp": FeatureProcessedEmbeddingBagCollection(bags, {"f0": PositionWeightedModule(3)})}  # type: ignore[dict-item]
     )
     with pytest.raises(ValueError, match="table wide: `output_dtype`="):
-        shard(module, plan=plan_of("fp", ("wide",), output_dtype=DataType.FP16))
+        shard(module, plan=plan_of("fp", ("wide",), output_dtype=DataType.INT8))
 
 
 def test_wishes_of_a_plan_that_change_no_number_are_taken() -> None:

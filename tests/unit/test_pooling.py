@@ -69,6 +69,32 @@ def test_pool_and_its_gradients(seed, weighted, dim, lengths, divisor):
         np.testing.assert_allclose(out_N, per_id_N.grad.numpy(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dim", [1, 3, 4, 15, 16, 23, 63, 64, 70, 128, 199])  # every mix of blocks of columns
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_sums_are_those_of_one_id_after_the_other_bit_for_bit(dim, weighted, half):
+    random = np.random.default_rng(dim)
+    rows_UD = random.standard_normal((40, dim), np.float32) * 10.0 ** random.integers(-6, 6, (40, dim))
+    rows_UD = np.where(random.random((40, dim)) < 0.3, np.float32(-0.0), rows_UD.astype(np.float32))
+    stored_UD = (rows_UD.view(np.uint32) >> 16).astype(np.uint16) if half else rows_UD
+    rows_UD = (stored_UD.astype(np.uint32) << 16).view(np.float32) if half else rows_UD
+    lengths_FB = random.permutation(np.arange(8).repeat(3)).reshape(4, 6)
+    count, mean_F = int(lengths_FB.sum()), np.array([False, True, False, True])
+    inverse_N, per_id_N = random.integers(0, 40, count), random.standard_normal(count, np.float32)
+    wanted_BFD, n = np.zeros((6, 4, dim), np.float32), 0
+    for (f, b), length in np.ndenumerate(lengths_FB):
+        for i in range(n, n + length):
+            value_D = per_id_N[i] * rows_UD[inverse_N[i]] if weighted else rows_UD[inverse_N[i]]
+            wanted_BFD[b, f] = value_D if i == n else wanted_BFD[b, f] + value_D
+        if mean_F[f] and length:
+            wanted_BFD[b, f] /= np.float32(length)
+        n += length
+    out_BFD = np.full((6, 4, dim), np.nan, np.float32)
+    pooling.pool([stored_UD[:7], stored_UD[7:]], inverse_N, lengths_FB, per_id_N, weighted, mean_F, out_BFD)
+    assert dim == 1 or np.signbit(wanted_BFD[wanted_BFD == 0]).any()
+    assert np.array_equal(out_BFD.view(np.uint32), wanted_BFD.view(np.uint32))
+
+
 def test_bfloat16_rows_are_what_they_stand_for():
     weights = torch.randn(6, 8)
     halves = weights.bfloat16()

@@ -7,7 +7,7 @@
                      and checked to be finite by ours alone
     sequence         looked-up rows to a row for each id, and back
     bfloat16         rows at scattered places of a table, rounded, as they travel if that is the `wire`
-    8 bits           rows quantised row by row, and back: what rows in a checkpoint or on a wire could be. Ours has none
+    8 bits           rows quantised row by row, and back, as they may travel to evaluations (`evaluation_wire`)
 
 Batches follow Zipf's law as those of `bench train` (see `workload.py`). An operator takes what its place in training
 hands it, so a rival that wants offsets instead of lengths makes them in its time. What is reused from step to step is
@@ -36,6 +36,7 @@ from torch_ecrec.bench.workload import zipf_ranks
 from torch_ecrec.client import pooling
 from torch_ecrec.layout import routing
 from torch_ecrec.layout.stripes import Layout
+from torch_ecrec.records.quantised import quantise, restore
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.records.shard import Shard
 from torch_ecrec.runtime.checks import require_int
@@ -262,6 +263,7 @@ class _Batch:
     def eight_bits(self) -> Case:
         fbgemm, plain = _FBGEMM.FloatToFused8BitRowwiseQuantized, torch.ops.quantized
         alternatives: Alternatives = {
+            "ours": (_nothing, lambda _: torch.from_numpy(quantise(self.weights_UD.numpy()))),
             "fbgemm": (_nothing, lambda _: fbgemm(self.weights_UD)),
             "torch": (_nothing, lambda _: plain.embedding_bag_byte_prepack(self.weights_UD)),
         }
@@ -271,6 +273,7 @@ class _Batch:
         packed = _FBGEMM.FloatToFused8BitRowwiseQuantized(self.weights_UD)
         fbgemm, plain = _FBGEMM.Fused8BitRowwiseQuantizedToFloat, torch.ops.quantized
         alternatives: Alternatives = {
+            "ours": (_nothing, lambda _: torch.from_numpy(restore(packed.numpy()))),
             "fbgemm": (_nothing, lambda _: fbgemm(packed)),
             "torch": (_nothing, lambda _: plain.embedding_bag_byte_unpack(packed)),
         }

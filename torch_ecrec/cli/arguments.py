@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import get_args
 
-from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings, Policy
+from torch_ecrec.coordinator.checkpoint_settings import Beyond, CheckpointSettings, Policy
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
@@ -74,7 +74,13 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-bytes-per-s", metavar="B", type=float, default=100e6, help="of each server (default 1e8; 0: all)"
     )
     group.add_argument(
-        "--checkpoint-zstd", metavar="LEVEL", type=int, default=0, help="compress (1 to 19; default: not)"
+        "--checkpoint-zstd", metavar="LEVEL", type=int, default=0, help="compress (1 to 19; default 0: not)"
+    )
+    group.add_argument(
+        "--beyond",
+        choices=get_args(Beyond),
+        default="stop",
+        help="when more is lost than parity can repair: stop (default), or all go back to the newest checkpoint",
     )
     group.add_argument(
         "--restore",
@@ -99,6 +105,7 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         keep=arguments.checkpoint_keep,
         policy=arguments.checkpoint_policy,
         bytes_per_s=arguments.checkpoint_bytes_per_s,
+        beyond=arguments.beyond,
         encoding=(("zstd", arguments.checkpoint_zstd),),
         run=uuid.uuid4().hex[:8],
     )
@@ -112,6 +119,7 @@ def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
         return found
     steps, seconds = arguments.checkpoint_every
     found += ["--checkpoint", arguments.checkpoint, "--checkpoint-every", f"{seconds}s" if seconds else str(steps)]
+    found += ["--beyond", arguments.beyond]
     for name in ("keep", "policy", "bytes_per_s", "zstd"):
         found += [f"--checkpoint-{name.replace('_', '-')}", str(getattr(arguments, f"checkpoint_{name}"))]
     return found

@@ -8,6 +8,8 @@ values go out sample by sample, which is the form that the model wants, so that 
 Invariants. One order of summation: the ids of a bag in their order; the gradients of a row in the order of the ids that
 named it, over all bags. The first value is copied, not added to zero, so that -0.0 stays.
 
+Sums of several ids are made in registers, a block of columns at a time (`runtime/row_sums.py`), which changes no bit.
+
 Rows that were looked up are float32, or uint16 that is bfloat16; all else is float32.
 
 Shapes: U rows, D dim, N ids, F features, B samples.
@@ -24,7 +26,9 @@ from numpy.typing import NDArray
 
 from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import AHEAD, addresses, as_float, pointer, prefetch, prefetch_row
+from torch_ecrec.runtime.row_sums import row_address, sum_rows
 
+_AHEAD_BYTES = 8192  # of rows that are asked for early; fewer than AHEAD rows come too late
 _NOT_FINITE = 0x7F800000  # the exponent bits of a float32 are all ones
 
 
@@ -91,6 +95,7 @@ def _pool(
     """As `pool`, with the address of each row, and an empty array of their dtype."""
     dim = out_BFD.shape[2]
     count, row_bytes = inverse_N.shape[0], dim * kind.itemsize
+    ahead = max(AHEAD, _AHEAD_BYTES // row_bytes)
     n = 0
     for f in range(lengths_FB.shape[0]):
         for b in range(lengths_FB.shape[1]):
@@ -98,28 +103,26 @@ def _pool(
             if length == 0:
                 for j in range(dim):
                     out_BFD[b, f, j] = np.float32(0)
-            for i in range(n, n + length):
-                if i + AHEAD < count:
-                    prefetch(address_U[inverse_N[i + AHEAD]], row_bytes)
-                weight_D = carray(pointer(address_U[inverse_N[i]]), dim, kind.dtype)
+            elif length == 1:
+                if n + ahead < count:
+                    prefetch(address_U[inverse_N[n + ahead]], row_bytes)
+                weight_D = carray(pointer(address_U[inverse_N[n]]), dim, kind.dtype)
                 if weighted:
-                    w = per_id_N[i]
-                    if i == n:
-                        for j in range(dim):
-                            out_BFD[b, f, j] = w * as_float(weight_D[j])
-                    else:
-                        for j in range(dim):
-                            out_BFD[b, f, j] += w * as_float(weight_D[j])
-                elif i == n:
+                    w = per_id_N[n]
                     for j in range(dim):
-                        out_BFD[b, f, j] = as_float(weight_D[j])
+                        out_BFD[b, f, j] = w * as_float(weight_D[j])
                 else:
                     for j in range(dim):
-                        out_BFD[b, f, j] += as_float(weight_D[j])
-            if mean_F[f] and length > 1:
-                divisor = np.float32(length)
-                for j in range(dim):
-                    out_BFD[b, f, j] /= divisor
+                        out_BFD[b, f, j] = as_float(weight_D[j])
+            else:
+                for i in range(n + ahead, min(n + length + ahead, count)):
+                    prefetch(address_U[inverse_N[i]], row_bytes)
+                out = row_address(out_BFD, b, f)
+                sum_rows(out, dim, address_U, kind, inverse_N, per_id_N, weighted, n, n + length)
+                if mean_F[f]:
+                    divisor = np.float32(length)
+                    for j in range(dim):
+                        out_BFD[b, f, j] /= divisor
             n += length
 
 

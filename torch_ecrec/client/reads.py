@@ -26,6 +26,7 @@ from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.pieces import Gathering
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer
+from torch_ecrec.records.quantised import MORE_BYTES
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import Exchange, Node, Port
@@ -77,8 +78,13 @@ class SlotReads(Node):
         """Where different rows (U,) int64 of a slab live."""
         return route(self.layouts[slab], rows_U)
 
-    def lookup(self, routes: Sequence[Route], done: Callable[[list[Parts]], None]) -> None:
-        """Weights of the routed rows after step - 1, per slab, to `done`."""
+    def lookup(self, routes: Sequence[Route], done: Callable[[list[Parts]], None], int8: bool = False) -> None:
+        """Weights of the routed rows after step - 1, per slab, to `done`.
+
+        Args:
+            int8: they come as (U, D + 8) uint8, quantised row by row (`records/quantised.py`).
+        """
+        bfloat16 = self.bfloat16 and not int8
         step = self.step
         asked = [slot for slot in range(self.slots) if any(len(route.positions[slot]) for route in routes)]
         answers: dict[int, wire.Rows] = {}
@@ -93,24 +99,25 @@ class SlotReads(Node):
                     return
                 answers[slot] = answer
                 if len(answers) == len(asked):
-                    done(self._in_order(routes, answers))
+                    done(self._in_order(routes, answers, int8))
 
             self._lookups.append(
-                self.ask(slot, lambda i: wire.Lookup(slot, i, step, positions, self.bfloat16), on_answer)
+                self.ask(slot, lambda i: wire.Lookup(slot, i, step, positions, bfloat16, int8), on_answer)
             )
 
         if not asked:
-            done(self._in_order(routes, answers))
+            done(self._in_order(routes, answers, int8))
         for slot in asked:
             ask(slot)
 
-    def _in_order(self, routes: Sequence[Route], answers: dict[int, wire.Rows]) -> list[Parts]:
+    def _in_order(self, routes: Sequence[Route], answers: dict[int, wire.Rows], int8: bool) -> list[Parts]:
         weights = []
         for s, (slab, there) in enumerate(zip(self.job.slabs, routes, strict=True)):
             parts = [answers[slot].weights[s] for slot in sorted(answers)]
             if there.rank is not None or not parts:
-                dtype = torch.bfloat16 if self.bfloat16 else torch.float32
-                out_UD = torch.empty((len(there.rows), slab.dim), dtype=dtype)
+                dtype = torch.uint8 if int8 else torch.bfloat16 if self.bfloat16 else torch.float32
+                width = slab.dim + MORE_BYTES if int8 else slab.dim
+                out_UD = torch.empty((len(there.rows), width), dtype=dtype)
                 parts = [there.join(parts, out_UD) if parts else out_UD]
             weights.append(parts)
         return weights

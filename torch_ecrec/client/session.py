@@ -12,6 +12,7 @@ one tensor per slab. Rows are slab rows: first row of the table in its slab, plu
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from torch_ecrec.client.waiting import Waiting
 from torch_ecrec.errors import TrainersLost
 from torch_ecrec.layout.routing import Parts, Route, arrange
 from torch_ecrec.protocol import wire
+from torch_ecrec.records.quantised import restore
 from torch_ecrec.runtime.lifetime import belongs_here
 
 ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
@@ -164,11 +166,12 @@ class Session:
         self._routes.append(found)
         return found.rows, inverse_N
 
-    def lookup_parts(self, rows: Sequence[Tensor]) -> list[Parts]:
+    def lookup_parts(self, rows: Sequence[Tensor], evaluation: bool = False) -> list[Parts]:
         """Weights of rows as they are after the previous step.
 
         Args:
             rows: per slab, (U,) int64, unique; in the order that `arrange` gave them, they cost least.
+            evaluation: no gradient comes of it: they may travel as `evaluation_wire` of the settings says.
 
         Returns:
             Per slab, one part (u, D) from each slot, float32, or bfloat16 if that is the `wire`; end to end they are
@@ -181,7 +184,11 @@ class Session:
             self._ahead.remove(ahead)
             self._wait(lambda: bool(ahead.answer), what)
             return ahead.answer[0]
-        weights: list[Parts] = self._run_and_wait(self.client.lookup, self._route(rows), what=what)
+        int8 = evaluation and self.client.settings.evaluation_wire == "int8"
+        lookup = functools.partial(self.client.lookup, int8=int8)
+        weights: list[Parts] = self._run_and_wait(lookup, self._route(rows), what=what)
+        if int8:
+            return [[torch.from_numpy(restore(part_UB.numpy())) for part_UB in parts] for parts in weights]
         return weights
 
     def look_ahead(self, rows: Sequence[Tensor]) -> None:

@@ -9,6 +9,7 @@ from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Join, OfMember, OfSlot, Rejoin
 
+WENT_BACK = "more was lost than parity can repair, and the cluster went back to a checkpoint"
 FENCED = "this process was taken for lost, and what it did has been given to another"
 
 
@@ -26,6 +27,8 @@ def join_refusal(state: ClusterState, join: Join) -> str | None:
 def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | None:
     """Why a member may not rejoin, with a kind for `fatal`, or None."""
     job = state.job
+    if job.goes_back or _times(rejoin.restored) < _times(job.restored):
+        return ("trainers_lost" if rejoin.role == "trainer" else "fenced"), WENT_BACK
     if job.fatal is not None:
         return job.fatal_kind, f"the cluster has stopped: {job.fatal}"
     if rejoin.code != job.code:
@@ -42,6 +45,11 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
     if rejoin.newest > state.world.generation or rejoin.era > state.eras.number or epoch > state.table.epoch:
         return "fenced", f"{rejoin.name} knows a generation, an era or a placement that there has not been"
     return None
+
+
+def _times(restored: messages.Restored | None) -> int:
+    """How often a cluster went back to a checkpoint."""
+    return 0 if restored is None else restored.times
 
 
 def objection(state: ClusterState, member: MemberRecord, word: OfMember) -> str | None:

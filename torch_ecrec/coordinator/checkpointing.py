@@ -24,6 +24,7 @@ from torch_ecrec.coordinator.members import Members
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
+from torch_ecrec.spec.job import JobSpec
 
 SURVEY_S = 0.5  # for the answers to a survey, before it is made again
 SURVEYS_S = 30.0  # for a step that all slots can show
@@ -49,6 +50,9 @@ class Finished:
     dense_of: int
 
 
+Restorable = tuple[messages.Restored, JobSpec]
+
+
 class Ledger(Protocol):
     """Writes manifests, and removes what is not wanted any more; beside the coordinator, in its own time."""
 
@@ -57,6 +61,13 @@ class Ledger(Protocol):
 
         Args:
             done: gets why it failed, or None, and whether the next one is to be full.
+        """
+
+    def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
+        """Looks for the newest checkpoint that is whole.
+
+        Args:
+            done: gets it, and the job that it is of; or None, and why there is none.
         """
 
 

@@ -63,6 +63,7 @@ class Coordinator:
         send: sends a message to a member by name.
         announce: tells observers and the log of an event.
         ledger: writes manifests of checkpoints; None: nobody does.
+        before: the one that this one takes over from, since its cluster goes back to a checkpoint.
     """
 
     def __init__(
@@ -71,8 +72,11 @@ class Coordinator:
         send: Callable[[str, FromCoordinator], None],
         announce: Callable[[Event], None],
         ledger: Ledger | None = None,
+        before: Coordinator | None = None,
     ) -> None:
         self._state = ClusterState(settings, send, announce, ledger)
+        if before is not None:
+            self._state.follow(before._state)
         self._send, self._announce = send, announce
 
     # what it knows, for who asks ----------------------------------------------------------------
@@ -111,6 +115,16 @@ class Coordinator:
     def fatal_kind(self) -> str:
         """Which kind of end it is: data_loss or stopped."""
         return self._state.job.fatal_kind
+
+    @property
+    def goes_back(self) -> bool:
+        """More is lost than can be repaired, and the job is to begin again from a checkpoint."""
+        return self._state.job.goes_back
+
+    @property
+    def restored(self) -> messages.Restored | None:
+        """The checkpoint that it began with."""
+        return self._state.job.restored
 
     @property
     def generation(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from torch_ecrec.coordinator.checkpoint_settings import Beyond
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
@@ -21,8 +22,10 @@ class RunningJob:
         members: who is told.
         announce: tells observers of an event.
         restore: the checkpoint that the cluster begins with, and the job that it is of.
+        beyond: what follows when more is lost than can be repaired (`CheckpointSettings`).
 
     Attributes:
+        goes_back: the job has ended as it was, and begins again from a checkpoint.
         restored: that checkpoint; None: training began at its beginning.
         spec: None until a trainer has joined.
         origin: the step that training begins after (`wire.py`); None: loading has not ended.
@@ -36,8 +39,9 @@ class RunningJob:
         members: Members,
         announce: Callable[[Event], None],
         restore: tuple[Restored, JobSpec] | None = None,
+        beyond: Beyond = "stop",
     ) -> None:
-        self.code = code
+        self.code, self._beyond, self.goes_back = code, beyond, False
         self.restored = None if restore is None else restore[0]
         self._restored_job = None if restore is None else restore[1]
         self._members, self._announce = members, announce
@@ -79,8 +83,15 @@ class RunningJob:
             if one.origin is not None:
                 self.origin = one.origin
 
+    def lose(self, reason: str) -> None:
+        """More is lost than can be repaired: ends the job, or goes back to a checkpoint."""
+        if self._beyond == "stop":
+            self.stop(reason, "data_loss")
+        else:
+            self.fatal, self.fatal_kind, self.goes_back = reason, "data_loss", True
+
     def stop(self, reason: str, kind: str) -> None:
         """Ends the job for everybody: kinds are data_loss and stopped."""
-        self.fatal, self.fatal_kind = reason, kind
+        self.fatal, self.fatal_kind, self.goes_back = reason, kind, False
         self._announce(events.Fatal(kind, reason))
         self._members.tell(messages.Fatal(kind, reason))

@@ -126,7 +126,7 @@ class SlotTable:
         assert self._job.spec is not None
         reason = data_loss(self._job.code, self._job.spec, gone)
         if reason is not None:
-            self._job.stop(reason, "data_loss")
+            self._job.lose(reason)
         return reason is not None
 
     def place_waiting(self) -> None:
@@ -204,4 +204,4 @@ class SlotTable:
         """A new host found that nobody has what it needs."""
         self._stop_if_lost({slot} | self._unhealthy())
         if self._job.fatal is None:
-            self._job.stop(f"slot {slot} is lost: no holder of its parities has caught up with it", "data_loss")
+            self._job.lose(f"slot {slot} is lost: no holder of its parities has caught up with it")

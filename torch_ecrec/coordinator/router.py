@@ -19,12 +19,15 @@ Invariants.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch_ecrec.coordinator.admission import FENCED
-from torch_ecrec.coordinator.checkpointing import Ledger
+import msgspec
+
+from torch_ecrec.coordinator.admission import FENCED, WENT_BACK
+from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.observe import events
@@ -94,6 +97,8 @@ class Router:
         ledger: Ledger | None = None,
     ) -> None:
         self.core = Coordinator(settings, self._send, self._tell_watchers, ledger)
+        self._settings, self._ledger = settings, ledger
+        self._looks_back = False  # for the checkpoint that the cluster goes back to
         self.refused = 0  # messages, since the start
         self._probe, self._announce, self._stop, self._stamp = probe, announce, stop, stamp
         self._joins_from_s = joins_from_s
@@ -159,6 +164,7 @@ class Router:
             elif isinstance(word, messages.Progress):
                 for watcher in list(self._watchers):
                     watcher.send(self._stamp(message))
+            self._look_beyond()
 
     def refuse(self, peer: Peer, reason: str, now_s: float, kind: str = "refused") -> None:
         """What arrived counts for nothing: its sender is told why, and the log from time to time."""
@@ -171,6 +177,31 @@ class Router:
             self._told_s, count, self._refusals = now_s, self._refusals, 0
             who = self._names.get(peer, peer.peer)
             self._tell_watchers(events.Refused(who, reason, count))
+
+    def _look_beyond(self) -> None:
+        """More may be lost than can be repaired: then a checkpoint is looked for."""
+        if self.core.goes_back and not self._looks_back:
+            assert self._ledger is not None  # whoever wants to go back has checkpoints written
+            self._looks_back = True
+            self._ledger.newest(self._go_back)
+
+    def _go_back(self, found: Restorable | None, why: str) -> None:
+        """To that checkpoint: everybody begins anew, as another member."""
+        self._looks_back, before = False, self.core
+        reason = before.fatal or ""
+        if found is None:
+            before.stop(f"{reason}; and there is no checkpoint to go back to: {why}", "data_loss")
+            return
+        times = 1 + (before.restored.times if before.restored is not None else 0)
+        restored = msgspec.structs.replace(found[0], times=times)
+        settings = dataclasses.replace(self._settings, restore=(restored, found[1]))
+        self.core = Coordinator(settings, self._send, self._tell_watchers, self._ledger, before)
+        for name, peer in self._connections.items():
+            kind = "trainers_lost" if before.members[name].role == "trainer" else "fenced"
+            self._say(peer, messages.Fatal(kind, WENT_BACK))
+        for members in (self._connections, self._names, self._addresses, self._away):
+            members.clear()
+        self._tell_watchers(events.WentBeyond(restored.folder, restored.done, reason))
 
     def on_closed(self, peer: Peer, now_s: float) -> None:
         """A connection has ended."""
@@ -222,7 +253,8 @@ class Router:
 
     def _let_in(self, now_s: float) -> None:
         """Those who wait to join, unless members of a coordinator before come first."""
-        while self._held and now_s >= self._joins_from_s and not self.core.regathering:
+        self._look_beyond()
+        while self._held and now_s >= self._joins_from_s and not self.core.regathering and not self._looks_back:
             peer = next(iter(self._held))
             self._join(peer, self._held.pop(peer), now_s)
 

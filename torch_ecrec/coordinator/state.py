@@ -32,7 +32,7 @@ class ClusterState:
     ) -> None:
         self.announce, self.transport = announce, settings.transport
         self.members = Members(send, settings.lease_s)
-        self.job = RunningJob(settings.code, self.members, announce, settings.restore)
+        self.job = RunningJob(settings.code, self.members, announce, settings.restore, settings.checkpoint.beyond)
         self.world = World(settings.spares, settings.store, self.job, self.members, announce)
         self.eras = Eras(self.job, self.members, announce)
         self.checkpointing = Checkpointing(settings.checkpoint, ledger, self.job, self.members, announce)
@@ -40,6 +40,11 @@ class ClusterState:
             settings.without_spare, self.job, self.members, self.world, self.eras, self.checkpointing, announce
         )
         self.regathering = Regathering()
+
+    def follow(self, before: ClusterState) -> None:
+        """Takes over from a cluster that went back to a checkpoint: nobody of it is taken for a member of this one."""
+        self.members.follow(before.members.life)
+        self.world.generation, self.table.epoch = before.world.generation, before.table.epoch
 
     def form(self, now_s: float, even_if_complete: bool = False) -> None:
         """Forms a new generation where somebody is not in the present one, unless members of before come first."""

@@ -35,8 +35,10 @@ class EmbeddingBackend(Protocol):
     def arrange(self, slab: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The different ones of `rows` (N,), in the best order, (U,), and where each of `rows` is in them, (N,)."""
 
-    def lookup_parts(self, rows: list[Tensor]) -> list[Parts]:
+    def lookup_parts(self, rows: list[Tensor], evaluation: bool = False) -> list[Parts]:
         """Weights (U, D) after `step - 1`, per slab, float32 or bfloat16. Does not end the step; may be repeated.
+
+        Of an `evaluation`, which makes no gradients, the settings may have them less exact.
 
         In parts of some rows each, (u, D), in the order of the rows. They are only read.
         """

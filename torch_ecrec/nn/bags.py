@@ -66,14 +66,14 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
         return part.bags(features, self._weighted, self._step.session.arrange, repeats)
 
     def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Puts the pooled features side by side: (B, sum of dims)."""
-        if len(output) == 1:
-            values = output[0].flatten(1)
+        """Puts the pooled features side by side, rounded to what they come out as: (B, sum of dims)."""
+        if len(set(self._outputs)) == len(output) == 1:
+            values = output[0].flatten(1).to(self._outputs[0])
         else:
             columns: list[Tensor] = [torch.empty(0)] * len(self._keys)
             for part, pooled_BFD in zip(self._slices, output, strict=True):
                 for column, pooled_BD in zip(part.columns, pooled_BFD.unbind(1), strict=True):
-                    columns[column] = pooled_BD
+                    columns[column] = pooled_BD.to(self._outputs[column])
             values = torch.cat(columns, dim=1)
         return _Ready(KeyedTensor(keys=self._keys, length_per_key=self._dims, values=values))
 

@@ -6,8 +6,14 @@
 There the tensor is the table. Here it is a copy of this trainer's rows, and what was written is loaded before the rows
 are next asked for, as by `model.load_state_dict(...)`.
 
+torch counts what its own operations write. What is written past it, through `.numpy()`, `.data` or memory that another
+program has, is found by a sum of the bytes (`runtime/byte_sums.py`), taken when the tensor is given and again at each
+look: before a training step, a save, a flush, and when the user lets go of the tensor. Evaluations look often: of a
+tensor of more than `WHOLE_BYTES` the first one looks at the whole, later ones at a part.
+
 After the next training step, or load, the copy is older than the table: a write into it then changes nothing, and is
-told. Memory of a copy is free with the user's last reference to it, unless it was written into and not loaded yet.
+told; one past torch, as far as a part of the tensor shows it. Memory of a copy is free with the user's last reference
+to it, unless it was written into and not loaded yet.
 
 What was written is not the same on all trainers, and perhaps not all have made a state dict: `SparseStep.load_written`
 says when they agree on it.
@@ -15,11 +21,19 @@ says when they agree on it.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
+import zlib
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from torch_ecrec.nn.tensor_bytes import bytes_of
+from torch_ecrec.runtime.byte_sums import sum_of_bytes
+
+WHOLE_BYTES = 16 << 20  # of a tensor that every look looks at as a whole
+PART = 256  # elements of a larger one, spread evenly over it: every step may look at many tensors
 
 Place = tuple[str, str]
 """A table, and a field of its records."""
@@ -31,17 +45,42 @@ class _Given:
 
     place: Place
     version: int
+    part: int  # sum of a part of it as it was given,
+    whole: int  # and of all of it
     users: weakref.ref[Tensor]
     values: Tensor | None
+    looked: bool = False  # at the whole, since it was given
 
-    @property
-    def written(self) -> bool:
-        return self.values is not None and self.values._version != self.version
+    def is_written(self, quick: bool = False) -> bool:
+        """Whether it is not what was given. `quick`: many looks follow each other."""
+        values = self.values
+        if values is None or not _has_memory(values):
+            return False
+        if values._version != self.version:
+            return True
+        if quick and self.looked and values.nbytes > WHOLE_BYTES:
+            return _sum_of_part(values) != self.part
+        self.looked = True
+        return _sum_of(values) != self.whole
 
     def on_let_go(self, _: object) -> None:
         """The user has no reference any more."""
-        if not self.written:
+        if sys.is_finalizing() or not self.is_written():
             self.values = None
+
+
+def _has_memory(values: Tensor) -> bool:
+    """Users may take away a tensor's memory."""
+    return values.untyped_storage().nbytes() >= values.nbytes
+
+
+def _sum_of_part(values: Tensor) -> int:
+    flat = values.detach().reshape(-1)
+    return zlib.crc32(bytes_of(flat[:: max(1, len(flat) // PART)].clone()).numpy().tobytes())
+
+
+def _sum_of(values: Tensor) -> int:
+    return sum_of_bytes(values.data_ptr(), values.nbytes)
 
 
 class GivenTensors:
@@ -50,7 +89,7 @@ class GivenTensors:
     def __init__(self) -> None:
         self.places: dict[Place, None] = {}  # given since they last changed, in this order
         self._fresh: list[_Given] = []  # equal to the table but for what was written into them
-        self._stale: list[tuple[Place, weakref.ref[Tensor], int]] = []
+        self._stale: list[tuple[Place, weakref.ref[Tensor], int, int]] = []  # with version and sum of a part
 
     def add(self, place: Place, values: Tensor) -> None:
         """`values` are this trainer's of `place` now, and go to the user. Perhaps there are none."""
@@ -61,23 +100,27 @@ class GivenTensors:
 
     @staticmethod
     def _of(place: Place, values: Tensor) -> _Given:
-        given = _Given(place, values._version, weakref.ref(values), values.detach())
+        sums = _sum_of_part(values), _sum_of(values)
+        given = _Given(place, values._version, *sums, weakref.ref(values), values.detach())
         given.users = weakref.ref(values, given.on_let_go)
         return given
 
-    @property
-    def any_written(self) -> bool:
-        """Whether this trainer has something to load."""
-        return any(given.written for given in self._fresh)
+    def any_written(self, quick: bool) -> bool:
+        """Whether this trainer has something to load. `quick`: an evaluation asks."""
+        return any(given.is_written(quick) for given in self._fresh)
 
     def written_to(self, place: Place) -> Tensor | None:
         """A copy of what was written last and is not loaded yet: this trainer's rows as they will be."""
-        found = [given.values for given in self._fresh if given.place == place and given.written]
+        found = [given.values for given in self._fresh if given.place == place and given.is_written()]
         return found[-1].clone() if found and found[-1] is not None else None
 
-    def take_written(self) -> dict[Place, Tensor]:
-        """What was written in place since: by place, all values. It counts as loaded from then on."""
-        written = {given.place: given for given in self._fresh if given.written}
+    def take_written(self, quick: bool) -> dict[Place, Tensor]:
+        """What was written in place since: by place, all values. It counts as loaded from then on.
+
+        Args:
+            quick: an evaluation asks.
+        """
+        written = {given.place: given for given in self._fresh if given.is_written(quick)}
         taken: dict[Place, Tensor] = {}
         for place, last in written.items():
             assert last.values is not None, "it was written"
@@ -96,12 +139,14 @@ class GivenTensors:
     def on_trained(self) -> None:
         """All places have changed: what was given is older, and what was written and not loaded until now is lost."""
         self.places = {}
-        self._stale += [(given.place, given.users, given.version) for given in self._fresh]
+        self._stale += [(given.place, given.users, given.version, given.part) for given in self._fresh]
         self._fresh = []
 
     def _expire(self, those: list[_Given]) -> None:
         self._stale += [
-            (given.place, given.users, given.values._version) for given in those if given.values is not None
+            (given.place, given.users, given.values._version, _sum_of_part(given.values))
+            for given in those
+            if given.values is not None and _has_memory(given.values)
         ]
         self._fresh = [given for given in self._fresh if given not in those]
 
@@ -109,12 +154,16 @@ class GivenTensors:
         """Warns of what was written in place after the table had changed."""
         if not self._stale:
             return
-        alive = [(place, values, version) for place, ref, version in self._stale if (values := ref()) is not None]
-        for place, values, version in alive:
-            if values._version != version:
+        alive = [
+            (place, values, version, part, _sum_of_part(values))
+            for place, ref, version, part in self._stale
+            if (values := ref()) is not None and _has_memory(values)
+        ]
+        for place, values, version, part, now in alive:
+            if values._version != version or now != part:
                 warnings.warn(
                     f"a tensor of table {place[0]} in a state dict was changed in place, and the table was not: it has"
                     " been trained or loaded since that state dict was made; `model.load_state_dict(...)` sets it",
                     stacklevel=2,
                 )
-        self._stale = [(place, weakref.ref(values), values._version) for place, values, _ in alive]
+        self._stale = [(place, weakref.ref(values), values._version, now) for place, values, _, _, now in alive]

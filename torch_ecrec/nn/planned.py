@@ -1,6 +1,6 @@
 """What a given plan says of tables that the servers hold, beside where they lie.
 
-    ParameterConstraints(output_dtype=DataType.FP16)     a wish, honoured or refused as if `fused_params` had it
+    ParameterConstraints(output_dtype=DataType.FP16)     a wish, as if `fused_params` had it: `outputs.py`
     ParameterConstraints(compute_kernels=["dense"])      TorchRec leaves the table's step to the script's own optimizer
 
 Where rows lie is the servers' business: sharding types, ranks, kernels and caches change no number, and are taken.

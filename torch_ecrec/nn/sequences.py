@@ -75,7 +75,7 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
         return part.ids(features, self._step.session.arrange)
 
     def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Takes the rows of the features apart: (N, D) each."""
+        """Takes the rows of the features apart, rounded to what they come out as: (N, D) each."""
         assert ctx.features is not None  # of `input_dist`
         keys, sizes = ctx.features.keys(), ctx.features.length_per_key()
         lengths = dict(zip(keys, ctx.features.lengths().view(len(keys), -1).unbind(0), strict=True))
@@ -85,7 +85,8 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
             pieces = rows_N1D.flatten(1).split([len(ids[name]) for name in part.features])
             for column, name, rows_ND in zip(part.columns, part.features, pieces, strict=True):
                 weights = ids[name] if self._need_indices else None
-                found[self._keys[column]] = JaggedTensor(values=rows_ND, lengths=lengths[name], weights=weights)
+                values = rows_ND.to(self._outputs[column])
+                found[self._keys[column]] = JaggedTensor(values=values, lengths=lengths[name], weights=weights)
         return _Ready({key: found[key] for key in self._keys})
 
 

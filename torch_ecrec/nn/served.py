@@ -133,6 +133,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
             for table in self._tables.values()
         }
         self._configs = {config.name: config for config in configs}
+        self._outputs = [torch.float32] * len(places)  # of each column; see `give_out_as`
         self._validated = False
         self._coming: deque[HostIds] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
         self._ready: tuple[KeyedJaggedTensor, list[Tensor], list[Bags]] | None = None  # looked up ahead
@@ -150,6 +151,12 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
     @abc.abstractmethod
     def _bags(self, part: Slice, features: KeyedJaggedTensor, repeats: Repeats | None) -> tuple[Tensor, Bags]:
         """As `Slice.bags`: unique slab rows of the ids, and how they become this module's output."""
+
+    def give_out_as(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Of some tables the dtype that their embeddings come out as, see `outputs.py`; float32 of the others."""
+        self._outputs = [
+            dtypes.get(table.name, torch.float32) for table in self._tables.values() for _ in table.features
+        ]
 
     # TorchRec's stages ----------------------------------------------------------------------------
 
@@ -206,7 +213,8 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
     def before_lookup(self) -> None:
         """What comes before any lookup; twice is once."""
         self._step.open()
-        self._step.load_written("training" if torch.is_grad_enabled() and self.training else "alone")
+        trains = "training" if self.training else "alone"
+        self._step.load_written(trains if torch.is_grad_enabled() else "evaluation")
         if torch.is_grad_enabled():
             self._state.on_training_lookup()
             self._step.on_training_lookup()
@@ -233,7 +241,7 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         if torch.is_grad_enabled():
             pooled = PooledLookup.apply(self._anchor, step, rows, bags, crossings, *(part.per_id_N for part in bags))
         else:
-            weights = step.lookup(rows)
+            weights = step.lookup(rows, evaluation=not self.training)
             pooled = [part.pool(weights[part.slab], crossing) for part, crossing in zip(bags, crossings, strict=True)]
         return [crossing.over(pooled_BFD) for crossing, pooled_BFD in zip(crossings, pooled, strict=True)]
 

@@ -42,6 +42,7 @@ from torch_ecrec.nn.managed import (
     ErasureCodedManagedCollisionEmbeddingCollection,
     ManagedModule,
 )
+from torch_ecrec.nn.outputs import output_dtype
 from torch_ecrec.nn.planned import entries_of, is_scripts, tell_of_scripts, wishes_of
 from torch_ecrec.nn.sequences import ErasureCodedEmbeddingCollection, ErasureCodedFusedEmbeddingCollection
 from torch_ecrec.nn.served import ServedModule
@@ -141,6 +142,25 @@ def all_table_specs(
     return tuple(specs)
 
 
+def output_dtypes(
+    model: nn.Module,
+    modules: Mapping[str, Collection],
+    sharders: Sequence[ModuleSharder[nn.Module]] = (),
+    plan: ShardingPlan | None = None,
+) -> dict[str, dict[str, torch.dtype]]:
+    """Path -> table -> what its embeddings come out as. Arguments and errors as of `all_table_specs`."""
+    found: dict[str, dict[str, torch.dtype]] = {}
+    for path, module in modules.items():
+        fused_params, planned = _fused_params(model, path, module, sharders), entries_of(plan, path)
+        found[path] = {
+            config.name: output_dtype(
+                config.name, weight_of(module, config.name), fused_params, wishes_of(planned.get(config.name))
+            )
+            for config in configs_of(module)
+        }
+    return found
+
+
 def _fused_params(
     model: nn.Module, path: str, module: Collection, sharders: Sequence[ModuleSharder[nn.Module]]
 ) -> Mapping[str, Any]:
@@ -204,9 +224,23 @@ class _TablesSharder(_OfOneKind):
 
     `shard` takes the weights of the original module away if optimizers are attached to them (its parameters are left
     with no rows): they are on the servers. Others end with it.
+
+    Args:
+        step, names, other: as of `_OfOneKind`.
+        outputs: see `output_dtypes`; float32 where nothing is said.
     """
 
     made: Callable[[Any, SparseStep, Mapping[str, str], torch.device], ServedModule[Any]]
+
+    def __init__(
+        self,
+        step: SparseStep,
+        names: Mapping[str, Mapping[str, str]],
+        other: ModuleSharder[Any] | None = None,
+        outputs: Mapping[str, Mapping[str, torch.dtype]] | None = None,
+    ) -> None:
+        super().__init__(step, names, other)
+        self._outputs = outputs or {}
 
     def shard(
         self,
@@ -221,6 +255,7 @@ class _TablesSharder(_OfOneKind):
         names = self._names[module_fqn or ""]
         sharded = type(self).made(module, self._step, names, device or torch.device("cpu"))
         sharded.module_sharding_plan = params
+        sharded.give_out_as(self._outputs.get(module_fqn or "", {}))
         session = self._step.session
         for config in configs_of(module):
             parameter = weight_of(module, config.name)
@@ -332,17 +367,21 @@ class ErasureCodedManagedCollisionSequenceSharder(_ManagedSharder):
 
 
 def sharders_for(
-    step: SparseStep, names: Mapping[str, Mapping[str, str]], others: Sequence[ModuleSharder[nn.Module]]
+    step: SparseStep,
+    names: Mapping[str, Mapping[str, str]],
+    others: Sequence[ModuleSharder[nn.Module]],
+    outputs: Mapping[str, Mapping[str, torch.dtype]] | None = None,
 ) -> list[ModuleSharder[Any]]:
     """One for each kind of module that is served.
 
     Args:
         step, names: as of `_OfOneKind`.
         others: for modules that are not, some of them of a kind of which others are.
+        outputs: see `output_dtypes`.
     """
     of_others = {sharder.module_type: sharder for sharder in others}
     plain: list[_TablesSharder] = [
-        made(step, names, of_others.get(made.served))
+        made(step, names, of_others.get(made.served), outputs)
         for made in (
             ErasureCodedSharder,
             ErasureCodedSequenceSharder,

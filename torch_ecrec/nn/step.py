@@ -106,6 +106,7 @@ class SparseStep:
         Args:
             when: "all": every trainer calls it here. "training": those that have a state dict do, while the others
                 train. "alone": perhaps no other one does, so that with several trainers nothing can be loaded.
+                "evaluation": likewise, and many such calls follow each other.
         """
         if when == "training" and not self._refuses_nan:
             when = "alone"  # others would not be met: they agree on nothing
@@ -124,10 +125,10 @@ class SparseStep:
         self.load_written("alone")
         self.session.snapshot(*pack(self.session.step - 1))
 
-    def lookup(self, rows: list[Tensor]) -> list[Parts]:
-        """Weights (U, D) per slab, in parts."""
+    def lookup(self, rows: list[Tensor], evaluation: bool = False) -> list[Parts]:
+        """Weights (U, D) per slab, in parts. Of an `evaluation` no gradient comes."""
         self.open()
-        return self.session.lookup_parts(rows)
+        return self.session.lookup_parts(rows, evaluation)
 
     def ticket(self) -> Ticket:
         """A new training lookup that waits for its gradient, until its graph is gone."""

@@ -24,6 +24,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import nn
 from torchrec.modules.embedding_configs import DataType
 
+from torch_ecrec.nn.outputs import as_output_dtype
 from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.optimizers import NAMES, by_class, by_type, optimizer
 from torch_ecrec.spec.job import OptimizerSpec
@@ -40,7 +41,7 @@ _OF_MEMORY = (
     "uvm_host_mapped", "uvm_non_rowwise_momentum",
 )  # fmt: skip
 _OF_OTHERS = ("beta1", "beta2", "eta")  # scripts give them to any optimizer; FBGEMM looks at them in a few
-_PRECISIONS = ("cache_precision", "output_dtype", "weights_precision")
+_PRECISIONS = ("cache_precision", "weights_precision")
 _FLOAT32 = (DataType.FP32, SparseType.FP32)
 _DECAY_MODES = ("NONE", "L2", "DECOUPLE")  # 0, 1, 2
 _REASONS = {
@@ -169,11 +170,12 @@ def _take_settings(wishes: dict[str, Any]) -> None:
     """Takes out of `wishes` what is not the optimizer's: refuses what would change a number."""
     for name in _OF_MEMORY:
         wishes.pop(name, None)
+    as_output_dtype(wishes.pop("output_dtype", None))  # honoured where embeddings come out
     for name in _PRECISIONS:
         value = wishes.pop(name, None)
         if value is not None and value not in _FLOAT32:
             raise ValueError(
-                f"`{name}`={value} is not supported; what is looked up is float32, and a table has the `data_type` of"
+                f"`{name}`={value} is not supported; rows are looked up as float32, and a table has the `data_type` of"
                 " its config"
             )
     dtypes = wishes.pop("optimizer_state_dtypes", {})

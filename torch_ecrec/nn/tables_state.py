@@ -223,14 +223,15 @@ class TablesState:
         """
         if when != "all" and not self._given.places:
             return
-        if when == "alone" and self._shares.trainers > 1:
-            if self._given.any_written:
+        quick = when == "evaluation"
+        if when in ("alone", "evaluation") and self._shares.trainers > 1:
+            if self._given.any_written(quick):
                 raise RuntimeError(
                     "a tensor of a table in a state dict was changed in place: before an evaluation or the end of a"
                     " step, every trainer calls `model.flush()`, or `model.load_state_dict(...)` with it"
                 )
             return
-        written = self._given.take_written()
+        written = self._given.take_written(quick)
         tables = self.step.agree_on_written({self.tables[name].job_name for name, _ in written})
         for place in self._places():
             if tables is not None and self.tables[place[0]].job_name in tables and self.step.may_load():

@@ -162,6 +162,14 @@ class Checkpointed(Event, frozen=True, tag="checkpointed"):
     seconds: float
 
 
+class WentBeyond(Event, frozen=True, tag="went_beyond"):
+    """More was lost than parity can repair: all go back to a checkpoint. `step`: of training, that it is of."""
+
+    name: str
+    step: int
+    reason: str
+
+
 class CheckpointVoid(Event, frozen=True, tag="checkpoint_void"):
     """A checkpoint came to nothing; another is tried later. `step`: of training, 0 where none was chosen yet."""
 
@@ -208,6 +216,7 @@ AnyEvent = (
     | Resumable
     | Checkpointed
     | CheckpointVoid
+    | WentBeyond
     | Fatal
     | Refused
 )

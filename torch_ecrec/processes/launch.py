@@ -43,7 +43,7 @@ from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger, FileScribe
 from torch_ecrec.processes.supervisor import START_S, Supervisor
 from torch_ecrec.protocol.messages import TransportName
-from torch_ecrec.runtime import allocator
+from torch_ecrec.runtime import allocator, byte_sums
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, on_signals
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -69,6 +69,7 @@ def warm() -> None:
     routing.warm()
     pooling.warm()
     records.warm()
+    byte_sums.warm()
 
 
 # coordinator ------------------------------------------------------------------------------------------

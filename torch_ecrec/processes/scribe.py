@@ -6,6 +6,7 @@ the coordinator calls the checkpoint void when its time is over.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -17,7 +18,7 @@ import msgspec
 
 import torch_ecrec
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.coordinator.checkpointing import Finished
+from torch_ecrec.coordinator.checkpointing import Finished, Restorable
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
@@ -191,6 +192,34 @@ class FileLedger:
             self._tidy()
 
         self._work.put(work)
+
+    def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
+        """See `Ledger`. Every file is read: one that is altered is passed over, with a word in the log."""
+
+        def work() -> None:
+            why = "none was written"
+            try:
+                for manifest in self._catalog.manifests():
+                    why = self._fault_of(manifest)
+                    if not why:
+                        restored = messages.Restored(self._settings.url, manifest.folder, manifest.done)
+                        self._call(functools.partial(done, (restored, manifest.spec), ""))
+                        return
+                    log.warning("checkpoint %s is passed over: %s", manifest.folder, why)
+            except Exception as error:  # this thread has no caller
+                log.exception("the newest checkpoint")
+                why = str(error)
+            self._call(lambda: done(None, why))
+
+        self._work.put(work)
+
+    def _fault_of(self, manifest: Manifest) -> str:
+        """What is wrong with a checkpoint, or with what it builds on; "" if it is whole."""
+        try:
+            chain = self._catalog.chain(manifest)
+        except CheckpointError as error:
+            return str(error)
+        return next((fault for one in chain for fault in self._catalog.verify(one)), "")
 
     def _manifest(self, finished: Finished, job: JobSpec) -> Manifest:
         return Manifest(

@@ -80,11 +80,17 @@ class Placement(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Restored(Struct, frozen=True, forbid_unknown_fields=True):
-    """The checkpoint that a cluster began with. `done`: steps of training until then."""
+    """The checkpoint that a cluster began with, or went back to.
+
+    Attributes:
+        done: steps of training until then.
+        times: how often this cluster went back to one.
+    """
 
     url: Url
     folder: Folder
     done: Count
+    times: Count = 0
 
 
 class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,6 +28,7 @@ from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.wire import Answer, Refused, Request
 from torch_ecrec.records.positions import require_ascending
+from torch_ecrec.records.quantised import MORE_BYTES
 from torch_ecrec.runtime.kernels import first_outside
 from torch_ecrec.spec.job import JobSpec
 
@@ -128,6 +129,7 @@ class Judge:
 
     def _check_lookup(self, request: wire.Lookup) -> None:
         check(request.step >= 1, f"`step` must be at least 1, got {request.step}")
+        check(not (request.bfloat16 and request.int8), "`bfloat16` and `int8` must not both be asked for")
         self._check_count("positions", request.positions)
         for slab, positions_U in enumerate(request.positions):
             self._check_inside(slab, request.slot, positions_U)
@@ -193,9 +195,10 @@ class Judge:
 
     def _check_rows(self, request: wire.Lookup, answer: wire.Rows, lives: Lives) -> None:
         self._check_count("weights", answer.weights)
-        dtype = torch.bfloat16 if request.bfloat16 else torch.float32
+        dtype = torch.uint8 if request.int8 else torch.bfloat16 if request.bfloat16 else torch.float32
+        more = MORE_BYTES if request.int8 else 0
         for slab, (positions_U, weights_UD) in enumerate(zip(request.positions, answer.weights, strict=True)):
-            _check_shape("weights", slab, weights_UD, (len(positions_U), self.job.slabs[slab].dim))
+            _check_shape("weights", slab, weights_UD, (len(positions_U), self.job.slabs[slab].dim + more))
             check(weights_UD.dtype == dtype, f"`weights[{slab}]` must be {dtype}, got {weights_UD.dtype}")
 
     def _check_records(self, request: wire.Export | wire.Fetch, answer: wire.Records, lives: Lives) -> None:

@@ -60,11 +60,13 @@ class TensorOf(type):
 if TYPE_CHECKING:
     Positions: TypeAlias = Tensor
     Values: TypeAlias = Tensor
+    Weights: TypeAlias = Tensor
     RecordBytes: TypeAlias = Tensor
     Payload: TypeAlias = Tensor
 else:
     Positions = TensorOf("Positions", 1, (torch.int64,))  # (U,)
     Values = TensorOf("Values", 2, (torch.float32, torch.bfloat16))  # (U, D)
+    Weights = TensorOf("Weights", 2, (torch.float32, torch.bfloat16, torch.uint8))  # (U, D), or (U, D + 8) of uint8
     RecordBytes = TensorOf("RecordBytes", 2, (torch.uint8,))  # (U, B)
     Payload = TensorOf("Payload", 1, (torch.uint8,))  # (bytes,)
 
@@ -134,7 +136,7 @@ class Request(_OfEra, Generic[A_co]):
 
 
 class Rows(Answer):
-    weights: list[Values]  # (U, D) float32 each, or bfloat16
+    weights: list[Weights]  # (U, D) float32 each, or bfloat16; or (U, D + 8) uint8, see `records/quantised.py`
 
 
 class Lookup(Request[Rows | Forgotten]):
@@ -142,7 +144,8 @@ class Lookup(Request[Rows | Forgotten]):
 
     step: Count
     positions: list[Positions]  # (U,) int64 each
-    bfloat16: bool = False  # the answer is rounded to it
+    bfloat16: bool = False  # the answer is rounded to it,
+    int8: bool = False  # or quantised row by row: of an evaluation
 
 
 class Acknowledged(Answer):

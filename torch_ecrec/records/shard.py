@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from torch_ecrec.codec.field import xor_rows_
 from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.records import quantised
 from torch_ecrec.records.halves import bfloat16_of, gather_weights
 from torch_ecrec.records.initial import InitialRecords
 from torch_ecrec.records.merge import Merged
@@ -184,21 +185,29 @@ class Shard:
 
     # reading and writing ------------------------------------------------------------------------
 
-    def gather_weights(self, positions_U: Positions, bfloat16: bool = False) -> NDArray[Any]:
+    def gather_weights(self, positions_U: Positions, bfloat16: bool = False, int8: bool = False) -> NDArray[Any]:
         """Weights of some records.
 
         Args:
             positions_U: (U,) int64.
             bfloat16: round to it.
+            int8: quantise row by row, see `quantised.py`. Not with `bfloat16`.
 
         Returns:
-            (U, D) float32, or uint16 that is bfloat16; fresh.
+            (U, D) float32, or uint16 that is bfloat16, or (U, D + 8) uint8; fresh.
 
         Raises:
             IndexError: a position is out of range.
         """
         positions_U = check_positions(positions_U, self.data_rows)
         shape, words_PM = (len(positions_U), self.schema.dim), self._records_PW.view(np.uint32)
+        if int8:
+            weights_UD = np.empty(shape, np.float32)
+            if self.schema.halves:
+                gather_weights(self._data_PB, positions_U, self.schema, weights_UD)
+            else:
+                _gather(words_PM, positions_U, weights_UD.view(np.uint32))
+            return quantised.quantise(weights_UD)
         if self.schema.halves:
             weights_UD = np.empty(shape, np.float32) if bfloat16 else shared.empty(shape, np.float32)
             gather_weights(self._data_PB, positions_U, self.schema, weights_UD)

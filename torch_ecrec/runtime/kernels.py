@@ -1,4 +1,4 @@
-"""What kernels of several packages share: a hint for scattered rows, a check of indices, arrays by address, bfloat16.
+"""What kernels of several packages share: a hint for scattered rows, a check of indices, arrays by address, floats.
 
 Does not know what a row holds.
 """
@@ -126,6 +126,23 @@ def addresses(arrays: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     """
     return np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
 
+
+# ------------------------------------------------------------------------------------------------------------ float32
+
+
+def _type_fused_multiply_add(context: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a * b + c` of float32 with one rounding, on any processor."""
+    tools: Any = cgutils  # untyped
+
+    def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
+        real = tools.ir.FloatType()
+        kind = tools.ir.FunctionType(real, [real, real, real])
+        return builder.call(tools.get_or_insert_function(builder.module, kind, "llvm.fma.f32"), args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+fused_multiply_add: Any = intrinsic(_type_fused_multiply_add)
 
 # ------------------------------------------------------------------------------------------------------------ bfloat16
 

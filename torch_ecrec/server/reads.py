@@ -19,6 +19,7 @@ from torch_ecrec.durability.policy import Reply
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Answer
 from torch_ecrec.records.halves import numbers_of
+from torch_ecrec.records.quantised import quantise
 from torch_ecrec.runtime.tensors import as_tensor
 
 
@@ -56,10 +57,12 @@ class Reads:
             weights = []
             for s, (shard, rows) in enumerate(zip(held.shards, positions, strict=True)):
                 if rule.applied == before:
-                    weights.append(as_tensor(shard.gather_weights(rows, request.bfloat16)))
+                    weights.append(as_tensor(shard.gather_weights(rows, request.bfloat16, request.int8)))
                 else:
                     numbers_UW = numbers_of(held.records_as_of(s, rows, before), shard.schema)
                     weight_UD = torch.from_numpy(numbers_UW[:, : shard.schema.dim].copy())
+                    if request.int8:
+                        weight_UD = torch.from_numpy(quantise(weight_UD.numpy()))
                     weights.append(weight_UD.bfloat16() if request.bfloat16 else weight_UD)
             return wire.Rows(weights)
 

@@ -19,6 +19,7 @@ WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no sp
 TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and servers
 CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
+EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
 
 
 def restarts() -> int:
@@ -45,6 +46,9 @@ class Settings:
             for all of its cluster.
         wire: "bfloat16" halves what lookups and pushes send: rows are rounded on their way to a trainer, and its
             gradients on their way back. Records stay float32, and recovery stays exact.
+        evaluation_wire: "int8" has rows travel quantised, a byte for each weight and 8 for each row, to lookups without
+            gradients: those of a model in `eval()`, under `torch.no_grad()`. Each weight is within 1/510 of its row's
+            range then. "wire": as to training.
         heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost. When it
             wakes up, nothing that it did since counts; a server comes back as a spare.
         shared_memory_bytes: most of the memory that this process shares with others of its host, which then read large
@@ -64,6 +68,7 @@ class Settings:
     give_up_s: float = 120.0
     transport: str = "sockets"
     wire: str = "float32"
+    evaluation_wire: str = "wire"
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
     shared_memory_bytes: int = 2 << 30
@@ -77,7 +82,15 @@ class Settings:
         require(
             self.transport in TRANSPORTS, f"`transport` must be one of {', '.join(TRANSPORTS)}, got {self.transport!r}"
         )
-        require(self.wire in WIRES, f"`wire` must be one of {', '.join(WIRES)}, got {self.wire!r}")
+        more = "; rows of training are not quantised, those of evaluations are by `evaluation_wire`"
+        require(
+            self.wire in WIRES,
+            f"`wire` must be one of {', '.join(WIRES)}, got {self.wire!r}{more if self.wire == 'int8' else ''}",
+        )
+        require(
+            self.evaluation_wire in EVALUATION_WIRES,
+            f"`evaluation_wire` must be one of {', '.join(EVALUATION_WIRES)}, got {self.evaluation_wire!r}",
+        )
         for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"):
             require(getattr(self, name) > 0, f"`{name}` must be positive, got {getattr(self, name)}")
         require_int("shared_memory_bytes", self.shared_memory_bytes, 0)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torch_ecrec.coordinator.checkpointing import Finished
+from torch_ecrec.coordinator.checkpointing import Finished, Restorable
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.schema import Schema
@@ -80,6 +80,10 @@ class Shelf:
             done(reason or None, len(self.counts) % 3 == 0)
 
         self.later(COMMIT_S, "manifest", act)
+
+    def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
+        """See `Ledger`."""
+        raise NotImplementedError("clusters of this simulation stop beyond r")
 
     def records(self, job: JobSpec, finished: Finished) -> list[torch.Tensor]:
         """What a checkpoint holds, with all that it builds on: of each slab (rows, B) uint8. Raises if a row lacks."""
