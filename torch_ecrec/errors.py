@@ -8,7 +8,7 @@ A caller's own mistake is a `ValueError` or `TypeError`; these are the condition
       DataLoss             more than r members of a stripe are gone: restore a checkpoint (exit code 3)
       TrainersLost         another trainer is gone: end, so that all of them are started again (exit code 5)
       Fenced               this process was taken for lost: start it again, as a new member (exit code 6)
-      CheckpointError      a checkpoint cannot be written, or is not what it should be: another one, or another place
+      CheckpointError      a checkpoint cannot be written or read: the message says what to do (exit code 7)
     NonFiniteGradient      a gradient is NaN or infinite: nothing was applied; skip the batch or stop
 """
 
@@ -50,7 +50,7 @@ class Fenced(ClusterError):
 
 
 class CheckpointError(ClusterError):
-    """A checkpoint cannot be written, found or read, or holds other bytes than were written. The text says which."""
+    """A checkpoint cannot be written, found or read. The message names the file and what to do; its cause is kept."""
 
     exit_code = 7
 

@@ -21,8 +21,8 @@ from places import ROOT
 PACKAGE = ROOT / "torch_ecrec"
 
 # A unit (module or package directly under torch_ecrec) imports strictly lower ranks or itself. Equal ranks do not know
-# each other: records and layout; transport and durability; server, client and coordinator, which meet in `protocol`
-# only (`processes/member.py` carries either of the first two, and is given it).
+# each other: records and layout; protocol and storage; transport and durability; server, client and coordinator, which
+# meet in `protocol` only (`processes/member.py` carries either of the first two, and is given it).
 # "__init__" is `torch_ecrec` itself, the public names (all may read its `__version__`); "examples" is the top-level
 # folder, a user's code.
 RANKS = {
@@ -34,9 +34,9 @@ RANKS = {
     "layout": 3,
     "spec": 4,
     "protocol": 5,
+    "storage": 5,
     "transport": 6,
     "durability": 6,
-    "storage": 5,
     "server": 7,
     "client": 7,
     "coordinator": 7,
@@ -88,6 +88,8 @@ PURE = {
     "torch_ecrec.coordinator.status",
     "torch_ecrec.coordinator.succession",
     "torch_ecrec.coordinator.world",
+    "torch_ecrec.storage.policy",
+    "torch_ecrec.storage.row_ids",
 }
 # Whose imports for types alone may close a circle: the root shows type checkers every public name.
 CIRCLES_FOR_TYPES = {"torch_ecrec"}
@@ -314,6 +316,7 @@ def test_server_client_and_coordinator_are_strangers() -> None:
     """Their equal rank is what keeps them apart; this fails if someone 'repairs' the table."""
     assert RANKS["server"] == RANKS["client"] == RANKS["coordinator"]
     assert RANKS["records"] == RANKS["layout"]
+    assert RANKS["protocol"] == RANKS["storage"], "what is kept in a store is read without any message"
     assert RANKS["durability"] == RANKS["transport"], "what makes steps survive does not know how messages travel"
 
 

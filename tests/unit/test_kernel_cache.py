@@ -236,8 +236,9 @@ def test_the_digest_is_of_names_bytes_and_numba(tmp_path, monkeypatch):
 
     for room in kernel_cache.ROOMS:
         (tmp_path / room).mkdir()
-    (tmp_path / "client").mkdir()
-    (tmp_path / "client" / "pooling.py").write_text("a = 1\n")
+    for name in kernel_cache.FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a = 1\n")
     monkeypatch.setattr(kernel_cache, "PACKAGE", tmp_path)
     seen = [digest()]
     for change in (

@@ -1,8 +1,8 @@
 """Reads the command line and runs one command.
 
 Exit codes: 0 done, 1 failed, 2 bad arguments or refused by the cluster, 3 data lost beyond what the code repairs, 4 the
-cluster cannot be reached or did not answer, 5 another trainer was lost, 6 this process was taken for lost, 130
-interrupted.
+cluster cannot be reached or did not answer, 5 another trainer was lost, 6 this process was taken for lost, 7 a
+checkpoint cannot be written or read, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, on_signal
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings, restarts
+from torch_ecrec.storage import quantised, seen
 from torch_ecrec.transport.control import ControlServer, raise_descriptors
 from torch_ecrec.transport.node import Node
 
@@ -69,6 +70,8 @@ def warm() -> None:
     routing.warm()
     pooling.warm()
     records.warm()
+    quantised.warm()
+    seen.warm()
     byte_sums.warm()
 
 
@@ -106,14 +109,11 @@ def run_coordinator(
         CheckpointError: the checkpoint to begin with is not there, or there is no such place.
     """
     begins = find_checkpoint(restore, checkpoint.url) if restore else None
-    ledger = (
-        FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act)) if checkpoint.url else None
-    )
+    ledger: FileLedger | None = None
+    if checkpoint.url:
+        ledger = FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act))
     raise_descriptors()
     store = _store_on(host)
-
-    def announce(event: dict[str, Any]) -> None:
-        log.info("%s", json.dumps(event))
 
     def probe(name: str, number: int, address: tuple[str, int]) -> None:
         server.probe(address, lambda found: router.on_probed(name, number, found, time.monotonic()))
@@ -138,7 +138,7 @@ def run_coordinator(
         ),
         ledger=ledger,
         probe=probe,
-        announce=announce,
+        announce=lambda event: log.info("%s", json.dumps(event)),
         stop=lambda: server.call_later(0.2, server.close),
         stamp=lambda message: {**message, "time_s": time.time()},
         joins_from_s=time.monotonic() + JOINS_HELD_S,

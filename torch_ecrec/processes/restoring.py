@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,11 +38,11 @@ def find(wanted: str, url: str) -> tuple[Restored, JobSpec] | None:
             place, text = wanted, ""
         step = int(text) if text else None
     catalog = Catalog(place)
-    if wanted == NEWEST and not catalog.manifests():
+    if wanted == NEWEST and not catalog.checkpoints():
         return None
-    manifest = catalog.find(step)
+    manifest = catalog.newest() if step is None else catalog.at(step)
     catalog.chain(manifest)  # complains now, not once the trainers are there
-    return Restored(place, manifest.folder, manifest.done), manifest.spec
+    return Restored(place, manifest.id, manifest.done), manifest.spec
 
 
 class StoredCheckpoint:
@@ -65,13 +66,13 @@ class StoredCheckpoint:
 
     def records(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Every record once: slab, rows (U,) int64, records (U, B) uint8."""
-        chain = self._catalog.chain(self._catalog.read(self._restored.folder))
-        for block in records_of(self._catalog, chain):
-            yield block.slab, torch.from_numpy(block.rows_N), torch.from_numpy(block.records_NB.copy())
+        for slab, rows_N, records_NB in records_of(self._catalog, self._catalog.read(self._restored.folder)):
+            yield slab, torch.from_numpy(rows_N), torch.from_numpy(records_NB)
 
     def dense(self) -> list[tuple[Tensor, list[int]]]:
         """Every trainer's part of the dense model, in their order: payload (n,) uint8, and header."""
         parts = dense_of(self._catalog, self._catalog.read(self._restored.folder))
-        if any(part.header[:1] != [self.done] for part in parts):
+        if any(header[:1] != [self.done] for header, _ in parts.values()):
             raise CheckpointError(f"{self._restored.folder}: the dense model is of another step than the tables")
-        return [(torch.from_numpy(part.payload_n.copy()), part.header) for part in parts]
+        found = ((np.frombuffer(payload, np.uint8).copy(), header) for header, payload in parts.values())
+        return [(torch.from_numpy(payload_n), header) for payload_n, header in found]

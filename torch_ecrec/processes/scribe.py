@@ -14,9 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
-import torch_ecrec
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished, Restorable
 from torch_ecrec.errors import CheckpointError
@@ -27,8 +24,10 @@ from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.location import Location
-from torch_ecrec.storage.manifest import Manifest
-from torch_ecrec.storage.parts import Encoding, PartEntry, PartWriter
+from torch_ecrec.storage.manifest import Encoding, Manifest, PartEntry
+from torch_ecrec.storage.parts import PartWriter
+from torch_ecrec.storage.policy import next_kind
+from torch_ecrec.storage.restoring import check_rows
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class FileScribe:
                 log.exception("slot %d of checkpoint %s", slot, order.folder)
                 say(failed, repr(error))
             else:
-                say(done, msgspec.to_builtins(entry))
+                say(done, entry.to_json())
 
         threading.Thread(target=work, name=f"checkpoint of slot {slot}", daemon=True).start()
         return writing
@@ -102,16 +101,17 @@ class FileScribe:
         writing: FileWriting,
     ) -> PartEntry:
         name = f"slot-{slot:05d}"
-        encoding = msgspec.convert(order.encoding, Encoding)
-        with Location(order.url).writing(f"{order.folder}/{name}") as file:
-            part = PartWriter(file, name, schemas, encoding)
+        encoding = Encoding.of(order.encoding)
+        part = PartWriter(Location(order.url).below(order.folder), name, schemas, encoding, slot)
+        try:
             for (_, trainer), (header, payload) in dense:
                 self._pace.spend(part.write_dense(trainer, header, payload.numpy()), order.bytes_per_s, writing)
             while (portion := ask()) is not None:
-                if len(portion.rows_N):
-                    size = part.write(portion.slab, portion.rows_N, portion.records_NB)
-                    self._pace.spend(size, order.bytes_per_s, writing)
+                size = part.write(portion.slab, portion.rows_N, portion.records_NB)
+                self._pace.spend(size, order.bytes_per_s, writing)
             return part.close()
+        finally:
+            part.abandon()
 
 
 class FileWriting:
@@ -162,7 +162,7 @@ class FileLedger:
     ) -> None:
         self._settings, self._job, self._call = settings, job, call
         self._catalog = Catalog(settings.url)
-        self._encoding = msgspec.convert(dict(settings.encoding), Encoding)
+        self._encoding = Encoding.of(dict(settings.encoding))
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sizes: list[tuple[bool, int]] = []  # of this run's checkpoints: whether full, bytes
         threading.Thread(target=self._serve, name="ledger", daemon=True).start()
@@ -179,7 +179,7 @@ class FileLedger:
         def work() -> None:
             try:
                 manifest = self._manifest(finished, job)
-                self._catalog.commit(manifest)
+                self._catalog.commit(manifest.id, manifest)
             except Exception as error:  # this thread has no caller: whatever it is makes the checkpoint void, by name
                 if not isinstance(error, CheckpointError):
                     log.exception("checkpoint %s", finished.folder)
@@ -199,13 +199,13 @@ class FileLedger:
         def work() -> None:
             why = "none was written"
             try:
-                for manifest in self._catalog.manifests():
+                for manifest in self._catalog.checkpoints():
                     why = self._fault_of(manifest)
                     if not why:
-                        restored = messages.Restored(self._settings.url, manifest.folder, manifest.done)
+                        restored = messages.Restored(self._settings.url, manifest.id, manifest.done)
                         self._call(functools.partial(done, (restored, manifest.spec), ""))
                         return
-                    log.warning("checkpoint %s is passed over: %s", manifest.folder, why)
+                    log.warning("checkpoint %s is passed over: %s", manifest.id, why)
             except Exception as error:  # this thread has no caller
                 log.exception("the newest checkpoint")
                 why = str(error)
@@ -216,44 +216,38 @@ class FileLedger:
     def _fault_of(self, manifest: Manifest) -> str:
         """What is wrong with a checkpoint, or with what it builds on; "" if it is whole."""
         try:
-            chain = self._catalog.chain(manifest)
+            check_rows(self._catalog, manifest)
         except CheckpointError as error:
             return str(error)
-        return next((fault for one in chain for fault in self._catalog.verify(one)), "")
+        return ""
 
     def _manifest(self, finished: Finished, job: JobSpec) -> Manifest:
         return Manifest(
-            folder=finished.folder,
+            id=finished.folder,
             done=finished.done,
             step=finished.step,
+            kind="incremental" if finished.base else "full",
             base=finished.base or None,
             job=job.to_json(),
-            parts=[msgspec.convert(dict(finished.parts[slot]), PartEntry) for slot in sorted(finished.parts)],
+            parts=[PartEntry.of(dict(finished.parts[slot])) for slot in sorted(finished.parts)],
             encoding=self._encoding,
             written_s=time.time(),
-            version=torch_ecrec.__version__,
         )
 
     def _next_is_full(self) -> bool:
-        """With F the size of the last full checkpoint, and S_1..S_i of those since.
-
-        consecutive: as soon as S_1 + ... + S_i >= F: a restore reads all of them. intermittent: by Check-N-Run (NSDI
-        2022): as soon as F + S_1 + ... + S_i <= (i + 1) * S_i, when a new full one is expected to cost no more in total
-        than to go on, since increments do not become smaller.
-        """
-        policy, sizes = self._settings.policy, self._sizes
+        sizes = self._sizes
         last_full = max(i for i, (full, _) in enumerate(sizes) if full)
-        full, since = sizes[last_full][1], [size for _, size in sizes[last_full + 1 :]]
-        if policy == "consecutive":
-            return sum(since) >= full
-        if policy == "intermittent":
-            return bool(since) and full + sum(since) <= (len(since) + 1) * since[-1]
-        return policy == "full"
+        following = next_kind(self._settings.policy, [size for _, size in sizes[last_full:]])
+        return following.kind == "full"
+
+    def _may_run(self, folder: str) -> bool:
+        """Whether an attempt is this run's: one may be under way."""
+        return f"-{self._settings.run}-" in folder
 
     def _tidy(self) -> None:
         """What is not kept goes. If that fails, it is told, and tried again with the next one."""
         try:
-            for folder in [*self._catalog.keep(self._settings.keep), *self._catalog.clean(self._settings.run)]:
+            for folder in [*self._catalog.keep(self._settings.keep), *self._catalog.clean(self._may_run)]:
                 log.info("checkpoint %s was removed", folder)
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)

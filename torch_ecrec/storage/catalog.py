@@ -1,170 +1,275 @@
-"""The checkpoints at one place: which there are, what they build on, and which of them go.
+"""All checkpoints at one URL: what is there, what is newest, what builds on what, what is kept, what is removed.
 
-catalog = Catalog("s3://bucket/run")
-for manifest in catalog.manifests(): ...        # newest first
-catalog.chain(catalog.find())                   # the newest: the full one, then what builds on it, up to it
+    URL/000000000100-a1-1/manifest.json  slot-0000.part ...     full, at step 100
+    URL/000000000200-a1-2/manifest.json  ...                    incremental, builds on the one above
+    URL/000000000300-a1-3/slot-0000.part                        interrupted: no manifest, so no checkpoint
+
+Invariants
+- A checkpoint is there from the moment its manifest is, and not before; the manifest is written after all its parts are
+  durable, and looked for by nothing but its name.
+- Removing begins with the manifest, so that what a crash leaves of it is an interrupted one.
+- Nothing that a kept checkpoint builds on is removed; nothing is touched whose name no checkpoint has.
+
+One process commits, removes and cleans at a URL at a time: the coordinator. Any may read meanwhile: what it reads may
+be removed under its hands, which is an error that names the file, never other data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
 
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.storage import manifest as manifests
+from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.storage.location import Location
-from torch_ecrec.storage.manifest import MANIFEST, Manifest
+from torch_ecrec.storage.manifest import ADVICE, FOLDER, MANIFEST, Manifest, decode, encode
 from torch_ecrec.storage.parts import PartReader
+
+_FOLDER = re.compile(FOLDER)
+CHAIN_MOST = 10_000  # checkpoints that build on each other
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A folder whose manifest cannot be read. `reason`: for people."""
+    """A folder whose manifest cannot be read: which, and why."""
 
     folder: str
     reason: str
 
 
+@dataclass
+class Listing:
+    """What is at a URL.
+
+    Attributes:
+        whole: checkpoints with a manifest that can be read, newest first.
+        broken: those with another one.
+        unfinished: folders of attempts that have none.
+    """
+
+    whole: list[Manifest] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One file was read. `fault`: what is wrong with it, "" if nothing is."""
+
+    checkpoint: str
+    name: str
+    bytes: int
+    fault: str
+
+
 class Catalog:
-    """Checkpoints below a URL.
+    """Checkpoints at a URL.
 
     Args:
-        url: see `Location`.
+        url: a folder, or what fsspec knows; need not be there yet.
 
     Raises:
-        CheckpointError: there is no such kind of place.
+        CheckpointError: fsspec does not know it.
     """
 
     def __init__(self, url: str) -> None:
-        self.location = Location(url)
+        self.url, self.location = url, Location(url)
 
-    # looking ------------------------------------------------------------------------------------
+    # writing --------------------------------------------------------------------------------------
 
-    def entries(self) -> list[Manifest | Broken]:
-        """All that have a manifest, newest first; those whose manifest cannot be read among them.
+    def new_folder(self, done: int) -> str:
+        """A name for an attempt at a checkpoint after `done` steps of training: no other attempt has it."""
+        require_int("done", done, 0, 10**12 - 1)
+        return f"{done:012d}-{secrets.token_hex(6)}"
 
-        Raises:
-            CheckpointError: the place cannot be read.
-        """
-        found: list[Manifest | Broken] = []
-        for folder in reversed(self.location.names()):
-            if MANIFEST in self.location.names(folder):
-                try:
-                    found.append(self.read(folder))
-                except CheckpointError as error:
-                    found.append(Broken(folder, str(error)))
-        return found
+    def folder(self, name: str) -> Location:
+        """Where the files of one checkpoint are."""
+        if not _FOLDER.match(name):
+            raise CheckpointError(f"{name!r} is no name of a checkpoint: wanted is STEP-WORD, as `new_folder` makes it")
+        return self.location.below(name)
 
-    def manifests(self) -> list[Manifest]:
-        """Those that can be read, newest first."""
-        found = [entry for entry in self.entries() if isinstance(entry, Manifest)]
-        return sorted(found, key=lambda one: (one.done, one.written_s), reverse=True)
+    def commit(self, folder: str, manifest: Manifest) -> Manifest:
+        """Makes a checkpoint of a folder whose parts are durable: writes its manifest, last and as a whole.
 
-    def read(self, folder: str) -> Manifest:
-        """One manifest. Raises CheckpointError: it is not there, is altered, or is another's."""
-        where = f"{self.location.url}/{folder}/{MANIFEST}"
-        found = manifests.decode(self.location.read(f"{folder}/{MANIFEST}"), where)
-        if found.folder != folder:
-            raise CheckpointError(f"{where}: the manifest of {found.folder}: the folder was renamed or copied")
-        return found
-
-    def find(self, step: int | None = None) -> Manifest:
-        """The newest checkpoint, or the newest of a step of training.
+        Returns:
+            The manifest as it is kept, with its `order`.
 
         Raises:
-            CheckpointError: there is none; it says which there are.
+            CheckpointError: a part is not there or has another size, or the base is no checkpoint; nothing was written.
+                Or the manifest could not be written: no checkpoint has come of it.
         """
-        there = self.manifests()
-        found = next((one for one in there if step in (None, one.done)), None)
-        if found is None:
-            steps = ", ".join(str(one.done) for one in there) or "none"
-            wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-            raise CheckpointError(f"{self.location.url}: {wanted} is not there; there are: {steps}")
-        return found
+        if manifest.id != folder:
+            raise CheckpointError(f"the manifest is of {manifest.id}, not of {folder}")
+        at, found = self.folder(folder), self.listing()
+        if at.exists(MANIFEST):
+            raise CheckpointError(f"{at.url} is a checkpoint already: every attempt has a folder of its own")
+        for part in manifest.parts:
+            size = at.size(part.name)
+            if size != part.bytes:
+                raise CheckpointError(f"{at.url}/{part.name} has {size} bytes, {part.bytes} were written")
+        if manifest.base is not None and manifest.base not in {one.id for one in found.whole}:
+            raise CheckpointError(
+                f"{folder} builds on {manifest.base}, which is no checkpoint at {self.url} (any more)"
+            )
+        order = 1 + max((one.order for one in found.whole), default=-1)
+        data = encode(msgspec.structs.replace(manifest, order=order))
+        kept = decode(data, f"{at.url}/{MANIFEST}")  # what cannot be read is not written
+        at.write_whole(MANIFEST, data)
+        return kept
 
-    def chain(self, newest: Manifest) -> list[Manifest]:
-        """What has to be read for a checkpoint: the full one, then what builds on it, up to this one.
+    # what is there --------------------------------------------------------------------------------
+
+    def listing(self) -> Listing:
+        """Looks at every folder that has the name of a checkpoint. Raises CheckpointError if the URL cannot be read."""
+        listing = Listing()
+        for name in self.location.list():
+            if not _FOLDER.match(name):
+                continue
+            at = self.location.below(name)
+            if not at.exists(MANIFEST):
+                listing.unfinished.append(name)
+                continue
+            try:
+                listing.whole.append(self.read(name))
+            except CheckpointError as error:
+                listing.broken.append(Broken(name, str(error)))
+        listing.whole.sort(key=lambda one: (one.order, one.done, one.id), reverse=True)
+        return listing
+
+    def read(self, name: str) -> Manifest:
+        """One checkpoint's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
+        at = self.folder(name)
+        manifest = decode(at.read(MANIFEST), f"{at.url}/{MANIFEST}")
+        if manifest.id != name:
+            raise CheckpointError(f"{at.url} has the manifest of {manifest.id}: give the folder its name back")
+        return manifest
+
+    def checkpoints(self) -> list[Manifest]:
+        """Those that can be read, newest first: in the order in which they were committed, whatever their steps."""
+        return self.listing().whole
+
+    def newest(self) -> Manifest:
+        """The last that was committed. Raises CheckpointError if there is none."""
+        listing = self.listing()
+        if not listing.whole:
+            broken = "".join(f"; {one.reason}" for one in listing.broken)
+            raise CheckpointError(f"there is no checkpoint at {self.url}{broken}; name another place")
+        return listing.whole[0]
+
+    def at(self, step: int) -> Manifest:
+        """The newest after so many steps of training. Raises CheckpointError if there is none."""
+        listing = self.listing()
+        for manifest in listing.whole:
+            if manifest.done == step:
+                return manifest
+        steps = ", ".join(str(step) for step in sorted({one.done for one in listing.whole})) or "none"
+        broken = "".join(f"; {one.reason}" for one in listing.broken if int(one.folder[:12]) == step)
+        raise CheckpointError(f"there is no checkpoint of step {step} at {self.url}{broken}; there are: {steps}")
+
+    def chain(self, manifest: Manifest) -> list[Manifest]:
+        """What a checkpoint builds on, from the full one, and itself last.
 
         Raises:
-            CheckpointError: one of them is not there, is altered, or is of another job.
+            CheckpointError: one of them is missing or cannot be read, or is of another model.
         """
-        found = [newest]
-        while found[0].base is not None:
-            base = self.read(found[0].base)
-            if base.spec.digest != newest.spec.digest or base.done >= found[0].done:
-                raise CheckpointError(f"{found[0].folder} builds on {base.folder}, which is no earlier step of its job")
-            found.insert(0, base)
-        return found
+        chain = [manifest]
+        while (base := chain[-1].base) is not None:
+            if len(chain) > CHAIN_MOST or base in {one.id for one in chain}:
+                raise CheckpointError(f"{manifest.id} builds on itself, by way of {base}; {ADVICE}")
+            at = self.folder(base)
+            if not at.exists(MANIFEST):
+                raise CheckpointError(
+                    f"{chain[-1].id} builds on {base}, which is not at {self.url} (any more): restore a checkpoint that"
+                    " does not, or bring the folder back"
+                )
+            chain.append(self.read(base))
+            if chain[-1].spec.slabs != manifest.spec.slabs:
+                raise CheckpointError(f"{manifest.id} builds on {base}, which is of another model; {ADVICE}")
+        return chain[::-1]
 
-    def verify(self, one: Manifest) -> Iterator[str]:
-        """Reads all files of a checkpoint (not of those that it builds on).
+    # removing -------------------------------------------------------------------------------------
+
+    def keep(self, count: int) -> list[str]:
+        """Removes all but the newest ones and what these build on.
+
+        Args:
+            count: so many newest ones are kept, at least 1.
+
+        Returns:
+            The names of those that were removed. Broken ones are never: somebody may repair them.
+        """
+        require_int("count", count, 1)
+        whole = self.checkpoints()
+        kept = self._with_bases(whole, [one.id for one in whole[:count]])
+        gone = [one.id for one in whole if one.id not in kept]  # newest first: nothing loses its base
+        for name in gone:
+            self._remove(name)
+        return gone
+
+    def remove(self, name: str) -> None:
+        """Removes one checkpoint. Raises CheckpointError where others build on it, or there is none."""
+        whole = self.checkpoints()
+        if name not in {one.id for one in whole}:
+            raise CheckpointError(f"there is no checkpoint {name} at {self.url}")
+        above = [one.id for one in whole if one.id != name and name in self._with_bases(whole, [one.id])]
+        if above:
+            raise CheckpointError(f"{name} is what {', '.join(above)} build on: remove these first")
+        self._remove(name)
+
+    def clean(self, stays: Callable[[str], bool] = lambda name: False) -> list[str]:
+        """Removes what interrupted attempts have left: folders that have the name of a checkpoint and no manifest.
+
+        Args:
+            stays: of a name, whether it may be an attempt that is under way, which must stay.
+
+        Returns:
+            The names of those that were removed.
+        """
+        gone = [name for name in self.listing().unfinished if not stays(name)]
+        for name in gone:
+            self.location.remove(name)
+        return gone
+
+    def _remove(self, name: str) -> None:
+        self.location.below(name).remove(MANIFEST)
+        self.location.remove(name)
+
+    @staticmethod
+    def _with_bases(whole: list[Manifest], names: list[str]) -> set[str]:
+        bases = {one.id: one.base for one in whole}
+        kept: set[str] = set()
+        for name in names:
+            while name not in kept:
+                kept.add(name)
+                base = bases.get(name)
+                if base is None:
+                    break
+                name = base
+        return kept
+
+    # checking -------------------------------------------------------------------------------------
+
+    def verify(self, manifest: Manifest) -> Iterator[Checked]:
+        """Reads all that a checkpoint consists of, with what it builds on, and checks every block.
 
         Yields:
-            What is wrong, for people; nothing if it is whole.
-        """
-        schemas = [slab.schema for slab in one.spec.slabs]
-        for part in one.parts:
-            try:
-                for _ in PartReader(self.location, one.folder, part, schemas).blocks():
-                    pass
-            except CheckpointError as error:
-                yield str(error)
-
-    # changing -----------------------------------------------------------------------------------
-
-    def commit(self, manifest: Manifest) -> None:
-        """All parts are durable: from now on it is a checkpoint. Raises CheckpointError."""
-        with self.location.writing(f"{manifest.folder}/{MANIFEST}") as file:
-            file.write(manifests.encode(manifest))
-
-    def keep(self, newest: int) -> list[str]:
-        """Removes all but so many of the newest, and what these build on; returns what it has removed.
+            After each file, what was found; faults do not end it. That every row is there is for
+            `restoring.check_rows` to say.
 
         Raises:
-            CheckpointError: something cannot be removed.
+            CheckpointError: the chain is not whole.
         """
-        there = self.manifests()
-        wanted = {one.folder for one in there[:newest]}
-        by_name = {one.folder: one for one in there}
-        for one in there[:newest]:
-            base = one.base
-            while base is not None and base in by_name:
-                wanted.add(base)
-                base = by_name[base].base
-        return self._remove([one.folder for one in there if one.folder not in wanted])
-
-    def remove(self, step: int) -> list[str]:
-        """Removes the checkpoints of a step. Raises CheckpointError: there is none, or others build on it."""
-        there = self.manifests()
-        folders = [one.folder for one in there if one.done == step]
-        if not folders:
-            self.find(step)
-        for one in there:
-            if one.base in folders:
-                raise CheckpointError(f"the checkpoint of step {one.done} builds on that of step {step}: it stays")
-        return self._remove(folders)
-
-    def clean(self, run: str) -> list[str]:
-        """Removes what attempts of other runs have left that never became checkpoints. `run`: that goes on.
-
-        Raises:
-            CheckpointError: something cannot be removed.
-        """
-        left = [
-            folder
-            for folder in self.location.names()
-            if _is_ours(folder) and f"-{run}-" not in folder and MANIFEST not in self.location.names(folder)
-        ]
-        return self._remove(left)
-
-    def _remove(self, folders: Sequence[str]) -> list[str]:
-        for folder in folders:
-            self.location.remove_file(f"{folder}/{MANIFEST}")  # first: what is left is no checkpoint
-            self.location.remove(folder)
-        return list(folders)
-
-
-def _is_ours(folder: str) -> bool:
-    """Whether a folder is named as checkpoints are: nobody else's is ever removed."""
-    step, *rest = folder.split("-")
-    return len(step) == 12 and step.isdigit() and len(rest) == 2
+        for one in self.chain(manifest):
+            at = self.folder(one.id)
+            schemas = [slab.schema for slab in one.spec.slabs]
+            for part in one.parts:
+                fault = ""
+                try:
+                    PartReader(at, part, schemas).check()
+                except CheckpointError as error:
+                    fault = str(error)
+                yield Checked(one.id, part.name, part.bytes, fault)

@@ -1,133 +1,440 @@
-"""A place where checkpoints are kept: any URL that fsspec knows, a local folder first of all.
+"""A place where checkpoints are kept: a folder of this machine, or whatever `fsspec` knows by a URL.
 
-What is written is there as a whole or not at all. A local file has a temporary name until it is synced, then it is
-renamed, and its folder is synced, so that it survives the end of power. An object store shows an object when it is
-closed. Names are relative to the place, with "/" between folders.
+    Location("/data/ckpt")          a local folder, also file:///data/ckpt
+    Location("s3://bucket/ckpt")    wants s3fs; gs:// wants gcsfs; memory:// is for tests
+
+Names are relative, with `/` between folders: `000000000200-a1-7/slot-0003.part`.
+
+Invariants
+- A file appears whole, under its name, when its writer is closed; one that is abandoned, or whose process dies, never
+  does. A local file has a temporary name until then, and so has one in a store that is no object store.
+- When `close` returns, a local file survives the loss of power: its bytes are synced, then it is renamed, then its
+  folder and that folder's own are. What an object store has acknowledged, it keeps.
+- Errors of all file systems are `CheckpointError`, which says what to do and has the error as its cause.
+
+A `Location` has no state: threads may share it. A writer, or a reader, is of one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Protocol
 
 import fsspec
-from fsspec.core import url_to_fs
 
 from torch_ecrec.errors import CheckpointError
+from torch_ecrec.runtime.checks import require
 
-TEMPORARY = ".part"  # behind the name of a local file that is being written
+# An object appears when it was closed, as a whole. Elsewhere a file can be seen while it grows.
+OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci"})
+
+_ADVICE = {
+    errno.ENOSPC: "there is no room: free some, or keep fewer checkpoints",
+    errno.EDQUOT: "the quota is used up: free some, or keep fewer checkpoints",
+    errno.EACCES: "give this user permission there, or name another place",
+    errno.EPERM: "give this user permission there, or name another place",
+    errno.EROFS: "the file system is read-only: name another place",
+    errno.ENOENT: "it is not there: was it removed, or is the URL another one?",
+    errno.ENOTDIR: "a file is where a folder is wanted: name another place",
+    errno.EIO: "the device fails: look at the system's log, and name another place",
+}
 
 
-@contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Whatever goes wrong within is a CheckpointError that says what was being done."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:  # stores raise errors of their own kinds
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or repr(error)
-        raise CheckpointError(f"{what}: {reason}") from error
+class Writer(Protocol):
+    """A file that is being written."""
+
+    def write(self, data: Any) -> int:
+        """Appends contiguous memory (bytes, a memoryview, an array); returns how many bytes that were."""
+
+    def close(self) -> None:
+        """Makes it durable, then visible. Raises CheckpointError; then it is abandoned."""
+
+    def abandon(self) -> None:
+        """Removes what was written. May be called at any time, again, and after `close`, which stands."""
+
+
+class Reader(Protocol):
+    """A file that is being read from its beginning."""
+
+    def read_into(self, memory: Any) -> int:
+        """Fills contiguous writable memory; returns how many bytes it got: fewer at the end of the file only."""
+
+    def close(self) -> None:
+        """Lets go of it."""
+
+
+def bytes_of(data: Any) -> memoryview:
+    """Contiguous memory as a flat view of bytes."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 class Location:
-    """Reads and writes below a URL.
+    """A folder, at a URL.
 
     Args:
-        url: a folder, or any URL that fsspec knows, say "s3://bucket/folder".
+        url: a path, or a URL that fsspec knows. The folder need not be there yet.
 
     Raises:
-        CheckpointError: there is no such kind of place, or what it needs is not installed.
+        CheckpointError: fsspec does not know it, or lacks the package that does.
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
-        with _named(f"checkpoints at {url}"):
-            fs, root = url_to_fs(url)
-        self._fs: fsspec.AbstractFileSystem = fs
-        self._root = str(root).rstrip("/")
-        self._local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+        require(bool(url), "`url` of a place for checkpoints must not be empty")
+        self.url = url.rstrip("/") or "/"
+        protocol, separator, path = url.partition("://")
+        local = not separator and "::" not in url
+        if local or protocol in ("file", "local"):
+            self._store: _Store = _Local(Path(os.path.abspath(os.path.expanduser(url if local else path))))
+        else:
+            self._store = _Remote(url)
+
+    def below(self, folder: str) -> Location:
+        """A folder of this one."""
+        inner = object.__new__(Location)
+        inner.url, inner._store = f"{self.url}/{folder}", self._store.below(folder)
+        return inner
+
+    def read(self, name: str) -> bytes:
+        """A whole file."""
+        with self._named(name, "read"):
+            return self._store.read(name)
+
+    def read_range(self, name: str, offset: int, count: int) -> bytes:
+        """`count` bytes of a file from `offset`; fewer where it ends before."""
+        with self._named(name, "read"):
+            return self._store.read_range(name, offset, count)
+
+    def open_read(self, name: str) -> Reader:
+        """A file, to be read from its beginning."""
+        with self._named(name, "read"):
+            return _Guarded(self, name, self._store.open_read(name))
+
+    def open_write(self, name: str) -> Writer:
+        """A new file, or one that takes the place of the one of that name once it is closed."""
+        with self._named(name, "write"):
+            return _Guarded(self, name, self._store.open_write(name))
+
+    def write_whole(self, name: str, data: bytes) -> None:
+        """Writes a small file; when this returns it is durable."""
+        writer = self.open_write(name)
+        try:
+            writer.write(data)
+            writer.close()
+        finally:
+            writer.abandon()
+
+    def list(self, folder: str = "") -> list[str]:
+        """Names of files and folders in a folder, sorted; none where there is no such folder."""
+        with self._named(folder, "list"):
+            return sorted(self._store.list(folder))
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        with self._named(name, "look at"):
+            return self._store.size(name)
+
+    def exists(self, name: str) -> bool:
+        """Whether a file or folder of that name is there."""
+        with self._named(name, "look for"):
+            return self._store.exists(name)
+
+    def remove(self, name: str) -> None:
+        """Removes a file, or a folder with all that is in it, for good; one that is not there is no error."""
+        with self._named(name, "remove"):
+            self._store.remove(name)
+
+    @contextlib.contextmanager
+    def _named(self, name: str, action: str) -> Iterator[None]:
+        """Errors of the file system, as `CheckpointError` with their cause."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # each file system has its own
+            at = f"{self.url}/{name}" if name else self.url
+            number = error.errno if isinstance(error, OSError) and error.errno else 0
+            if isinstance(error, FileNotFoundError):
+                number = errno.ENOENT
+            elif isinstance(error, PermissionError):
+                number = errno.EACCES
+            advice = _ADVICE.get(number, "look whether the place can be reached, and may be written")
+            said = str(error) or type(error).__name__
+            raise CheckpointError(f"cannot {action} {at}: {said}; {advice}") from error
+
+
+class _Guarded:
+    """A writer or reader, with errors by name."""
+
+    def __init__(self, location: Location, name: str, file: Any) -> None:
+        self._location, self._name, self._file = location, name, file
+
+    def write(self, data: Any) -> int:
+        with self._location._named(self._name, "write"):
+            view = bytes_of(data)
+            self._file.write(view)
+            return view.nbytes
+
+    def read_into(self, memory: Any) -> int:
+        with self._location._named(self._name, "read"):
+            view, got = bytes_of(memory), 0
+            while got < view.nbytes:
+                count = self._file.readinto(view[got:])
+                if not count:
+                    break
+                got += count
+            return got
+
+    def close(self) -> None:
+        with self._location._named(self._name, "write"):
+            self._file.close()
+
+    def abandon(self) -> None:
+        with self._location._named(self._name, "remove"):
+            self._file.abandon()
+
+
+class _Store(Protocol):
+    """What a kind of file system does; any error."""
+
+    def below(self, folder: str) -> _Store: ...
+
+    def read(self, name: str) -> bytes: ...
+
+    def read_range(self, name: str, offset: int, count: int) -> bytes: ...
+
+    def open_read(self, name: str) -> Any: ...
+
+    def open_write(self, name: str) -> Any: ...
+
+    def list(self, folder: str) -> list[str]: ...
+
+    def size(self, name: str) -> int: ...
+
+    def exists(self, name: str) -> bool: ...
+
+    def remove(self, name: str) -> None: ...
+
+
+# this machine ------------------------------------------------------------------------------------------
+
+
+class _Local:
+    """A folder of this machine's file system, without fsspec: it does not sync."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def below(self, folder: str) -> _Local:
+        return _Local(self.folder / folder)
+
+    def read(self, name: str) -> bytes:
+        return (self.folder / name).read_bytes()
+
+    def read_range(self, name: str, offset: int, count: int) -> bytes:
+        with open(self.folder / name, "rb", buffering=0) as file:
+            file.seek(offset)
+            found = bytearray()
+            while len(found) < count and (piece := file.read(count - len(found))):
+                found += piece
+            return bytes(found)
+
+    def open_read(self, name: str) -> Any:
+        return open(self.folder / name, "rb", buffering=0)
+
+    def open_write(self, name: str) -> _LocalWriter:
+        return _LocalWriter(self.folder / name)
+
+    def list(self, folder: str) -> list[str]:
+        try:
+            return os.listdir(self.folder / folder)
+        except FileNotFoundError:
+            return []
+
+    def size(self, name: str) -> int:
+        return os.stat(self.folder / name).st_size
+
+    def exists(self, name: str) -> bool:
+        try:
+            os.stat(self.folder / name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        path = self.folder / name
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except FileNotFoundError:
+            return
+        sync_folder(path.parent)
+
+
+class _LocalWriter:
+    """Writes beside the name, syncs, renames, and syncs the folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        _make_folder(path.parent)
+        self._part = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+        self._file: Any = open(self._part, "xb", buffering=0)  # noqa: SIM115 - it is closed by `close` or `abandon`
+        self._there = True
+
+    def write(self, view: memoryview) -> None:
+        while view.nbytes:
+            view = view[self._file.write(view) :]
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._part, self._path)
+            self._part = self._path  # what is not known to be durable does not stay
+            sync_folder(self._path.parent)
+            sync_folder(self._path.parent.parent)
+        except BaseException:
+            self.abandon()
+            raise
+        self._there = False
+
+    def abandon(self) -> None:
+        if self._there:
+            self._there = False
+            try:
+                self._file.close()
+            finally:
+                self._part.unlink(missing_ok=True)
+
+
+def _make_folder(path: Path) -> None:
+    """Creates a folder and those above it, so that they survive the loss of power."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# elsewhere ---------------------------------------------------------------------------------------------
+
+
+class _Remote:
+    """A folder of a file system of fsspec."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except ImportError as error:
+            raise CheckpointError(f"{url}: {error}; install the package that it names") from error
+        except ValueError as error:
+            raise CheckpointError(f"{url}: {error}; name a folder, or a URL that fsspec knows") from error
+        self._root = root.rstrip("/")
+        protocols = self._files.protocol
+        names = {protocols} if isinstance(protocols, str) else set(protocols)
+        self._whole = bool(names & OBJECT_STORES)
+
+    def below(self, folder: str) -> _Remote:
+        inner = object.__new__(_Remote)
+        inner._files, inner._root, inner._whole = self._files, f"{self._root}/{folder}", self._whole
+        return inner
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """A file to write to. It is there, and durable, once this ends without an error; else it is not there.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        with _named(f"writing {self.url}/{name}"):
-            if self._local:
-                with self._writing_locally(Path(self._path(name))) as file:
-                    yield file
-                return
-            file = self._fs.open(self._path(name), "wb")
-            try:
-                yield file
-            except BaseException:
-                with contextlib.suppress(Exception):  # what is left of it is nothing that anybody looks at
-                    file.discard()
-                raise
-            file.close()
-
-    @contextlib.contextmanager
-    def _writing_locally(self, path: Path) -> Iterator[IO[bytes]]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + TEMPORARY)
-        try:
-            with open(temporary, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-        for folder in (path.parent, path.parent.parent):
-            _sync_folder(folder)
-
     def read(self, name: str) -> bytes:
-        """All of a file. Raises CheckpointError: it is not there, or cannot be read."""
-        with _named(f"reading {self.url}/{name}"):
-            found: bytes = self._fs.cat_file(self._path(name))
-            return found
+        return bytes(self._files.cat_file(self._path(name)))
 
-    @contextlib.contextmanager
-    def reading(self, name: str) -> Iterator[IO[bytes]]:
-        """A file to read from. Raises CheckpointError: it is not there, or cannot be read."""
-        with _named(f"reading {self.url}/{name}"), self._fs.open(self._path(name), "rb") as file:
-            yield file
+    def read_range(self, name: str, offset: int, count: int) -> bytes:
+        return bytes(self._files.cat_file(self._path(name), start=offset, end=offset + count)) if count else b""
 
-    def names(self, folder: str = "") -> list[str]:
-        """What is in a folder, in order; nothing where there is no such folder. Raises CheckpointError."""
-        with _named(f"looking into {self.url}/{folder}"):
-            self._fs.invalidate_cache()
-            try:
-                found: list[Any] = self._fs.ls(self._path(folder), detail=False)
-            except FileNotFoundError:
-                return []
-            return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
+    def open_read(self, name: str) -> Any:
+        return self._files.open(self._path(name), "rb")
 
-    def remove(self, folder: str) -> None:
-        """A folder with all that is in it; nothing if it is not there. Raises CheckpointError."""
-        with _named(f"removing {self.url}/{folder}"), contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self._path(folder), recursive=True)
+    def open_write(self, name: str) -> _RemoteWriter:
+        return _RemoteWriter(self._files, self._path(name), self._whole)
 
-    def remove_file(self, name: str) -> None:
-        """A file; nothing if it is not there. Raises CheckpointError."""
-        with _named(f"removing {self.url}/{name}"), contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(name))
+    def list(self, folder: str) -> list[str]:
+        path = self._path(folder)
+        self._files.invalidate_cache(path)
+        try:
+            found = self._files.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        names = (str(name).rstrip("/").rpartition("/")[2] for name in found if str(name).strip("/") != path.strip("/"))
+        return [name for name in names if name]
+
+    def size(self, name: str) -> int:
+        self._files.invalidate_cache(self._path(name))
+        return int(self._files.info(self._path(name))["size"])
+
+    def exists(self, name: str) -> bool:
+        self._files.invalidate_cache(self._path(name))
+        try:
+            self._files.info(self._path(name))  # `exists` of fsspec takes any error for "it is not"
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm(self._path(name), recursive=True)
+        self._files.invalidate_cache(self._path(name))
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+class _RemoteWriter:
+    """Writes an object; in stores where it could be seen while it grows, under another name."""
+
+    def __init__(self, files: Any, path: str, whole: bool) -> None:
+        self._files, self._path = files, path
+        folder, _, name = path.rpartition("/")
+        if not whole:
+            files.makedirs(folder, exist_ok=True)
+        self._part = path if whole else f"{folder}/.{name}.{secrets.token_hex(6)}"
+        self._file = files.open(self._part, "wb")
+        self._there = True
+
+    def write(self, view: memoryview) -> None:
+        self._file.write(view)
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+            if self._part != self._path:
+                self._files.mv(self._part, self._path)
+        except BaseException:
+            self.abandon()
+            raise
+        self._there = False
+
+    def abandon(self) -> None:
+        if not self._there:
+            return
+        self._there = False
+        if self._part == self._path:  # an object that was not completed: nobody has ever seen it
+            if not self._file.closed:
+                self._file.discard()
+                self._file.closed = True  # or its end, some time, would complete it
+        else:
+            self._file.close()
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm(self._part)

@@ -1,104 +1,249 @@
-"""What makes files a checkpoint: the manifest, written last.
+"""What a checkpoint is: a small file of JSON, `manifest.json`, written last. A folder that has one is a checkpoint.
 
-It says of which step and job they are, what each must hold, and which checkpoint they build on. A folder without one is
-what an interrupted attempt has left.
+    {"format":1,"xxh3_128":"5d0c...","manifest":{"id":"000000000200-a1-7","order":3,"done":200,"kind":"incremental",
+     "base":"000000000100-a1-3","job":{...},"parts":[{"name":"slot-0000.part","slot":0,"bytes":81234,...}],...}}
+
+`id` is the folder's name, so that nothing but a folder is ever renamed or told apart. `order` counts the checkpoints of
+a place: newest is what was written last, also where training went back to an earlier step and clocks differ.
+
+Invariants
+- The hash is of the manifest's bytes, and the file is the one encoding of what it says: any other byte is refused.
+- Every number, name and list is checked as it is read. Names of files are single words: no path leaves its folder.
+- A newer format is refused by its number, before anything else of it is looked at; so an older program never guesses.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
+import torch_ecrec
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.spec.job import JobSpec
-from torch_ecrec.storage.parts import Encoding, PartEntry
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+FOLDER = r"^[0-9]{12}-[A-Za-z0-9_-]{1,80}\Z"  # steps of training, then what tells attempts apart
+BITS = (2, 3, 4, 8)
 
-Folder = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Folder = Annotated[str, Meta(pattern=FOLDER)]
+File = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Mark = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+Figure = Annotated[float, Meta(ge=0)]
+Kind = Literal["full", "incremental"]
+
+
+class Encoding(Struct, frozen=True, forbid_unknown_fields=True):
+    """How records are written.
+
+    Attributes:
+        bits: of a weight, where rows are quantised (`quantised.py`); 0: weights are exact. Optimizer state always is.
+        zstd: level of compression of every block, 1 (fast) to 22; 0: none.
+    """
+
+    bits: Literal[0, 2, 3, 4, 8] = 0
+    zstd: Annotated[int, Meta(ge=0, le=22)] = 0
+
+    @staticmethod
+    def of(said: dict[str, Any]) -> Encoding:
+        """Of names and values. Raises ValueError for others than those above."""
+        try:
+            return msgspec.convert(said, Encoding)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"encoding of checkpoints: {error}; it has `bits` (0, 2, 3, 4, 8) and `zstd`") from None
+
+
+class TableError(Struct, frozen=True, forbid_unknown_fields=True):
+    """What quantisation did to the weights of a table in one part.
+
+    Attributes:
+        table: its name, or "slab N" of a writer that knows none.
+        largest: absolute difference of a weight. `squares`: sum of all squared differences. `weights`: their number.
+    """
+
+    table: Annotated[str, Meta(min_length=1)]
+    largest: Figure
+    squares: Figure
+    weights: Count
+
+    @property
+    def rms(self) -> float:
+        """Root of the mean squared difference."""
+        return float((self.squares / self.weights) ** 0.5) if self.weights else 0.0
+
+
+class DenseEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A trainer's part of the dense model in a file: which block it is, and where it begins and ends."""
+
+    trainer: Count
+    block: Count
+    offset: Count
+    bytes: Count
+
+
+class PartEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of a checkpoint.
+
+    Attributes:
+        name: in the checkpoint's folder.
+        slot: whose records, -1: of none.
+        mark: of this very file, in its head; hashes depend on it.
+        bytes: of the file. `blocks`: frames in it, with head and end.
+        rows: of each slab.
+        digest: of all hashes in the file, in their order.
+        dense: parts of the dense model.
+        errors: of quantisation, of each table with rows here.
+    """
+
+    name: File
+    mark: Mark
+    bytes: Count
+    blocks: Count
+    rows: list[Count]
+    digest: Digest
+    slot: Annotated[int, Meta(ge=-1, le=1 << 31)] = -1
+    dense: list[DenseEntry] = []
+    errors: list[TableError] = []
+
+    @staticmethod
+    def of(said: Any) -> PartEntry:
+        """Of builtins, as they come from another process. Raises CheckpointError for anything else."""
+        try:
+            return msgspec.convert(said, PartEntry)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"this describes no part of a checkpoint: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """As builtins; inverse of `of`."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """One checkpoint.
+    """What a checkpoint is.
 
     Attributes:
-        folder: its name, and that of its folder.
-        done: steps of training until then. `step`: of the protocol, which is nothing outside of its run.
-        base: the checkpoint that this one builds on; "" if it holds every record.
-        job: what is trained, as `JobSpec.to_json`: tables, optimizers, seed, trainers; and the code, which is free at a
-            restore.
-        parts: one of each slot.
-        written_s: seconds since 1970.
-        version: of torch_ecrec.
+        id: of this one: its folder.
+        done: steps of training until then. `step`: the protocol's number of the last of them.
+        kind: "full" has every row; "incremental" has those that changed since `base`, and maybe others.
+        base: the checkpoint that it builds on; None: a full one.
+        job: `JobSpec.to_json`: tables, optimizers, seed, trainers, code.
+        parts: its files.
+        encoding: of the records.
+        written_s: when, in seconds since 1970.
+        order: how many were committed at its place before; `Catalog.commit` sets it.
+        version: of torch_ecrec that wrote it, for people.
     """
 
-    folder: Folder
+    id: Folder
     done: Count
-    step: Count
+    kind: Kind
     base: Folder | None
     job: dict[str, Any]
-    parts: list[PartEntry]
+    parts: Annotated[list[PartEntry], Meta(min_length=1)]
     encoding: Encoding
-    written_s: float
-    version: str
-    format: int = FORMAT
+    written_s: Figure
+    step: Count = 0
+    order: Count = 0
+    version: Annotated[str, Meta(max_length=100)] = torch_ecrec.__version__
+
+    def __post_init__(self) -> None:
+        job = self.spec  # raises ValueError, which msgspec makes a ValidationError
+        slabs = len(job.slabs)
+        names = [part.name for part in self.parts]
+        trainers = sorted(dense.trainer for part in self.parts for dense in part.dense)
+        wrong = {
+            "an incremental checkpoint has a base, a full one has none": (self.kind == "full") != (self.base is None),
+            "it builds on itself": self.base == self.id,
+            "two parts have one name": len(set(names)) != len(names),
+            f"a part is the manifest, {MANIFEST}": MANIFEST in names,
+            f"a part has not {slabs} slabs, as the job has": any(len(part.rows) != slabs for part in self.parts),
+            f"dense parts are of trainers {trainers}, the job has {job.trainers}": trainers != [*range(job.trainers)],
+            "its name says another step": int(self.id[:12]) != self.done,
+        }
+        for reason, holds in wrong.items():
+            if holds:
+                raise ValueError(reason)
 
     @property
     def spec(self) -> JobSpec:
-        """What is trained."""
-        return JobSpec.from_json(self.job)
+        """The job. Raises ValueError if it is none."""
+        try:
+            return JobSpec.from_json(self.job)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"`job` is none: {type(error).__name__}: {error}") from None
 
     @property
     def bytes(self) -> int:
-        """Of all parts."""
+        """Of all its parts."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def rows(self) -> int:
-        """Records in all parts."""
+        """Of all its parts."""
         return sum(sum(part.rows) for part in self.parts)
 
+    @property
+    def errors(self) -> dict[str, TableError]:
+        """What quantisation did, by table."""
+        found: dict[str, TableError] = {}
+        for error in (error for part in self.parts for error in part.errors):
+            one = found.get(error.table, TableError(error.table, 0.0, 0.0, 0))
+            largest, squares = max(one.largest, error.largest), one.squares + error.squares
+            found[error.table] = TableError(error.table, largest, squares, one.weights + error.weights)
+        return found
 
-class _Sealed(Struct, frozen=True, forbid_unknown_fields=True):
-    """A manifest with the hash of its bytes."""
 
+class _Envelope(Struct, forbid_unknown_fields=True):
     format: int
     xxh3_128: str
     manifest: msgspec.Raw
 
 
-class _Format(Struct):
+class _Version(Struct):
+    """Of any format, also one that this program does not know."""
+
     format: int
 
 
 def encode(manifest: Manifest) -> bytes:
-    """As JSON, with its hash."""
+    """A manifest as the bytes of its file."""
     body = msgspec.json.encode(manifest)
-    return msgspec.json.encode(_Sealed(FORMAT, xxhash.xxh3_128(body).hexdigest(), msgspec.Raw(body)))
+    return msgspec.json.encode(_Envelope(FORMAT, xxhash.xxh3_128_hexdigest(body), msgspec.Raw(body)))
 
 
-def decode(data: bytes, where: str) -> Manifest:
-    """The manifest again. `where` it was read, for errors.
+def decode(data: bytes, name: str) -> Manifest:
+    """The inverse of `encode`.
+
+    Args:
+        data: the bytes of a manifest's file.
+        name: of the file, for errors.
 
     Raises:
-        CheckpointError: it is none, was altered, or is of a newer format.
+        CheckpointError: it was cut off or altered, has a newer format, or is no manifest.
     """
     try:
-        form = msgspec.json.decode(data, type=_Format).format
-        if form > FORMAT:
-            raise CheckpointError(
-                f"{where}: a checkpoint of format {form}, of a later version of torch_ecrec; this one reads {FORMAT}"
-            )
-        sealed = msgspec.json.decode(data, type=_Sealed)
-        if xxhash.xxh3_128(bytes(sealed.manifest)).hexdigest() != sealed.xxh3_128:
-            raise CheckpointError(f"{where}: the manifest is altered")
-        found = msgspec.json.decode(sealed.manifest, type=Manifest)
-        found.spec  # noqa: B018 - a job that cannot be is found here
-    except (msgspec.MsgspecError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{where}: not a manifest: {error}") from None
-    return found
+        version = msgspec.json.decode(data, type=_Version).format
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{name} was cut off or altered, or is no manifest: {error}; {ADVICE}") from error
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{name} has format {version}, this program reads format {FORMAT}: use the program that wrote it,"
+            " or a newer one"
+        )
+    try:
+        envelope = msgspec.json.decode(data, type=_Envelope)
+        body = bytes(envelope.manifest)
+        if xxhash.xxh3_128_hexdigest(body) != envelope.xxh3_128 or msgspec.json.encode(envelope) != data:
+            raise CheckpointError(f"{name} was altered: its hash is another one; {ADVICE}")
+        return msgspec.json.decode(body, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{name} is no manifest of format {FORMAT}: {error}; {ADVICE}") from error
+
+
+ADVICE = "restore another checkpoint: `torch-ecrec checkpoints URL` lists them"

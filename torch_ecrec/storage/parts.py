@@ -1,283 +1,425 @@
-"""One file of a checkpoint: what one slot has written, in blocks that are checked one by one.
+"""A part: one file of a checkpoint, of one slot. Records of its slabs in blocks, parts of the dense model, an end.
 
-    "TECRECP1"                            8 bytes
-    block, block, ..., end                each: length of its header (4 bytes), hash of the header (8), header, payload
+    head      the file's mark, what records look like
+    rows      some rows of one slab: their numbers (`row_ids.py`), their records
+    dense     one trainer's part of the dense model: a header of a few numbers, bytes
+    end       how many rows of each slab, how many blocks
 
-A header is MessagePack (`Block`), and holds the hash of its payload, its own place in the file and a word of the file;
-so a byte that was altered, a block that is missing, and one that belongs elsewhere are all found. Hashes are 64 bits of
-XXH3, which is faster than memory is read: they find what disks and networks do to bytes, not what an attacker does. A
-file that was cut off has no end.
+Each is a frame with a hash (`frames.py`). Records of a block are raw, or have their weights quantised (`quantised.py`):
+scales, zeros, optimizer state, codes, one after the other; rows that cannot be quantised go into a raw block of their
+own. Either may be compressed by zstd, row numbers included.
 
-Payloads: records are rows (`row_ids.py`), then (N, B) bytes; dense is one trainer's part of the dense model.
+Invariants
+- What is in the manifest of a part (`PartEntry`) decides: a file of another mark, size, digest or number of rows is
+  refused, so is one whose records look otherwise, and nothing of a block is given before its hash was right.
+- Without quantisation, the records that are read are the bytes that were written.
 
-Shapes: N records of a block, B record bytes.
+Shapes: N rows, B bytes of a record, D weights, C bytes of a row's codes.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator, Sequence
-from typing import IO, Annotated, Any, Literal, NoReturn
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import xxhash
 import zstandard
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from torch_ecrec.errors import CheckpointError
+from torch_ecrec.records.halves import numbers_of, records_of
+from torch_ecrec.records.positions import Bytes, Floats, Positions
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.runtime.checks import require
-from torch_ecrec.storage import row_ids
-from torch_ecrec.storage.location import Location
+from torch_ecrec.storage import quantised, row_ids
+from torch_ecrec.storage.frames import FrameReader, FrameWriter
+from torch_ecrec.storage.location import Location, Reader
+from torch_ecrec.storage.manifest import Count, DenseEntry, Encoding, PartEntry, TableError
+from torch_ecrec.storage.row_ids import RowIds
 
-MAGIC = b"TECRECP1"
-HEADER_MOST = 1 << 20  # bytes of a header: one that is longer was altered
-PAYLOAD_MOST = 1 << 31
-LEVEL_MOST = 19
+BLOCK_BYTES = 4 << 20  # of records; what a reader has in memory at a time, twice where it is compressed
 
-Count = Annotated[int, Meta(ge=0)]
-Payload = Annotated[int, Meta(ge=0, le=PAYLOAD_MOST)]
-
-
-class Block(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a block holds.
-
-    Attributes:
-        kind: records, dense, or the end of the file.
-        file, number: the word of its file, and its place there.
-        slab: of records. `trainer`: of dense.
-        count: records of a block; at the end, blocks before it.
-        rows: how row numbers are coded. `rows_bytes`: how many of the payload these are.
-        header: of dense, as the trainer gave it.
-        compressed: the payload is a frame of zstd.
-        size: bytes of the payload as it was before that. `payload`: as they are in the file; `hash`: of these.
-    """
-
-    kind: Literal["records", "dense", "end"]
-    file: str
-    number: Count
-    slab: Count = 0
-    trainer: Count = 0
-    count: Count = 0
-    rows: str = ""
-    rows_bytes: Payload = 0
-    header: list[int] = []
-    compressed: bool = False
-    size: Payload = 0
-    payload: Payload = 0
-    hash: bytes = b""
+Block = tuple[int, Positions, Bytes]  # slab, rows (N,), records (N, B)
+Wanted = Callable[[int, Positions], NDArray[np.bool_] | None]
+Tables = Sequence[Sequence[tuple[str, int]]]  # of each slab: names, and where each begins
+FieldShape = tuple[str, int, bool, str]
 
 
-class Encoding(Struct, frozen=True, forbid_unknown_fields=True):
-    """How blocks are written. `zstd`: a level of compression, 0 for none."""
+class Head(Struct, frozen=True, array_like=True, tag="head", forbid_unknown_fields=True):
+    """The first frame."""
 
-    zstd: Annotated[int, Meta(ge=0, le=LEVEL_MOST)] = 0
+    mark: str
+    records: list[list[FieldShape]]
 
 
-class PartEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a manifest says of a file.
+class Rows(Struct, frozen=True, array_like=True, tag="rows", forbid_unknown_fields=True):
+    """Some rows of a slab. `bits`: of a weight, 0: exact; `packed`: bytes of the body before zstd, 0: without."""
 
-    Attributes:
-        name: within the checkpoint's folder.
-        word: of the file, which is in each of its blocks.
-        bytes, blocks: how long it is.
-        rows: records of each slab.
-        dense: trainers whose parts of the dense model are in it.
-    """
+    slab: Count
+    count: Annotated[int, Meta(ge=1, le=1 << 32)]
+    ids: RowIds
+    bits: Annotated[int, Meta(ge=0, le=8)]
+    packed: Count
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,100}\Z")]
-    word: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    bytes: Count
-    blocks: Count
+
+class Dense(Struct, frozen=True, array_like=True, tag="dense", forbid_unknown_fields=True):
+    """A trainer's part of the dense model. `packed`: as in `Rows`."""
+
+    trainer: Count
+    header: list[int]
+    packed: Count
+
+
+class End(Struct, frozen=True, array_like=True, tag="end", forbid_unknown_fields=True):
+    """The last frame: rows of each slab, frames in the file."""
+
     rows: list[Count]
-    dense: list[Count] = []
+    blocks: Count
+
+
+_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_frame = msgspec.msgpack.Decoder(Rows | Dense | End).decode
+_HEAD_SEED = 0  # the head says the mark, on which the others' hashes depend
+
+
+def _shapes(schemas: Sequence[Schema]) -> list[list[FieldShape]]:
+    return [[(f.name, f.values, f.per_row, f.dtype) for f in schema.fields] for schema in schemas]
+
+
+def _quantised_bytes(schema: Schema, bits: int) -> int:
+    """Bytes of a record whose weights are quantised."""
+    return 8 + schema.nbytes - schema.fields[0].nbytes + quantised.code_bytes(schema.dim, bits)
 
 
 class PartWriter:
-    """Writes a part block by block.
+    """Writes one part.
 
     Args:
-        file: to write to, from its beginning.
-        name: of the file, for its entry.
+        location: the checkpoint's folder.
+        name: of the file.
         schemas: of the records of each slab.
-        encoding: of the blocks.
+        encoding: how they are written.
+        slot: whose part it is; -1: of none.
+        tables: of each slab, each table's name and first row, for the error of quantisation; None: of slabs only.
+
+    Not checked: that no row is written twice, which a reader finds.
     """
 
-    def __init__(self, file: IO[bytes], name: str, schemas: Sequence[Schema], encoding: Encoding) -> None:
-        self._file, self._name, self._schemas = file, name, list(schemas)
-        self._word, self._blocks = uuid.uuid4().hex, 0
+    def __init__(
+        self,
+        location: Location,
+        name: str,
+        schemas: Sequence[Schema],
+        encoding: Encoding | None = None,
+        slot: int = -1,
+        tables: Tables | None = None,
+    ) -> None:
+        self._name, self._schemas, self._slot = name, tuple(schemas), slot
+        self._encoding = encoding if encoding is not None else Encoding()
+        self._zstd = zstandard.ZstdCompressor(self._encoding.zstd) if self._encoding.zstd else None
+        named = tables if tables is not None else [[(f"slab {s}", 0)] for s in range(len(schemas))]
+        self._errors = [_Errors(of_slab) for of_slab in named]
         self._rows = [0] * len(self._schemas)
-        self._dense: list[int] = []
-        self._compressor = zstandard.ZstdCompressor(encoding.zstd) if encoding.zstd else None
-        self._bytes = len(MAGIC)
-        file.write(MAGIC)
+        self._dense: list[DenseEntry] = []
+        self._mark = secrets.token_hex(8)
+        self._entry: PartEntry | None = None
+        self._file = location.open_write(name)
+        self._frames = FrameWriter(self._file, self._mark)
+        self._begin()
 
-    def write(self, slab: int, rows_N: NDArray[np.int64], records_NB: NDArray[np.uint8]) -> int:
-        """Adds records.
+    def _begin(self) -> None:
+        try:
+            self._frames.write(Head(self._mark, _shapes(self._schemas)), (), _HEAD_SEED)
+        except BaseException:
+            self.abandon()
+            raise
+
+    @property
+    def bytes(self) -> int:
+        """Written until now."""
+        return self._frames.offset
+
+    def write(self, slab: int, rows_N: Positions, records_NB: Bytes) -> int:
+        """Appends records; returns the bytes that they took in the file.
 
         Args:
-            slab: of which.
-            rows_N: (N,) int64, slab rows.
-            records_NB: (N, B) uint8.
+            slab: which.
+            rows_N: (N,) int64, rows of the slab in any order.
+            records_NB: (N, B) uint8; best contiguous.
 
-        Returns:
-            How many bytes that took.
+        Raises:
+            ValueError: shapes or dtypes are others.
+            CheckpointError: the file cannot be written.
         """
-        shape = (len(rows_N), self._schemas[slab].nbytes)
-        require(records_NB.shape == shape, f"`records_NB` must have shape {shape}, got {records_NB.shape}")
-        kind, coded = row_ids.encode(rows_N)
-        block = Block("records", self._word, self._blocks, slab, count=len(rows_N), rows=kind, rows_bytes=len(coded))
+        schema = self._schemas[slab]
+        good = records_NB.dtype == np.uint8 and records_NB.shape == (len(rows_N), schema.nbytes)
+        wanted = f"`records_NB` of slab {slab} must be uint8 of ({len(rows_N)}, {schema.nbytes})"
+        require(good, f"{wanted}, got {records_NB.dtype} of {records_NB.shape}")
+        before, most = self._frames.offset, max(BLOCK_BYTES // schema.nbytes, 1)
+        for begin in range(0, len(rows_N), most):
+            self._block(slab, rows_N[begin : begin + most], np.ascontiguousarray(records_NB[begin : begin + most]))
         self._rows[slab] += len(rows_N)
-        return self._add(block, coded, np.ascontiguousarray(records_NB).reshape(-1))
+        return self._frames.offset - before
 
-    def write_dense(self, trainer: int, header: list[int], payload: NDArray[np.uint8]) -> int:
-        """Adds a trainer's part of the dense model: its header, and bytes (n,) uint8. Returns as `write`."""
-        self._dense.append(trainer)
-        block = Block("dense", self._word, self._blocks, trainer=trainer, header=header)
-        return self._add(block, b"", np.ascontiguousarray(payload).reshape(-1))
+    def _block(self, slab: int, rows_N: Positions, records_NB: Bytes) -> None:
+        schema, bits = self._schemas[slab], self._encoding.bits
+        if not bits or _quantised_bytes(schema, bits) >= schema.nbytes:
+            self._frame(slab, rows_N, 0, [records_NB])
+            self._errors[slab].count(rows_N, schema.dim)
+            return
+        numbers_NW = numbers_of(records_NB, schema)
+        found = quantised.quantise(numbers_NW, schema.dim, bits)
+        if not found.good_N.all():
+            good_N = found.good_N.astype(bool)
+            self._frame(slab, rows_N[~good_N], 0, [records_NB[~good_N]])
+            self._errors[slab].count(rows_N[~good_N], schema.dim)
+            if good_N.any():
+                self._block(slab, rows_N[good_N], records_NB[good_N])
+            return
+        state_NS = np.ascontiguousarray(records_NB[:, schema.fields[0].nbytes :])
+        self._frame(slab, rows_N, bits, [found.scale_N, found.zero_N, state_NS, found.codes_NC])
+        weights_ND = quantised.restore(found.scale_N, found.zero_N, found.codes_NC, schema.dim, bits)
+        if schema.halves:
+            plain = _weights_of(schema)
+            weights_ND = numbers_of(records_of(weights_ND, plain), plain)
+        self._errors[slab].measure(rows_N, numbers_NW, weights_ND)
+
+    def _frame(self, slab: int, rows_N: Positions, bits: int, body: list[Any]) -> None:
+        ids, coded = row_ids.encode(rows_N)
+        pieces, packed = self._packed([coded, *body])
+        self._frames.write(Rows(slab, len(rows_N), ids, bits, packed), pieces)
+
+    def _packed(self, pieces: list[Any]) -> tuple[list[Any], int]:
+        """The body as it is written, and its size before zstd."""
+        if self._zstd is None:
+            return pieces, 0
+        whole = b"".join(memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes)
+        return ([self._zstd.compress(whole)], len(whole)) if whole else ([], 0)
+
+    def write_dense(self, trainer: int, header: list[int], payload: Any) -> int:
+        """Appends a trainer's part of the dense model; returns the bytes that it took.
+
+        Args:
+            trainer: whose.
+            header: a few numbers, each of at most 64 bits.
+            payload: contiguous memory.
+        """
+        pieces, packed = self._packed([payload])
+        offset, number = self._frames.offset, self._frames.number
+        size = self._frames.write(Dense(trainer, list(header), packed), pieces)
+        self._dense.append(DenseEntry(trainer, number, offset, size))
+        return size
 
     def close(self) -> PartEntry:
-        """Writes the end. The file is its owner's to close."""
-        self._add(Block("end", self._word, self._blocks, count=self._blocks), b"", np.empty(0, np.uint8))
-        return PartEntry(self._name, self._word, self._bytes, self._blocks, self._rows, self._dense)
+        """Makes the file durable and visible; returns what the manifest has to say of it. Raises CheckpointError."""
+        if self._entry is not None:
+            return self._entry
+        try:
+            self._frames.write(End(self._rows, self._frames.number + 1), ())
+            self._file.close()
+        except BaseException:
+            self.abandon()
+            raise
+        errors = [error for slab in self._errors for error in slab.found()] if self._encoding.bits else []
+        frames = self._frames
+        self._entry = PartEntry(
+            name=self._name,
+            mark=self._mark,
+            bytes=frames.offset,
+            blocks=frames.number,
+            rows=self._rows,
+            digest=frames.digest,
+            slot=self._slot,
+            dense=self._dense,
+            errors=errors,
+        )
+        return self._entry
 
-    def _add(self, block: Block, front: bytes, payload: NDArray[np.uint8]) -> int:
-        pieces: list[Any] = [front, payload.data] if len(front) else [payload.data]
-        size = len(front) + len(payload)
-        if self._compressor is not None:
-            pieces = [self._compressor.compress(b"".join(pieces))]
-        digest = xxhash.xxh3_64()
-        for piece in pieces:
-            digest.update(piece)
-        stored = sum(len(piece) for piece in pieces)
-        more = {"compressed": self._compressor is not None, "size": size, "payload": stored, "hash": digest.digest()}
-        header = msgspec.msgpack.encode(msgspec.structs.replace(block, **more))
-        self._file.write(len(header).to_bytes(4, "little") + xxhash.xxh3_64(header).digest() + header)
-        for piece in pieces:
-            self._file.write(piece)
-        self._blocks += 1
-        self._bytes += 12 + len(header) + stored
-        return 12 + len(header) + stored
-
-
-class Records(Struct, frozen=True):
-    """Records of a part: rows_N (N,) int64, records_NB (N, B) uint8."""
-
-    slab: int
-    rows_N: Any
-    records_NB: Any
+    def abandon(self) -> None:
+        """Removes what was written; does nothing after `close`."""
+        self._file.abandon()
 
 
-class Dense(Struct, frozen=True):
-    """A trainer's part of the dense model: payload_n (n,) uint8."""
+class _Errors:
+    """What quantisation does to the tables of one slab."""
 
-    trainer: int
-    header: list[int]
-    payload_n: Any
+    def __init__(self, tables: Sequence[tuple[str, int]]) -> None:
+        self._names = [name for name, _ in tables]
+        self._first_T = np.array([first for _, first in tables], np.int64)
+        self._largest_T, self._squares_T = np.zeros(len(tables)), np.zeros(len(tables))
+        self._weights_T = np.zeros(len(tables), np.int64)
+
+    def count(self, rows_N: Positions, dim: int) -> NDArray[np.int64]:
+        """Counts the weights of some rows; returns the table of each."""
+        table_N = np.searchsorted(self._first_T, rows_N, side="right") - 1
+        self._weights_T += dim * np.bincount(table_N, minlength=len(self._names))
+        return table_N
+
+    def measure(self, rows_N: Positions, before_NW: Floats, after_ND: Floats) -> None:
+        """Compares weights with what will be read."""
+        table_N = self.count(rows_N, after_ND.shape[1])
+        quantised.differ_(before_NW, after_ND, table_N, self._largest_T, self._squares_T)
+
+    def found(self) -> list[TableError]:
+        """Of each table that has rows here."""
+        figures = zip(self._names, self._largest_T, self._squares_T, self._weights_T, strict=True)
+        return [TableError(name, float(most), float(sum_), int(n)) for name, most, sum_, n in figures if n]
+
+
+def _weights_of(schema: Schema) -> Schema:
+    """Records of the weights alone."""
+    return Schema.of(schema.dim, weights=schema.weights)
 
 
 class PartReader:
-    """Reads a part, and checks every byte of it.
+    """Reads one part.
 
     Args:
-        location, folder: where it is.
+        location: the checkpoint's folder.
         entry: what the manifest says of it.
         schemas: of the records of each slab.
     """
 
-    def __init__(self, location: Location, folder: str, entry: PartEntry, schemas: Sequence[Schema]) -> None:
-        self._location, self._folder, self._entry, self._schemas = location, folder, entry, list(schemas)
-        self._name = f"{folder}/{entry.name}"
-        self._at = 0
+    def __init__(self, location: Location, entry: PartEntry, schemas: Sequence[Schema]) -> None:
+        self._location, self._entry, self._schemas = location, entry, tuple(schemas)
+        self._where = f"{location.url}/{entry.name}"
 
-    def blocks(self, records: bool = True) -> Iterator[Records | Dense]:
-        """Everything, in order. `records`: false leaves records out, unread and unchecked.
+    def blocks(self, wanted: Wanted | None = None) -> Iterator[Block]:
+        """Reads and checks the whole file, and yields its records, block by block, as each was found right.
+
+        Args:
+            wanted: is asked for every block which of its rows are; None, also as its answer: all. Rows that nobody
+                wants are not decoded, and a block without any is not yielded.
 
         Raises:
-            CheckpointError: it cannot be read, or is not what was written; what was yielded before was.
+            CheckpointError: it was cut off or altered, is missing, or is of another checkpoint or model. It may come
+                after blocks were yielded: those are right, the file is not.
         """
-        entry, rows, dense = self._entry, [0] * len(self._schemas), []
-        with self._location.reading(self._name) as file:
-            self._at = 0
-            if self._read(file, len(MAGIC)) != MAGIC:
-                self._refuse("it does not begin as a part of a checkpoint")
-            for number in range(entry.blocks):
-                block = self._header(file, number)
-                if block.kind == "end":
-                    if number + 1 != entry.blocks or block.count != number:
-                        self._refuse("it ends before its end")
-                    break
-                if block.kind == "records" and not records:
-                    file.seek(block.payload, 1)
-                    self._at += block.payload
-                    continue
-                data = self._payload(file, block)
-                if block.kind == "dense":
-                    dense.append(block.trainer)
-                    yield Dense(block.trainer, block.header, np.frombuffer(data, np.uint8))
-                else:
-                    rows[block.slab] += block.count
-                    yield self._records(block, data)
-            else:
-                self._refuse("it has no end")
-            if self._at != entry.bytes or file.read(1):
-                self._refuse(f"it has another length than the {entry.bytes} bytes that were written")
-        if (records and rows != entry.rows) or dense != entry.dense:
-            self._refuse(f"it holds {rows} records and the dense parts {dense}, not {entry.rows} and {entry.dense}")
-
-    def _header(self, file: IO[bytes], number: int) -> Block:
-        length = int.from_bytes(self._read(file, 4), "little")
-        if length > HEADER_MOST:
-            self._refuse("a header is altered")
-        digest = self._read(file, 8)
-        header = self._read(file, length)
-        if xxhash.xxh3_64(header).digest() != digest:
-            self._refuse("a header is altered")
+        file = self._location.open_read(self._entry.name)
         try:
-            block = msgspec.msgpack.decode(header, type=Block)
-        except msgspec.MsgspecError as error:
-            self._refuse(f"a header is none: {error}")
-        if block.file != self._entry.word or block.number != number:
-            self._refuse(f"block {block.number} of another file is in the place of block {number}")
-        if block.slab >= max(1, len(self._schemas)):
-            self._refuse(f"records of slab {block.slab}, of {len(self._schemas)}")
-        return block
+            yield from self._blocks(file, wanted)
+        finally:
+            file.close()
 
-    def _payload(self, file: IO[bytes], block: Block) -> bytes:
-        data = self._read(file, block.payload)
-        if xxhash.xxh3_64(data).digest() != block.hash:
-            self._refuse(f"block {block.number} is altered")
-        if block.compressed:
+    def _blocks(self, file: Reader, wanted: Wanted | None) -> Iterator[Block]:
+        entry = self._entry
+        frames = FrameReader(file, self._where, entry.mark, entry.bytes)
+        self._read_head(frames)
+        rows = [0] * len(self._schemas)
+        while True:
+            header, body = frames.read(_decode_frame)
+            if isinstance(header, End):
+                break
+            if isinstance(header, Rows):
+                try:
+                    found = self._decode(header, body, wanted)
+                except (ValueError, zstandard.ZstdError) as error:
+                    raise frames.fault(f"it cannot be: {error}") from error
+                rows[header.slab] += header.count
+                if found is not None:
+                    yield found
+        told = (header.rows, header.blocks, frames.digest, frames.number, frames.offset)
+        if told != (rows, entry.blocks, entry.digest, entry.blocks, entry.bytes) or rows != entry.rows:
+            raise frames.fault("the manifest says otherwise of this file: it is of another checkpoint")
+        if not frames.ends():
+            raise frames.fault("more follows after the end")
+
+    def _read_head(self, frames: FrameReader) -> None:
+        head, _ = frames.read(_decode_head, _HEAD_SEED)
+        if head.mark != self._entry.mark:
+            raise frames.fault(
+                f"this is another file than the manifest means: mark {head.mark}, not {self._entry.mark}"
+            )
+        if head.records != _shapes(self._schemas):
+            raise frames.fault("its records have other fields than the tables of this job: it is of another model")
+
+    def _decode(self, header: Rows, body: Bytes, wanted: Wanted | None) -> Block | None:
+        """The records of a block; None: none is wanted. Raises ValueError for what no writer has written."""
+        require(header.slab < len(self._schemas), f"there is no slab {header.slab}")
+        schema, count = self._schemas[header.slab], header.count
+        body = _unpacked(body, header.packed)
+        size = schema.nbytes if not header.bits else _quantised_bytes(schema, header.bits)
+        begin = header.ids.nbytes(count)
+        require(len(body) == begin + count * size, f"{len(body)} bytes for {count} rows of {size}")
+        rows_N = row_ids.decode(header.ids, count, body[:begin])
+        mask_N = wanted(header.slab, rows_N) if wanted is not None else None
+        if mask_N is not None and not mask_N.any():
+            return None
+        all_of_them = mask_N is None or bool(mask_N.all())
+        records_NB = body[begin:].reshape(count, size)
+        if header.bits:
+            records_NB = _restored(body[begin:], count, schema, header.bits)
+        if not all_of_them:
+            assert mask_N is not None
+            return header.slab, rows_N[mask_N], records_NB[mask_N]
+        return header.slab, rows_N, records_NB
+
+    def dense(self) -> dict[int, tuple[list[int], bytes]]:
+        """Trainer -> header and payload of its part of the dense model, read without the rest of the file.
+
+        Raises:
+            CheckpointError: as for `blocks`.
+        """
+        found = {}
+        for place in self._entry.dense:
+            data = self._location.read_range(self._entry.name, place.offset, place.bytes)
+            end = place.offset + place.bytes
+            frames = FrameReader(_Memory(data), self._where, self._entry.mark, end, place.offset, place.block)
+            header, body = frames.read(_decode_frame)
+            if not isinstance(header, Dense) or header.trainer != place.trainer or frames.offset != end:
+                raise frames.fault(f"the part of trainer {place.trainer} is not here")
             try:
-                data = zstandard.ZstdDecompressor().decompress(data, max_output_size=block.size)
-            except zstandard.ZstdError as error:
-                self._refuse(f"block {block.number}: {error}")
-        if len(data) != block.size:
-            self._refuse(f"block {block.number} has {len(data)} bytes, not {block.size}")
-        return data
+                found[header.trainer] = (header.header, _unpacked(body, header.packed).tobytes())
+            except (ValueError, zstandard.ZstdError) as error:
+                raise frames.fault(f"it cannot be: {error}") from error
+        return found
 
-    def _records(self, block: Block, data: bytes) -> Records:
-        nbytes = self._schemas[block.slab].nbytes
-        if len(data) != block.rows_bytes + block.count * nbytes:
-            self._refuse(f"block {block.number} is of records of another size")
-        try:
-            rows_N = row_ids.decode(block.rows, data[: block.rows_bytes], block.count)
-        except ValueError as error:
-            self._refuse(f"block {block.number}: {error}")
-        records_NB = np.frombuffer(data, np.uint8, offset=block.rows_bytes).reshape(block.count, nbytes)
-        return Records(block.slab, rows_N, records_NB)
+    def check(self) -> None:
+        """Reads all, and gives nothing. Raises CheckpointError."""
+        for _ in self.blocks():
+            pass
+        self.dense()
 
-    def _read(self, file: IO[bytes], count: int) -> bytes:
-        data = file.read(count)
-        if len(data) != count:
-            self._refuse("it is cut off")
-        self._at += count
-        return data
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise CheckpointError(
-            f"{self._location.url}/{self._name}, at byte {self._at}: {why}. Restore another checkpoint"
-            " (`torch-ecrec checkpoints URL --verify` says which are whole)"
-        )
+class _Memory:
+    """Bytes that were read already, as a file."""
+
+    def __init__(self, data: bytes) -> None:
+        self._left = memoryview(data)
+
+    def read_into(self, memory: Any) -> int:
+        view = memoryview(memory).cast("B")
+        count = min(view.nbytes, self._left.nbytes)
+        view[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
+
+    def close(self) -> None:
+        self._left = memoryview(b"")
+
+
+def _unpacked(body: Bytes, size: int) -> Bytes:
+    """A body without zstd, writable."""
+    if not size:
+        return body
+    whole = np.empty(size, np.uint8)
+    decompressed = zstandard.ZstdDecompressor().decompress(body.data, max_output_size=size)
+    require(len(decompressed) == size, f"zstd gives {len(decompressed)} bytes, not {size}")
+    whole[:] = np.frombuffer(decompressed, np.uint8)
+    return whole
+
+
+def _restored(body: Bytes, count: int, schema: Schema, bits: int) -> Bytes:
+    """Records of which `body` has scales, zeros, state and codes: (N, B) uint8."""
+    first = schema.fields[0].nbytes
+    scale_N, zero_N = body[: 4 * count].view(np.float32), body[4 * count : 8 * count].view(np.float32)
+    end = 8 * count + count * (schema.nbytes - first)
+    state_NS = body[8 * count : end].reshape(count, schema.nbytes - first)
+    codes_NC = body[end:].reshape(count, quantised.code_bytes(schema.dim, bits))
+    weights_ND = quantised.restore(scale_N, zero_N, codes_NC, schema.dim, bits)
+    records_NB = np.empty((count, schema.nbytes), np.uint8)
+    records_NB[:, :first] = records_of(weights_ND, _weights_of(schema))
+    records_NB[:, first:] = state_NS
+    return records_NB

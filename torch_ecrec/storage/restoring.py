@@ -1,69 +1,187 @@
-"""What a checkpoint holds, with all that it builds on: each record once, and the dense model.
+"""Reads a checkpoint with all that it builds on: every row once, with its newest value.
 
-Shapes: N records, B record bytes.
+    full, step 100          rows 0 1 2 3 4 5
+    incremental, step 200   rows 1 4
+    incremental, step 300   rows 4 5
+    read in this order      step 300: 4 5    step 200: 1    step 100: 0 2 3
+
+The newest comes first, and two bits a row say what was given and what the checkpoint that is being read had before. So
+memory is those bits and a block, whatever the size of the tables, and no row is decoded that a newer one overrides.
+
+Refused by name: a row that one checkpoint has twice, an incremental one with a row that the full one lacks, rows that
+are missing or beyond their table, parts of a slot that are not there.
+
+Shapes: N rows of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torch_ecrec.errors import CheckpointError
+from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.runtime.checks import require
+from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.storage.catalog import Catalog
-from torch_ecrec.storage.manifest import Manifest
-from torch_ecrec.storage.parts import Dense, PartReader, Records
+from torch_ecrec.storage.manifest import ADVICE, Manifest
+from torch_ecrec.storage.parts import Block, PartReader
+from torch_ecrec.storage.seen import mark_
+
+Mine = Callable[[int, Positions], NDArray[np.bool_]]
+Ranges = Sequence[tuple[int, int]]  # of each slab: the first row that is wanted, and the end
 
 
-def records_of(catalog: Catalog, chain: list[Manifest]) -> Iterator[Records]:
-    """Every record of a checkpoint, once, with its newest value.
+class _Coverage:
+    """Which rows of a slab were given."""
 
-    Newest files first, so that what an older one has of a record that is known is left out. Memory: a byte for each row
-    of all tables, and a block.
+    def __init__(self, slab: SlabSpec, index: int, begin: int, end: int) -> None:
+        require(0 <= begin <= end <= slab.rows, f"slab {index} has rows 0 to {slab.rows}, wanted are {begin} to {end}")
+        self._slab, self._index, self._begin, self._end = slab, index, begin, end
+        self._given = np.zeros(-(-(end - begin) // 8), np.uint8)
+        self._seen = np.zeros_like(self._given)
+
+    def fresh(self, rows_N: Positions, where: str) -> NDArray[np.bool_]:
+        """Which rows are wanted and newer than what is still to come."""
+        outside = rows_N[(rows_N < 0) | (rows_N >= self._slab.rows)]
+        if len(outside):
+            raise CheckpointError(f"{where} has {self._named(int(outside[0]))}, which is beyond its table; {ADVICE}")
+        fresh_N = np.empty(len(rows_N), np.bool_)
+        twice = mark_(rows_N, self._begin, self._end, self._given, self._seen, fresh_N)
+        if twice >= 0:
+            raise CheckpointError(f"{where} has {self._named(twice)} twice; {ADVICE}")
+        return fresh_N
+
+    def next_older(self) -> None:
+        """One checkpoint was read."""
+        self._given |= self._seen
+        self._seen[:] = 0
+
+    def finish(self, where: str, every: bool) -> None:
+        """The full checkpoint was read: raises unless it had all rows that were given, and (`every`) all there are."""
+        more = self._given & ~self._seen
+        if more.any():
+            raise CheckpointError(
+                f"{where}, a full checkpoint, lacks {self._first(more)}, which a newer one has; {ADVICE}"
+            )
+        if every:
+            wanted = np.packbits(np.ones(self._end - self._begin, np.uint8), bitorder="little")
+            missing = wanted & ~self._seen
+            if missing.any():
+                count = int(np.bitwise_count(missing).sum())
+                raise CheckpointError(f"{where} lacks {count} rows, first {self._first(missing)}; {ADVICE}")
+
+    def _first(self, bits: Bytes) -> str:
+        place = int(np.flatnonzero(bits)[0])
+        bit = int(np.flatnonzero(np.unpackbits(bits[place : place + 1], bitorder="little"))[0])
+        return self._named(self._begin + 8 * place + bit)
+
+    def _named(self, row: int) -> str:
+        table = max(int(np.searchsorted(self._slab.first_rows, row, side="right")) - 1, 0)
+        return f"row {row - self._slab.first_rows[table]} of table {self._slab.tables[table].name} (slab {self._index})"
+
+
+def records_of(
+    catalog: Catalog,
+    manifest: Manifest,
+    wanted: Ranges | None = None,
+    mine: Mine | None = None,
+    slots: Collection[int] | None = None,
+) -> Iterator[Block]:
+    """Every record of a checkpoint once, with its newest value.
 
     Args:
-        chain: see `Catalog.chain`.
+        catalog: where it is.
+        manifest: which.
+        wanted: of each slab, the rows to give, begin and end; None: all.
+        mine: of the rows of a block, (N,) int64, which are to be given: (N,) bool. What is not is read and checked all
+            the same, but not decoded.
+        slots: read the parts of these slots alone. For a cluster of the same layout, whose slots have the same rows;
+            that other rows are missing is then not found.
+
+    Yields:
+        Slab, rows (N,) int64, records (N, B) uint8: of a block, in no order.
 
     Raises:
-        CheckpointError: a file is altered or missing, or together they lack a row. What was yielded before is right.
+        CheckpointError: it is not whole, or was altered: perhaps after rows were given. Whoever takes them uses them
+            when all were.
     """
-    slabs = chain[-1].spec.slabs
-    schemas = [slab.schema for slab in slabs]
-    known = [np.zeros(slab.rows, dtype=bool) for slab in slabs]
-    for manifest in reversed(chain):
-        for part in manifest.parts:
-            for block in PartReader(catalog.location, manifest.folder, part, schemas).blocks():
-                if not isinstance(block, Records):
-                    continue
-                rows_N, known_R = block.rows_N, known[block.slab]
-                if len(rows_N) and (int(rows_N.min()) < 0 or int(rows_N.max()) >= len(known_R)):
-                    raise CheckpointError(f"{manifest.folder}/{part.name}: rows beyond the {len(known_R)} of a slab")
-                new_N = ~known_R[rows_N]
-                known_R[rows_N] = True
-                if new_N.all():
-                    yield block
-                elif new_N.any():
-                    yield Records(block.slab, rows_N[new_N], block.records_NB[new_N])
-    for slab, known_R in zip(slabs, known, strict=True):
-        if not known_R.all():
-            raise CheckpointError(
-                f"{chain[-1].folder}: {int((~known_R).sum())} rows of {', '.join(t.name for t in slab.tables)} are in"
-                " none of its files"
-            )
+    chain = catalog.chain(manifest)
+    slabs = manifest.spec.slabs
+    ranges = wanted if wanted is not None else [(0, slab.rows) for slab in slabs]
+    require(len(ranges) == len(slabs), f"`wanted` must have a range for each of {len(slabs)} slabs, got {len(ranges)}")
+    coverage = [_Coverage(slab, i, *ranges[i]) for i, slab in enumerate(slabs)]
+    for one in reversed(chain):
+        where = catalog.folder(one.id).url
+
+        def newest(slab: int, rows_N: Positions, where: str = where) -> NDArray[np.bool_]:
+            fresh_N = coverage[slab].fresh(rows_N, where)
+            return fresh_N if mine is None else fresh_N & mine(slab, rows_N)
+
+        for reader in _readers(catalog, one, slabs, slots):
+            yield from reader.blocks(newest)
+        for of_slab in coverage:
+            if one.base is None:
+                of_slab.finish(where, slots is None)
+            else:
+                of_slab.next_older()
 
 
-def dense_of(catalog: Catalog, manifest: Manifest) -> list[Dense]:
-    """Every trainer's part of the dense model, in their order. Raises CheckpointError: one is not there, or altered."""
-    schemas = [slab.schema for slab in manifest.spec.slabs]
-    found: dict[int, Dense] = {}
+def _readers(
+    catalog: Catalog, manifest: Manifest, slabs: Sequence[SlabSpec], slots: Collection[int] | None
+) -> Iterator[PartReader]:
+    at, schemas = catalog.folder(manifest.id), [slab.schema for slab in slabs]
+    missing = set() if slots is None else set(slots) - {part.slot for part in manifest.parts}
+    if missing:
+        raise CheckpointError(f"{at.url} has no parts of slots {sorted(missing)}: read it without `slots`")
+    for part in manifest.parts:
+        if slots is None or part.slot in slots:
+            yield PartReader(at, part, schemas)
+
+
+def dense_of(catalog: Catalog, manifest: Manifest) -> dict[int, tuple[list[int], bytes]]:
+    """Trainer -> header and payload of its part of the dense model, of every trainer.
+
+    Raises:
+        CheckpointError: a part cannot be read, or was altered.
+    """
+    at, schemas = catalog.folder(manifest.id), [slab.schema for slab in manifest.spec.slabs]
+    found: dict[int, tuple[list[int], bytes]] = {}
     for part in manifest.parts:
         if part.dense:
-            for block in PartReader(catalog.location, manifest.folder, part, schemas).blocks(records=False):
-                if isinstance(block, Dense):
-                    found[block.trainer] = block
-    trainers = manifest.spec.trainers
-    if sorted(found) != list(range(trainers)):
-        raise CheckpointError(
-            f"{manifest.folder}: the dense model's parts are of trainers {sorted(found)}, of {trainers}"
-        )
-    return [found[trainer] for trainer in range(trainers)]
+            found.update(PartReader(at, part, schemas).dense())
+    return {trainer: found[trainer] for trainer in range(manifest.spec.trainers)}
+
+
+def check_rows(catalog: Catalog, manifest: Manifest) -> int:
+    """Reads all that a restore reads; returns how many rows there are. Raises CheckpointError where it is not whole."""
+    dense_of(catalog, manifest)
+    return sum(len(rows_N) for _, rows_N, _ in records_of(catalog, manifest))
+
+
+def require_same_model(manifest: Manifest, job: JobSpec) -> None:
+    """Raises CheckpointError, with the first difference, unless a job can go on from a checkpoint.
+
+    Tables (names, rows, dimensions, dtypes, optimizers), the seed and the number of trainers must be the same; slots
+    and code may be others.
+    """
+    theirs, at = manifest.spec, manifest.id
+    ours_by_name, theirs_by_name = ({table.name: table for table in one.tables} for one in (job, theirs))
+    names = [name for name in theirs_by_name if name not in ours_by_name]
+    more = [name for name in ours_by_name if name not in theirs_by_name]
+    other = [name for name, table in theirs_by_name.items() if ours_by_name.get(name, table) != table]
+    reason = ""
+    if names or more:
+        reason = f"it has tables {names} that this job lacks, and lacks {more}"
+    elif other:
+        reason = f"table {other[0]} is {theirs_by_name[other[0]]} there, and {ours_by_name[other[0]]} here"
+    elif [table.name for table in theirs.tables] != [table.name for table in job.tables]:
+        reason = "its tables are in another order"
+    elif theirs.trainers != job.trainers:
+        reason = f"it is of {theirs.trainers} trainers, this job has {job.trainers}"
+    elif theirs.seed != job.seed:
+        reason = f"it has seed {theirs.seed}, this job has {job.seed}"
+    if reason:
+        raise CheckpointError(f"checkpoint {at} is of another job: {reason}; restore one of this job")

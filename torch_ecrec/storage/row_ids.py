@@ -1,69 +1,116 @@
-"""Row numbers as bytes: runs where they are regular, differences where they are not.
+"""Row numbers in few bytes: as differences, in runs of equal ones or one by one in the smallest unsigned numbers.
 
-Records of one slot lie in rows a constant distance apart, so all of them are a few runs (first, stride, count). Rows
-that have changed are irregular: then the first, and the differences in the smallest signed integers that hold them.
+    rows 5 8 11 14 40 43 46      differences 3 3 3 26 3 3: runs (3, 3 times), (26, once), (3, twice)
+    rows 5 6 9 70 71             differences 1 3 61 1: less the least of them, 1, they are 0 2 60 0, a byte each
 
-    encode([3, 9, 15, 21])   -> "runs", 24 bytes: (3, 6, 4)
-    encode([3, 4, 9, 11])    -> "int8", 8 + 3 bytes: 3; 1, 5, 2
+A slot of a full checkpoint has arithmetic progressions, a few runs for any number of rows; an incremental one has
+ascending rows, mostly a byte or two each. Rows in any other order, and twice the same, are written too.
+
+Shapes: N rows, R runs.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-DIFFERENCES = ("int8", "int16", "int32", "int64")
-Rows = NDArray[np.int64]
+from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.runtime.checks import require
+
+ROW_MOST = 1 << 53  # rows are below: differences fit into 8 bytes with room
+ALIGN = 8  # bytes: what follows row numbers begins at a multiple
+_WIDTHS = (1, 2, 4, 8)
+_RUN_BYTES = 12  # a difference of 8 bytes, and how many times, of 4
+
+Row = Annotated[int, Meta(ge=0, lt=ROW_MOST)]
+Width = Annotated[int, Meta(ge=0, le=8)]
 
 
-def encode(rows_N: Rows) -> tuple[str, bytes]:
-    """Rows (N,) int64, in any order, as a kind and bytes."""
-    if not len(rows_N):
-        return "runs", b""
+class RowIds(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How the numbers of N rows are written.
+
+    Attributes:
+        first: the first row.
+        runs: R; 0: differences one by one, each of `width` bytes, less `least`.
+        width, least: see `runs`; 0 where there are runs, or one row.
+    """
+
+    first: Row
+    runs: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
+    width: Width = 0
+    least: Annotated[int, Meta(gt=-ROW_MOST, lt=ROW_MOST)] = 0
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of `count` rows so written, to the next multiple of `ALIGN`."""
+        return _aligned(_RUN_BYTES * self.runs if self.runs else self.width * (count - 1))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def encode(rows_N: Positions) -> tuple[RowIds, Bytes]:
+    """Row numbers as bytes.
+
+    Args:
+        rows_N: (N,) int64, N >= 1, 0 to `ROW_MOST` - 1, in any order.
+
+    Returns:
+        How they are written, and (`nbytes`,) uint8.
+    """
+    require(rows_N.ndim == 1 and rows_N.dtype == np.int64 and len(rows_N) > 0, "`rows_N` must be (N,) int64, N >= 1")
+    low, high = int(rows_N.min()), int(rows_N.max())
+    require(low >= 0 and high < ROW_MOST, f"rows must be 0 to {ROW_MOST - 1}, got {low} to {high}")
+    first = int(rows_N[0])
+    if len(rows_N) == 1:
+        return RowIds(first), np.empty(0, np.uint8)
     steps = np.diff(rows_N)
-    starts = _run_starts(steps)
-    kind = next(name for name in DIFFERENCES if _fits(steps, np.dtype(name)))
-    if 24 * len(starts) <= 8 + np.dtype(kind).itemsize * len(steps):
-        ends = np.append(starts[1:], len(rows_N))
-        counts = ends - starts
-        strides = np.where(counts > 1, steps[np.minimum(starts, max(0, len(steps) - 1))] if len(steps) else 0, 0)
-        return "runs", np.stack([rows_N[starts], strides, counts], axis=1).astype("<i8").tobytes()
-    return kind, rows_N[:1].astype("<i8").tobytes() + steps.astype(f"<i{np.dtype(kind).itemsize}").tobytes()
+    starts_R = np.concatenate([[0], np.flatnonzero(steps[1:] != steps[:-1]) + 1])
+    least = int(steps.min())
+    span = int(steps.max()) - least
+    width = next(width for width in _WIDTHS if span < 1 << (8 * width))
+    if _RUN_BYTES * len(starts_R) < width * len(steps):
+        ids = RowIds(first, runs=len(starts_R))
+        times_R = np.diff(np.append(starts_R, len(steps))).astype("<u4")
+        pieces: list[NDArray[Any]] = [steps[starts_R].astype("<i8"), times_R]
+    else:
+        ids = RowIds(first, width=width, least=least)
+        pieces = [(steps - least).astype(f"<u{width}")]
+    found = np.zeros(ids.nbytes(len(rows_N)), np.uint8)
+    offset = 0
+    for piece in pieces:
+        found[offset : offset + piece.nbytes] = piece.view(np.uint8)
+        offset += piece.nbytes
+    return ids, found
 
 
-def _run_starts(steps: Rows) -> Rows:
-    """Where runs begin: greedily, each takes rows as long as the step stays the same."""
-    changes = np.flatnonzero(np.diff(steps)) + 1  # steps[i] differs from steps[i - 1]
-    starts, at = [0], 0
-    if len(changes) > len(steps) // 8 + 4:
-        return np.arange(len(steps) + 1)  # irregular: not worth a look
-    for change in changes:
-        if change >= at + 1 and change + 1 > at:
-            at = int(change) + 1  # the step before `change` ends a run at row `change`
-            starts.append(at)
-    return np.asarray(starts, dtype=np.int64)
+def decode(ids: RowIds, count: int, data: Bytes) -> Positions:
+    """The inverse of `encode`.
 
+    Args:
+        ids: how they are written.
+        count: N >= 1.
+        data: (`ids.nbytes(count)`,) uint8.
 
-def _fits(steps: Rows, dtype: np.dtype[np.signedinteger]) -> bool:
-    limits = np.iinfo(dtype)
-    return not len(steps) or (int(steps.min()) >= limits.min and int(steps.max()) <= limits.max)
-
-
-def decode(kind: str, data: bytes, count: int) -> Rows:
-    """The rows (N,) int64 again. Raises ValueError: these are not so many rows."""
-    if kind == "runs":
-        if len(data) % 24:
-            raise ValueError(f"{len(data)} bytes of runs")
-        runs = np.frombuffer(data, "<i8").reshape(-1, 3).astype(np.int64)
-        if (runs[:, 2] < 1).any() or int(runs[:, 2].sum()) != count:
-            raise ValueError(f"runs of {int(runs[:, 2].sum())} rows, not {count}")
-        return np.concatenate([first + stride * np.arange(n) for first, stride, n in runs.tolist()] or [_none()])
-    if kind not in DIFFERENCES or len(data) != 8 + np.dtype(kind).itemsize * (count - 1):
-        raise ValueError(f"{len(data)} bytes of {kind} for {count} rows")
-    steps = np.frombuffer(data, f"<i{np.dtype(kind).itemsize}", offset=8).astype(np.int64)
-    first = np.frombuffer(data, "<i8", 1).astype(np.int64)
-    return np.concatenate([first, first + np.cumsum(steps)])
-
-
-def _none() -> Rows:
-    return np.empty(0, np.int64)
+    Raises:
+        ValueError: no `count` rows, or some that cannot be.
+    """
+    if count == 1:
+        return np.array([ids.first], np.int64)
+    if ids.runs:
+        steps_R = data[: 8 * ids.runs].view("<i8")
+        times_R = data[8 * ids.runs : _RUN_BYTES * ids.runs].view("<u4").astype(np.int64)
+        require(int(times_R.sum()) == count - 1, f"runs are of {int(times_R.sum()) + 1} rows, not {count}")
+        steps = np.repeat(steps_R, times_R)
+    else:
+        require(ids.width in _WIDTHS, f"row numbers have 1, 2, 4 or 8 bytes, not {ids.width}")
+        steps = data[: ids.width * (count - 1)].view(f"<u{ids.width}").astype(np.int64) + ids.least
+    rows_N = np.empty(count, np.int64)
+    rows_N[0] = ids.first
+    np.cumsum(steps, out=rows_N[1:])
+    rows_N[1:] += ids.first
+    require(int(rows_N.min()) >= 0, "a row is negative")
+    return rows_N
