@@ -193,6 +193,34 @@ def test_closing_a_client_is_not_told_to_itself(running: Running) -> None:
     assert one.reasons.empty()
 
 
+def test_last_words_count_although_an_answer_cannot_be_sent_any_more(running: Running) -> None:
+    """A server that is busy writes to a member that has left, and fails, before it reads what that one said."""
+    one = Member(running.server.address)
+    one.client.send({"n": 1})
+    connection, _ = running.message()
+    busy, left = threading.Event(), threading.Event()
+
+    def write() -> None:
+        busy.set()
+        assert left.wait(WAIT_S) and connection._transport is not None
+        end_s = time.monotonic() + WAIT_S
+        while not connection._transport.is_closing():
+            assert time.monotonic() < end_s, "it can be written to for ever"
+            connection.send({"placement": 1})
+            time.sleep(0.001)
+
+    running.server.call_soon(write)
+    assert busy.wait(WAIT_S)
+    for number in range(3):
+        one.client.send({"n": number})
+    one.client.send({"type": "leave"})
+    one.client.close()
+    left.set()
+    assert [running.message()[1].get("n") for _ in range(4)] == [0, 1, 2, None]
+    assert running.closed.get(timeout=WAIT_S) is connection
+    assert running.error is None and running.messages.empty()
+
+
 def test_a_client_may_close_itself_in_a_callback(running: Running) -> None:
     closed = threading.Event()
     clients: list[ControlClient] = []

@@ -99,6 +99,7 @@ TO_A_MEMBER: list[dict[str, Any]] = [
     {"type": "placement", "placement": PLACEMENT},
     {"type": "era", "era": 1, "step": None, "origin": None, "done": 0},
     {"type": "rejoined", "life": 1},
+    {"type": "left", "trainers": [1]},
     {"type": "fatal", "kind": "fenced", "reason": "a reason"},
 ]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from torch_ecrec.errors import ClusterUnavailable, DataLoss, JoinRefused
+from torch_ecrec.processes import member as module
 from torch_ecrec.processes.member import Member
 from torch_ecrec.protocol import messages
 from torch_ecrec.spec.job import CodeSpec
@@ -63,13 +64,14 @@ def join(
     give_up_s: float = LIMIT_S,
     make: Callable[..., Node] | None = None,
     on_end: Callable[[BaseException], None] = lambda error: None,
+    **hello: Any,
 ) -> Member:
     settings = Settings(join=f"127.0.0.1:{coordinator.port}", give_up_s=give_up_s, shared_memory_bytes=0)
 
     def node(name: str, member: Member, code: CodeSpec) -> Node:
         return Node(name, member, 1.0)
 
-    hello = {"role": "server", "code": {}}
+    hello = hello or {"role": "server", "code": {}}
     return Member(settings, hello, make or node, on_control=lambda message: None, on_end=on_end)
 
 
@@ -226,4 +228,69 @@ def test_what_is_refused_on_the_data_plane_is_told_with_each_heartbeat() -> None
     while told() != before + 2:
         assert time.monotonic() < end_s
     member.close()
+    coordinator.end()
+
+
+class Deaf(Coordinator):
+    """One that a trainer has joined. Its connection ends with its "leave" unheard; the next one hears it."""
+
+    def __init__(self, dies: bool) -> None:
+        self.heard = threading.Event()
+        self.dies, self.rejoins = dies, 0
+        super().__init__(lambda connection, number: connection.send({**WELCOME, "name": "trainer-0"}))
+
+    def _on_message(self, connection: LineConnection, message: dict[str, Any]) -> None:
+        super()._on_message(connection, message)
+        if message["type"] == "rejoin":
+            self.rejoins += 1
+            connection.send({"type": "rejoined", "life": 1})
+        elif message["type"] == "leave" and not self.rejoins:
+            self.server.close() if self.dies else connection.close()
+        elif message["type"] == "leave":
+            connection.send({"type": "left", "trainers": [1]})
+            connection.send({"type": "left", "trainers": [0, 1]})
+            self.heard.set()
+
+
+TRAINER = {"role": "trainer", "rank": 0, "job": None}
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_trainer_that_is_done_stays_until_that_was_heard(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection ended before, or its coordinator did: who ends then is taken for lost."""
+    monkeypatch.setattr(module, "FAREWELL_S", LIMIT_S)
+    coordinator, ends = Deaf(dies), queue.Queue[BaseException]()
+    member = join(coordinator, on_end=ends.put, **TRAINER)
+    closing = threading.Thread(target=member.close, daemon=True)
+    closing.start()
+    if dies:
+        coordinator._thread.join(LIMIT_S)
+        coordinator.start()
+    assert coordinator.heard.wait(LIMIT_S), "it has ended, and nobody knows why"
+    closing.join(LIMIT_S)
+    assert not closing.is_alive() and ends.empty()
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("how", ["nobody answers", "all has ended"])
+def test_a_trainer_that_is_done_ends_in_the_end(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    def on_join(connection: LineConnection, number: int) -> None:
+        connections.append(connection)
+        connection.send({**WELCOME, "name": "trainer-0"})
+
+    connections: list[LineConnection] = []
+    coordinator, ends = Coordinator(on_join), queue.Queue[BaseException]()
+    member = join(coordinator, 0.5 if how == "nobody answers" else LIMIT_S, on_end=ends.put, **TRAINER)
+    closing = threading.Thread(target=member.close, daemon=True)
+    closing.start()
+    while coordinator.told.get(timeout=LIMIT_S)["type"] != "leave":
+        pass
+    if how == "all has ended":
+        fatal = {"type": "fatal", "kind": "stopped", "reason": "as ordered"}
+        coordinator.server.call_soon(lambda: connections[0].send(fatal))
+    closing.join(LIMIT_S)
+    assert not closing.is_alive() and ends.empty(), "one that is done is told of no end"
+    assert ("no coordinator has heard within 0.5 s" in caplog.text) == (how == "nobody answers")
     coordinator.end()

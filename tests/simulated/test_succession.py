@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from coordinator_harness import MEMBERS, Harness, known, rejoin, word_of
+from coordinator_harness import MEMBERS, Harness, known, rejoin, told, word_of
 
 from torch_ecrec.coordinator.admission import FENCED
 from torch_ecrec.coordinator.regathering import REGATHER_S
@@ -122,6 +122,65 @@ def test_the_coordinator_outlives_a_training_whose_servers_have_left() -> None:
     h.now_s += 1
     h.core.on_tick(h.now_s)
     assert h.core.fatal is None
+
+
+def test_a_trainer_that_is_done_is_not_missing_to_the_next_coordinator() -> None:
+    """Another one still evaluates: it was told who is done, and tells that."""
+    before, after = Harness().start(), Harness()
+    before.say("trainer-0", type="loaded", origin=0)
+    before.say("trainer-0", type="leave")
+    assert told(before, "trainer-1", "left") == told(before, "trainer-0", "left") == [{"type": "left", "trainers": [0]}]
+    before.lose("trainer-0")
+    for name in MEMBERS:
+        if name != "trainer-0":
+            rejoin(after, known(before, name, left=[0] if name == "trainer-1" else []))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert not after.core.regathering and after.core.era == 0 and after.core.members["trainer-1"].present
+    assert not told(after, "trainer-1", "fatal") and told(after, "trainer-1", "rejoined")
+
+
+def test_a_trainer_that_leaves_and_ends_while_members_come_back_is_done() -> None:
+    before, after = Harness().start(), Harness()
+    rejoin(after, known(before, "trainer-0"))
+    after.say("trainer-0", type="leave")
+    assert told(after, "trainer-0", "left"), "it stays until it is told"
+    after.lose("trainer-0")
+    for name in MEMBERS:
+        if name != "trainer-0":
+            rejoin(after, known(before, name))
+    assert not after.core.regathering and after.core.era == 0 and not told(after, "trainer-1", "fatal")
+
+
+def test_a_trainer_that_was_not_heard_to_leave_says_it_again() -> None:
+    h = Harness().start()
+    for _ in range(2):
+        h.say("trainer-1", type="leave")
+    assert len(told(h, "trainer-1", "left")) == 2
+    assert [event["event"] for event in h.events].count("left") == 1
+
+
+def test_who_goes_on_without_a_trainer_that_is_done_enters_later_worlds() -> None:
+    """Else it could not reach a server that came after that."""
+    h = Harness().start()
+    h.say("trainer-0", type="loaded", origin=0)
+    h.say("trainer-0", type="leave")
+    h.server()
+    assert {"server-4", "trainer-1"} <= set(h.core.world) and "trainer-0" not in h.core.world
+
+
+def test_trainers_that_start_again_after_one_was_done_are_all_new() -> None:
+    """Also to a coordinator that has never seen that one."""
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS[:-1]:
+        if name != "trainer-0":
+            rejoin(after, known(before, name))
+    rejoin(after, known(before, "trainer-1", left=[0]))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert not after.core.regathering and after.core.era == 0
+    after.trainer(0)
+    assert after.core.era == 1 and told(after, "trainer-1", "fatal")
 
 
 def test_a_server_that_leaves_while_members_come_back_is_not_given_its_slots() -> None:

@@ -7,21 +7,26 @@
 The bases are those of the installed TorchRec; nothing of them is here. `TORCH_ECREC_ORACLE` says with what they run:
 
     memory     (default) ours, with tables in memory: `fake_session.py`, which the real one's tests hold to the same
-    cluster    ours, each model with a cluster of its own
+    cluster    ours, each model with a cluster of its own, which its trainer 0 starts
+    up         ours, each model with a cluster of its own, started by `torch-ecrec up`, which trainers join by address
     stock      theirs, to see what passes without us
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import traceback
 import types
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from fake_session import FakeSession
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -31,8 +36,9 @@ import torch_ecrec
 from torch_ecrec.nn import parallel
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.settings import Settings
 
-MODES = ("memory", "cluster", "stock")
+MODES = ("memory", "cluster", "up", "stock")
 _MODULES = (
     "torchrec.distributed.test_utils.test_model_parallel_base",
     "torchrec.distributed.test_utils.test_sharding",
@@ -42,6 +48,8 @@ TIMEOUT_S = 600.0  # only a hang reaches it
 MODELS_AT_ONCE = 2
 _CONNECT = parallel._connect
 _SESSIONS: list[EmbeddingBackend] = []
+_CLUSTERS: dict[int, subprocess.Popen[str]] = {}  # by session, of those that trainer 0 has started
+UP = ["up", "--servers", "3", "--spares", "0", "-k", "2", "-r", "1", "--end-with-parent"]
 _LACKING = "torchrec.distributed.tests.test_sequence_model"
 
 
@@ -77,7 +85,7 @@ def swap() -> None:
     """Gives TorchRec's test modules our class, in this process."""
     provide_missing()
     if mode() != "stock":
-        parallel._connect = _in_memory if mode() == "memory" else _in_cluster
+        parallel._connect = {"memory": _in_memory, "cluster": _in_cluster, "up": _in_named}[mode()]
     for name in _MODULES:
         setattr(importlib.import_module(name), "DistributedModelParallel", model_class())  # noqa: B010
 
@@ -94,15 +102,42 @@ def _in_memory(job: JobSpec, settings: object, code: object, trainer: int, snaps
 def _in_cluster(*job_and_more: Any) -> EmbeddingBackend:
     """These tests close no model: all but the newest two leave, and their clusters end."""
     while len(_SESSIONS) >= MODELS_AT_ONCE:
-        _SESSIONS.pop(0).close()
+        _close(_SESSIONS.pop(0))
     _SESSIONS.append(_CONNECT(*job_and_more))
     return _SESSIONS[-1]
+
+
+def _in_named(job: JobSpec, settings: Any, code: object, trainer: int, snapshot_every: int) -> EmbeddingBackend:
+    """Trainer 0 starts the cluster and says where it is."""
+    cluster, address = None, [""]
+    if trainer == 0:
+        words = [sys.executable, "-m", "torch_ecrec", *UP]
+        quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        cluster = subprocess.Popen(words, **quiet)  # type: ignore[call-overload]
+        host, port = json.loads(cluster.stdout.readline())["address"]
+        address = [f"{host}:{port}"]
+    if job.trainers > 1:
+        dist.broadcast_object_list(address, src=0)
+    settings = dataclasses.replace(settings or Settings.from_environment(), join=address[0])
+    session = _in_cluster(job, settings, None, trainer, snapshot_every)
+    if cluster is not None:
+        _CLUSTERS[id(session)] = cluster
+    return session
+
+
+def _close(session: EmbeddingBackend) -> None:
+    session.close()
+    cluster = _CLUSTERS.pop(id(session), None)
+    if cluster is not None:
+        cluster.terminate()
+        with cluster:
+            assert cluster.wait(TIMEOUT_S) == 0, "torch-ecrec up"
 
 
 def leave() -> None:
     """Ends the clusters that are left."""
     while _SESSIONS:
-        _SESSIONS.pop().close()
+        _close(_SESSIONS.pop())
 
 
 def _call(function: Callable[..., Any], environment: dict[str, str], arguments: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attached import END, Net, Passes, Trainer, attach, made, same
+from fake_session import FakeSession
 from models import (
     CPU,
     LR,
@@ -20,9 +21,12 @@ from models import (
     dense_parameters,
 )
 from torch import Tensor
+from torch.optim.lr_scheduler import StepLR
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.nn.attachment import STEPS_OF_A_DRAW
 from torch_ecrec.nn.dense import Header
@@ -64,6 +68,38 @@ def test_a_trainer_may_be_restarted_again_and_again() -> None:
         trainer.steps(step + 4 if step < 6 else END)
         before = trainer.session
     assert trainer.losses == first.losses and same(first, trainer)
+
+
+def warmed(before: FakeSession | None = None, step: int = 0, seed: int = 1) -> Trainer:
+    """One with a warm-up around the dense optimizer, which counts in that one's state."""
+    trainer = made(before, step, seed)
+    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=6, value=0.1)]
+    (_, fused), (_, dense) = trainer.optimizer.optimizers
+    trainer.optimizer = CombinedOptimizer([("tables", fused), ("dense", WarmupOptimizer(dense, stages, lr=LR))])
+    trainer.scheduler = StepLR(fused, step_size=3, gamma=0.5)
+    return trainer
+
+
+@pytest.mark.parametrize("step", [1, 4, 7])
+def test_a_warm_up_around_the_dense_optimizer_goes_on_bit_for_bit(step: int) -> None:
+    first = attach(warmed())
+    first.steps(END)
+    second = attach(warmed(first.session, step, seed=2))
+    second.steps(END)
+    assert second.losses == first.losses and same(first, second)
+    rates = {group["lr"] for group in second.optimizer.optimizers[1][1].param_groups}
+    assert rates == {LR}, "the warm-up is over"
+
+
+def test_a_warm_up_that_is_not_attached_is_refused_by_name() -> None:
+    """Else it would begin anew after a restart. With nothing attached, nobody starts again: it trains."""
+    warmed().steps(3, iter(Passes()))
+    trainer = warmed()
+    whole, trainer.optimizer = trainer.optimizer, trainer.optimizer.optimizers[1][1]._optimizer._optimizer
+    attach(trainer)
+    trainer.optimizer = whole
+    with pytest.raises(TypeError, match=r"in none of its groups \(a wrapper counts there\? attach that wrapper\)"):
+        trainer.steps(3)
 
 
 def test_it_goes_on_after_the_last_step_that_has_a_snapshot() -> None:

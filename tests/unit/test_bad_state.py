@@ -121,34 +121,31 @@ def test_inverse_indices_that_are_no_integers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "lengths", "weights"),
+    ("kind", "lengths", "weights"),
     [
-        (8, [2, 2, 2, 2, 2, 2, 2, 2], 8),  # more than there are: other memory was read and written
-        (8, [1, 1, 1, 1, 1, 1, 1, 0], 8),
-        (8, [2, -1, 1, 1, 2, 1, 1, 1], 8),
-        (8, [1] * 8, 5),
+        ("bags", [2] * 8, 8),  # more than there are: other memory was read and written
+        ("bags", [1] * 7 + [0], 8),
+        ("bags", [2, -1, 1, 1, 2, 1, 1, 1], 8),
+        ("bags", [1] * 8, 5),
+        ("sequences", [2] * 6, None),
+        ("sequences", [1] * 5 + [0], None),
+        ("sequences", [2, -1, 1, 1, 2, 1], None),
     ],
 )
-@pytest.mark.parametrize("kind", ["bags", "sequences"])
 def test_lengths_and_weights_that_do_not_fit_the_ids_are_refused(
-    values: int, lengths: list[int], weights: int, kind: str
+    kind: str, lengths: list[int], weights: int | None
 ) -> None:
     """TorchRec validates the first batch; this is the second."""
+    ids, names = len(lengths), [f"f{i}" for i in range(len(lengths) // 2)]
     model, session = shard(sequences() if kind == "sequences" else collection(is_weighted=True))
-    names = ["f0", "f1", "f2"] if kind == "sequences" else ["f0", "f1", "f2", "f3"]
-    good = KeyedJaggedTensor(
-        names, torch.ones(8).long(), torch.ones(8), torch.tensor([1] * 8 + [0] * (len(names) * 2 - 8))
-    )
-    model(good) if kind == "bags" else None
-    if kind == "sequences":
-        model(KeyedJaggedTensor(names, torch.ones(6).long(), lengths=torch.ones(6).int()))
-        values, lengths = values - 2, lengths[:6]
-        if weights != 8 or sum(lengths) == values:
-            pytest.skip("sequences have no weights")
-    given = torch.ones(weights) if kind == "bags" else None
-    bad = KeyedJaggedTensor(names, torch.ones(values).long(), given, torch.tensor(lengths))
+
+    def batch(lengths: list[int], weights: int | None) -> KeyedJaggedTensor:
+        given = None if weights is None else torch.ones(weights)
+        return KeyedJaggedTensor(names, torch.ones(ids).long(), given, torch.tensor(lengths))
+
+    model(batch([1] * ids, None if weights is None else ids))
     with pytest.raises(ValueError, match=r"must be those of its [68] ids, and not negative|5 weights for 8 ids"):
-        model(bad)
+        model(batch(lengths, weights))
     assert session.lookups == 1
 
 

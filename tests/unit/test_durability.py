@@ -13,6 +13,7 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.none import Unprotected
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.messages import Checkpointing
 from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
@@ -117,6 +118,7 @@ class Nobody:
     """A process with one slot and no others."""
 
     era, frozen, origin, history, snapshot_slots = 0, False, 0, (0, False), ()
+    scribe, checkpointing = None, Checkpointing()
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []

@@ -18,6 +18,18 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
     (events.Back("server-0", 7), {"event": "back", "member": "server-0", "pid": 7}),
     (events.Left("server-0"), {"event": "left", "member": "server-0"}),
     (
+        events.Checkpointed("000000000010-a-1", 10, "", 99, 0.5),
+        {"event": "checkpointed", "name": "000000000010-a-1", "step": 10, "base": "", "bytes": 99, "seconds": 0.5},
+    ),
+    (
+        events.CheckpointVoid(10, "slot 1: no room"),
+        {"event": "checkpoint_void", "step": 10, "reason": "slot 1: no room"},
+    ),
+    (
+        events.WentBeyond("000000000010-a-1", 10, "slots [0, 1] are lost together"),
+        {"event": "went_beyond", "name": "000000000010-a-1", "step": 10, "reason": "slots [0, 1] are lost together"},
+    ),
+    (
         events.Lost("server-0", "it left", [0, 2]),
         {"event": "lost", "member": "server-0", "why": "it left", "slots": [0, 2]},
     ),

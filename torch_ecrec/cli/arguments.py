@@ -7,11 +7,12 @@ import uuid
 from pathlib import Path
 from typing import get_args
 
-from torch_ecrec.coordinator.checkpoint_settings import Beyond, CheckpointSettings, Policy
+from torch_ecrec.coordinator.checkpoint_settings import Beyond, CheckpointSettings
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
 from torch_ecrec.spec.settings import WITHOUT_SPARE
+from torch_ecrec.storage.policy import Policy
 
 
 def port(text: str) -> int:

@@ -74,6 +74,7 @@ class Client(SlotReads):
         self.resumed = False  # whether that is known: nothing is asked of a slot before
         self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.done = 0  # steps of training that are done
+        self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
         self.ended_loading = False  # trainer 0: the coordinator was told
         self.snapshot_every = snapshot_every
         self._owed = False  # a snapshot was due after the step before, and is due after one that loads behind it
@@ -83,13 +84,15 @@ class Client(SlotReads):
     # from the coordinator -----------------------------------------------------------------------
 
     def on_control(self, message: dict[str, Any]) -> None:
-        """A message of the coordinator. Types: placement, resume, loaded, rejoined; others are not for the protocol."""
+        """A message of the coordinator: placement, resume, loaded, left, rejoined; others are not for the protocol."""
         if message["type"] == "placement":
             self.run(self.place, Placement.from_json(message["placement"]))
         elif message["type"] == "resume":
             self.run(self.resume, message["era"], message["step"], message["origin"], message["done"])
         elif message["type"] == "loaded":
             self.run(self.begin_training, message["origin"])
+        elif message["type"] == "left":
+            self.left = message["trainers"]
         elif message["type"] == "rejoined" and self.ended_loading:
             self.run(self.end_loading)  # in case the coordinator before did not hear it
 
@@ -132,6 +135,7 @@ class Client(SlotReads):
             "origin": self.origin,
             "whole": [],
             "incarnations": [],
+            "left": self.left,
         }
 
     # loading ------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from typing import Literal
 
 from torch_ecrec.protocol.messages import Scalar
 from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.storage.policy import Policy
 
 Beyond = Literal["stop", "checkpoint"]
-Policy = Literal["full", "one-shot", "consecutive", "intermittent"]
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ class Coordinator:
         """A process that was not refused joins under a name from `name_for`."""
         state, role, rank = self._state, join.role, join.rank
         state.job.take(join.job)
-        again = any(member.rank == rank for member in state.members.trainers) and role == "trainer"
+        again = role == "trainer" and state.members.has_been(rank)
         if again:
             departures.lose_trainers(state, f"trainer {rank} was started again", now_s)
         state.members.add(name, join, now_s)
@@ -220,6 +220,8 @@ class Coordinator:
             state.table.send_to(name)
         elif self.origin is not None:
             self._send(name, messages.Loaded(self.origin))
+        if state.members.done and self.members[name].role == "trainer":
+            self._send(name, messages.Left(sorted(state.members.done)))
         if name in state.world.names and self.members[name].generation != state.world.generation:
             state.world.send_to(name)
 

@@ -14,10 +14,12 @@ def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
     if member is None or not member.alive:
         return
     member.alive = False
+    if member.left:
+        return
     if state.regathering.forget(name):
         del members.by_name[name]
         return
-    if member.left or state.job.fatal is not None:
+    if state.job.fatal is not None:
         return
     slots = table.hosted_by(name)
     state.announce(events.Lost(name, why, slots))
@@ -40,6 +42,7 @@ def lose_trainers(state: ClusterState, why: str, now_s: float) -> None:
         if member.present:
             members.send(member.name, messages.Fatal("trainers_lost", why))
         del members.by_name[member.name]
+    members.done.clear()
     if state.table.placed:
         state.eras.begin()
     gone = next((name for name in world.names if name not in members.by_name), None)
@@ -59,7 +62,8 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
 
     What a server hosted is lost as if it had been killed, unless training is over: whether trainers are there, go
     back, or are to be started again, the job may go on and needs it. Trainer 0 is not done before it has loaded the
-    initial values: others wait for them, for as long as it is there.
+    initial values: others wait for them, for as long as it is there. A trainer says it until it is told that it was
+    heard; the others are told, too, since the next coordinator has that from them.
     """
     members, table = state.members, state.table
     member = members.by_name[name]
@@ -67,12 +71,24 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
         if state.regathering.active or (not _is_over(state) and table.hosted_by(name)):
             lose(state, name, now_s, "it left")
             return
-    member.left = True
+    first, member.left = not member.left, True
+    if member.role == "trainer":
+        members.done.add(member.rank)
+        _tell_left(state)
+    if not first:
+        return
     if member.rank == 0 and table.placed and state.job.origin is None:
         reason = f"{name} left before it had loaded the initial values"
         members.tell(messages.Fatal("trainers_lost", reason), "trainer")
     state.announce(events.Left(name))
     state.world.give_up(name, now_s, table.placed)
+
+
+def _tell_left(state: ClusterState) -> None:
+    members = state.members
+    for trainer in members.trainers:
+        if trainer.alive:
+            members.send(trainer.name, messages.Left(sorted(members.done)))
 
 
 def _is_over(state: ClusterState) -> bool:

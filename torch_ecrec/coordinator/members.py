@@ -59,12 +59,14 @@ class Members:
     Attributes:
         by_name: those that are there, and servers that are not any more, for a while.
         life: how many coordinators there were before, as far as the members know.
+        done: trainers that have left, also those that only a coordinator before has known.
     """
 
     def __init__(self, send: Callable[[str, FromCoordinator], None], lease_s: float) -> None:
         self.send, self.lease_s = send, lease_s
         self.by_name: dict[str, MemberRecord] = {}
         self.life = 0
+        self.done: set[int] = set()
         self._names = 0
         self._lives: dict[int, int] = {}  # trainer -> how often it has joined
         self._ticked_s = math.inf
@@ -77,6 +79,10 @@ class Members:
     def trainers(self) -> list[MemberRecord]:
         """All trainers that have not been forgotten: done ones, too."""
         return [member for member in self.by_name.values() if member.role == "trainer"]
+
+    def has_been(self, rank: int) -> bool:
+        """Whether there is a trainer of this rank, or was one that is done."""
+        return rank in self.done or any(member.rank == rank for member in self.trainers)
 
     def tell(self, message: FromCoordinator, role: str | None = None) -> None:
         """Sends a message to all who are present. `role`: of this role only."""

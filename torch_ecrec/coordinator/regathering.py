@@ -34,9 +34,14 @@ class Knowledge:
         return next((one.job for one in self.said.values() if one.job is not None), None)
 
     @property
+    def done(self) -> set[int]:
+        """Trainers that had left before, as the others were told."""
+        return {rank for one in self.said.values() for rank in one.left}
+
+    @property
     def trainers(self) -> int:
-        """How many of those who spoke are trainers."""
-        return sum(one.role == "trainer" for one in self.said.values())
+        """Of how many trainers it is known where they are: they spoke, or had left."""
+        return len({one.rank for one in self.said.values() if one.role == "trainer"} | self.done)
 
     @property
     def world(self) -> set[str]:

@@ -63,6 +63,7 @@ class ClusterState:
         said = known.said.values()
         for one in said:
             self.members.follow(one.life)
+        self.members.done |= known.done
         self.world.learn(said)
         self.job.learn(said)
         self.eras.learn(said)

@@ -73,7 +73,8 @@ class World:
         if self.forming or job.fatal is not None or job.spec is None:
             return
         servers, trainers = self._members.present("server"), self._members.present("trainer")
-        if len(trainers) < job.spec.trainers:
+        done = self._members.done if placed else set()  # the first world has all of them
+        if len({member.rank for member in trainers} | done) < job.spec.trainers:
             trainers = []  # the others are on their way
         if not placed and (not trainers or len(servers) < job.code.slots):
             return

@@ -84,6 +84,7 @@ class Attachment:
         self._settings = ModuleSettings(model)
         if optimizers:
             dense.use(self._state.dense_optimizers)
+        dense.counters = self._state.counters
         dense.check()
         self.begun = False  # a step of this life has
         self._drawn_at: int | None = 0  # the step of the last draw; None: that many steps follow it was told

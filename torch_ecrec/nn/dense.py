@@ -117,6 +117,8 @@ class DenseSnapshot:
 
     Attributes:
         last: the step that was kept last, or that training goes on after.
+        counters: parameters under which wrappers count (warm-up does) in the `state` of an optimizer that does not own
+            them: `TrainerState` keeps that. None: nothing is attached, and nobody will go back to a snapshot.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class DenseSnapshot:
         self.part, self.parts, self.every, self.last = part, parts, every, 0
         self._model = weakref.ref(model)
         self.shards = LocalShards({}) if shards is None else shards
+        self.counters: Sequence[Tensor] | None = None
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._looks = True
@@ -169,7 +172,10 @@ class DenseSnapshot:
             TypeError: something cannot be kept; says what.
             RuntimeError: the model is gone.
         """
-        _collect(self._the_model(), self.optimizers, self.shards)
+        self._collect()
+
+    def _collect(self) -> tuple[bytes, TensorsOut, bytes]:
+        return _collect(self._the_model(), self.optimizers, self.shards, self.counters)
 
     def pack(self, step: int, own: bytes = b"") -> tuple[Tensor, list[int]]:
         """This trainer's part of the state after `step`: a fresh buffer that nobody writes to later, and its header.
@@ -182,7 +188,7 @@ class DenseSnapshot:
             TypeError: something cannot be kept; says what.
             RuntimeError: the model is gone.
         """
-        index, out, whole = _collect(self._the_model(), self.optimizers, self.shards)
+        index, out, whole = self._collect()
         self.last = step
         stream_bytes = len(index) + out.bytes
         header = Header(step, self.part, self.parts, stream_bytes, len(index), _digest(index), len(whole), len(own))
@@ -467,7 +473,9 @@ def _digest(index: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(index, digest_size=6).digest(), "little")
 
 
-def _collect(model: nn.Module, optimizers: Sequence[Optimizer], shards: LocalShards) -> tuple[bytes, TensorsOut, bytes]:
+def _collect(
+    model: nn.Module, optimizers: Sequence[Optimizer], shards: LocalShards, counters: Sequence[Tensor] | None
+) -> tuple[bytes, TensorsOut, bytes]:
     """The index, the tensors that lie behind it, and what this trainer keeps whole."""
     out, sharded_names = TensorsOut(), _sharded_names(model)
     parameters, names, sharded = {}, {}, set()
@@ -478,10 +486,12 @@ def _collect(model: nn.Module, optimizers: Sequence[Optimizer], shards: LocalSha
         names[id(parameter)] = name
         if not is_lazy(parameter):
             parameters[name] = parameter.detach()
+    apart = None if counters is None else {id(parameter) for parameter in counters}
     entries: list[dict[str, Any]] = []
     wholes: list[dict[str, Any]] = []
     for i, optimizer in enumerate(optimizers):
-        entry, whole = _collect_optimizer(optimizer, f"optimizer {i} ({type(optimizer).__name__})", names, sharded, out)
+        name = f"optimizer {i} ({type(optimizer).__name__})"
+        entry, whole = _collect_optimizer(optimizer, name, names, sharded, apart, out)
         entries.append(entry)
         wholes.append(whole)
     replicated = {path: module.replicated_state() for path, module in _replicated(model)}
@@ -493,7 +503,12 @@ def _collect(model: nn.Module, optimizers: Sequence[Optimizer], shards: LocalSha
 
 
 def _collect_optimizer(
-    optimizer: Optimizer, name: str, names: Mapping[int, str], sharded: set[int], out: TensorsOut
+    optimizer: Optimizer,
+    name: str,
+    names: Mapping[int, str],
+    sharded: set[int],
+    apart: set[int] | None,
+    out: TensorsOut,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What goes into the index, and what of parameters that are not the model's, which the trainer keeps whole."""
     params = _owned(optimizer, names)
@@ -516,8 +531,12 @@ def _collect_optimizer(
         if id(key) in sharded and _is_without_rows(value):
             continue
         found = places.get(id(key))
+        ours = found is not None or id(key) in names or id(key) in sharded
+        if not ours and (apart is None or id(key) in apart):
+            continue
         if found is None or (id(key) in sharded and value):
             why = "that is in none of its groups" if found is None else "whose rows the servers hold"
+            why += "" if ours else " (a wrapper counts there? attach that wrapper)"
             raise TypeError(f"{name}: the state of a parameter of shape {tuple(key.shape)} {why} cannot be kept")
         if found in whole["values"]:
             whole["state"][found] = values.encode(value, f"{name}, state of parameter {found}")

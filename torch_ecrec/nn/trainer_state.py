@@ -83,6 +83,11 @@ class TrainerState:
     def _fused(self) -> list[Optimizer]:
         return [o for o in self._optimizers if isinstance(o, FusedOptimizer)]
 
+    @property
+    def counters(self) -> list[Any]:
+        """Parameters of wrappers' own, under which they count."""
+        return [parameter for _, parameter in self._counters().values()]
+
     def _counters(self) -> dict[str, tuple[Optimizer, Any]]:
         """Parameters of wrappers' own, under which they count (warm-up does): name -> (whose, parameter)."""
         found: dict[int, tuple[str, Optimizer, Any]] = {}

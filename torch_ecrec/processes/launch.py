@@ -109,26 +109,14 @@ def run_coordinator(
         CheckpointError: the checkpoint to begin with is not there, or there is no such place.
     """
     begins = find_checkpoint(restore, checkpoint.url) if restore else None
-    ledger = (
-        FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act)) if checkpoint.url else None
-    )
+    ledger: FileLedger | None = None
+    if checkpoint.url:
+        ledger = FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act))
     raise_descriptors()
     store = _store_on(host)
 
-    def announce(event: dict[str, Any]) -> None:
-        log.info("%s", json.dumps(event))
-
     def probe(name: str, number: int, address: tuple[str, int]) -> None:
         server.probe(address, lambda found: router.on_probed(name, number, found, time.monotonic()))
-
-    def tick() -> None:
-        router.on_tick(time.monotonic())
-        server.call_later(settings.heartbeat_s / 4, tick)
-
-    def end() -> None:
-        if router.core.fatal is None:
-            router.core.stop("the coordinator was told to end", "stopped")  # nobody waits for another then
-        server.close()
 
     server = ControlServer(
         host,
@@ -150,11 +138,27 @@ def run_coordinator(
         ),
         ledger=ledger,
         probe=probe,
-        announce=announce,
+        announce=lambda event: log.info("%s", json.dumps(event)),
         stop=lambda: server.call_later(0.2, server.close),
         stamp=lambda message: {**message, "time_s": time.time()},
         joins_from_s=time.monotonic() + JOINS_HELD_S,
     )
+    _coordinate(server, router, settings.heartbeat_s, out)
+    return 0
+
+
+def _coordinate(server: ControlServer, router: Router, heartbeat_s: float, out: IO[str]) -> None:
+    """Until it is told to stop."""
+
+    def tick() -> None:
+        router.on_tick(time.monotonic())
+        server.call_later(heartbeat_s / 4, tick)
+
+    def end() -> None:
+        if router.core.fatal is None:
+            router.core.stop("the coordinator was told to end", "stopped")  # nobody waits for another then
+        server.close()
+
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.call_soon(end))
     print(json.dumps({"address": list(server.address)}), file=out, flush=True)
@@ -162,7 +166,6 @@ def run_coordinator(
     server.call_later(0.0, tick)
     server.call_later(JOINS_HELD_S, lambda: router.on_tick(time.monotonic()))  # those who wait are let in
     server.serve_forever()
-    return 0
 
 
 def _store_on(host: str) -> Any:

@@ -38,7 +38,8 @@ from torch_ecrec.transport.timers import Timers
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 1.0  # how long a member that is done waits for a connection to say so
+CLOSE_S = 1.0  # how long a server that ends waits for a connection to say so
+FAREWELL_S = 30.0  # how long a trainer that is done stays for the coordinator, or the next one, to hear it
 
 TRANSPORTS: dict[str, type[Transport]] = {"sockets": SocketTransport, "rpc": RpcTransport}  # `config.TRANSPORTS`
 
@@ -105,8 +106,9 @@ class Member:
         self._answered = threading.Event()  # or the connection has ended
         self._failure: Exception | None = None  # why it cannot join
         self._gone = ""  # why the connection ended, before the coordinator had answered
-        self._ended = False
-        self._lock = threading.Lock()  # guards _ended
+        self._ended = self._leaving = False
+        self._lock = threading.Lock()  # guards _ended and _leaving
+        self._parted = threading.Event()  # the coordinator has heard that this trainer is done, or all has ended
         self._generations: GenerationFollower | None = None
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
         self._connected, self._cut = threading.Event(), threading.Event()
@@ -213,6 +215,10 @@ class Member:
         else:
             if isinstance(word, messages.Rejoined):
                 self._life = word.life
+                if self._leaving:
+                    self._say_leave()
+            elif isinstance(word, messages.Left) and self._leaving and self._hello.get("rank") in word.trainers:
+                self._parted.set()
             self._on_control(message)
 
     def _take_welcome(self, word: messages.Welcome) -> None:
@@ -319,29 +325,43 @@ class Member:
             if self._ended:
                 return
             self._ended = True
+            leaving = self._leaving
         if self._generations is not None:
             self._generations.end()
-        self._on_end(error)
+        self._parted.set()
+        if not leaving:  # one that is done need not know
+            self._on_end(error)
 
     def close(self) -> None:
-        """Leaves. Idempotent."""
+        """Leaves. Idempotent.
+
+        The end of a trainer that is not known to be done is a loss: it stays until it is told that it was heard, on
+        whichever connection and by whichever coordinator, for `FAREWELL_S` at most.
+        """
         with self._lock:
-            ended = self._ended
-        if self.transport is not None and not ended:
-            self._connected.wait(CLOSE_S)  # it may be just coming back
+            ended, self._leaving = self._ended, True
+        if self.transport is not None:
+            if not ended and self._hello["role"] == "server":
+                self._connected.wait(CLOSE_S)  # it may be just coming back
+            self._say_leave()
+            limit_s = min(FAREWELL_S, self.settings.give_up_s)
+            if not ended and self._hello["role"] == "trainer" and not self._parted.wait(limit_s):
+                log.warning("%s: no coordinator has heard within %g s that it is done", self.name, limit_s)
         with self._lock:
             self._ended = True
         if self._generations is not None:
             self._generations.end()
         self._timers.close()
         if self.transport is not None:
-            self.tell({"type": "leave", "report": self._figures()})
             self.transport.close()
         self._cut.set()
         if self._control is not None:
             self._control.close()
         if self._sign is not None:
             self._sign.close()
+
+    def _say_leave(self) -> None:
+        self.tell({"type": "leave", "report": self._figures()})
 
 
 class GenerationFollower:

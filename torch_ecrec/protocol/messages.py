@@ -54,6 +54,7 @@ Role = Literal["server", "trainer"]
 TransportName = Literal["sockets", "rpc"]
 Scalar = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Text | None
 Names = Annotated[list[Name], Meta(max_length=MEMBERS_MOST)]
+Ranks = Annotated[list[Annotated[int, Meta(ge=0, lt=MEMBERS_MOST)]], Meta(max_length=MEMBERS_MOST)]
 Snapshots = Annotated[  # (step, steps of training, trainers whose parts of the dense model are kept)
     list[tuple[Count, Count, Annotated[list[Count], Meta(max_length=MEMBERS_MOST)]]], Meta(max_length=1_000_000)
 ]
@@ -163,6 +164,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     origin: Count | None  # the step that training begins after, once initial values are loaded
     whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)]
     incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)]
+    left: Ranks = []  # trainers that are done, as a trainer was told (`Left`)
     restored: Restored | None = None
 
     def __post_init__(self) -> None:
@@ -386,6 +388,12 @@ class Rejoined(Said, frozen=True, tag="rejoined"):
     life: Version
 
 
+class Left(Said, frozen=True, tag="left"):
+    """These trainers are done: for the one that leaves, which may end now, and for those that go on."""
+
+    trainers: Ranks
+
+
 class Fatal(Said, frozen=True, tag="fatal"):
     kind: Text
     reason: str
@@ -410,6 +418,7 @@ FromCoordinator = (
     | Capture
     | Release
     | Rejoined
+    | Left
     | Fatal
 )
 

@@ -2,8 +2,8 @@
 
     full            every one is full
     one-shot        one full; each later one has all that changed since it: two are read at a restore
-    consecutive     each has what changed since the one before, and one is full as soon as those since the last full one
-                    have its size together: a restore reads all of them
+    consecutive     each has what changed since the one before: the least to write; full again when a restore would read
+                    as much in increments as in the full one
     intermittent    one-shot, until a new full one is expected to cost less in total
 
 The formula of `intermittent` is that of Check-N-Run (Eisenman et al., NSDI 2022, section 5.1, "intermittent incremental
@@ -62,7 +62,7 @@ def next_kind(policy: str, sizes: Sequence[int]) -> Next:
         return Next("full", None, "all are")
     if policy == "consecutive":
         if sum(sizes[1:]) >= sizes[0]:
-            return Next("full", None, "those since the last full one have its size together")
+            return Next("full", None, "a restore would read as much in increments as in the full one")
         return Next("incremental", len(sizes) - 1, "what has changed since the one before")
     if policy == "intermittent" and len(sizes) > 1:
         full, without = sum(sizes), len(sizes) * sizes[-1]

@@ -15,6 +15,7 @@ Invariants.
   `serve_forever` with that error: a coordinator with half a change in its state must not go on.
 - A line that is not a JSON object, or is too long, closes its connection, and changes nothing else.
 - Nothing blocks for long: a peer that does not read is cut off.
+- What a peer has said before it ended is heard, also by a server that notices the end as it writes to it.
 - A *stranger*, a connection that was not `admit`ted, has little to spend: lines of `STRANGER_LINE_BYTES`, all of them
   together `STRANGERS_BYTES` of lines that have not ended, `STRANGER_IDLE_S` of silence. Of more than `STRANGERS_MOST`
   the one goes that was silent longest, so that there is always room for the next.
@@ -29,6 +30,7 @@ import errno
 import json
 import logging
 import math
+import os
 import resource
 import socket
 import struct
@@ -192,10 +194,28 @@ class LineConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
+        last = _unread(self._transport) if error is not None and self._transport is not None else b""
         self._transport = None
+        self._hear_last(last)
         self._server._connections.discard(self)
         self._server._strangers.pop(self, None)
         self._server._guard(self._server._on_closed, self)
+
+    def _hear_last(self, data: bytes) -> None:
+        """What was sent on a connection that has ended since. It answers nothing."""
+        with contextlib.suppress(BadLine):  # cut off, or nonsense: nobody is left to be told
+            for message in self._lines.feed(data):
+                self._server._guard(self._server._on_message, self, message)
+
+
+def _unread(transport: asyncio.Transport) -> bytes:
+    """What has arrived on a connection that could not be written to any more: asyncio would leave it unread."""
+    data = bytearray()
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as end:
+        end.setblocking(False)
+        while len(data) < BACKLOG_MOST_BYTES and (part := end.recv(CHUNK_BYTES)):
+            data += part
+    return bytes(data)
 
 
 class ControlServer:
