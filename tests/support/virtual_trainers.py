@@ -21,6 +21,7 @@ from torch_ecrec.client.session import Session
 from torch_ecrec.protocol.wire import Snapshot
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.testing import Scenario, SimulatedCluster, check_parity
+from torch_ecrec.testing.membership import VirtualProcess
 
 EVENTS_MOST = 50_000
 
@@ -154,12 +155,16 @@ class Trainers(SimulatedCluster):
 
         def body() -> None:
             self.turns.join(rank, self.scenario.trainers, life)
-            session = TurnsSession(client, lambda message: None, lambda: None, process.restarted)
+            session = self.session_of(client, process)
             session.cluster = self
             self.script(rank, session)
             self.finished += 1
 
         self.turns.start((life, rank), body, lambda: process.dead or process.name in self.network.dead)
+
+    def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
+        """Of a trainer that was welcomed."""
+        return TurnsSession(client, lambda message: None, lambda: None, process.restarted)
 
     def _on_trainer_crash(self) -> None:
         self.finished = 0

@@ -49,7 +49,8 @@ class Shelf:
         failing: says whether the next write fails, and why.
     """
 
-    def __init__(self, clock: VirtualClock, seed: int) -> None:
+    def __init__(self, clock: VirtualClock, seed: int, job: JobSpec) -> None:
+        self._job = job
         self._clock, self._random = clock, random.Random(f"shelf {seed}")
         self.parts: dict[tuple[str, int], WrittenPart] = {}
         self.counts: list[Finished] = []
@@ -83,7 +84,19 @@ class Shelf:
 
     def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
         """See `Ledger`."""
-        raise NotImplementedError("clusters of this simulation stop beyond r")
+
+        def act(reason: str) -> None:
+            newest = self.counts[-1] if self.counts else None
+            if reason or newest is None:
+                done(None, reason or "none was written")
+            else:
+                done((messages.Restored("memory://shelf", newest.folder, newest.done), self._job), "")
+
+        self.later(COMMIT_S, "newest", act)
+
+    def find(self, folder: str) -> Finished:
+        """A checkpoint that counts."""
+        return next(one for one in self.counts if one.folder == folder)
 
     def records(self, job: JobSpec, finished: Finished) -> list[torch.Tensor]:
         """What a checkpoint holds, with all that it builds on: of each slab (rows, B) uint8. Raises if a row lacks."""
@@ -101,7 +114,7 @@ class Shelf:
     def _chain(self, finished: Finished) -> list[Finished]:
         if not finished.base:
             return [finished]
-        return [*self._chain(next(one for one in self.counts if one.folder == finished.base)), finished]
+        return [*self._chain(self.find(finished.base)), finished]
 
 
 class _VirtualScribe:

@@ -14,6 +14,7 @@ import torch
 from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.settings import ClusterSettings
+from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
@@ -123,6 +124,7 @@ class Scenario:
         touch: how many of all rows a trainer touches in a step, as a share.
         verify_every: how many events lie between two looks of the verifiers.
         checkpoint: which checkpoints are written (`testing/checkpoints.py`).
+        restore: the checkpoint that the cluster begins with, and the job that it is of.
     """
 
     code: CodeSpec = CodeSpec(slots=3, k=2, r=1)
@@ -154,6 +156,7 @@ class Scenario:
     loads_before: tuple[Load, ...] | None = None
     overwrites: tuple[tuple[int, bool, Load], ...] = ()
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    restore: tuple[Restored, JobSpec] | None = None
 
     @property
     def job(self) -> JobSpec:
@@ -164,7 +167,13 @@ class Scenario:
         """What its coordinator is told."""
         store = ("virtual", 0)
         return ClusterSettings(
-            self.code, self.spares, store, self.without_spare, NO_LEASE_S, checkpoint=self.checkpoint
+            self.code,
+            self.spares,
+            store,
+            self.without_spare,
+            NO_LEASE_S,
+            checkpoint=self.checkpoint,
+            restore=self.restore,
         )
 
 

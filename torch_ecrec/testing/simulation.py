@@ -67,7 +67,7 @@ class SimulatedCluster:
         )
         code, slabs = scenario.code, scenario.job.slabs
         self.layouts = [layout_of(code.slots, code.k, code.parities, slab.rows) for slab in slabs]
-        self.shelf = Shelf(self.network.clock, scenario.network_seed)
+        self.shelf = Shelf(self.network.clock, scenario.network_seed, scenario.job)
         self.plane = ControlPlane(
             scenario.cluster,
             scenario.network_seed,

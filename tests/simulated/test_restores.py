@@ -1,0 +1,247 @@
+"""A cluster that begins with a checkpoint, in the simulated cluster: whoever is lost at any message of the restore or
+after it, training goes on as in the run that the checkpoint is of.
+
+The checkpoints are written by one run, by the code that writes real ones; the restoring clusters have other codes. What
+is compared: every push, the dense number that depends on all steps before, and all records.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from virtual_trainers import Kill, Trainers, TurnsSession
+
+from torch_ecrec.client.client import Client
+from torch_ecrec.client.loading import Checkpoint
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.coordinator.checkpointing import Finished
+from torch_ecrec.protocol.messages import Restored
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.testing.checkpoints import Shelf
+from torch_ecrec.testing.membership import VirtualProcess
+from torch_ecrec.testing.scenario import small_tables
+
+STEPS, TRAINERS = 9, 2
+JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)
+BLOCK = 11  # records at once
+
+
+def script(rank: int, session: TurnsSession) -> None:
+    """Its gradients, and its dense number, depend on all that it has looked up."""
+    dense, first = torch.zeros(1, dtype=torch.float64), 1
+    if session.restarted:
+        done, parts = session.resume()
+        first = done + 1
+        if parts:
+            payload, header = parts[rank]
+            assert header == [done]
+            dense = payload.clone().view(torch.float64)
+    session.loaded()
+    for step in range(first, STEPS + 1):
+        rng = np.random.default_rng([step, rank])
+        rows = [torch.from_numpy(np.flatnonzero(rng.random(slab.rows) < 0.3)) for slab in session.job.slabs]
+        weights = [torch.cat(parts) for parts in session.lookup_parts(rows)]
+        dense = dense * 0.5 + sum(float(part.double().sum()) for part in weights)
+        session.push(rows, [torch.sin(part * 3 + step + dense).float() for part in weights], [0.1] * len(rows))
+        session.snapshot(dense.view(torch.uint8).clone(), [step])
+    session.flush()
+
+
+class OnShelf:
+    """A checkpoint of a simulated run; a `Checkpoint`."""
+
+    def __init__(self, shelf: Shelf, finished: Finished) -> None:
+        self._records, self.done = shelf.records(JOB, finished), finished.done
+        self._dense = shelf.parts[finished.folder, finished.dense_of].dense
+
+    def records(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for slab, records_RB in enumerate(self._records):
+            rows_R = torch.arange(len(records_RB)).flip(0)  # in whatever order
+            for some in rows_R.split(BLOCK):
+                yield slab, some, records_RB[some]
+
+    def dense(self) -> list[tuple[Tensor, list[int]]]:
+        return [(payload, header) for _, (header, payload) in sorted(self._dense.items())]
+
+
+class Restoring(Trainers):
+    """Trainers of a cluster that begins with a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, code: CodeSpec, **more: Any) -> None:
+        self._checkpoint = checkpoint
+        begins = Restored("memory://shelf", "shelf", checkpoint.done), JOB
+        super().__init__(JOB, script, code=code, restore=begins, **more)
+
+    def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
+        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, self._checkpoint)
+
+
+class Beyond(Trainers):
+    """More is lost than parity repairs, once a checkpoint counts: all go back to the newest one."""
+
+    def __init__(self, **more: Any) -> None:
+        again: dict[str, Any] = {"every_steps": 2, "policy": "consecutive", "beyond": "checkpoint", "again_s": (0.01,)}
+        super().__init__(JOB, script, checkpoint=CheckpointSettings("memory://shelf", **again), **more)
+        self._tick()
+
+    def _tick(self) -> None:
+        if self.plane.lives:
+            self.plane.router.on_tick(self.network.clock.now_s)
+        self.network.clock.later(0.02, self._tick)
+
+    def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
+        restored = process.restored
+        checkpoint = None if restored is None else OnShelf(self.shelf, self.shelf.find(restored.folder))
+        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, checkpoint)
+
+    def _kill(self, kill: Kill) -> bool:
+        if kill.who != "beyond":
+            return super()._kill(kill)
+        servers = {place.server for place in self.coordinator.slots[: kill.which]}
+        if not self.shelf.counts or len(servers) < kill.which or not self.plane.lives or self.coordinator.goes_back:
+            return False
+        for server in servers - self.network.dead:
+            self.network.kill(server)
+        return True
+
+
+@functools.cache
+def written() -> tuple[Trainers, OnShelf]:
+    """The run that nothing disturbs, with its checkpoint of a step in the middle."""
+    settings = CheckpointSettings("memory://shelf", every_steps=3, policy="consecutive")
+    run = Trainers(JOB, script, checkpoint=settings).go()
+    middle = next(finished for finished in run.shelf.counts if 3 <= finished.done < STEPS)
+    return run, OnShelf(run.shelf, middle)
+
+
+def check(run: Trainers) -> None:
+    """After the checkpoint, all is as in the run that it is of."""
+    right, checkpoint = written()
+    pushes, wanted = run.told.sorted_pushes(), right.told.sorted_pushes()
+    assert pushes.keys() == {key for key in wanted if key[0] > checkpoint.done}
+    for key, push in pushes.items():
+        for (rows, gradients), (right_rows, right_gradients) in zip(push, wanted[key], strict=True):
+            assert torch.equal(rows, right_rows) and torch.equal(gradients, right_gradients), key
+    for mine, theirs in zip(run.run.records, right.run.records, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+CODES = [CodeSpec(3, 2, 1), CodeSpec(5, 3, 2), CodeSpec(2, 1, 1), CodeSpec(4, 2, 1, protection="none")]
+
+
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_it_goes_on_bit_for_bit_whatever_the_code(code: CodeSpec) -> None:
+    _, checkpoint = written()
+    run = Restoring(checkpoint, code).go()
+    check(run)
+    assert run.lives == 1 and not run.told.overwrites
+
+
+@functools.cache
+def messages_of(code: CodeSpec) -> int:
+    return len(Restoring(written()[1], code).go().network.sent)
+
+
+def sweep(code: CodeSpec, every: int, *lost: tuple[str, int]) -> Counter[str]:
+    """Somebody is lost at each of these messages."""
+    fired: Counter[str] = Counter()
+    for at in range(0, messages_of(code), every):
+        run = Restoring(
+            written()[1], code, kills=[Kill(who, which, at) for who, which in lost], spares=2, reborn=True
+        ).go()
+        check(run)
+        fired.update(kill.who for kill in run.fired)
+        fired["lives"] += run.lives
+    return fired
+
+
+LOST = {
+    "server": [("server", 1)],
+    "trainer": [("trainer", 0)],
+    "coordinator": [("coordinator", 0)],
+    "trainer and server": [("trainer", 1), ("server", 0)],
+    "coordinator and trainer": [("coordinator", 0), ("trainer", 0)],
+}
+
+
+@pytest.mark.parametrize("who", LOST)
+def test_somebody_is_lost_at_messages_of_a_restore(who: str) -> None:
+    fired = sweep(CodeSpec(3, 2, 1), 23, *LOST[who])
+    print(fired)
+    assert all(fired[name] > 5 for name, _ in LOST[who])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("code", CODES[:2], ids=str)
+@pytest.mark.parametrize("who", LOST)
+def test_somebody_is_lost_at_every_message_of_a_restore(who: str, code: CodeSpec) -> None:
+    print(sweep(code, 1, *LOST[who]))
+
+
+@functools.cache
+def messages_beyond() -> int:
+    run = Beyond(reborn=True).go()
+    check_all(run)
+    return len(run.network.sent)
+
+
+def check_all(run: Trainers) -> None:
+    """The whole run is the undisturbed one; what was done again was the same (`Told`)."""
+    right = written()[0]
+    pushes, wanted = run.told.sorted_pushes(), right.told.sorted_pushes()
+    assert pushes.keys() == wanted.keys()
+    for mine, theirs in zip(run.run.records, right.run.records, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def sweep_beyond(every: int, *more: tuple[str, int]) -> Counter[str]:
+    """Two hosts of slots are lost together at each of these messages, and somebody else a little later."""
+    fired: Counter[str] = Counter()
+    for at in range(0, messages_beyond(), every):
+        kills = [Kill("beyond", 2, at), *(Kill(who, which, at + 40) for who, which in more)]
+        run = Beyond(reborn=True, kills=kills).go()
+        check_all(run)
+        fired.update(kill.who for kill in run.fired)
+        fired["went back"] += sum(event["event"] == "went_beyond" for event in run.run.events)
+        fired["steps made again"] += run.told.again
+    return fired
+
+
+LATER: dict[str, list[tuple[str, int]]] = {
+    "nobody": [],
+    "server": [("server", 2)],
+    "trainer": [("trainer", 1)],
+    "beyond again": [("beyond", 3)],
+}
+
+
+@pytest.mark.parametrize("who", LATER)
+def test_beyond_parity_all_go_back_to_the_newest_checkpoint(who: str) -> None:
+    fired = sweep_beyond(13, *LATER[who])
+    print(fired)
+    points = fired["beyond"] // 2 if who == "beyond again" else fired["beyond"]
+    assert fired["went back"] >= points > 10 and fired["steps made again"] > points
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("who", LATER)
+def test_beyond_parity_at_every_message(who: str) -> None:
+    print(sweep_beyond(1, *LATER[who]))
+
+
+def test_another_job_is_refused_by_name() -> None:
+    """Other tables, optimizers, seed or number of trainers."""
+    run = Restoring(written()[1], CodeSpec(3, 2, 1))
+    job = JobSpec(JOB.tables[:-1], JOB.code, TRAINERS, JOB.seed)
+    refusal = run.coordinator._state.job.refusal(job)
+    assert refusal is not None and "the checkpoint shelf is of other tables" in refusal
+    assert run.coordinator._state.job.refusal(JOB) is None
