@@ -4,8 +4,8 @@
     synced      the same, and the file made durable
     read        the file read again, every block checked, records decoded
 
-GB/s are of records, 10^9 bytes, whatever became of them in the file. Files are on the folders that are named: /dev/shm has
-no disk behind it. What is read lies in the page cache, where the machine has room for it.
+GB/s are of records, 10^9 bytes, whatever became of them in the file. Files are in the folders that are named: /dev/shm
+has no disk behind it. What is read lies in the page cache, where the machine has room for it.
 """
 
 from __future__ import annotations
