@@ -14,6 +14,7 @@ BENCHMARKS = {
     "optimizers": "a step of each sparse optimizer, beside memcpy and a scattered copy",
     "operators": "pooling, routing and rounding of a batch, beside FBGEMM and torch",
     "messages": "a push as a message: written, read, sent",
+    "storage": "a part of a checkpoint, written and read: raw, quantised, compressed",
     "exactness": "kills in real runs: bit-identical? how long a pause?",
     "scaling": "how each cost of a step grows: rows, dim, batch, trainers, servers, codes; fan-out",
     "report": "writes docs/performance.md and the tables of docs/scaling.md from what the others left",

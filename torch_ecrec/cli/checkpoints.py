@@ -1,17 +1,18 @@
-"""`torch-ecrec checkpoints`: what is kept at a URL, whether it can be read, and removing one of it."""
+"""`torch-ecrec checkpoints`: what is kept at a URL, whether it can be read; removing one, and exporting its tables."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # numpy and Numba, which take a second
     from torch_ecrec.storage.catalog import Catalog, Listing
     from torch_ecrec.storage.manifest import Manifest
 
-HELP = "list, verify and remove checkpoints at a URL"
+HELP = "list, verify, remove and export checkpoints at a URL"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify", action="store_true", help="read all of every checkpoint; exit code 7 if one is faulty"
     )
     what.add_argument("--remove", metavar="STEP", type=int, help="remove that one; not what others build on")
+    what.add_argument(
+        "--export",
+        metavar="FILE.safetensors",
+        type=Path,
+        help="write the tables, weights and optimizer state, to a file of this machine; of the newest, or of --step",
+    )
+    parser.add_argument("--step", metavar="STEP", type=int, help="which one --export is of")
     parser.add_argument("--json", action="store_true")
 
 
@@ -36,6 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         catalog.remove(name)
         print(json.dumps({"removed": [name]}) if arguments.json else f"removed {name}")
         return 0
+    if arguments.step is not None and arguments.export is None:
+        raise ValueError("--step says which checkpoint is exported: it goes with --export FILE.safetensors")
+    if arguments.export is not None:
+        return _export(catalog, arguments)
     listing = catalog.listing()
     faults = {one.id: _faults(catalog, one) for one in listing.whole} if arguments.verify else {}
     if arguments.json:
@@ -43,6 +55,17 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_as_text(arguments.url, listing, faults if arguments.verify else None, time.time()))
     return CheckpointError.exit_code if listing.broken or any(faults.values()) else 0
+
+
+def _export(catalog: Catalog, arguments: argparse.Namespace) -> int:
+    from torch_ecrec.storage.exporting import export
+
+    manifest = catalog.newest() if arguments.step is None else catalog.at(arguments.step)
+    size = export(catalog, manifest, arguments.export)
+    said = {"exported": str(arguments.export), "name": manifest.id, "step": manifest.done, "bytes": size}
+    text = f"{arguments.export}: the tables of step {manifest.done}, {size:,} bytes"
+    print(json.dumps(said) if arguments.json else text)
+    return 0
 
 
 def _faults(catalog: Catalog, manifest: Manifest) -> list[str]:

@@ -19,9 +19,8 @@ from torch_ecrec.coordinator.checkpointing import Finished, Restorable
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
-from torch_ecrec.records.schema import Schema
 from torch_ecrec.server.capture import Portion
-from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import Encoding, Manifest, PartEntry
@@ -56,7 +55,7 @@ class FileScribe:
         self,
         order: messages.Capture,
         slot: int,
-        schemas: Sequence[Schema],
+        slabs: Sequence[SlabSpec],
         next_portion: Callable[[int], Portion | None],
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],
@@ -77,7 +76,7 @@ class FileScribe:
 
         def work() -> None:
             try:
-                entry = self._write(order, slot, schemas, ask, dense, writing)
+                entry = self._write(order, slot, slabs, ask, dense, writing)
             except _Cancelled:
                 return
             except CheckpointError as error:
@@ -95,14 +94,16 @@ class FileScribe:
         self,
         order: messages.Capture,
         slot: int,
-        schemas: Sequence[Schema],
+        slabs: Sequence[SlabSpec],
         ask: Callable[[], Portion | None],
         dense: Sequence[tuple[Key, Part]],
         writing: FileWriting,
     ) -> PartEntry:
         name = f"slot-{slot:05d}"
         encoding = Encoding.of(order.encoding)
-        part = PartWriter(Location(order.url).below(order.folder), name, schemas, encoding, slot)
+        tables = [[*zip((table.name for table in slab.tables), slab.first_rows, strict=True)] for slab in slabs]
+        at, schemas = Location(order.url).below(order.folder), [slab.schema for slab in slabs]
+        part = PartWriter(at, name, schemas, encoding, slot, tables)
         try:
             for (_, trainer), (header, payload) in dense:
                 self._pace.spend(part.write_dense(trainer, header, payload.numpy()), order.bytes_per_s, writing)

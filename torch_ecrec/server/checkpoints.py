@@ -24,9 +24,9 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
-from torch_ecrec.records.schema import Schema
 from torch_ecrec.server.capture import Capture, Marks, Portion, all_marked, mark_changed_, none_marked
 from torch_ecrec.server.snapshots import SnapshotStore
+from torch_ecrec.spec.job import SlabSpec
 
 PINNED_STEPS = 32  # for which the log keeps a step that a checkpoint is due after, if nobody asks for it
 
@@ -45,7 +45,7 @@ class Scribe(Protocol):
         self,
         order: messages.Capture,
         slot: int,
-        schemas: Sequence[Schema],
+        slabs: Sequence[SlabSpec],
         next_portion: Callable[[int], Portion | None],
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],
@@ -56,7 +56,7 @@ class Scribe(Protocol):
         Args:
             order: where, how fast, and in which form.
             slot: whose.
-            schemas: of the records of each slab.
+            slabs: of the job: what records look like, whose they are.
             next_portion: gives the next records, of at most so many bytes; None at their end.
             dense: parts of the dense model that go with it.
             done: gets what the manifest has to say of the part, once it is durable.
@@ -193,7 +193,7 @@ class SlotCheckpoints:
         self._writing = scribe.write(
             order,
             held.index,
-            [slab.schema for slab in held.job.slabs],
+            held.job.slabs,
             self._capture.next_portion,
             dense if order.dense_of == held.index else (),
             lambda part: self._on_written(order.checkpoint, part),

@@ -5,6 +5,7 @@
     manifest    what a checkpoint is: one small file, written last
     catalog     all checkpoints at a URL: newest, chains, retention, what interrupted ones left
     restoring   every row of a chain once, with its newest value
+    exporting   the tables as a file of safetensors
     policy      whether the next one is full
 
 A checkpoint is a folder, which is its name. Nothing here depends on where rows were placed: they are named by slab and

@@ -20,10 +20,9 @@ import torch
 from torch_ecrec.coordinator.checkpointing import Finished, Restorable
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
-from torch_ecrec.records.schema import Schema
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.server.checkpoints import Scribe
-from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.transport.local import VirtualClock
 from torch_ecrec.transport.node import Node
 
@@ -125,7 +124,7 @@ class _VirtualScribe:
         self,
         order: messages.Capture,
         slot: int,
-        schemas: Sequence[Schema],
+        slabs: Sequence[SlabSpec],
         next_portion: Callable[[int], Portion | None],
         dense: Sequence[tuple[Key, Part]],
         done: Callable[[dict[str, Any]], None],

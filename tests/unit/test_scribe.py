@@ -1,0 +1,124 @@
+"""The scribe, the ledger and a restore, without a cluster: what a slot gives is what a cluster begins with."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kept import random_records, small_job
+
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.coordinator.checkpointing import Finished
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.processes import restoring
+from torch_ecrec.processes.scribe import FileLedger, FileScribe
+from torch_ecrec.protocol import messages
+from torch_ecrec.server.capture import Portion
+from torch_ecrec.storage.catalog import Catalog
+
+LIMIT_S = 300.0  # for a thread: only a hang reaches it
+JOB = small_job(trainers=2)
+
+
+class Answer:
+    """What somebody is told from another thread."""
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+        self.values: tuple[Any, ...] = ()
+
+    def __call__(self, *values: Any) -> None:
+        self.values = values
+        self._told.set()
+
+    def wait(self) -> tuple[Any, ...]:
+        assert self._told.wait(LIMIT_S)
+        return self.values
+
+
+def order_of(url: str, done: int, base: str = "", **encoding: Any) -> messages.Capture:
+    folder = f"{done:012d}-run-{done}"
+    return messages.Capture(1, done + 5, done, 0, base, url, folder, encoding, 0.0)
+
+
+def write(url: str, order: messages.Capture, truth: list[Any]) -> dict[int, dict[str, Any]]:
+    """Both slots' parts, as they tell them."""
+    told = {}
+    for slot in range(2):
+        portions = [Portion(s, np.arange(slot, len(r), 2), r[slot::2]) for s, r in enumerate(truth)]
+        dense = [((order.step, t), ([order.done, t], torch.full((9,), t, dtype=torch.uint8))) for t in range(2)]
+        done, left = Answer(), iter(portions)
+        FileScribe(lambda act: act()).write(
+            order,
+            slot,
+            JOB.slabs,
+            lambda size, left=left: next(left, None),
+            dense if slot == 0 else (),
+            done,
+            done,
+        )
+        (said,) = done.wait()
+        assert isinstance(said, dict), said
+        told[slot] = said
+    return told
+
+
+def ledger_of(url: str, **more: Any) -> FileLedger:
+    return FileLedger(CheckpointSettings(url=url, every_steps=1, **more), lambda: JOB, lambda act: act())
+
+
+@pytest.mark.parametrize("encoding", [{}, {"zstd": 3}, {"bits": 8}], ids=["exact", "zstd", "bits"])
+def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding: dict[str, int]) -> None:
+    url, truth = str(tmp_path), random_records(JOB, 3)
+    order, answer = order_of(url, 40, **encoding), Answer()
+    ledger = ledger_of(url, encoding=tuple(encoding.items()))
+    ledger.commit(Finished(order.folder, order.step, 40, "", write(url, order, truth), 0), answer)
+    assert answer.wait() == (None, True)
+    restored, spec = restoring.find(url, "") or pytest.fail("it is there")
+    assert restored == messages.Restored(url, order.folder, 40) and spec == JOB
+    stored, found = restoring.StoredCheckpoint(restored), [np.zeros_like(records) for records in truth]
+    for slab, rows_U, records_UB in stored.records():
+        found[slab][rows_U.numpy()] = records_UB.numpy()
+    same = [np.array_equal(a, b) for a, b in zip(found, truth, strict=True)]
+    assert same == ([True, True] if "bits" not in encoding else [False, True]), (
+        "three weights of 16 bits stay as they are"
+    )
+    assert [(payload.tolist(), header) for payload, header in stored.dense()] == [([t] * 9, [40, t]) for t in range(2)]
+    (manifest,) = Catalog(url).checkpoints()
+    assert set(manifest.errors) == ({"a", "b", "c"} if "bits" in encoding else set())
+    newest = Answer()
+    ledger.newest(newest)
+    assert newest.wait() == ((restored, JOB), "")
+
+
+def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:
+    url, truth, ledger = str(tmp_path), random_records(JOB, 3), ledger_of(str(tmp_path))
+    for done in (40, 80):
+        order, answer = order_of(url, done), Answer()
+        ledger.commit(Finished(order.folder, order.step, done, "", write(url, order, truth), 0), answer)
+        assert answer.wait()[0] is None
+    path = tmp_path / order.folder / "slot-00001"
+    path.write_bytes(path.read_bytes()[:-1])
+    newest = Answer()
+    ledger.newest(newest)
+    assert newest.wait()[0][0].done == 40
+    assert restoring.find(f"{url}@40", "")[0].done == 40  # type: ignore[index]
+    with pytest.raises(CheckpointError, match="no checkpoint of step 41"):
+        restoring.find(f"{url}@41", "")
+    assert restoring.find("newest", str(tmp_path / "none")) is None
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    failed = Answer()
+    FileScribe(lambda act: act()).write(
+        order_of(str(tmp_path / "file"), 1), 0, JOB.slabs, lambda size: None, (), failed, failed
+    )
+    assert "a file is where a folder is wanted" in failed.wait()[0]
+    order, answer = order_of(str(tmp_path / "kept"), 1), Answer()
+    parts = write(str(tmp_path / "kept"), order, random_records(JOB, 1))
+    (tmp_path / "kept" / order.folder / "slot-00000").unlink()
+    ledger_of(str(tmp_path / "kept")).commit(Finished(order.folder, order.step, 1, "", parts, 0), answer)
+    assert "it is not there" in answer.wait()[0] and not Catalog(str(tmp_path / "kept")).checkpoints()

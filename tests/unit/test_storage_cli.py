@@ -1,0 +1,91 @@
+"""`torch-ecrec checkpoints`: what it lists, verifies, removes and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from kept import Shelf
+
+from torch_ecrec.cli.checkpoints import _age
+from torch_ecrec.cli.main import main
+from torch_ecrec.storage.manifest import MANIFEST, Encoding
+
+
+def test_a_place_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(tmp_path / "none")]) == 0
+    assert capsys.readouterr().out == f"no checkpoints at {tmp_path / 'none'}\n"
+    assert main(["checkpoints", str(tmp_path), "--remove", "5"]) == 7
+    assert "there is no checkpoint of step 5" in capsys.readouterr().err
+    assert main(["checkpoints", "nothing://x"]) == 7
+    assert "name a folder, or a URL that fsspec knows" in capsys.readouterr().err
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shelf = Shelf(str(tmp_path))
+    full = shelf.write(100)
+    shelf.write(200, full, [[1, 2], [3]], Encoding(bits=8))
+    left = shelf.parts(300)
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["2", "checkpoints", "at", str(tmp_path)]
+    assert lines[1] == ["step", "kind", "base", "size", "rows", "weights", "written", "age", "name"]
+    assert lines[2][:3] == ["200", "incremental", "100"] and lines[2][5:8] == ["3", "8", "bits"]
+    assert lines[3][:3] == ["100", "full", "-"] and lines[3][5:7] == ["56", "exact"]
+    assert "step 200, table a: weights off by" in out and f"interrupted ones: {left.id}" in out
+    assert main(["checkpoints", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [one["step"] for one in said["checkpoints"]] == [200, 100] and said["unfinished"] == [left.id]
+    assert said["checkpoints"][0]["errors"]["a"]["largest"] > 0 and "faults" not in said["checkpoints"][0]
+
+
+def test_verify_names_every_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shelf = Shelf(str(tmp_path))
+    first = shelf.write(100)
+    above = shelf.write(150, first, [[1], []])
+    other = shelf.write(200)
+    assert main(["checkpoints", str(tmp_path), "--verify"]) == 0
+    assert capsys.readouterr().out.count("  whole") == 3
+    for part in first.parts:
+        path = tmp_path / first.id / part.name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    assert main(["checkpoints", str(tmp_path), "--verify", "--json"]) == 7
+    faults = {one["name"]: one["faults"] for one in json.loads(capsys.readouterr().out)["checkpoints"]}
+    assert len(faults[first.id]) == len(faults[above.id]) == 2 and faults[other.id] == []
+    assert main(["checkpoints", str(tmp_path), "--verify"]) == 7
+    out = capsys.readouterr().out
+    assert out.count("FAULTY (2)") == 2 and f"FAULTY {above.id}: {tmp_path}/{first.id}/slot-0000.part, block" in out
+    (tmp_path / first.id / MANIFEST).unlink()
+    (tmp_path / other.id / MANIFEST).write_text("{}")
+    assert main(["checkpoints", str(tmp_path), "--verify"]) == 7
+    out = capsys.readouterr().out
+    assert f"builds on {first.id}, which is not at" in out and f"BROKEN {other.id}: " in out
+
+
+def test_rows_that_are_missing_are_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shelf = Shelf(str(tmp_path))
+    shelf.write(100, rows=[[*range(46)], [*range(9)]])
+    assert main(["checkpoints", str(tmp_path), "--verify"]) == 7
+    assert "lacks 1 rows, first row 6 of table b" in capsys.readouterr().out
+
+
+def test_removing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shelf = Shelf(str(tmp_path))
+    full = shelf.write(100)
+    above = shelf.write(200, full, [[1], []])
+    assert main(["checkpoints", str(tmp_path), "--remove", "100"]) == 7
+    assert f"{full.id} is what {above.id} build on: remove these first" in capsys.readouterr().err
+    assert main(["checkpoints", str(tmp_path), "--remove", "200"]) == 0
+    assert capsys.readouterr().out == f"removed {above.id}\n"
+    assert [one.id for one in shelf.catalog.checkpoints()] == [full.id]
+    assert main(["checkpoints", str(tmp_path), "--remove", "100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"removed": [full.id]} and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("span_s", "said"), [(-3, "0 s"), (42, "42 s"), (420, "7 min"), (3 * 3600, "3 h"), (12 * 86400, "12 d")]
+)
+def test_ages(span_s: float, said: str) -> None:
+    assert _age(span_s) == said

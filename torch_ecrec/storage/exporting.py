@@ -1,0 +1,149 @@
+"""The tables of a checkpoint as one file of safetensors: for serving, and for programs that know nothing of clusters.
+
+    a.weight       F32   (rows, dim)
+    a.momentum1    F32   (rows,)          optimizer state has TorchRec's names, one number a row, or as many as weights
+
+Names begin with the table's name in the job: the paths of modules in a model are not in a checkpoint, and neither are
+weights of the dense model, which only the script's model can read. (To go on with TorchRec, restore the checkpoint and
+save it from the script: `torch_ecrec.checkpoint.save` writes it under the names of the model.)
+
+The format: 8 bytes, little-endian, how long the header is; the header, JSON: of each tensor its dtype, shape and place;
+the tensors' bytes, row by row. Rows are put into their place as they come: memory is a block, for tables of any size.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.records.positions import Bytes
+from torch_ecrec.records.schema import ITEM_BYTES, Field
+from torch_ecrec.spec.job import JobSpec, TableSpec
+from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.location import sync_folder
+from torch_ecrec.storage.manifest import Manifest
+from torch_ecrec.storage.restoring import records_of
+
+SUFFIX = ".safetensors"
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+class _Tensor(NamedTuple):
+    """One field of one table. `row_bytes`: of a row."""
+
+    table: TableSpec
+    field: Field
+    row_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.table.name}.{self.field.name}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.rows * self.row_bytes
+
+
+def _tensors(job: JobSpec) -> list[_Tensor]:
+    """Of all tables; those of wider numbers first, so that every tensor begins aligned."""
+    found = [
+        _Tensor(table, field, field.values * ITEM_BYTES[field.dtype])
+        for slab in job.slabs
+        for table in slab.tables
+        for field in slab.schema.fields
+    ]
+    return sorted(found, key=lambda one: -ITEM_BYTES[one.field.dtype])
+
+
+def _header(manifest: Manifest, tensors: list[_Tensor]) -> bytes:
+    said: dict[str, Any] = {
+        "__metadata__": {"torch_ecrec.checkpoint": manifest.id, "torch_ecrec.step": str(manifest.done)}
+    }
+    offset = 0
+    for tensor in tensors:
+        shape = [tensor.table.rows] if tensor.field.per_row else [tensor.table.rows, tensor.field.values]
+        place = [offset, offset + tensor.nbytes]
+        said[tensor.name] = {"dtype": _DTYPES[tensor.field.dtype], "shape": shape, "data_offsets": place}
+        offset += tensor.nbytes
+    text = json.dumps(said).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def export(catalog: Catalog, manifest: Manifest, path: Path) -> int:
+    """Writes the tables of a checkpoint, with all that it builds on; returns the bytes of the file.
+
+    Args:
+        catalog, manifest: which.
+        path: of the file, on this machine; it ends in `SUFFIX`. It appears whole, or not at all.
+
+    Raises:
+        ValueError: another ending.
+        CheckpointError: the checkpoint is not whole, or the file cannot be written.
+    """
+    if path.suffix != SUFFIX:
+        raise ValueError(f"an exported file ends in {SUFFIX}, got {path}")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    try:
+        size = _write(catalog, manifest, part)
+        os.replace(part, path)
+        sync_folder(path.absolute().parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}; name another place, or make room") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return size
+
+
+def _write(catalog: Catalog, manifest: Manifest, path: Path) -> int:
+    job = manifest.spec
+    tensors = _tensors(job)
+    header = _header(manifest, tensors)
+    size = len(header) + sum(tensor.nbytes for tensor in tensors)
+    with open(path, "xb") as file:
+        file.write(header)
+        file.flush()
+        if size > len(header):
+            _reserve(file.fileno(), size)
+        whole = np.memmap(path, np.uint8, "r+", shape=(size,))
+        places: dict[tuple[str, str], Bytes] = {}
+        offset = len(header)
+        for tensor in tensors:
+            rows_RB = whole[offset : offset + tensor.nbytes].reshape(tensor.table.rows, tensor.row_bytes)
+            places[tensor.table.name, tensor.field.name] = rows_RB
+            offset += tensor.nbytes
+        _fill(catalog, manifest, job, places)
+        whole.flush()
+        os.fsync(file.fileno())
+    return size
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Takes the room for a file: a disk that is full is an error here, and the end of a process where it is mapped."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        with open(descriptor, "ab", closefd=False) as file:
+            for begin in range(os.fstat(descriptor).st_size, size, 1 << 20):
+                file.write(bytes(min(1 << 20, size - begin)))
+
+
+def _fill(catalog: Catalog, manifest: Manifest, job: JobSpec, places: dict[tuple[str, str], Bytes]) -> None:
+    for index, rows_N, records_NB in records_of(catalog, manifest):
+        slab = job.slabs[index]
+        table_N = np.searchsorted(slab.first_rows, rows_N, side="right") - 1
+        for t in np.unique(table_N):
+            of_table = table_N == t
+            inside, records = rows_N[of_table] - slab.first_rows[t], records_NB[of_table]
+            for field in slab.schema.fields:
+                begin, end = slab.schema.bytes_of(field.name)
+                places[slab.tables[t].name, field.name][inside] = records[:, begin:end]
