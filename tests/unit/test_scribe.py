@@ -1,6 +1,7 @@
 """The scribe, the ledger and a restore, without a cluster: what a slot gives is what a cluster begins with."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.processes import restoring
-from torch_ecrec.processes.scribe import FileLedger, FileScribe
+from torch_ecrec.processes import scribe as scribe_module
+from torch_ecrec.processes.scribe import FileLedger, FileScribe, FileWriting
 from torch_ecrec.protocol import messages
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.storage.catalog import Catalog
@@ -122,3 +124,35 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "kept" / order.folder / "slot-00000").unlink()
     ledger_of(str(tmp_path / "kept")).commit(Finished(order.folder, order.step, 1, "", parts, 0), answer)
     assert "it is not there" in answer.wait()[0] and not Catalog(str(tmp_path / "kept")).checkpoints()
+
+
+def test_no_write_is_begun_where_one_before_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that hangs has one thread of each slot, however often a checkpoint is tried."""
+    monkeypatch.setattr(scribe_module, "HANGS_S", 0.05)
+    hangs, reached, scribe = threading.Event(), threading.Event(), FileScribe(lambda act: act())
+
+    def portion(_: int) -> Portion | None:
+        reached.set()
+        hangs.wait(LIMIT_S)
+        return None
+
+    def begin(next_portion: Callable[[int], Portion | None], told: Answer) -> FileWriting:
+        return scribe.write(order_of(str(tmp_path), 10), 0, JOB.slabs, next_portion, (), told, told)
+
+    first = begin(portion, Answer())
+    assert reached.wait(LIMIT_S)
+    first.cancel()
+    for _ in range(3):
+        refused = Answer()
+        begin(lambda _: None, refused)
+        assert "still hangs there" in refused.wait()[0]
+    hangs.set()
+    while "still hangs" in str((said := _one_more(begin))[0]):  # it takes a moment to end
+        pass
+    assert isinstance(said[0], dict), said
+
+
+def _one_more(begin: Callable[[Callable[[int], Portion | None], Answer], FileWriting]) -> tuple[Any, ...]:
+    told = Answer()
+    begin(lambda _: None, told)
+    return told.wait()

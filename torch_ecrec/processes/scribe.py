@@ -31,6 +31,7 @@ from torch_ecrec.storage.restoring import check_rows
 log = logging.getLogger(__name__)
 
 PORTION_BYTES = 2 << 20  # of records, taken at once: what steps may have to wait for
+HANGS_S = 5.0  # for a write that nobody wants any more; no other is begun while it hangs
 BURST_S = 0.25  # what was not written lately may be written at once, up to so much
 
 Run = Callable[[Callable[[], None]], None]  # `Node.run`
@@ -50,6 +51,7 @@ class FileScribe:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._pace = Pace()
+        self._threads: dict[int, threading.Thread] = {}  # slot -> the one that writes, or wrote last
 
     def write(
         self,
@@ -62,7 +64,7 @@ class FileScribe:
         failed: Callable[[str], None],
     ) -> FileWriting:
         """See `Scribe`."""
-        writing = FileWriting()
+        writing, before = FileWriting(), self._threads.get(slot)
 
         def ask() -> Portion | None:
             found: list[Portion | None] = []
@@ -75,6 +77,12 @@ class FileScribe:
             self._run(lambda: None if writing.cancelled.is_set() else what(value))
 
         def work() -> None:
+            if before is not None:
+                before.join(HANGS_S)  # it was told to stop
+                if before.is_alive():
+                    say(failed, f"{order.url}: a write of the checkpoint before still hangs there")
+                    return
+            self._threads[slot] = threading.current_thread()
             try:
                 entry = self._write(order, slot, slabs, ask, dense, writing)
             except _Cancelled:

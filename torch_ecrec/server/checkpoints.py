@@ -187,9 +187,12 @@ class SlotCheckpoints:
         if scribe is None or not self._slot.whole or not held.log.floor <= order.step <= held.rule.applied:
             self._tell_unwritten(order.checkpoint, "this slot cannot show that step (any more)")
             return
+        dense = [item for item in sorted(self._snapshots.parts.items()) if item[0][0] == order.step]
+        if order.dense_of == held.index and len(dense) != held.job.trainers:
+            self._tell_unwritten(order.checkpoint, "this slot has not (any more) every trainer's part of that step")
+            return
         self._capture = Capture(held, order.step, self._take_marks(order))
         self._pinned = None
-        dense = [item for item in sorted(self._snapshots.parts.items()) if item[0][0] == order.step]
         self._writing = scribe.write(
             order,
             held.index,
