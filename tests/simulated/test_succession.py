@@ -248,3 +248,21 @@ def test_of_two_that_come_back_under_one_name_the_one_that_hosts_stays() -> None
         rejoin(after, known(before, "server-0"))
         rejoin(after, first)
         assert (after.core.rejoin_refusal(word_of(second)) is None) == stays
+
+
+def test_who_was_there_before_all_went_back_to_a_checkpoint_is_no_member_any_more() -> None:
+    """The coordinator died right after that; a server of before, which knows of later lives of slots, had not heard."""
+    went_back = {"url": "memory://x", "folder": "000000000010-x-1", "done": 10, "times": 1}
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        if name != "server-3":
+            rejoin(after, known(before, name, restored=went_back))
+    rejoin(after, known(before, "server-3", incarnations=[0, 4, 0]))
+    after.now_s += REGATHER_S + 0.1
+    after.core.on_tick(after.now_s)
+    assert after.core.fatal is None and [place.incarnation for place in after.core.slots] == [0, 0, 0]
+    assert after.core.restored is not None and after.core.restored.times == 1
+    assert "server-3" not in after.core.members
+    assert any(message["kind"] == "fenced" for message in told(after, "server-3", "fatal"))
+    late = after.core.rejoin_refusal(word_of(known(before, "trainer-1", birth="another")))
+    assert late is not None and late[0] == "trainers_lost"

@@ -27,8 +27,8 @@ def join_refusal(state: ClusterState, join: Join) -> str | None:
 def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | None:
     """Why a member may not rejoin, with a kind for `fatal`, or None."""
     job = state.job
-    if job.goes_back or _times(rejoin.restored) < _times(job.restored):
-        return ("trainers_lost" if rejoin.role == "trainer" else "fenced"), WENT_BACK
+    if job.goes_back or (job.restored is not None and rejoin.times < job.restored.times):
+        return "trainers_lost" if rejoin.role == "trainer" else "fenced", WENT_BACK
     if job.fatal is not None:
         return job.fatal_kind, f"the cluster has stopped: {job.fatal}"
     if rejoin.code != job.code:
@@ -45,11 +45,6 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
     if rejoin.newest > state.world.generation or rejoin.era > state.eras.number or epoch > state.table.epoch:
         return "fenced", f"{rejoin.name} knows a generation, an era or a placement that there has not been"
     return None
-
-
-def _times(restored: messages.Restored | None) -> int:
-    """How often a cluster went back to a checkpoint."""
-    return 0 if restored is None else restored.times
 
 
 def objection(state: ClusterState, member: MemberRecord, word: OfMember) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_ecrec.coordinator import departures
+from torch_ecrec.coordinator.admission import WENT_BACK
 from torch_ecrec.coordinator.regathering import Knowledge
 from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.observe import events
@@ -16,7 +17,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
     """Ends the regathering as soon as everybody is back who is needed, or the time is up."""
     if not state.regathering.is_over(now_s, state.job.spec):
         return
-    known = state.regathering.end()
+    known = _newest(state, state.regathering.end())
     state.learn(known)
     state.announce(events.Regathered(state.table.epoch, sorted(known.said)))
     for name in known.said:
@@ -26,6 +27,17 @@ def go_on(state: ClusterState, now_s: float) -> None:
     state.form(now_s, even_if_complete=state.world.is_split)
     if known.placement is not None:
         state.table.place_waiting()  # what waited for the end of a generation: there may be none that ends
+
+
+def _newest(state: ClusterState, known: Knowledge) -> Knowledge:
+    """Without members of before the cluster went back to a checkpoint, who had not heard of that."""
+    most = max((one.times for one in known.said.values()), default=0)
+    for name, one in known.said.items():
+        if one.times < most:
+            kind = "trainers_lost" if one.role == "trainer" else "fenced"
+            state.members.send(name, messages.Fatal(kind, WENT_BACK))
+            del state.members.by_name[name]
+    return Knowledge({name: one for name, one in known.said.items() if one.times == most})
 
 
 def _take_back(state: ClusterState, known: Knowledge, epoch: int, now_s: float) -> None:

@@ -167,6 +167,11 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     left: Ranks = []  # trainers that are done, as a trainer was told (`Left`)
     restored: Restored | None = None
 
+    @property
+    def times(self) -> int:
+        """How often its cluster had gone back to a checkpoint."""
+        return 0 if self.restored is None else self.restored.times
+
     def __post_init__(self) -> None:
         super().__post_init__()
         slots = self.code.slots
