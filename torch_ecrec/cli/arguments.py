@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import uuid
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from torch_ecrec.coordinator.checkpoint_settings import Beyond, CheckpointSettings
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
-from torch_ecrec.spec.settings import WITHOUT_SPARE
-from torch_ecrec.storage.policy import Policy
+from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy
+
+if TYPE_CHECKING:  # it loads torch: not to read a command line
+    from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 
 
 def port(text: str) -> int:
@@ -66,7 +67,7 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--checkpoint-keep", metavar="N", type=int, default=3, help="so many are kept (default 3)")
     group.add_argument(
         "--checkpoint-policy",
-        choices=get_args(Policy),
+        choices=get_args(CheckpointPolicy),
         default="full",
         help="full: all records each time (default); one-shot: what has changed since the last full one; consecutive:"
         " since the last one; intermittent: one-shot, and full when that is expected to cost less",
@@ -102,6 +103,8 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
     """What `add_checkpoints` has read. Raises ValueError where that cannot be."""
+    from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+
     every_steps, every_s = arguments.checkpoint_every or (0, 0.0)
     require(
         bool(arguments.checkpoint) == bool(arguments.checkpoint_every),

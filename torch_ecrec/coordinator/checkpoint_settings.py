@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch_ecrec.protocol.messages import Scalar
 from torch_ecrec.runtime.checks import require, require_int
-from torch_ecrec.storage.policy import Policy
-
-Beyond = Literal["stop", "checkpoint"]
+from torch_ecrec.spec.settings import Beyond, CheckpointPolicy
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class CheckpointSettings:
     every_steps: int = 0
     every_s: float = 0.0
     keep: int = 3
-    policy: Policy = "full"
+    policy: CheckpointPolicy = "full"
     bytes_per_s: float = 100e6
     timeout_s: float = 3600.0
     beyond: Beyond = "stop"

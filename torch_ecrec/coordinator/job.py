@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from torch_ecrec.coordinator.checkpoint_settings import Beyond
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Rejoin, Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.settings import Beyond
 
 
 class RunningJob:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch_ecrec.runtime.checks import require, require_int
 
@@ -18,6 +18,8 @@ _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
 WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no spare
 TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and servers
 CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
+CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
+Beyond = Literal["stop", "checkpoint"]  # what follows when more is lost than can be repaired
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
 

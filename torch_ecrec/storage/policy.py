@@ -21,13 +21,13 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.spec.settings import CheckpointPolicy
 from torch_ecrec.storage.manifest import Kind
 
-Policy = Literal["full", "one-shot", "consecutive", "intermittent"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+POLICIES: tuple[str, ...] = get_args(CheckpointPolicy)
 
 
 class Next(NamedTuple):
