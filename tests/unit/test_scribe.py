@@ -112,6 +112,20 @@ def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:
     assert restoring.find("newest", str(tmp_path / "none")) is None
 
 
+def test_what_earlier_attempts_left_goes_and_what_may_run_stays(tmp_path: Path) -> None:
+    url, truth = str(tmp_path), random_records(JOB, 3)
+    orders = {number: order_of(url, number) for number in (8, 9, 10)}
+    parts = {number: write(url, order, truth) for number, order in orders.items()}
+    others = order_of(url, 11).folder.replace("run", "gone")
+    (tmp_path / others).mkdir()
+    ledger, answer, again = ledger_of(url), Answer(), Answer()
+    ledger.commit(Finished(orders[9].folder, orders[9].step, 9, "", parts[9], 0), answer)
+    assert answer.wait()[0] is None
+    ledger.newest(again)  # comes after what is removed
+    again.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [orders[9].folder, orders[10].folder]
+
+
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     failed = Answer()

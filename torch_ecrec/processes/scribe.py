@@ -198,7 +198,7 @@ class FileLedger:
             self._sizes.append((not finished.base, manifest.bytes))
             full = self._next_is_full()
             self._call(lambda: done(None, full))
-            self._tidy()
+            self._tidy(finished.folder)
 
         self._work.put(work)
 
@@ -249,14 +249,19 @@ class FileLedger:
         following = next_kind(self._settings.policy, [size for _, size in sizes[last_full:]])
         return following.kind == "full"
 
-    def _may_run(self, folder: str) -> bool:
-        """Whether an attempt is this run's: one may be under way."""
-        return f"-{self._settings.run}-" in folder
+    def _tidy(self, committed: str) -> None:
+        """What is not kept goes, and what attempts before this one left. If that fails, it is told, and tried again
+        with the next one."""
+        before, _, last = committed.rpartition("-")
+        run = before[before.index("-") :]
 
-    def _tidy(self) -> None:
-        """What is not kept goes. If that fails, it is told, and tried again with the next one."""
+        def may_run(folder: str) -> bool:
+            """Of this run's attempts, a later one may be under way."""
+            start, _, number = folder.rpartition("-")
+            return start.endswith(run) and number.isdigit() and int(number) > int(last)
+
         try:
-            for folder in [*self._catalog.keep(self._settings.keep), *self._catalog.clean(self._may_run)]:
+            for folder in [*self._catalog.keep(self._settings.keep), *self._catalog.clean(may_run)]:
                 log.info("checkpoint %s was removed", folder)
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)

@@ -2,7 +2,7 @@
 
     "ECRB"  header bytes (4)  body bytes (8)  header  body  hash (16)
 
-Everything is little-endian; the header is MessagePack. The hash is xxh3_128 of all before it, seeded with the mark of
+Everything is little-endian; the header is MessagePack. The hash is xxh3_128 of all before it, seeded with the nonce of
 the file and the number of the frame: a frame of another file, or at another place of its own, is none of this one. 128
 bits, since a store may have 10^9 blocks in its life and the longer hash costs no time here; it finds errors of disks,
 memory and networks, and does not defend against somebody who forges one.
@@ -34,9 +34,9 @@ LEAST_BYTES = _PREFIX.size + HASH_BYTES
 T = TypeVar("T")
 
 
-def seed_of(mark: str, number: int) -> int:
-    """Of the hash of a frame: its file's mark, and which it is."""
-    return xxhash.xxh3_64_intdigest(f"{mark} {number}".encode())
+def seed_of(nonce: str, number: int) -> int:
+    """Of the hash of a frame: its file's nonce, and which it is."""
+    return xxhash.xxh3_64_intdigest(f"{nonce} {number}".encode())
 
 
 class FrameWriter:
@@ -44,14 +44,14 @@ class FrameWriter:
 
     Args:
         file: opened.
-        mark: of the file, 16 hexadecimal digits that no other has.
+        nonce: of the file, 16 hexadecimal digits that no other has.
 
     Attributes:
         offset: bytes written; `number`: frames.
     """
 
-    def __init__(self, file: Writer, mark: str) -> None:
-        self._file, self._mark = file, mark
+    def __init__(self, file: Writer, nonce: str) -> None:
+        self._file, self._nonce = file, nonce
         self._digest = xxhash.xxh3_128()
         self.offset = self.number = 0
 
@@ -72,7 +72,7 @@ class FrameWriter:
         pieces = [view for view in map(bytes_of, body) if view.nbytes]
         size = sum(view.nbytes for view in pieces)
         first = _PREFIX.pack(MAGIC, len(packed), size) + packed
-        hashed = xxhash.xxh3_128(first, seed=seed_of(self._mark, self.number) if seed is None else seed)
+        hashed = xxhash.xxh3_128(first, seed=seed_of(self._nonce, self.number) if seed is None else seed)
         self._file.write(first)
         for view in pieces:
             hashed.update(view)
@@ -91,7 +91,7 @@ class FrameReader:
     Args:
         file: opened.
         name: for errors.
-        mark: of the file.
+        nonce: of the file.
         size: its bytes, as the manifest has them.
         offset, number: where it is, if not at the beginning.
 
@@ -99,8 +99,8 @@ class FrameReader:
         offset, number: of the next frame.
     """
 
-    def __init__(self, file: Reader, name: str, mark: str, size: int, offset: int = 0, number: int = 0) -> None:
-        self._file, self._name, self._mark, self._size = file, name, mark, size
+    def __init__(self, file: Reader, name: str, nonce: str, size: int, offset: int = 0, number: int = 0) -> None:
+        self._file, self._name, self._nonce, self._size = file, name, nonce, size
         self._digest = xxhash.xxh3_128()
         self.offset, self.number = offset, number
 
@@ -131,7 +131,7 @@ class FrameReader:
         header = self._take(header_bytes)
         body = self._take(body_bytes)
         wanted = self._take(HASH_BYTES).tobytes()
-        hashed = xxhash.xxh3_128(prefix, seed=seed_of(self._mark, self.number) if seed is None else seed)
+        hashed = xxhash.xxh3_128(prefix, seed=seed_of(self._nonce, self.number) if seed is None else seed)
         hashed.update(header.data)
         hashed.update(body.data)
         if hashed.digest() != wanted:

@@ -33,7 +33,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Folder = Annotated[str, Meta(pattern=FOLDER)]
 File = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-Mark = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Figure = Annotated[float, Meta(ge=0)]
 Kind = Literal["full", "incremental"]
 
@@ -92,7 +92,7 @@ class PartEntry(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: in the checkpoint's folder.
         slot: whose records, -1: of none.
-        mark: of this very file, in its head; hashes depend on it.
+        nonce: random bits of this very file, in its head; hashes depend on them.
         bytes: of the file. `blocks`: frames in it, with head and end.
         rows: of each slab.
         digest: of all hashes in the file, in their order.
@@ -101,7 +101,7 @@ class PartEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: File
-    mark: Mark
+    nonce: Nonce
     bytes: Count
     blocks: Count
     rows: list[Count]

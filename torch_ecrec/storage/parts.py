@@ -1,6 +1,6 @@
 """A part: one file of a checkpoint, of one slot. Records of its slabs in blocks, parts of the dense model, an end.
 
-    head      the file's mark, what records look like
+    head      the file's nonce, what records look like
     rows      some rows of one slab: their numbers (`row_ids.py`), their records
     dense     one trainer's part of the dense model: a header of a few numbers, bytes
     end       how many rows of each slab, how many blocks
@@ -10,7 +10,7 @@ scales, zeros, optimizer state, codes, one after the other; rows that cannot be 
 own. Either may be compressed by zstd, row numbers included.
 
 Invariants
-- What is in the manifest of a part (`PartEntry`) decides: a file of another mark, size, digest or number of rows is
+- What is in the manifest of a part (`PartEntry`) decides: a file of another nonce, size, digest or number of rows is
   refused, so is one whose records look otherwise, and nothing of a block is given before its hash was right.
 - Without quantisation, the records that are read are the bytes that were written.
 
@@ -50,7 +50,7 @@ FieldShape = tuple[str, int, bool, str]
 class Head(Struct, frozen=True, array_like=True, tag="head", forbid_unknown_fields=True):
     """The first frame."""
 
-    mark: str
+    nonce: str
     records: list[list[FieldShape]]
 
 
@@ -81,7 +81,7 @@ class End(Struct, frozen=True, array_like=True, tag="end", forbid_unknown_fields
 
 _decode_head = msgspec.msgpack.Decoder(Head).decode
 _decode_frame = msgspec.msgpack.Decoder(Rows | Dense | End).decode
-_HEAD_SEED = 0  # the head says the mark, on which the others' hashes depend
+_HEAD_SEED = 0  # the head says the nonce, on which the others' hashes depend
 
 
 def _shapes(schemas: Sequence[Schema]) -> list[list[FieldShape]]:
@@ -123,15 +123,15 @@ class PartWriter:
         self._errors = [_Errors(of_slab) for of_slab in named]
         self._rows = [0] * len(self._schemas)
         self._dense: list[DenseEntry] = []
-        self._mark = secrets.token_hex(8)
+        self._nonce = secrets.token_hex(8)
         self._entry: PartEntry | None = None
         self._file = location.open_write(name)
-        self._frames = FrameWriter(self._file, self._mark)
+        self._frames = FrameWriter(self._file, self._nonce)
         self._begin()
 
     def _begin(self) -> None:
         try:
-            self._frames.write(Head(self._mark, _shapes(self._schemas)), (), _HEAD_SEED)
+            self._frames.write(Head(self._nonce, _shapes(self._schemas)), (), _HEAD_SEED)
         except BaseException:
             self.abandon()
             raise
@@ -226,7 +226,7 @@ class PartWriter:
         frames = self._frames
         self._entry = PartEntry(
             name=self._name,
-            mark=self._mark,
+            nonce=self._nonce,
             bytes=frames.offset,
             blocks=frames.number,
             rows=self._rows,
@@ -305,7 +305,7 @@ class PartReader:
 
     def _blocks(self, file: Reader, wanted: Wanted | None) -> Iterator[Block]:
         entry = self._entry
-        frames = FrameReader(file, self._where, entry.mark, entry.bytes)
+        frames = FrameReader(file, self._where, entry.nonce, entry.bytes)
         self._read_head(frames)
         rows = [0] * len(self._schemas)
         while True:
@@ -328,9 +328,9 @@ class PartReader:
 
     def _read_head(self, frames: FrameReader) -> None:
         head, _ = frames.read(_decode_head, _HEAD_SEED)
-        if head.mark != self._entry.mark:
+        if head.nonce != self._entry.nonce:
             raise frames.fault(
-                f"this is another file than the manifest means: mark {head.mark}, not {self._entry.mark}"
+                f"this is another file than the manifest means: nonce {head.nonce}, not {self._entry.nonce}"
             )
         if head.records != _shapes(self._schemas):
             raise frames.fault("its records have other fields than the tables of this job: it is of another model")
@@ -366,7 +366,7 @@ class PartReader:
         for place in self._entry.dense:
             data = self._location.read_range(self._entry.name, place.offset, place.bytes)
             end = place.offset + place.bytes
-            frames = FrameReader(_Memory(data), self._where, self._entry.mark, end, place.offset, place.block)
+            frames = FrameReader(_Memory(data), self._where, self._entry.nonce, end, place.offset, place.block)
             header, body = frames.read(_decode_frame)
             if not isinstance(header, Dense) or header.trainer != place.trainer or frames.offset != end:
                 raise frames.fault(f"the part of trainer {place.trainer} is not here")
