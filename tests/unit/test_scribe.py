@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import wait_until
 from kept import random_records, small_job
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
@@ -170,3 +171,21 @@ def _one_more(begin: Callable[[Callable[[int], Portion | None], Answer], FileWri
     told = Answer()
     begin(lambda _: None, told)
     return told.wait()
+
+
+def test_what_is_left_of_a_void_checkpoint_goes_and_nothing_else(tmp_path: Path) -> None:
+    """On a full disk it would keep the next one from being written."""
+    url, truth = str(tmp_path), random_records(JOB, 3)
+    ledger, answer, other = ledger_of(url), Answer(), order_of(url, 50)
+    order = order_of(url, 40)
+    ledger.commit(Finished(order.folder, order.step, 40, "", write(url, order, truth), 0), answer)
+    answer.wait()
+    write(url, other, truth)
+    (tmp_path / "mine").mkdir()
+    assert (tmp_path / other.folder).is_dir()
+    for folder in (other.folder, order.folder):  # the second one counts, whatever anybody says
+        ledger.discard(folder)
+    wait_until(lambda: not (tmp_path / other.folder).exists(), LIMIT_S, "it is removed")
+    found = Answer()
+    ledger.newest(found)  # after all that came before
+    assert found.wait()[1] == "" and (tmp_path / order.folder).is_dir() and (tmp_path / "mine").is_dir()

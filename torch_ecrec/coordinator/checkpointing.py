@@ -63,6 +63,9 @@ class Ledger(Protocol):
             done: gets why it failed, or None, and whether the next one is to be full.
         """
 
+    def discard(self, folder: str) -> None:
+        """A checkpoint came to nothing: what was written of it goes."""
+
     def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
         """Looks for the newest checkpoint that is whole.
 
@@ -274,6 +277,8 @@ class Checkpointing:
         assert self._running is not None
         running, self._running = self._running, None
         self._members.tell(messages.Release(running.number, "", False), "server")
+        if running.order is not None and not running.committing and self._ledger is not None:
+            self._ledger.discard(running.order.folder)
         if not self.failing:
             self.failing_since_s = self._now_s
         self.failing = reason

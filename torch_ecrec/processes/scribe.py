@@ -202,6 +202,17 @@ class FileLedger:
 
         self._work.put(work)
 
+    def discard(self, folder: str) -> None:
+        """See `Ledger`. Where that fails, it is tried again when the next checkpoint counts."""
+
+        def work() -> None:
+            try:
+                self._catalog.clean(lambda other: other != folder)
+            except CheckpointError as error:
+                log.warning("what is left of checkpoint %s stays: %s", folder, error)
+
+        self._work.put(work)
+
     def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
         """See `Ledger`. Every file is read: one that is altered is passed over, with a word in the log."""
 

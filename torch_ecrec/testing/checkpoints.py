@@ -81,6 +81,12 @@ class Shelf:
 
         self.later(COMMIT_S, "manifest", act)
 
+    def discard(self, folder: str) -> None:
+        """See `Ledger`."""
+        assert all(one.folder != folder for one in self.counts), f"{folder} counts"
+        for key in [key for key in self.parts if key[0] == folder]:
+            del self.parts[key]
+
     def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
         """See `Ledger`."""
 
