@@ -166,7 +166,7 @@ ONES = torch.ones(1, dtype=torch.int64)
         (["Lookup", -2, 0, 1, [], False, 0], "Expected `int` >= -1"),
         (["Lookup", 0, 0, True, [], False, 0], "Expected `int`, got `bool`"),
         (["Lookup", 0, 0, 1], "Expected `array` of at least length 5"),
-        (["Lookup", 0, 0, 1, [], False, 0, 1], "at most length 6"),
+        (["Lookup", 0, 0, 1, [], False, False, 1], "at most length"),
         (["Fetch", 0, 0, 0, False, ONES, {"a": 1}, 0], "Expected `int`, got `str`"),
         (["Acknowledged", 1], "unknown message 'Acknowledged'"),
         ({"a": 1}, "Expected `array`, got `object`"),
