@@ -18,9 +18,10 @@ import torch
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import choose
-from torch_ecrec.protocol.messages import Shown
+from torch_ecrec.protocol.messages import Release, Shown
 from torch_ecrec.server import checkpoints as checkpoints_module
 from torch_ecrec.server.capture import Capture
+from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, SimulationResult, simulate
 from torch_ecrec.testing.scenario import Load
@@ -269,6 +270,29 @@ def test_a_store_that_never_works_stops_nothing_and_is_told() -> None:
     check(cluster)
     told = cluster.plane.router.status(cluster.network.clock.now_s)["checkpoints"]
     assert not cluster.shelf.counts and "permission denied" in told["failing"] and told["failing_for_s"] >= 0
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_slot_misses_a_release(counts: bool, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection was gone just then: its next part is there, and holds no less than it would have."""
+    tell, missed = Host._on_checkpoint, 0
+
+    def hear(self: Host, word: Any) -> None:
+        nonlocal missed
+        if isinstance(word, Release) and word.checkpoint == 2 and bool(word.counts) == counts and self.slots:
+            missed += 1
+        else:
+            tell(self, word)
+
+    monkeypatch.setattr(Host, "_on_checkpoint", hear)
+    scenario = with_checkpoints(dataclasses.replace(PLAIN, steps=30, touch=0.02), policy)
+    for number in [-1] if counts else range(24, 40):
+        fails = lambda write, number=number: "no room" if write == number else ""  # noqa: E731
+        cluster = Checkpointed(scenario, fails=fails)
+        run = check(cluster)
+        assert len(events(run, "checkpoint_void")) <= (not counts), "a release that was missed costs nothing"
+    assert missed >= 3
 
 
 # what is chosen -----------------------------------------------------------------------------------

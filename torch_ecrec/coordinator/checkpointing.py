@@ -114,6 +114,7 @@ class Checkpointing:
         self.settings, self._ledger = settings, ledger
         self._job, self._members, self._announce = job, members, announce
         self._running: _Running | None = None
+        self._released: messages.Release | None = None  # the last one
         self._number = 0
         self._now_s = 0.0  # as of the last tick
         self._due: int | None = None  # steps of training
@@ -135,6 +136,8 @@ class Checkpointing:
             return
         settings, running = self.settings, self._running
         self._members.send(name, messages.Checkpointing(settings.every_steps, settings.policy != "full"))
+        if self._released is not None:
+            self._members.send(name, self._released)
         if running is not None:
             self._members.send(name, running.order or messages.Survey(running.number))
 
@@ -251,7 +254,7 @@ class Checkpointing:
         order = running.order
         assert order is not None
         rebase = not order.base or self.settings.policy == "consecutive"
-        self._members.tell(messages.Release(running.number, order.folder, rebase), "server")
+        self._release(messages.Release(running.number, order.folder, rebase))
         self._base = order.folder if rebase else order.base
         self._full = full or self.settings.policy == "full"
         self.last, self.last_done, self.last_s = order.folder, order.done, self._now_s
@@ -276,7 +279,7 @@ class Checkpointing:
     def _give_up(self, reason: str) -> None:
         assert self._running is not None
         running, self._running = self._running, None
-        self._members.tell(messages.Release(running.number, "", False), "server")
+        self._release(messages.Release(running.number, "", False))
         if running.order is not None and not running.committing and self._ledger is not None:
             self._ledger.discard(running.order.folder)
         if not self.failing:
@@ -286,6 +289,10 @@ class Checkpointing:
         again_s = self.settings.again_s
         self._not_before_s = self._now_s + again_s[min(self._void, len(again_s)) - 1]
         self._announce(events.CheckpointVoid(running.order.done if running.order is not None else 0, reason))
+
+    def _release(self, release: messages.Release) -> None:
+        self._released = release
+        self._members.tell(release, "server")
 
     # for people -----------------------------------------------------------------------------------
 

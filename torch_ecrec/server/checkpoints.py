@@ -167,11 +167,13 @@ class SlotCheckpoints:
 
     def on_survey(self, checkpoint: int) -> None:
         """Says which steps this slot can show, and keeps them until the checkpoint is released."""
+        if self._surveyed not in (0, checkpoint):
+            self.abandon()  # its release was missed: as if it did not count
         if not self._slot.whole or self._capture is not None:
             return
         rule, floor = self._held.rule, self._held.log.floor
-        if not self._surveyed and self._pinned is None:
-            self._pinned, self._pinned_at = floor, rule.applied
+        if not self._surveyed:
+            self._pinned = floor  # all that it says it can show, also before a step that is due
         self._surveyed = checkpoint
         found: dict[int, tuple[int, list[int]]] = {}
         for (step, trainer), (header, _) in sorted(self._snapshots.parts.items()):
