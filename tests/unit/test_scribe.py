@@ -1,6 +1,8 @@
 """The scribe, the ledger and a restore, without a cluster: what a slot gives is what a cluster begins with."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,17 +148,31 @@ def test_no_write_is_begun_where_one_before_hangs(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(scribe_module, "HANGS_S", 0.05)
     hangs, reached, scribe = threading.Event(), threading.Event(), FileScribe(lambda act: act())
 
-    def portion(_: int) -> Portion | None:
-        reached.set()
-        hangs.wait(LIMIT_S)
-        return None
+    class Hanging(scribe_module.PartWriter):
+        def write(self, *args: Any) -> int:
+            reached.set()
+            assert hangs.wait(LIMIT_S)
+            return super().write(*args)
+
+    class Held:
+        """What a portion is taken from, as a slot is."""
+
+        def portion(self, _: int) -> Portion | None:
+            return Portion(0, np.arange(4), random_records(JOB, 3)[0][:4])
 
     def begin(next_portion: Callable[[int], Portion | None], told: Answer) -> FileWriting:
         return scribe.write(order_of(str(tmp_path), 10), 0, JOB.slabs, next_portion, (), told, told)
 
-    first = begin(portion, Answer())
-    assert reached.wait(LIMIT_S)
+    held = Held()
+    gone = weakref.ref(held)
+    with monkeypatch.context() as patch:
+        patch.setattr(scribe_module, "PartWriter", Hanging)
+        first = begin(held.portion, Answer())
+        assert reached.wait(LIMIT_S)
     first.cancel()
+    del held
+    gc.collect()
+    assert gone() is None, "what hangs in the store keeps no slot in memory"
     for _ in range(3):
         refused = Answer()
         begin(lambda _: None, refused)

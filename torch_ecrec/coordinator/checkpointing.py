@@ -60,7 +60,8 @@ class Ledger(Protocol):
         """Writes the manifest, and forgets what is not kept.
 
         Args:
-            done: gets why it failed, or None, and whether the next one is to be full.
+            done: gets why it failed, or None, and whether the next one is to be full: after a failure it is, since what
+                it builds on may be gone.
         """
 
     def discard(self, folder: str) -> None:
@@ -249,6 +250,7 @@ class Checkpointing:
         if running is not self._running:
             return  # it took too long; it may count all the same, and what slots write next holds all that it does
         if error is not None:
+            self._full |= full
             self._give_up(error)
             return
         order = running.order
@@ -280,8 +282,7 @@ class Checkpointing:
         assert self._running is not None
         running, self._running = self._running, None
         self._release(messages.Release(running.number, "", False))
-        if running.order is not None and not running.committing and self._ledger is not None:
-            self._ledger.discard(running.order.folder)
+        self._discard(running)
         if not self.failing:
             self.failing_since_s = self._now_s
         self.failing = reason
@@ -289,6 +290,16 @@ class Checkpointing:
         again_s = self.settings.again_s
         self._not_before_s = self._now_s + again_s[min(self._void, len(again_s)) - 1]
         self._announce(events.CheckpointVoid(running.order.done if running.order is not None else 0, reason))
+
+    def follow(self, before: Checkpointing) -> None:
+        """Takes over from a cluster that went back: no attempt has the name of one of its."""
+        self._number = before._number
+        if before._running is not None:
+            self._discard(before._running)
+
+    def _discard(self, running: _Running) -> None:
+        if running.order is not None and not running.committing and self._ledger is not None:
+            self._ledger.discard(running.order.folder)
 
     def _release(self, release: messages.Release) -> None:
         self._released = release

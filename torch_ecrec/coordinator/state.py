@@ -44,6 +44,7 @@ class ClusterState:
     def follow(self, before: ClusterState) -> None:
         """Takes over from a cluster that went back to a checkpoint: nobody of it is taken for a member of this one."""
         self.members.follow(before.members.life)
+        self.checkpointing.follow(before.checkpointing)
         self.world.generation, self.table.epoch = before.world.generation, before.table.epoch
 
     def form(self, now_s: float, even_if_complete: bool = False) -> None:

@@ -237,6 +237,8 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     while not ends.empty():  # told to end just before, when the reason was another
         reason = later if isinstance(later := ends.get(), KeyboardInterrupt) else reason
     member.close()
+    if hosts:
+        hosts[0].end()
     if not isinstance(reason, KeyboardInterrupt):
         log.info("%s ends: %s", member.name, reason)
     return reason

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
@@ -64,58 +65,48 @@ class FileScribe:
         failed: Callable[[str], None],
     ) -> FileWriting:
         """See `Scribe`."""
-        writing, before = FileWriting(), self._threads.get(slot)
-
-        def ask() -> Portion | None:
-            found: list[Portion | None] = []
-            self._run(lambda: None if writing.cancelled.is_set() else found.append(next_portion(PORTION_BYTES)))
-            if not found:
-                raise _Cancelled
-            return found[0]
-
-        def say(what: Callable[[Any], None], value: Any) -> None:
-            self._run(lambda: None if writing.cancelled.is_set() else what(value))
-
-        def work() -> None:
-            if before is not None:
-                before.join(HANGS_S)  # it was told to stop
-                if before.is_alive():
-                    say(failed, f"{order.url}: a write of the checkpoint before still hangs there")
-                    return
-            self._threads[slot] = threading.current_thread()
-            try:
-                entry = self._write(order, slot, slabs, ask, dense, writing)
-            except _Cancelled:
-                return
-            except CheckpointError as error:
-                say(failed, str(error))
-            except Exception as error:  # this thread has no caller: whatever it is makes the checkpoint void, by name
-                log.exception("slot %d of checkpoint %s", slot, order.folder)
-                say(failed, repr(error))
-            else:
-                say(done, entry.to_json())
-
+        writing, before = FileWriting(self._run, next_portion, dense, done, failed), self._threads.get(slot)
+        work = functools.partial(self._work, order, slot, slabs, before, writing)
         threading.Thread(target=work, name=f"checkpoint of slot {slot}", daemon=True).start()
         return writing
 
-    def _write(
+    def _work(
         self,
         order: messages.Capture,
         slot: int,
         slabs: Sequence[SlabSpec],
-        ask: Callable[[], Portion | None],
-        dense: Sequence[tuple[Key, Part]],
+        before: threading.Thread | None,
         writing: FileWriting,
-    ) -> PartEntry:
+    ) -> None:
+        if before is not None:
+            before.join(HANGS_S)  # it was told to stop
+            if before.is_alive():
+                writing.fail(f"{order.url}: a write of the checkpoint before still hangs there")
+                return
+        self._threads[slot] = threading.current_thread()
+        try:
+            entry = self._write(order, slot, slabs, writing)
+        except _Cancelled:
+            return
+        except CheckpointError as error:
+            writing.fail(str(error))
+        except Exception as error:  # this thread has no caller: whatever it is makes the checkpoint void, by name
+            log.exception("slot %d of checkpoint %s", slot, order.folder)
+            writing.fail(repr(error))
+        else:
+            writing.finish(entry)
+
+    def _write(self, order: messages.Capture, slot: int, slabs: Sequence[SlabSpec], writing: FileWriting) -> PartEntry:
         name = f"slot-{slot:05d}"
         encoding = Encoding.of(order.encoding)
         tables = [[*zip((table.name for table in slab.tables), slab.first_rows, strict=True)] for slab in slabs]
         at, schemas = Location(order.url).below(order.folder), [slab.schema for slab in slabs]
         part = PartWriter(at, name, schemas, encoding, slot, tables)
         try:
-            for (_, trainer), (header, payload) in dense:
+            while (kept := writing.next_dense()) is not None:
+                (_, trainer), (header, payload) = kept
                 self._pace.spend(part.write_dense(trainer, header, payload.numpy()), order.bytes_per_s, writing)
-            while (portion := ask()) is not None:
+            while (portion := writing.next_portion()) is not None:
                 size = part.write(portion.slab, portion.rows_N, portion.records_NB)
                 self._pace.spend(size, order.bytes_per_s, writing)
             return part.close()
@@ -124,14 +115,61 @@ class FileScribe:
 
 
 class FileWriting:
-    """A part that is being written; a `Writing`."""
+    """A part that is being written; a `Writing`. Until it is cancelled, all that its thread has of the slot."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        run: Run,
+        next_portion: Callable[[int], Portion | None],
+        dense: Sequence[tuple[Key, Part]],
+        done: Callable[[dict[str, Any]], None],
+        failed: Callable[[str], None],
+    ) -> None:
         self.cancelled = threading.Event()
+        self._slot: _Slot | None = _Slot(run, next_portion, done, failed)
+        self._dense = list(dense)
 
     def cancel(self) -> None:
-        """Its thread stops soon, and removes what it has written."""
+        """Its thread stops soon, and removes what it has written. One that hangs in the store holds nothing more."""
         self.cancelled.set()
+        self._slot = None
+        self._dense.clear()
+
+    def next_portion(self) -> Portion | None:
+        """See `Scribe`. Raises _Cancelled."""
+        found: list[Portion | None] = []
+        self._inside(lambda slot: found.append(slot.next_portion(PORTION_BYTES)))
+        if not found:
+            raise _Cancelled
+        return found[0]
+
+    def next_dense(self) -> tuple[Key, Part] | None:
+        """A part of the dense model that was not given yet."""
+        try:
+            return self._dense.pop(0)
+        except IndexError:
+            return None
+
+    def finish(self, entry: PartEntry) -> None:
+        """The part is durable."""
+        self._inside(lambda slot: slot.done(entry.to_json()))
+
+    def fail(self, reason: str) -> None:
+        """It will not be."""
+        self._inside(lambda slot: slot.failed(reason))
+
+    def _inside(self, what: Callable[[_Slot], None]) -> None:
+        """Inside `Node.run`, unless it is cancelled, which happens there too."""
+        if (slot := self._slot) is not None:
+            slot.run(lambda: None if self.cancelled.is_set() else what(slot))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    run: Run
+    next_portion: Callable[[int], Portion | None]
+    done: Callable[[dict[str, Any]], None]
+    failed: Callable[[str], None]
 
 
 class Pace:

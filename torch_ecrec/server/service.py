@@ -107,6 +107,15 @@ class Host(Node):
                 case messages.Release():
                     slot.checkpoints.on_release(word.checkpoint, word.counts, word.rebase)
 
+    def end(self) -> None:
+        """This membership is over: what writes its checkpoints stops, and lets go of its slots."""
+
+        def abandon() -> None:
+            for slot in self.slots.values():
+                slot.checkpoints.abandon()
+
+        self.run(abandon)
+
     def _take_era(self, era: int, step: int | None, origin: int | None, done: int) -> None:
         """The trainers were lost, for the `era`-th time.
 

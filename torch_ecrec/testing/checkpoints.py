@@ -77,7 +77,7 @@ class Shelf:
         def act(reason: str) -> None:
             if not reason:
                 self.counts.append(finished)
-            done(reason or None, len(self.counts) % 3 == 0)
+            done(reason or None, bool(reason) or len(self.counts) % 3 == 0)
 
         self.later(COMMIT_S, "manifest", act)
 
@@ -137,6 +137,7 @@ class _VirtualScribe:
         failed: Callable[[str], None],
     ) -> _VirtualWriting:
         """See `Scribe`."""
+        assert (order.folder, slot) not in self._shelf.parts, f"slot {slot} of {order.folder} is written twice"
         part = self._shelf.parts[order.folder, slot] = WrittenPart()
         part.dense = {trainer: kept for (_, trainer), kept in dense}
         writing = _VirtualWriting()
