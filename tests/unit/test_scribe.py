@@ -157,6 +157,9 @@ def test_what_is_of_another_run_is_neither_gone_back_to_nor_removed(tmp_path: Pa
         other,
         old,
     ]
+    # a coordinator in the place of one that died, when everybody else died, too
+    assert restoring.newest_of("none", url) is None
+    assert [found[0].folder for run in ("old", "new") if (found := restoring.newest_of(run, url))] == [old, first]
     # one that began with a checkpoint goes on with its history: that counts among what is kept
     following = ledger_of(url, keep=1)
     last = commit(following, 80, "next", began_with)

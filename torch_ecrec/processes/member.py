@@ -101,7 +101,6 @@ class Member:
         self.name = ""
         self.restarted = False  # a trainer: the cluster has trained before
         self.restored: messages.Restored | None = None  # the checkpoint that the cluster began with
-        self._run = ""  # the word of it
         self.transport: Transport | None = None
         self._timers = Timers(self.on_error)
         self._answered = threading.Event()  # or the connection has ended
