@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="{server:SLOT,trainer:RANK,coordinator,all}@STEP[~][+MS]",
         help="SIGKILL the process that hosts SLOT, trainer RANK, the coordinator, or all of them, when STEP is complete"
-        " (MS milliseconds later), or, with ~, when from STEP on all that former kills took is there again; may be given"
-        " again; default server:1 in the middle; 'none' for no kill",
+        " (MS milliseconds later), or, with ~, when from STEP on all that former kills took is there again; may be"
+        " given again; default server:1 in the middle; 'none' for no kill",
     )
     parser.add_argument(
         "--max-restarts", type=int, default=10, metavar="N", help="of the trainers, by torchrun (default 10)"

@@ -116,8 +116,9 @@ def run_demo(arguments: argparse.Namespace, checkpoints: Sequence[str] = ()) -> 
 def _picture(result: dict[str, Any], out: Path) -> list[Path]:
     try:
         from torch_ecrec.demo.plot import draw
+        from torch_ecrec.demo.plot_steps import draw_steps
     except ImportError as error:
         print(f"no picture: {error} (pip install matplotlib)", file=sys.stderr)
         return []
-    draw(result, out / "recovery.png")
+    (draw_steps if result["went_back"] else draw)(result, out / "recovery.png")
     return [out / "recovery.png"]

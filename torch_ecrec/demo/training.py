@@ -23,10 +23,9 @@ import torch_ecrec
 from torch_ecrec.demo import report
 from torch_ecrec.demo.interrupts import raise_if_interrupted
 from torch_ecrec.demo.kills import KillSpec, beyond_parity
+from torch_ecrec.demo.news import news_of
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss
-from torch_ecrec.observe import events
-from torch_ecrec.observe.events import AnyEvent
 from torch_ecrec.processes.children import tail, torchrun
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
@@ -102,8 +101,7 @@ class DemoRun:
             if self.record.step > before or len(self.record.trained) > trained:
                 self._moved_s = time.monotonic()
                 self._start_kills()
-            if event is not None:
-                self._tell(event)
+            self._news += news_of(event, self.record) if event is not None else []
 
     def _on_closed(self, reason: str) -> None:
         with self._lock:
@@ -183,30 +181,6 @@ class DemoRun:
             with contextlib.suppress(ProcessLookupError):  # it ended a moment ago
                 os.kill(pid, signal.SIGKILL)
         self._news.append(f"step {kill.step}: kill -9 {' '.join(map(str, pids))} (everybody)")
-
-    def _tell(self, event: AnyEvent) -> None:
-        if isinstance(event, events.Lost):
-            if event.slots or self.record.roles.get(event.member) == "trainer":
-                held = f", with slots {event.slots}" if event.slots else ""
-                self._news.append(f"  {event.member} is lost ({event.why}){held}")
-        elif isinstance(event, events.Rehosted):
-            server = self.record.places[event.slot][0]
-            self._news.append(f"  slot {event.slot} serves again, on {server}; rebuild begins")
-        elif isinstance(event, events.SlotRebuilt):
-            self._news.append(f"  slot {event.slot} is rebuilt")
-        elif isinstance(event, events.Resumable):
-            self._news.append(f"  servers have gone back to step {event.step}; torchrun starts all trainers again")
-        elif isinstance(event, events.Regathered):
-            self._news.append(f"  a new coordinator: {len(event.members)} members have rejoined")
-        elif isinstance(event, events.Checkpointed):
-            of = f", what has changed since {event.base}" if event.base else ""
-            self._news.append(f"  checkpoint of step {event.step}: {report.size(event.bytes)}{of}")
-        elif isinstance(event, events.CheckpointVoid):
-            self._news.append(f"  no checkpoint: {event.reason}")
-        elif isinstance(event, events.WentBeyond):
-            self._news.append(f"  all go back to the checkpoint of step {event.step}: {event.reason}")
-        elif isinstance(event, events.Joined) and self.record.step:
-            self._news.append(f"  {event.member} has joined (pid {event.pid})")
 
     # the whole of it
 
