@@ -13,6 +13,7 @@ All take turns of X steps, in one run; a checkpoint is due after a quarter of ea
 is over is waited for, so that nobody's turn has the checkpoint of another. The first turn of each is not counted: it
 warms up, and an increment needs something to build on. Ours snapshot the dense model after each step, `k2r1` too: a
 checkpoint is of a step that has one. Each trainer draws X batches, so that every increment has the ids of X new ones.
+What is wanted of the figures stands beside them (`checkpoint_figures.py`).
 
 CPU seconds are those of all processes of a way, until its checkpoint is written. A restore is timed from the start of
 the trainers' processes to the end of the first step, files out of the page cache, beside the same start without one.
@@ -23,7 +24,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import sys
 import tempfile
 import threading
 import time
@@ -33,9 +33,9 @@ from types import TracebackType
 from typing import Any
 
 from torch_ecrec.bench import record, workload
-from torch_ecrec.bench.checkpoint_figures import plot, rows, spreads
+from torch_ecrec.bench.checkpoint_figures import plot, restore_rows, rows, spreads, targets
 from torch_ecrec.bench.recovery_checkpoint import forget_pages
-from torch_ecrec.bench.train import Group, cpu_s, parse_system
+from torch_ecrec.bench.train import Group, cpu_s, parse_system, tell_logs
 from torch_ecrec.observe import events
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.transport.control import ControlClient
@@ -79,7 +79,7 @@ def parse_way(name: str) -> Way:
     system = parse_system(base)
     require(base == "torchrec" or system.code is not None, f"{name!r}: there are torchrec, and ours, such as k2r1")
     known: Sequence[str] = tuple(OPTIONS) if system.code is not None else SAVES
-    require(not more and name == base or more in known, f"{name!r}: {base} has +{', +'.join(known)}")
+    require(name == base or more in known, f"{name!r}: {base} has +{', +'.join(known)}")
     if not more:
         return Way(name, base)
     return Way(name, base, OPTIONS[more]) if system.code is not None else Way(name, base, saves=more)
@@ -142,9 +142,8 @@ class Runner:
 
     Args:
         group: started.
-        every: steps between checkpoints, and of a turn.
+        every: steps between checkpoints.
         watch: of a cluster that writes checkpoints.
-        saved: where TorchRec saves.
     """
 
     def __init__(self, group: Group, every: int, watch: Watch | None) -> None:
@@ -249,10 +248,10 @@ def restore(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     store, every = folder / "store", 4
     options = ["--checkpoint", str(store), "--checkpoint-every", str(every), "--checkpoint-bytes-per-s", "0"]
     system = parse_system(arguments.restore_system)
-    with Group(system, shape, arguments.trainers, arguments.seed, folder / "first", coordinator=options) as group:
-        with Watch(group) as watch:
-            group.ask({"run": every + 2, "snapshot": True, "checkpoint": 0})
-            event, _ = watch.wait(every)
+    first = Group(system, shape, arguments.trainers, arguments.seed, folder / "first", coordinator=options)
+    with first as group, Watch(group) as watch:
+        group.ask({"run": every + 2, "snapshot": True, "checkpoint": 0})
+        event, _ = watch.wait(every)
     forget_pages(store)
     with_it = first_step(arguments, shape, folder / "second", ["--restore", str(store)])
     without = first_step(arguments, shape, folder / "third", [])
@@ -265,21 +264,6 @@ def restore(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "restored": with_it,
         "begun_anew": without,
     }
-
-
-def restore_rows(restored: dict[str, Any]) -> list[dict[str, Any]]:
-    """The table of `restore`."""
-    return [
-        {
-            "start": name,
-            "GB of tables": restored["table_bytes"] / 1e9,
-            "processes s": restored[key]["imported_s"],
-            "model built s": restored[key]["built_s"],
-            "first step s": restored[key]["first_step_s"],
-            "without processes s": restored[key]["first_step_s"] - restored[key]["imported_s"],
-        }
-        for name, key in (("from a checkpoint", "restored"), ("anew", "begun_anew"))
-    ]
 
 
 def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[Way]]:
@@ -309,12 +293,10 @@ def run(arguments: argparse.Namespace) -> int:
             blocks = measure(arguments, shape, ways, Path(place) / "turns")
             restored = restore(arguments, Path(place) / "restore") if arguments.restore_bytes else None
         except RuntimeError:
-            for log in sorted(Path(place).rglob("*.log")):
-                text = log.read_text(errors="replace").strip()
-                if text:
-                    print(f"--- {log.parent.name}/{log.name}\n{text[-2000:]}", file=sys.stderr)
+            tell_logs(Path(place))
             raise
     samples = arguments.trainers * shape.batch
+    aims = targets(blocks, {way.name: way.base for way in ways}, samples, restored)
     lines = rows(blocks, {way.name: way.base for way in ways}, samples)
     result = {
         "header": header,
@@ -325,6 +307,7 @@ def run(arguments: argparse.Namespace) -> int:
         "blocks": blocks,
         "restore": restored,
         "restore_rows": restore_rows(restored) if restored else [],
+        "targets": aims,
     }
     name = "-".join(filter(None, ("checkpoint", arguments.shape, arguments.label)))
     record.write(arguments.out, name, result, lines)
@@ -332,6 +315,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(record.table(lines))
     if restored:
         print(record.table(restore_rows(restored)))
+    print(record.table(aims))
     print(f"written: {arguments.out / name}.json, .csv, .png")
     return 0
 

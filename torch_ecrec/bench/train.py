@@ -156,7 +156,9 @@ class Group:
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if system.code is not None:
-            self.cluster = Supervisor(system.code, logs=self.folder, environment=system.settings, coordinator=self.coordinator)
+            self.cluster = Supervisor(
+                system.code, logs=self.folder, environment=system.settings, coordinator=self.coordinator
+            )
             environment.update(system.settings, TORCH_ECREC_JOIN=self.cluster.join)
         elif system.group.endswith(":tuned"):
             environment.update(allocator.environment(Settings().keep_freed_bytes))
@@ -443,6 +445,14 @@ def measure(
     return steps, blocks
 
 
+def tell_logs(folder: Path) -> None:
+    """Prints the ends of all logs below a folder to stderr: of processes of which one has failed."""
+    for log in sorted(folder.rglob("*.log")):
+        text = log.read_text(errors="replace").strip()
+        if text:
+            print(f"--- {log.parent.name}/{log.name}\n{text[-2000:]}", file=sys.stderr)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs the benchmark; see the module's docstring."""
     shape, systems = check(arguments)
@@ -451,10 +461,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             steps, blocks = measure(arguments, shape, systems, Path(place))
         except RuntimeError:
-            for log in sorted(Path(place).rglob("*.log")):
-                text = log.read_text(errors="replace").strip()
-                if text:
-                    print(f"--- {log.parent.name}/{log.name}\n{text[-2000:]}", file=sys.stderr)
+            tell_logs(Path(place))
             raise
     result = {
         "header": header,

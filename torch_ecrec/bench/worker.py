@@ -7,8 +7,9 @@ The first line says what to train (`Assignment`), torchrun's variables say who i
                                                                  [[begin, end] of each save since the last time]}
     {"end": true}                                                leaves
 With "asynchronous": false in the first, training stands while a checkpoint is saved. Every answer is one line on its
-output; {"ready": true, "imported_s": when Python had imported all} comes first. Moments are of `time.time()`. A block is timed from a barrier of all trainers to
-a barrier after everything sent in it is acknowledged, so that no work of it is left to the next.
+output; {"ready": true, "imported_s": when Python had imported all} comes first. Moments are of `time.time()`. A block
+is timed from a barrier of all trainers to a barrier after everything sent in it is acknowledged, so that no work of it
+is left to the next.
 """
 
 from __future__ import annotations
