@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
-from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy
+from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy, new_run
 
 if TYPE_CHECKING:  # it loads torch: not to read a command line
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
@@ -92,6 +91,9 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         default="stop",
         help="when more is lost than parity can repair: stop (default), or all go back to the newest checkpoint",
     )
+    # a supervisor's: what all coordinators of one run are told, and those that take the place of one that died
+    group.add_argument("--run", metavar="WORD", default="", help=argparse.SUPPRESS)
+    group.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
     group.add_argument(
         "--restore",
         metavar="URL[@STEP]|newest",
@@ -119,7 +121,7 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         bytes_per_s=arguments.checkpoint_bytes_per_s,
         beyond=arguments.beyond,
         encoding=(("zstd", arguments.checkpoint_zstd), ("bits", arguments.checkpoint_bits)),
-        run=uuid.uuid4().hex[:8],
+        run=arguments.run or new_run(),
     )
 
 

@@ -25,7 +25,7 @@ class CheckpointSettings:
         beyond: when more is lost than parity can repair: "stop", or go back to the newest "checkpoint".
         again_s: before the next try, by how many were void one after the other.
         encoding: of the parts: names and values, as `storage` reads them.
-        run: a word of this coordinator's, in the names of its checkpoints.
+        run: a word of this coordinator's, letters and digits; see `RunningJob`.
     """
 
     url: str = ""

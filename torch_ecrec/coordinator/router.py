@@ -183,7 +183,7 @@ class Router:
         if self.core.goes_back and not self._looks_back:
             assert self._ledger is not None  # whoever wants to go back has checkpoints written
             self._looks_back = True
-            self._ledger.newest(self._go_back)
+            self._ledger.newest(self.core.run, self.core.restored, self._go_back)
 
     def _go_back(self, found: Restorable | None, why: str) -> None:
         """To that checkpoint: everybody begins anew, as another member."""

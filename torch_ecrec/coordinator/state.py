@@ -32,10 +32,13 @@ class ClusterState:
     ) -> None:
         self.announce, self.transport = announce, settings.transport
         self.members = Members(send, settings.lease_s)
-        self.job = RunningJob(settings.code, self.members, announce, settings.restore, settings.checkpoint.beyond)
+        checkpoint = settings.checkpoint
+        self.job = RunningJob(
+            settings.code, self.members, announce, settings.restore, checkpoint.beyond, checkpoint.run
+        )
         self.world = World(settings.spares, settings.store, self.job, self.members, announce)
         self.eras = Eras(self.job, self.members, announce)
-        self.checkpointing = Checkpointing(settings.checkpoint, ledger, self.job, self.members, announce)
+        self.checkpointing = Checkpointing(checkpoint, ledger, self.job, self.members, announce)
         self.table = SlotTable(
             settings.without_spare, self.job, self.members, self.world, self.eras, self.checkpointing, announce
         )
@@ -45,6 +48,7 @@ class ClusterState:
         """Takes over from a cluster that went back to a checkpoint: nobody of it is taken for a member of this one."""
         self.members.follow(before.members.life)
         self.checkpointing.follow(before.checkpointing)
+        self.job.run = before.job.run
         self.world.generation, self.table.epoch = before.world.generation, before.table.epoch
 
     def form(self, now_s: float, even_if_complete: bool = False) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torch_ecrec.coordinator.checkpointing import Finished, Restorable
+from torch_ecrec.coordinator.checkpointing import Finished, Restorable, run_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.server.capture import Portion
@@ -87,11 +87,15 @@ class Shelf:
         for key in [key for key in self.parts if key[0] == folder]:
             del self.parts[key]
 
-    def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
+    def newest(
+        self, run: str, began_with: messages.Restored | None, done: Callable[[Restorable | None, str], None]
+    ) -> None:
         """See `Ledger`."""
 
         def act(reason: str) -> None:
-            newest = self.counts[-1] if self.counts else None
+            newest = next((one for one in reversed(self.counts) if run_of(one.folder) == run), None)
+            if newest is None and began_with is not None:
+                newest = self.find(began_with.folder)
             if reason or newest is None:
                 done(None, reason or "none was written")
             else:
