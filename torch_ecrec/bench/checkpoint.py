@@ -30,7 +30,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_ecrec.bench import record, workload
 from torch_ecrec.bench.checkpoint_figures import plot, restore_rows, rows, spreads, targets
@@ -85,6 +85,14 @@ def parse_way(name: str) -> Way:
     return Way(name, base, OPTIONS[more]) if system.code is not None else Way(name, base, saves=more)
 
 
+class Written(NamedTuple):
+    """A checkpoint that counts; when servers were told to write it, and when it counted, by `time.time()`."""
+
+    event: events.Checkpointed
+    begin_s: float
+    end_s: float
+
+
 class Watch:
     """The checkpoints of a cluster, as its coordinator tells of them. Use as a context manager."""
 
@@ -92,7 +100,8 @@ class Watch:
         assert group.cluster is not None
         self.name = group.system.name
         self._changed = threading.Condition()
-        self._whole: list[tuple[events.Checkpointed, float]] = []  # and when; grows
+        self._begun_s: dict[str, float] = {}  # name -> when servers were told to write it
+        self._whole: list[Written] = []  # grows
         self._trouble = ""
         self._client = ControlClient(*group.cluster.address, self._on_message, self._on_closed, timeout_s=10.0)
         self._client.send({"type": "watch"})
@@ -102,8 +111,10 @@ class Watch:
             return
         event = events.of_message(message)
         with self._changed:
-            if isinstance(event, events.Checkpointed):
-                self._whole.append((event, time.time()))
+            if isinstance(event, events.CheckpointBegun):
+                self._begun_s[event.name] = message["time_s"]
+            elif isinstance(event, events.Checkpointed) and event.name in self._begun_s:
+                self._whole.append(Written(event, self._begun_s[event.name], message["time_s"]))
             elif isinstance(event, events.CheckpointVoid | events.Fatal):
                 self._trouble = event.reason
             self._changed.notify_all()
@@ -113,15 +124,15 @@ class Watch:
             self._trouble = f"the coordinator is gone: {reason}"
             self._changed.notify_all()
 
-    def wait(self, step: int) -> tuple[events.Checkpointed, float]:
-        """A checkpoint of this step of training, or a later one, and when it was whole.
+    def wait(self, step: int) -> Written:
+        """A checkpoint of this step of training, or a later one, once it is whole.
 
         Raises:
             RuntimeError: it came to nothing, or not in time.
         """
 
-        def found() -> tuple[events.Checkpointed, float] | None:
-            return next((one for one in self._whole if one[0].step >= step), None)
+        def found() -> Written | None:
+            return next((one for one in self._whole if one.event.step >= step), None)
 
         with self._changed:
             self._changed.wait_for(lambda: found() is not None or self._trouble, WRITTEN_S)
@@ -169,9 +180,9 @@ class Runner:
         kinds: list[str] = []
         due = self.every * ((self.done + steps) // self.every)
         if self.watch is not None and due > self.done:
-            event, end_s = self.watch.wait(due)
-            spans, sizes = [[end_s - event.seconds, end_s]], [event.bytes]
-            kinds = ["incremental" if event.base else "full"]
+            written = self.watch.wait(due)
+            spans, sizes = [[written.begin_s, written.end_s]], [written.event.bytes]
+            kinds = ["incremental" if written.event.base else "full"]
         elif way.saves and due > self.done:
             times = [answer["saves_s"] for answer in saves]
             spans = [[min(first for first, _ in one), max(last for _, last in one)] for one in zip(*times, strict=True)]
@@ -251,7 +262,7 @@ def restore(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     first = Group(system, shape, arguments.trainers, arguments.seed, folder / "first", coordinator=options)
     with first as group, Watch(group) as watch:
         group.ask({"run": every + 2, "snapshot": True, "checkpoint": 0})
-        event, _ = watch.wait(every)
+        written = watch.wait(every)
     forget_pages(store)
     with_it = first_step(arguments, shape, folder / "second", ["--restore", str(store)])
     without = first_step(arguments, shape, folder / "third", [])
@@ -259,8 +270,8 @@ def restore(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "system": arguments.restore_system,
         "rows": per_table,
         "table_bytes": RESTORED.tables * per_table * RECORD_BYTES,
-        "checkpoint_bytes": event.bytes,
-        "written_s": event.seconds,
+        "checkpoint_bytes": written.event.bytes,
+        "written_s": written.end_s - written.begin_s,
         "restored": with_it,
         "begun_anew": without,
     }
