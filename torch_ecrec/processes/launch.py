@@ -118,9 +118,8 @@ def run_coordinator(
         CheckpointError: the checkpoint to begin with is not there, or there is no such place.
     """
     begins = _begins_with(checkpoint, restore, again)
-    ledger: FileLedger | None = None
-    if checkpoint.url:
-        ledger = FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act))
+    wanted = bool(checkpoint.url)
+    ledger = FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act)) if wanted else None
     raise_descriptors()
     store = _store_on(host)
 
