@@ -240,6 +240,7 @@ class Checkpointing:
             bytes_per_s=settings.bytes_per_s,
         )
         self._members.tell(running.order, "server")
+        self._announce(events.CheckpointBegun(running.order.folder, done, running.order.base))
 
     # whether it counts ----------------------------------------------------------------------------
 
