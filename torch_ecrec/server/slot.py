@@ -29,17 +29,19 @@ import numpy as np
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Peers, Policy, Reply
 from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.server.apply import Applier
 from torch_ecrec.server.checkpoints import CheckpointHost, SlotCheckpoints
 from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.server.reads import Reads
+from torch_ecrec.server.renewing import Renewing, RenewingHost
 from torch_ecrec.server.snapshots import SnapshotHost, SnapshotStore
 from torch_ecrec.spec.settings import Settings
 
 
-class SlotHost(Peers, SnapshotHost, CheckpointHost, Protocol):
+class SlotHost(Peers, SnapshotHost, CheckpointHost, RenewingHost, Protocol):
     """What a slot and its parts need of the process that hosts it."""
 
     @property
@@ -60,9 +62,18 @@ class Slot:
         settings: of the process.
         fresh: true at the start of a job. False on the new host of a lost slot: it serves once `durability` knows where
             it stands.
+        renewal: of a slot that was lost beyond repair: what it begins anew with; None: it is no such one.
     """
 
-    def __init__(self, host: SlotHost, held: Holdings, policy: Policy, settings: Settings, fresh: bool) -> None:
+    def __init__(
+        self,
+        host: SlotHost,
+        held: Holdings,
+        policy: Policy,
+        settings: Settings,
+        fresh: bool,
+        renewal: Renewal | None = None,
+    ) -> None:
         self.host, self.held = host, held
         self.index, self.incarnation, self.job = held.index, held.incarnation, held.job
         self.code, self.layouts, self.shards = held.code, held.layouts, held.shards
@@ -81,7 +92,10 @@ class Slot:
         self.applier = Applier(held, self.is_missing)
         self.reads = Reads(self, held)
         self.checkpoints = SlotCheckpoints(self, host, held, self.snapshots, settings.checkpoint_memory_bytes)
-        if not fresh:
+        self.renewing = Renewing(self, host, held, renewal) if renewal is not None else None
+        if self.renewing is not None:
+            self.renewing.begin()
+        elif not fresh:
             self.durability.adopt()
 
     @property
@@ -215,19 +229,22 @@ class Slot:
         self.held.log = log
         self.rule.adopt(cut, floor)
         self.ready = True
-        self.tell("ready")
+        self._tell_ready()
         self.inbox.keep_after(cut)
         self._answer_pushes()  # those of steps up to the cut that came while this was not known
         self.durability.connect()
-        self.snapshots.copy_all()
+        if self.renewing is None or not self.renewing.renewal.dense_lost:
+            self.snapshots.copy_all()
         self.durability.restore()
         self.progress()
         self.report_reach()
+        self.check_rebuilt()
+        self.check_durable()
 
-    def give_up(self) -> None:
+    def give_up(self, reason: str = "") -> None:
         """No holder that has caught up knows this slot: more is lost than the code repairs."""
         self.hopeless = True
-        self.tell("unrecoverable")
+        self.tell("unrecoverable", reason=reason)
 
     def check_rebuilt(self) -> None:
         """Rebuilt: nothing missing, and caught up with all that the sources have acknowledged (rule 5)."""
@@ -235,7 +252,7 @@ class Slot:
             return
         if self.durability.caught_up:
             self.reported = True
-            self.tell("rebuilt")
+            self._tell_rebuilt()
 
     def die(self) -> None:
         """This incarnation has been replaced: everyone who waits is told to ask again."""
@@ -249,6 +266,17 @@ class Slot:
     def meet(self, slot: int, incarnation: int) -> None:
         """Another slot has this incarnation, perhaps a new one: the one before is not listened to any more."""
         self.durability.meet(slot, incarnation)
+
+    def on_renewal(self, renewal: Renewal) -> None:
+        """Some slots begin anew: parities that had their records are missing, until they are encoded again."""
+        lives = [(other, life) for other, life, _ in renewal.lives if other != self.index]
+        if any([self.durability.meet_anew(other, life) for other, life in lives]):
+            self.reported = False
+        if renewal.dense_lost:
+            self.snapshots.lacks_all = False
+        if self.reported:
+            self._tell_rebuilt()  # it was not forgotten what it said before
+        self.check_rebuilt()
 
     def known_incarnations(self) -> list[int]:
         """Of every slot, the life that this one listens to."""
@@ -281,7 +309,9 @@ class Slot:
         """Tells the coordinator which steps this slot can go back to."""
         if self.host.frozen and self.ready:
             kept = [[step, *found] for step, found in self.snapshots.found().items()]
-            self.tell("reach", era=self.host.era, applied=self.rule.applied, floor=self.log.floor, snapshots=kept)
+            applied, floor = self.rule.applied, self.log.floor
+            done = None if self.not_trained is None else applied - self.not_trained
+            self.tell("reach", era=self.host.era, applied=applied, floor=floor, snapshots=kept, done=done)
 
     def go_back(self, step: int, done: int) -> None:
         """Takes back every step after `step`, here and in the parities; then makes `step` durable.
@@ -297,9 +327,17 @@ class Slot:
         self.rule.go_back(step)
         self.snapshots.go_back(step)
         self.going_back_to = step
-        self.durability.connect()
-        self.progress()
+        self.go_on()
         self.check_durable()
+
+    def go_on(self) -> None:
+        """All servers have stopped, and go on: steps flow again, and what is missing is brought back."""
+        if self.ready:
+            self.durability.connect()
+            self.durability.restore()
+        self.progress()
+        if self.renewing is not None:
+            self.renewing.proceed()
 
     def check_durable(self) -> None:
         """The step that the trainers start again after survives r losses, of records and of the dense model."""
@@ -318,14 +356,20 @@ class Slot:
     def tell_again(self) -> None:
         """Everything the coordinator should know of this incarnation."""
         if self.ready:
-            self.tell("ready")
+            self._tell_ready()
             if self.reported:
-                self.tell("rebuilt")
+                self._tell_rebuilt()
             self.report_reach()
             if not self.host.frozen and self.going_back_to is None:
                 self.tell("durable", era=self.host.era)
         elif self.hopeless:
-            self.give_up()
+            self.give_up(self.renewing.failed if self.renewing is not None else "")
+
+    def _tell_ready(self) -> None:
+        self.tell("ready", at=None if self.renewing is None else self.renewing.at)
+
+    def _tell_rebuilt(self) -> None:
+        self.tell("rebuilt", renewals=len(self.host.renewals))
 
     def _trained(self, step: int) -> int:
         """Steps of training up to a step near the last applied; one that loads, in between, counts as one, too."""
