@@ -44,7 +44,7 @@ def sweep(code: CodeSpec, who: str, control: bool, every: int, first: int = 0) -
     """One process more is lost at each of these messages of the recovery; and later one that parity repairs."""
     begin, end = span(code)[control]
     count: Counter[str] = Counter()
-    for at in range(begin + first, end, every):
+    for at in range(begin + 1 + first, end, every):
         kill = dataclasses.replace(WHO[who], which=WHO[who].which % code.slots, at=0 if control else at)
         kills = [Kill("beyond", code.parities + 1, 0), Kill("server", 1, end + 300)]
         more = {"at_control": {at: kill}} if control else {}

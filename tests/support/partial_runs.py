@@ -199,7 +199,9 @@ def check(run: Partial) -> None:
     _check_reads(run, oracle)
     status = run.coordinator.status(run.network.clock.now_s)["partial"]
     if oracle.renewals:
-        assert abs(status["lost_samples"] - oracle.lost_samples(run.coordinator.step)) < 1e-6
+        went_on = max(at or 0 for one in oracle.renewals for _, _, at in one.lives)
+        assert went_on <= status["of_steps"] <= STEPS
+        assert abs(status["lost_samples"] - oracle.lost_samples(status["of_steps"])) < 1e-6
         assert status["exact"] is False
 
 

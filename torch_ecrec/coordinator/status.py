@@ -12,14 +12,17 @@ from torch_ecrec.coordinator.state import ClusterState
 
 def partial_status(state: ClusterState) -> dict[str, Any] | None:
     """What was lost for good; None where nothing was."""
-    partial, slots, done = state.partial, state.job.code.slots, state.job.step
+    partial, slots = state.partial, state.job.code.slots
     if not partial.renewals:
         return None
+    went_on = [at for one in partial.renewals for _, _, at in one.lives if at is not None]
+    done = max([state.job.step, *went_on])  # a coordinator that was started again may not have heard of any step yet
     last = partial.renewals[-1]
     return {
         "exact": False,
         "times": len(partial.renewals),
-        "lost_samples": round(partial.portion(slots, max(done, 1)), 6),
+        "lost_samples": round(partial.portion(slots, done), 6),
+        "of_steps": done,
         "lost_steps": lost_steps(partial.renewals, slots),
         "last": last.folder,
         "last_step": last.done,
