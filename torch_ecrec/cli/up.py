@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         logs=arguments.logs,
         told=lambda: bool(told),
         coordinator=checkpoint_arguments(arguments),
-        again=["--restore", NEWEST] if arguments.beyond == "checkpoint" else [],
+        again=["--restore", NEWEST] if arguments.beyond != "stop" else [],
     ) as cluster:
         print(
             json.dumps({"address": list(cluster.address)})

@@ -67,11 +67,12 @@ class Ledger(Protocol):
     def discard(self, folder: str) -> None:
         """A checkpoint came to nothing: what was written of it goes."""
 
-    def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
+    def newest(self, done: Callable[[Restorable | None, str], None], read: bool = True) -> None:
         """Looks for the newest checkpoint that is whole.
 
         Args:
             done: gets it, and the job that it is of; or None, and why there is none.
+            read: all of it is read; else that is left to who uses it, and looked at is only what it builds on.
         """
 
 

@@ -40,6 +40,7 @@ from torch_ecrec.layout import routing, stripes
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.restoring import StoredCheckpoint
 from torch_ecrec.processes.restoring import find as find_checkpoint
+from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.scribe import FileLedger, FileScribe
 from torch_ecrec.processes.supervisor import START_S, Supervisor
 from torch_ecrec.protocol.messages import TransportName
@@ -138,7 +139,9 @@ def run_coordinator(
         ),
         ledger=ledger,
         probe=probe,
-        announce=lambda event: log.info("%s", json.dumps(event)),
+        announce=lambda event: log.log(
+            logging.WARNING if event["event"] == "recovered_partly" else logging.INFO, "%s", json.dumps(event)
+        ),
         stop=lambda: server.call_later(0.2, server.close),
         stamp=lambda message: {**message, "time_s": time.time()},
         joins_from_s=time.monotonic() + JOINS_HELD_S,
@@ -217,8 +220,8 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     hosts: list[Host] = []
 
     def make(name: str, member: Member, _: CodeSpec) -> Node:
-        scribe = FileScribe(lambda action: hosts[0].run(action))
-        hosts.append(Host(name, member, settings, scribe))
+        scribe, reader = (kind(lambda action: hosts[0].run(action)) for kind in (FileScribe, FileReader))
+        hosts.append(Host(name, member, settings, scribe, reader))
         return hosts[0]
 
     member = Member(

@@ -251,14 +251,14 @@ class FileLedger:
 
         self._work.put(work)
 
-    def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
-        """See `Ledger`. Every file is read: one that is altered is passed over, with a word in the log."""
+    def newest(self, done: Callable[[Restorable | None, str], None], read: bool = True) -> None:
+        """See `Ledger`. If `read`, every file is read: one that is altered is passed over, with a word in the log."""
 
         def work() -> None:
             why = "none was written"
             try:
                 for manifest in self._catalog.checkpoints():
-                    why = self._fault_of(manifest)
+                    why = self._fault_of(manifest, read)
                     if not why:
                         restored = messages.Restored(self._settings.url, manifest.id, manifest.done)
                         self._call(functools.partial(done, (restored, manifest.spec), ""))
@@ -271,10 +271,13 @@ class FileLedger:
 
         self._work.put(work)
 
-    def _fault_of(self, manifest: Manifest) -> str:
+    def _fault_of(self, manifest: Manifest, read: bool) -> str:
         """What is wrong with a checkpoint, or with what it builds on; "" if it is whole."""
         try:
-            check_rows(self._catalog, manifest)
+            if read:
+                check_rows(self._catalog, manifest)
+            else:
+                self._catalog.chain(manifest)
         except CheckpointError as error:
             return str(error)
         return ""

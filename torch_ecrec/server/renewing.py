@@ -22,6 +22,13 @@ from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.spec.job import JobSpec
 
 
+class Reading(Protocol):
+    """Records on their way."""
+
+    def cancel(self) -> None:
+        """Nobody wants them any more; nothing is said after it."""
+
+
 class CheckpointReader(Protocol):
     """Reads checkpoints, beside the protocol: what it is given to call, it calls inside `Node.run`."""
 
@@ -33,7 +40,7 @@ class CheckpointReader(Protocol):
         take: Callable[[int, Positions, Bytes], None],
         done: Callable[[], None],
         failed: Callable[[str], None],
-    ) -> None:
+    ) -> Reading:
         """Begins to read one slot's records.
 
         Args:
@@ -104,6 +111,7 @@ class Renewing:
 
     def __init__(self, slot: RenewedSlot, host: RenewingHost, held: Holdings, renewal: Renewal) -> None:
         self._slot, self._host, self._held, self.renewal = slot, host, held, renewal
+        self._reading: Reading | None = None
         self._read = False
         self._count = 0
         self.at: int | None = None
@@ -115,12 +123,17 @@ class Renewing:
         if reader is None:
             self._on_failed("this process reads no checkpoints")
         else:
-            reader.read(self.renewal, held.job, held.index, self._take, self._on_read, self._on_failed)
+            take, read, failed = self._take, self._on_read, self._on_failed
+            self._reading = reader.read(self.renewal, held.job, held.index, take, read, failed)
+
+    def cancel(self) -> None:
+        """This life of the slot is over."""
+        if self._reading is not None:
+            self._reading.cancel()
 
     def _take(self, slab: int, positions_N: Positions, records_NB: Bytes) -> None:
-        if not self._slot.dead:
-            self._held.shards[slab].scatter_(positions_N, records_NB)
-            self._count += len(positions_N)
+        self._held.shards[slab].scatter_(positions_N, records_NB)
+        self._count += len(positions_N)
 
     def _on_read(self) -> None:
         wanted = sum(shard.data_rows for shard in self._held.shards)
@@ -131,7 +144,7 @@ class Renewing:
         self.proceed()
 
     def _on_failed(self, reason: str) -> None:
-        if not self._slot.dead and not self._read:
+        if not self._read:
             self.failed = reason[:TEXT_MOST]
             self._slot.give_up(self.failed)
 

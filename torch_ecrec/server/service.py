@@ -131,6 +131,8 @@ class Host(Node):
         def abandon() -> None:
             for slot in self.slots.values():
                 slot.checkpoints.abandon()
+                if slot.renewing is not None:
+                    slot.renewing.cancel()
 
         self.run(abandon)
 

@@ -259,6 +259,8 @@ class Slot:
         self.ready, self.dead = False, True
         self.durability.die()
         self.checkpoints.abandon()
+        if self.renewing is not None:
+            self.renewing.cancel()
         self._refuse_all(f"slot {self.index} moved")
 
     # other slots --------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Shelf:
         for key in [key for key in self.parts if key[0] == folder]:
             del self.parts[key]
 
-    def newest(self, done: Callable[[Restorable | None, str], None]) -> None:
+    def newest(self, done: Callable[[Restorable | None, str], None], read: bool = True) -> None:
         """See `Ledger`."""
 
         def act(reason: str) -> None:
@@ -142,13 +142,14 @@ class _VirtualReader:
         take: Callable[[int, Positions, Bytes], None],
         done: Callable[[], None],
         failed: Callable[[str], None],
-    ) -> None:
+    ) -> _VirtualWriting:
         """See `CheckpointReader`. A slab at a time."""
+        reading = _VirtualWriting()
         records = self._shelf.records(job, self._shelf.find(renewal.folder))
         slabs = list(enumerate(layouts_of(job.code, job)))
 
         def go_on(reason: str) -> None:
-            if self._alive():
+            if self._alive() and not reading.cancelled:
                 self._host.run(go_on_inside, reason)
 
         def go_on_inside(reason: str) -> None:
@@ -163,6 +164,7 @@ class _VirtualReader:
                 self._shelf.later(WRITE_S, f"read of slot {slot}", go_on)
 
         self._shelf.later(WRITE_S, f"first read of slot {slot}", go_on)
+        return reading
 
 
 class _VirtualScribe:
