@@ -221,7 +221,7 @@ def test_beyond_parity_all_go_back_to_a_checkpoint_by_themselves(
 
 
 def recovered(running: Supervisor) -> Any:
-    """What `torch-ecrec status` says of partial recoveries, once every slot is whole on a server of its own; else None."""
+    """What the status says of partial recoveries, once every slot is whole on a server of its own; else None."""
     status = running.status()
     whole = all(slot["healthy"] for slot in status["slots"])
     return status["partial"] if whole and len({slot["server"] for slot in status["slots"]}) == 3 else None

@@ -12,7 +12,13 @@ from virtual_trainers import Kill
 
 from torch_ecrec.spec.job import CodeSpec
 
-CODES = [CodeSpec(3, 2, 1), CodeSpec(5, 2, 1), CodeSpec(7, 2, 1), CodeSpec(5, 2, 2), CodeSpec(4, 2, 1, protection="none")]
+CODES = [
+    CodeSpec(3, 2, 1),
+    CodeSpec(5, 2, 1),
+    CodeSpec(7, 2, 1),
+    CodeSpec(5, 2, 2),
+    CodeSpec(4, 2, 1, protection="none"),
+]
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)

@@ -167,7 +167,7 @@ class Eras:
             job.lose(f"{partial.why}; and the trainers, who had been lost, have no dense snapshot to begin with")
         elif lost > partial.most:
             job.lose(
-                f"{partial.why}; to take their records alone from a checkpoint would make it {lost:.2%} of lost samples,"
+                f"{partial.why}; to take these slots alone from a checkpoint would make {lost:.2%} of lost samples,"
                 f" more than {partial.most:.2%} (--most-lost-samples)"
             )
         else:

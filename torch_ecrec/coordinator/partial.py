@@ -168,9 +168,7 @@ class PartialRecovery:
         """Takes over from a cluster that went back to a checkpoint: what that lacks is lacking."""
         kept = [[(slot, 0, at) for slot, _, at in one.lives if at and at <= done] for one in before.renewals]
         self.renewals = [
-            msgspec.structs.replace(one, lives=lives)
-            for one, lives in zip(before.renewals, kept, strict=True)
-            if lives
+            msgspec.structs.replace(one, lives=lives) for one, lives in zip(before.renewals, kept, strict=True) if lives
         ]
 
     def portion(self, slots: int, done: int) -> float:

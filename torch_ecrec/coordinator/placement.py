@@ -130,7 +130,7 @@ class SlotTable:
         return {i for i, place in enumerate(self.slots) if not place.healthy} | self._partial.pending
 
     def _stop_if_lost(self, gone: Collection[int], lost: Collection[int]) -> bool:
-        """Whether the code cannot repair these slots, `lost` the last of them: the job ends, or what is to follow does."""
+        """Whether the code cannot repair these slots, `lost` the last of them: then follows what is to follow."""
         assert self._job.spec is not None
         reason = data_loss(self._job.code, self._job.spec, gone)
         if reason is not None:

@@ -428,8 +428,8 @@ def format_partial(partial: Message) -> str:
     """What partial recoveries have lost, for people."""
     slots = ", ".join(map(str, partial["last_slots"]))
     return (
-        f"NOT EXACT: {partial['lost_samples']:.3%} of lost samples (CPR) in {partial['times']} partial recoveries; in the"
-        f" last one, slots {slots} took their records from checkpoint {partial['last']}, of step {partial['last_step']}"
+        f"NOT EXACT: {partial['lost_samples']:.3%} of lost samples (CPR) by {partial['times']} partial recoveries;"
+        f" the last: slots {slots} took their records from checkpoint {partial['last']}, of step {partial['last_step']}"
     )
 
 

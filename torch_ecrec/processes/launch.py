@@ -38,9 +38,9 @@ from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.processes.member import Member, exit_code_of
+from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import StoredCheckpoint
 from torch_ecrec.processes.restoring import find as find_checkpoint
-from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.scribe import FileLedger, FileScribe
 from torch_ecrec.processes.supervisor import START_S, Supervisor
 from torch_ecrec.protocol.messages import TransportName

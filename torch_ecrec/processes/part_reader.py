@@ -1,4 +1,4 @@
-"""Who reads, in a server, a slot's records of a checkpoint, where the slot begins anew with them (`server/renewing.py`)."""
+"""Who reads, in a server, a slot's records of a checkpoint, for one that begins anew (`server/renewing.py`)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch_ecrec.storage.restoring import records_of, require_same_model
 log = logging.getLogger(__name__)
 
 Run = Callable[[Callable[[], None]], None]  # `Node.run`
+Calls = tuple[Run, Callable[[int, Positions, Bytes], None], Callable[[], None], Callable[[str], None]]
 
 
 class FileReader:
@@ -58,8 +59,7 @@ class FileReading:
         done: Callable[[], None],
         failed: Callable[[str], None],
     ) -> None:
-        self._calls: tuple[Run, Callable[[int, Positions, Bytes], None], Callable[[], None], Callable[[str], None]] | None
-        self._calls = run, take, done, failed
+        self._calls: Calls | None = (run, take, done, failed)
 
     @property
     def cancelled(self) -> bool:

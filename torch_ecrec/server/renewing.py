@@ -2,8 +2,8 @@
 
     reading    the host's reader gives its records, in any order
     waiting    all are there; servers have stopped (`Host.frozen`), and it is not known yet where they go on
-    ready      applied = that step; its log says that nothing has changed since `floor`, so that it can show itself as of
-               each step from there on, and go back to it; its parities are encoded anew from what the others hold
+    ready      applied = that step; its log says that nothing has changed since `floor`, so that it can show itself as
+               of each step from there on, and go back to it; its parities are encoded anew from what the others hold
 
 What was trained between the checkpoint and that step is lost in its records, and nowhere else.
 """
@@ -93,6 +93,7 @@ class RenewedSlot(Protocol):
         """This life has been replaced."""
 
     not_trained: int | None
+    going_back_to: int | None
 
     def become_ready(self, cut: int, floor: int, log: DeltaLog) -> None:
         """The slot goes on after step `cut`; its log holds the steps `floor + 1 .. cut`."""
@@ -160,4 +161,5 @@ class Renewing:
             log.append(step, [np.empty(0, np.int64) for _ in held.shards], nothing)
         held.missing.find()
         self.at, self._slot.not_trained = host.done, cut - host.done
+        self._slot.going_back_to = cut  # if the others went back there, they wait until that is durable here, too
         self._slot.become_ready(cut, floor, log)

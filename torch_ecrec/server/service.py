@@ -109,7 +109,7 @@ class Host(Node):
     def _tell_again(self, life: int) -> None:
         """What a coordinator may have missed, or never heard. `life`: which one it is."""
         for slot in self.slots.values():
-            slot.tell_again()
+            slot.reports.again()
             slot.checkpoints.tell_again(same=life == self._life)
         self._life = life
 
@@ -199,7 +199,7 @@ class Host(Node):
                         if other != index:
                             slot.meet(other, incarnation)
                     slot.tell("ready")
-                    slot.report_reach()
+                    slot.reports.reach()
 
     def _new_slot(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool) -> Slot:
         held = Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh)
@@ -267,5 +267,5 @@ class Host(Node):
     def status(self) -> dict[str, object]:
         """Figures of every slot; nothing while the host is busy, so that a heartbeat never waits for it."""
         report: dict[str, object] = {}
-        self.run_if_idle(lambda: report.update(slots=[slot.status() for slot in self.slots.values()]))
+        self.run_if_idle(lambda: report.update(slots=[slot.reports.status() for slot in self.slots.values()]))
         return report

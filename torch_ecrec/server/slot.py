@@ -9,6 +9,8 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     reads         what trainers read (`reads.py`)
     snapshots     parts of the dense model (`snapshots.py`)
     checkpoints   its part in checkpoints (`checkpoints.py`)
+    renewing      how it begins anew from one, if it was lost beyond repair (`renewing.py`)
+    reports       what the coordinator is told of it (`reports.py`)
 
 None of these knows the slot: each says in a port what it needs of it.
 
@@ -37,6 +39,7 @@ from torch_ecrec.server.checkpoints import CheckpointHost, SlotCheckpoints
 from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.server.reads import Reads
 from torch_ecrec.server.renewing import Renewing, RenewingHost
+from torch_ecrec.server.reports import Reports
 from torch_ecrec.server.snapshots import SnapshotHost, SnapshotStore
 from torch_ecrec.spec.settings import Settings
 
@@ -87,6 +90,7 @@ class Slot:
         self.reported = fresh  # nothing is missing, and the coordinator knows
         self.going_back_to: int | None = None  # until that step is durable
         self.not_trained: int | None = None  # of the steps up to the last applied, as far as they are known
+        self.reports = Reports(self)
         self.snapshots = SnapshotStore(self, host, self.index, self.incarnation, self.job.trainers)
         self.durability = policy(self, host, held, settings)
         self.applier = Applier(held, self.is_missing)
@@ -229,7 +233,7 @@ class Slot:
         self.held.log = log
         self.rule.adopt(cut, floor)
         self.ready = True
-        self._tell_ready()
+        self.reports.ready()
         self.inbox.keep_after(cut)
         self._answer_pushes()  # those of steps up to the cut that came while this was not known
         self.durability.connect()
@@ -237,7 +241,7 @@ class Slot:
             self.snapshots.copy_all()
         self.durability.restore()
         self.progress()
-        self.report_reach()
+        self.reports.reach()
         self.check_rebuilt()
         self.check_durable()
 
@@ -252,7 +256,7 @@ class Slot:
             return
         if self.durability.caught_up:
             self.reported = True
-            self._tell_rebuilt()
+            self.reports.rebuilt()
 
     def die(self) -> None:
         """This incarnation has been replaced: everyone who waits is told to ask again."""
@@ -277,7 +281,7 @@ class Slot:
         if renewal.dense_lost:
             self.snapshots.lacks_all = False
         if self.reported:
-            self._tell_rebuilt()  # it was not forgotten what it said before
+            self.reports.rebuilt()  # it was not forgotten what it said before
         self.check_rebuilt()
 
     def known_incarnations(self) -> list[int]:
@@ -305,15 +309,7 @@ class Slot:
         self.applier.forget()
         self._refuse_all("the trainers were lost")
         self.durability.freeze()
-        self.report_reach()
-
-    def report_reach(self) -> None:
-        """Tells the coordinator which steps this slot can go back to."""
-        if self.host.frozen and self.ready:
-            kept = [[step, *found] for step, found in self.snapshots.found().items()]
-            applied, floor = self.rule.applied, self.log.floor
-            done = None if self.not_trained is None else applied - self.not_trained
-            self.tell("reach", era=self.host.era, applied=applied, floor=floor, snapshots=kept, done=done)
+        self.reports.reach()
 
     def go_back(self, step: int, done: int) -> None:
         """Takes back every step after `step`, here and in the parities; then makes `step` durable.
@@ -354,44 +350,3 @@ class Slot:
     def tell(self, kind: str, **more: object) -> None:
         """Tells the coordinator something of this incarnation."""
         self.host.tell({"type": kind, "slot": self.index, "incarnation": self.incarnation, **more})
-
-    def tell_again(self) -> None:
-        """Everything the coordinator should know of this incarnation."""
-        if self.ready:
-            self._tell_ready()
-            if self.reported:
-                self._tell_rebuilt()
-            self.report_reach()
-            if not self.host.frozen and self.going_back_to is None:
-                self.tell("durable", era=self.host.era)
-        elif self.hopeless:
-            self.give_up(self.renewing.failed if self.renewing is not None else "")
-
-    def _tell_ready(self) -> None:
-        self.tell("ready", at=None if self.renewing is None else self.renewing.at)
-
-    def _tell_rebuilt(self) -> None:
-        self.tell("rebuilt", renewals=len(self.host.renewals))
-
-    def _trained(self, step: int) -> int:
-        """Steps of training up to a step near the last applied; one that loads, in between, counts as one, too."""
-        others = self.host.origin if self.not_trained is None else self.not_trained
-        return 0 if others is None else max(0, step - others)
-
-    def status(self) -> dict[str, object]:
-        """Figures for `torch-ecrec status`."""
-        rule = self.rule
-        return {
-            "slot": self.index,
-            "incarnation": self.incarnation,
-            "ready": self.ready,
-            "step": self._trained(rule.applied),
-            "acknowledged": self._trained(rule.acknowledged),
-            "watermark": self._trained(rule.watermark),
-            "rebuilt": self.missing.done_fraction,
-            "record_bytes": sum(shard.data_bytes for shard in self.shards),
-            "parity_bytes": sum(shard.parity_bytes for shard in self.shards),
-            "log_bytes": self.log.bytes + self.durability.log_bytes,
-            "snapshot_bytes": self.snapshots.bytes,
-            "checkpoint_bytes": self.checkpoints.kept_bytes,
-        }
