@@ -56,8 +56,13 @@ def interval(text: str) -> tuple[int, float]:
     return (0, value * seconds[unit]) if unit else (int(value), 0.0)
 
 
-def add_checkpoints(parser: argparse.ArgumentParser) -> None:
-    """Checkpoints that a cluster writes, and the one it begins with; `checkpoints_of` reads it."""
+def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> None:
+    """Checkpoints that a cluster writes, and the one it begins with; `checkpoints_of` reads it.
+
+    Args:
+        parser: gets them.
+        restore: whether a cluster may be told to begin with one.
+    """
     group = parser.add_argument_group("checkpoints", "kept outside of the cluster, for what parity does not survive")
     group.add_argument(
         "--checkpoint", metavar="URL", default="", help="where: a folder, or what fsspec knows (s3://...)"
@@ -99,6 +104,9 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         default=0.1,
         help="of the run (0 to 1, default 0.1): where --beyond partial would lose more, all go back",
     )
+    if not restore:
+        parser.set_defaults(restore="", run="", again=False)
+        return
     # a supervisor's: what all coordinators of one run are told, and those that take the place of one that died
     group.add_argument("--run", metavar="WORD", default="", help=argparse.SUPPRESS)
     group.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
