@@ -90,6 +90,23 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
         help="quantise weights, row by row, to so many bits (default 0: exact); `torch-ecrec checkpoints` tells"
         " how far they are off; optimizer state is exact",
     )
+    _add_beyond(group)
+    if not restore:
+        parser.set_defaults(restore="", run="", again=False)
+        return
+    # a supervisor's: what all coordinators of one run are told, and those that take the place of one that died
+    group.add_argument("--run", metavar="WORD", default="", help=argparse.SUPPRESS)
+    group.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument(
+        "--restore",
+        metavar="URL[@STEP]|newest",
+        default="",
+        help="begin with a checkpoint: the newest there, or that of a step of training; newest: of --checkpoint, and"
+        " from the beginning where there is none",
+    )
+
+
+def _add_beyond(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--beyond",
         choices=get_args(Beyond),
@@ -103,19 +120,6 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
         type=float,
         default=0.1,
         help="of the run (0 to 1, default 0.1): where --beyond partial would lose more, all go back",
-    )
-    if not restore:
-        parser.set_defaults(restore="", run="", again=False)
-        return
-    # a supervisor's: what all coordinators of one run are told, and those that take the place of one that died
-    group.add_argument("--run", metavar="WORD", default="", help=argparse.SUPPRESS)
-    group.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
-    group.add_argument(
-        "--restore",
-        metavar="URL[@STEP]|newest",
-        default="",
-        help="begin with a checkpoint: the newest there, or that of a step of training; newest: of --checkpoint, and"
-        " from the beginning where there is none",
     )
 
 
