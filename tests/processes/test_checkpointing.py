@@ -207,7 +207,7 @@ def test_beyond_parity_all_go_back_to_a_checkpoint_by_themselves(
     who: Callable[[Supervisor, Trainers], None], tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    arguments = {"coordinator": writes_to(store, "5", "--beyond", "checkpoint"), "again": ["--restore", "newest"]}
+    arguments = {"coordinator": writes_to(store, "5", "--beyond", "checkpoint")}
     with (
         cluster(tmp_path, CodeSpec(3, 2, 1), spares=0, **arguments) as running,
         training(running, tmp_path / "out", pause_s=0.1) as trainers,

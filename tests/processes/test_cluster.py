@@ -320,7 +320,7 @@ def test_whoever_joins_while_members_rejoin_gets_a_name_that_nobody_has() -> Non
             "birth": "one",
         }
         known = {"job": None, "placement": None, "era": 0, "frozen": False, "resume_step": 0, "done": 0, "origin": None}
-        known |= {"whole": [], "incarnations": []}
+        known |= {"whole": [], "incarnations": [], "run": "run"}
         world = {"life": 0, "generation": 1, "newest": 1, "world": ["server-0", "server-1"]}
         plain = {"slots": 3, "k": 2, "r": 1, "protection": "parity"}
         clients["old"].send({**hello, **known, **world, "type": "rejoin", "name": "server-0", "code": plain})

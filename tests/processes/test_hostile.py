@@ -65,6 +65,7 @@ REJOIN = {
     "origin": None,
     "whole": [[1, 0]],
     "incarnations": [0, 0, 0],
+    "run": "run",
 }
 TO_THE_COORDINATOR: list[dict[str, Any]] = [
     {**HELLO, "type": "join", "role": "server", "code": {"k": 2, "r": 1, "slots": 3}},
@@ -93,7 +94,15 @@ TO_THE_COORDINATOR: list[dict[str, Any]] = [
     {"type": "progress", "trainer": 0, "step": 3, "loss": 0.5},
 ]
 TO_A_MEMBER: list[dict[str, Any]] = [
-    {"type": "welcome", "name": "server-0", "code": REJOIN["code"], "restarted": False, "life": 0, "transport": "rpc"},
+    {
+        "type": "welcome",
+        "name": "server-0",
+        "code": REJOIN["code"],
+        "restarted": False,
+        "life": 0,
+        "transport": "rpc",
+        "run": "run",
+    },
     {"type": "generation", "generation": 1, "members": ["server-0"], "store": ["127.0.0.1", 1], "timeout_s": 1.0},
     {"type": "job", "job": JOB.to_json()},
     {"type": "placement", "placement": PLACEMENT},

@@ -25,6 +25,7 @@ WELCOME = {
     "restarted": False,
     "life": 0,
     "transport": "sockets",
+    "run": "run",
 }
 
 

@@ -137,6 +137,7 @@ def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
         "whole": [[i, p.incarnation] for i, p in enumerate(h.core.slots) if p.server == name and p.healthy],
         "incarnations": [p.incarnation for p in h.core.slots] if member.role == "server" else [],
         "birth": member.birth,
+        "run": "run",
     }
     return h.message(**{**message, "origin": 0, **fields})
 

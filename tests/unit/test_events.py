@@ -18,6 +18,7 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
     (events.Back("server-0", 7), {"event": "back", "member": "server-0", "pid": 7}),
     (events.Left("server-0"), {"event": "left", "member": "server-0"}),
     (
+        events.CheckpointBegun("000000000010-a-1", 10, ""),
         events.Checkpointed("000000000010-a-1", 10, "", 99, 0.5),
         {"event": "checkpointed", "name": "000000000010-a-1", "step": 10, "base": "", "bytes": 99, "seconds": 0.5},
     ),

@@ -115,6 +115,7 @@ class Running:
             "done": 0,
             "origin": 0,
             "whole": [],
+            "run": "run",
             "incarnations": [0, 0, 0] if server and placed else [],
             **fields,
         }

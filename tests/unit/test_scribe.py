@@ -43,8 +43,8 @@ class Answer:
         return self.values
 
 
-def order_of(url: str, done: int, base: str = "", **encoding: Any) -> messages.Capture:
-    folder = f"{done:012d}-run-{done}"
+def order_of(url: str, done: int, base: str = "", run: str = "run", **encoding: Any) -> messages.Capture:
+    folder = f"{done:012d}-{run}-1-{done}"
     return messages.Capture(1, done + 5, done, 0, base, url, folder, encoding, 0.0)
 
 
@@ -94,7 +94,7 @@ def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding
     (manifest,) = Catalog(url).checkpoints()
     assert set(manifest.errors) == ({"a", "b", "c"} if "bits" in encoding else set())
     newest = Answer()
-    ledger.newest(newest)
+    ledger.newest("run", None, newest)
     assert newest.wait() == ((restored, JOB), "")
 
 
@@ -107,7 +107,7 @@ def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:
     path = tmp_path / order.folder / "slot-00001"
     path.write_bytes(path.read_bytes()[:-1])
     newest = Answer()
-    ledger.newest(newest)
+    ledger.newest("run", None, newest)
     assert newest.wait()[0][0].done == 40
     assert restoring.find(f"{url}@40", "")[0].done == 40  # type: ignore[index]
     with pytest.raises(CheckpointError, match="no checkpoint of step 41"):
@@ -119,14 +119,52 @@ def test_what_earlier_attempts_left_goes_and_what_may_run_stays(tmp_path: Path) 
     url, truth = str(tmp_path), random_records(JOB, 3)
     orders = {number: order_of(url, number) for number in (8, 9, 10)}
     parts = {number: write(url, order, truth) for number, order in orders.items()}
-    others = order_of(url, 11).folder.replace("run", "gone")
+    others = order_of(url, 11, run="others").folder
     (tmp_path / others).mkdir()
     ledger, answer, again = ledger_of(url), Answer(), Answer()
     ledger.commit(Finished(orders[9].folder, orders[9].step, 9, "", parts[9], 0), answer)
     assert answer.wait()[0] is None
-    ledger.newest(again)  # comes after what is removed
+    ledger.newest("run", None, again)  # comes after what is removed
     again.wait()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [orders[9].folder, orders[10].folder]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [orders[9].folder, orders[10].folder, others]
+
+
+def test_what_is_of_another_run_is_neither_gone_back_to_nor_removed(tmp_path: Path) -> None:
+    """A folder that was used before, without `--restore`: its steps are of another history."""
+    url, truth = str(tmp_path), random_records(JOB, 3)
+
+    def commit(ledger: FileLedger, done: int, run: str, began_with: messages.Restored | None = None) -> str:
+        order, answer = order_of(url, done, run=run), Answer()
+        ledger.commit(Finished(order.folder, order.step, done, "", write(url, order, truth), 0, began_with), answer)
+        assert answer.wait()[0] is None
+        return order.folder
+
+    def newest(ledger: FileLedger, run: str, began_with: messages.Restored | None = None) -> Any:
+        found = Answer()
+        ledger.newest(run, began_with, found)
+        return found.wait()
+
+    ledger = ledger_of(url, keep=1)
+    old = commit(ledger, 70, "old")
+    assert newest(ledger, "new") == (None, "none was written")
+    began_with = messages.Restored(url, old, 70)
+    assert newest(ledger, "new", began_with)[0][0] == began_with
+    first = commit(ledger, 10, "new")
+    assert newest(ledger, "new", began_with)[0][0].folder == first
+    other = commit(ledger_of(url, keep=1), 20, "other")
+    assert newest(ledger, "new")[0][0].folder == first and sorted(p.name for p in tmp_path.iterdir()) == [
+        first,
+        other,
+        old,
+    ]
+    # a coordinator in the place of one that died, when everybody else died, too
+    assert restoring.newest_of("none", url) is None
+    assert [found[0].folder for run in ("old", "new") if (found := restoring.newest_of(run, url))] == [old, first]
+    # one that began with a checkpoint goes on with its history: that counts among what is kept
+    following = ledger_of(url, keep=1)
+    last = commit(following, 80, "next", began_with)
+    assert newest(following, "next", began_with)[0][0].folder == last
+    assert sorted(path.name for path in tmp_path.iterdir()) == [first, other, last]
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
@@ -203,5 +241,5 @@ def test_what_is_left_of_a_void_checkpoint_goes_and_nothing_else(tmp_path: Path)
         ledger.discard(folder)
     wait_until(lambda: not (tmp_path / other.folder).exists(), LIMIT_S, "it is removed")
     found = Answer()
-    ledger.newest(found)  # after all that came before
+    ledger.newest("run", None, found)  # after all that came before
     assert found.wait()[1] == "" and (tmp_path / order.folder).is_dir() and (tmp_path / "mine").is_dir()

@@ -117,12 +117,28 @@ class Group:
         seed: of the model and the batches.
         folder: for logs and checkpoints.
         device: of the dense model: "cpu", or "cuda" for ours.
+        coordinator: more arguments of the coordinator's command line.
+        pool: batches that each trainer draws, and uses in turn.
+
+    Attributes:
+        started_s: when the trainers' processes were started, by `time.time()`.
+        ready: what each trainer said once its model was built.
     """
 
     def __init__(
-        self, system: System, shape: workload.Shape, trainers: int, seed: int, folder: Path, device: str = "cpu"
+        self,
+        system: System,
+        shape: workload.Shape,
+        trainers: int,
+        seed: int,
+        folder: Path,
+        device: str = "cpu",
+        coordinator: Sequence[str] = (),
+        pool: int = workload.POOL,
     ) -> None:
-        self.device = device
+        self.device, self.coordinator, self.pool = device, coordinator, pool
+        self.started_s = 0.0
+        self.ready: list[dict[str, Any]] = []
         self.system, self.shape, self.trainers, self.seed, self.folder = system, shape, trainers, seed, folder
         self.cluster: Supervisor | None = None
         self.workers: list[subprocess.Popen[str]] = []
@@ -140,7 +156,9 @@ class Group:
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if system.code is not None:
-            self.cluster = Supervisor(system.code, logs=self.folder, environment=system.settings)
+            self.cluster = Supervisor(
+                system.code, logs=self.folder, environment=system.settings, coordinator=self.coordinator
+            )
             environment.update(system.settings, TORCH_ECREC_JOIN=self.cluster.join)
         elif system.group.endswith(":tuned"):
             environment.update(allocator.environment(Settings().keep_freed_bytes))
@@ -154,7 +172,9 @@ class Group:
             str(self.folder / "checkpoint"),
             system.pipeline,
             self.device,
+            self.pool,
         )
+        self.started_s = time.time()
         for rank in range(self.trainers):
             with open(self.folder / f"trainer-{rank}.log", "ab") as log:
                 worker = subprocess.Popen(
@@ -167,7 +187,7 @@ class Group:
                 )
             self.workers.append(worker)
         self._tell(dataclasses.asdict(assignment))
-        self._answers(START_S)
+        self.ready = self._answers(START_S)
 
     def _tell(self, message: dict[str, Any]) -> None:
         for worker in self.workers:
@@ -194,6 +214,11 @@ class Group:
         if silent:
             raise RuntimeError(f"{self.system.name}: trainer {silent[0]} gave no answer; its log is in {self.folder}")
         return [json.loads(line) for line in lines]
+
+    def ask(self, message: dict[str, Any], limit_s: float = BLOCK_S) -> list[dict[str, Any]]:
+        """Every trainer's answer to a line (`worker.py`). Raises RuntimeError if one ends, or gives none in time."""
+        self._tell(message)
+        return self._answers(limit_s)
 
     @property
     def trainer_pids(self) -> list[int]:
@@ -235,10 +260,9 @@ class Group:
         """Trains a block of steps; returns its figures."""
         before, wire = self.sent(), loopback_bytes()
         trainers_s, cluster_s = cpu_s(self.trainer_pids), cpu_s(self.cluster_pids)
-        self._tell(
+        answers = self.ask(
             {"run": steps, "snapshot": system.snapshot, "checkpoint": checkpoint_every if system.checkpoint else 0}
         )
-        answers = self._answers(BLOCK_S)
         wire = loopback_bytes() - wire
         trainers_s, cluster_s = cpu_s(self.trainer_pids) - trainers_s, cpu_s(self.cluster_pids) - cluster_s
         if self.cluster is not None:
@@ -421,6 +445,14 @@ def measure(
     return steps, blocks
 
 
+def tell_logs(folder: Path) -> None:
+    """Prints the ends of all logs below a folder to stderr: of processes of which one has failed."""
+    for log in sorted(folder.rglob("*.log")):
+        text = log.read_text(errors="replace").strip()
+        if text:
+            print(f"--- {log.parent.name}/{log.name}\n{text[-2000:]}", file=sys.stderr)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs the benchmark; see the module's docstring."""
     shape, systems = check(arguments)
@@ -429,10 +461,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             steps, blocks = measure(arguments, shape, systems, Path(place))
         except RuntimeError:
-            for log in sorted(Path(place).rglob("*.log")):
-                text = log.read_text(errors="replace").strip()
-                if text:
-                    print(f"--- {log.parent.name}/{log.name}\n{text[-2000:]}", file=sys.stderr)
+            tell_logs(Path(place))
             raise
     result = {
         "header": header,

@@ -1,10 +1,15 @@
 """One trainer of a benchmark: `python -m torch_ecrec.bench.worker`, told what to do by lines of JSON on its input.
 
 The first line says what to train (`Assignment`), torchrun's variables say who it is. Then, per line,
-    {"run": STEPS, "snapshot": BOOL, "checkpoint": STEPS or 0}   trains; answers {"seconds": S, "losses": [first, last]}
+    {"run": STEPS, "snapshot": BOOL, "checkpoint": STEPS or 0}   trains; answers {"seconds": S, "losses": [first, last],
+                                                                 "begin_s": B, "ends_s": [of each step]}
+    {"finish": true}                                             waits for what is being saved; answers {"saves_s":
+                                                                 [[begin, end] of each save since the last time]}
     {"end": true}                                                leaves
-Every answer is one line on its output; {"ready": true} comes first. A block is timed from a barrier of all trainers to
-a barrier after everything sent in it is acknowledged, so that no work of it is left to the next.
+With "asynchronous": false in the first, training stands while a checkpoint is saved. Every answer is one line on its
+output; {"ready": true, "imported_s": when Python had imported all} comes first. Moments are of `time.time()`. A block
+is timed from a barrier of all trainers to a barrier after everything sent in it is acknowledged, so that no work of it
+is left to the next.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
@@ -40,6 +45,7 @@ class Assignment:
         folder: where "torchrec" puts its checkpoints.
         pipeline: train in TorchRec's `TrainPipelineSparseDist`.
         device: of the dense model. Several trainers may share a GPU.
+        pool: batches that are drawn, and used in turn.
     """
 
     backend: str
@@ -48,6 +54,7 @@ class Assignment:
     folder: str
     pipeline: bool = False
     device: str = "cpu"
+    pool: int = workload.POOL
 
 
 class Cycle:
@@ -81,7 +88,7 @@ class Trainer:
             torch.cuda.set_device(self.device)
         self.model = workload.distributed(shape, assignment.backend, assignment.seed, self.device)
         self.optimizer, *self.others = workload.optimizers(self.model)
-        self.pool: list[Batch] = workload.batches(shape, rank, world, assignment.seed)
+        self.pool: list[Batch] = workload.batches(shape, rank, world, assignment.seed, assignment.pool)
         self.batches: Iterator[Batch] = iter(Cycle(self.pool))
         if isinstance(self.model, torch_ecrec.DistributedModelParallel):
             self.batches = self.model.attach(optimizer=self.optimizer, reader=Cycle(self.pool))
@@ -90,16 +97,17 @@ class Trainer:
         )
         self.steps = 0
         self.saving: Any = None
+        self.saves_s: list[list[float]] = []  # begin and end of each save
         self.saving_group = dist.new_group(backend="gloo")  # its collectives run beside those of training
 
-    def run(self, steps: int, snapshot: bool, checkpoint_every: int) -> dict[str, Any]:
+    def run(self, steps: int, snapshot: bool, checkpoint_every: int, asynchronous: bool) -> dict[str, Any]:
         """Trains for some steps; returns what is reported."""
         ours = self.model if isinstance(self.model, torch_ecrec.DistributedModelParallel) else None
         if ours is not None and ours.snapshot_every != int(snapshot):
             ours.snapshot_every = int(snapshot)
-        losses = []
+        losses, ends_s = [], []
         dist.barrier()
-        begin = time.perf_counter()
+        begin, begin_s = time.perf_counter(), time.time()
         for _ in range(steps):
             if self.pipeline is not None:
                 loss, _, _ = self.pipeline.progress(self.batches)
@@ -115,17 +123,24 @@ class Trainer:
                 losses.append(loss.detach())
             self.steps += 1
             if checkpoint_every and self.steps % checkpoint_every == 0:
-                self._checkpoint()
+                self._checkpoint(asynchronous)
+            ends_s.append(time.time())
         if ours is not None:
             ours.flush()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         dist.barrier()
-        return {"seconds": time.perf_counter() - begin, "losses": [float(losses[0]), float(losses[-1])]}
+        return {
+            "seconds": time.perf_counter() - begin,
+            "losses": [float(losses[0]), float(losses[-1])],
+            "begin_s": begin_s,
+            "ends_s": ends_s,
+        }
 
-    def _checkpoint(self) -> None:
-        """As a careful user would: the one before must be on disk, then the next is written beside training."""
-        self.finish()
+    def _checkpoint(self, asynchronous: bool) -> None:
+        """As a careful user would: the one before must be on disk, then the next is written, beside training or not."""
+        if self.saving is not None:
+            self.saving.result()
         folder = Path(self.assignment.folder)
         state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
         parts = dict(self.model.state_dict())
@@ -137,15 +152,30 @@ class Trainer:
             else:
                 state[name] = value
         place = folder / str(self.steps % 2)
-        self.saving = async_save(state, checkpoint_id=place, process_group=self.saving_group)
+        span = [time.time(), 0.0]
+        self.saves_s.append(span)
 
-    def finish(self) -> None:
+        def ended(_: object = None) -> None:
+            span[1] = time.time()
+
+        if asynchronous:
+            self.saving = async_save(state, checkpoint_id=place, process_group=self.saving_group)
+            self.saving.add_done_callback(ended)
+        else:
+            save(state, checkpoint_id=place, process_group=self.saving_group)
+            ended()
+
+    def finish(self) -> list[list[float]]:
+        """Waits for what is being saved; when all saves since the last call began and ended."""
         if self.saving is not None:
             self.saving.result()
             self.saving = None
+        found, self.saves_s = self.saves_s, []
+        return found
 
 
 def main() -> int:
+    imported_s = time.time()
     torch.set_num_threads(1)  # the cores are shared with servers and other trainers
     assignment = Assignment(**json.loads(sys.stdin.readline()))
     answers, sys.stdout = sys.stdout, sys.stderr
@@ -156,11 +186,14 @@ def main() -> int:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
-    answer({"ready": True})
+    answer({"ready": True, "imported_s": imported_s})
     for line in sys.stdin:
         message = json.loads(line)
         if "run" in message:
-            answer(trainer.run(message["run"], message["snapshot"], message["checkpoint"]))
+            asynchronous = message.get("asynchronous", True)
+            answer(trainer.run(message["run"], message["snapshot"], message["checkpoint"], asynchronous))
+        elif "finish" in message:
+            answer({"saves_s": trainer.finish()})
         else:
             break
     trainer.finish()

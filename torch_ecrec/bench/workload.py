@@ -206,14 +206,14 @@ def zipf_ranks(rng: np.random.Generator, count: int, rows: int, exponent: float)
     return np.searchsorted(weights, rng.random(count) * weights[-1])
 
 
-def batches(shape: Shape, trainer: int, trainers: int, seed: int) -> list[Batch]:
-    """The pool of batches of one trainer."""
+def batches(shape: Shape, trainer: int, trainers: int, seed: int, count: int = POOL) -> list[Batch]:
+    """The pool of `count` batches of one trainer."""
     names = features(shape)
     pool = []
     if shape.data is not None:
-        lines = POOL * trainers * shape.batch
+        lines = count * trainers * shape.batch
         clicks = criteo.read(Path(shape.data), shape.rows) if shape.data else criteo.synthetic(lines, seed, shape.rows)
-        for i in range(POOL):
+        for i in range(count):
             first = (i * trainers + trainer) * shape.batch
             some = clicks[(first + np.arange(shape.batch)) % len(clicks)]
             ids = torch.from_numpy(some.categories.astype(np.int64)).t().reshape(-1)
@@ -225,7 +225,7 @@ def batches(shape: Shape, trainer: int, trainers: int, seed: int) -> list[Batch]
     rng = np.random.default_rng([seed, 1_000_003, trainer])
     per_table = shape.batch * shape.ids
     lengths = torch.full((shape.tables * shape.batch,), shape.ids, dtype=torch.int32)
-    for _ in range(POOL):
+    for _ in range(count):
         ranks = zipf_ranks(rng, shape.tables * per_table, shape.rows, shape.zipf).reshape(shape.tables, per_table)
         ids = torch.from_numpy(np.take_along_axis(order, ranks, axis=1).reshape(-1))
         dense = torch.from_numpy(rng.standard_normal((shape.batch, INTEGERS), dtype=np.float32))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
-from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy
+from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy, new_run
 
 if TYPE_CHECKING:  # it loads torch: not to read a command line
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
@@ -100,6 +99,9 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         default=0.1,
         help="of the run (0 to 1, default 0.1): where --beyond partial would lose more, all go back",
     )
+    # a supervisor's: what all coordinators of one run are told, and those that take the place of one that died
+    group.add_argument("--run", metavar="WORD", default="", help=argparse.SUPPRESS)
+    group.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
     group.add_argument(
         "--restore",
         metavar="URL[@STEP]|newest",
@@ -128,7 +130,7 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         beyond=arguments.beyond,
         most_lost_samples=arguments.most_lost_samples,
         encoding=(("zstd", arguments.checkpoint_zstd), ("bits", arguments.checkpoint_bits)),
-        run=uuid.uuid4().hex[:8],
+        run=arguments.run or new_run(),
     )
 
 

@@ -10,6 +10,7 @@ HELP = "measurements"
 BENCHMARKS = {
     "train": "throughput beside plain TorchRec, by shape and code",
     "recovery": "kills at steady state: how long a pause, how fast a rebuild; beside restart from a checkpoint",
+    "checkpoint": "training while checkpoints are written, their bytes, and restores; beside TorchRec's",
     "codec": "encode, fold and decode, beside memcpy and ISA-L",
     "optimizers": "a step of each sparse optimizer, beside memcpy and a scattered copy",
     "operators": "pooling, routing and rounding of a batch, beside FBGEMM and torch",

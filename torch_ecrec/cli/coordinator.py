@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stdout,
             checkpoint,
             arguments.restore,
+            arguments.again,
         )
     except (OSError, CheckpointError) as error:
         reason = (error.strerror if isinstance(error, OSError) else "") or str(error)

@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Supervises a cluster until told to end (0), or until its coordinator is gone for good (4)."""
     from torch_ecrec.processes.launch import warm
-    from torch_ecrec.processes.restoring import NEWEST
     from torch_ecrec.processes.supervisor import Supervisor, prepare_logs
 
     told: list[int] = []  # to end: the signals
@@ -58,7 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
         logs=arguments.logs,
         told=lambda: bool(told),
         coordinator=checkpoint_arguments(arguments),
-        again=["--restore", NEWEST] if arguments.beyond != "stop" else [],
     ) as cluster:
         print(
             json.dumps({"address": list(cluster.address)})

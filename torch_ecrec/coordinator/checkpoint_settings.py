@@ -27,7 +27,7 @@ class CheckpointSettings:
         most_lost_samples: the portion of lost samples from 0 to 1 beyond which "partial" is as "checkpoint".
         again_s: before the next try, by how many were void one after the other.
         encoding: of the parts: names and values, as `storage` reads them.
-        run: a word of this coordinator's, in the names of its checkpoints.
+        run: a word of this coordinator's, letters and digits; see `RunningJob`.
     """
 
     url: str = ""

@@ -40,6 +40,7 @@ class Finished:
         base: the checkpoint that it builds on, or "".
         parts: what the slots have said of theirs, by slot.
         dense_of: the slot whose part has the dense model.
+        began_with: the checkpoint that the cluster began with, or went back to; None: training began at its beginning.
     """
 
     folder: str
@@ -48,6 +49,12 @@ class Finished:
     base: str
     parts: Mapping[int, Mapping[str, Any]]
     dense_of: int
+    began_with: messages.Restored | None = None
+
+
+def run_of(folder: str) -> str:
+    """The run that a checkpoint is of, by its name: STEPS-RUN-COORDINATOR-ATTEMPT."""
+    return folder.split("-")[1]
 
 
 Restorable = tuple[messages.Restored, JobSpec]
@@ -67,10 +74,18 @@ class Ledger(Protocol):
     def discard(self, folder: str) -> None:
         """A checkpoint came to nothing: what was written of it goes."""
 
-    def newest(self, done: Callable[[Restorable | None, str], None], read: bool = True) -> None:
-        """Looks for the newest checkpoint that is whole.
+    def newest(
+        self,
+        run: str,
+        began_with: messages.Restored | None,
+        done: Callable[[Restorable | None, str], None],
+        read: bool = True,
+    ) -> None:
+        """Looks for the newest checkpoint of a run that is whole; failing that, the one that the run began with.
 
         Args:
+            run: a word in their names (`run_of`). What else is at the place is of another history.
+            began_with: as in `Finished`.
             done: gets it, and the job that it is of; or None, and why there is none.
             read: all of it is read; else that is left to who uses it, and looked at is only what it builds on.
         """
@@ -225,11 +240,12 @@ class Checkpointing:
             dense_of=dense_of,
             base="" if self._full else self._base,
             url=settings.url,
-            folder=f"{done:012d}-{settings.run}-{running.number}",
+            folder=f"{done:012d}-{self._job.run}-{self._members.life}-{running.number}",
             encoding=dict(settings.encoding),
             bytes_per_s=settings.bytes_per_s,
         )
         self._members.tell(running.order, "server")
+        self._announce(events.CheckpointBegun(running.order.folder, done, running.order.base))
 
     # whether it counts ----------------------------------------------------------------------------
 
@@ -244,7 +260,9 @@ class Checkpointing:
         running.committing = True
         order = running.order
         assert self._ledger is not None
-        finished = Finished(order.folder, order.step, order.done, order.base, running.written, order.dense_of)
+        finished = Finished(
+            order.folder, order.step, order.done, order.base, running.written, order.dense_of, self._job.restored
+        )
         self._ledger.commit(finished, lambda *answer: self._on_committed(running, *answer))
 
     def _on_committed(self, running: _Running, error: str | None, full: bool) -> None:
@@ -293,8 +311,7 @@ class Checkpointing:
         self._announce(events.CheckpointVoid(running.order.done if running.order is not None else 0, reason))
 
     def follow(self, before: Checkpointing) -> None:
-        """Takes over from a cluster that went back: no attempt has the name of one of its."""
-        self._number = before._number
+        """Takes over from a cluster that went back."""
         if before._running is not None:
             self._discard(before._running)
 

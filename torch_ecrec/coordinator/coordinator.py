@@ -136,6 +136,11 @@ class Coordinator:
         return self._state.job.restored
 
     @property
+    def run(self) -> str:
+        """See `RunningJob`."""
+        return self._state.job.run
+
+    @property
     def generation(self) -> int:
         """The number of the present RPC world."""
         return self._state.world.generation
@@ -219,7 +224,8 @@ class Coordinator:
         state = self._state
         trained = self.origin is not None or state.job.restored is not None
         restarted = trained and self.members[name].role == "trainer"
-        word = messages.Welcome(name, state.job.code, restarted, self.life, state.transport, state.job.restored)
+        job = state.job
+        word = messages.Welcome(name, job.code, restarted, self.life, state.transport, job.run, job.restored)
         self._send(name, word)
 
     def _tell_again(self, name: str) -> None:

@@ -23,10 +23,12 @@ class RunningJob:
         announce: tells observers of an event.
         restore: the checkpoint that the cluster begins with, and the job that it is of.
         beyond: what follows when more is lost than can be repaired (`CheckpointSettings`).
+        run: a word of this coordinator's; that of the first one stays.
 
     Attributes:
         goes_back: the job has ended as it was, and begins again from a checkpoint.
         restored: that checkpoint; None: training began at its beginning.
+        run: in the names of its checkpoints, which tells them from those of other runs at the same place.
         spec: None until a trainer has joined.
         origin: the step that training begins after (`wire.py`); None: loading has not ended.
         step: the last step of training that somebody reported.
@@ -40,10 +42,12 @@ class RunningJob:
         announce: Callable[[Event], None],
         restore: tuple[Restored, JobSpec] | None = None,
         beyond: Beyond = "stop",
+        run: str = "run",
     ) -> None:
         self.code, self._beyond, self.goes_back = code, beyond, False
         self.restored = None if restore is None else restore[0]
         self._restored_job = None if restore is None else restore[1]
+        self.run = run
         self._members, self._announce = members, announce
         self.spec: JobSpec | None = None
         self.origin: int | None = None
@@ -79,7 +83,7 @@ class RunningJob:
         """The job and where training begins, as members of the coordinator before know them."""
         for one in said:
             self.take(one.job)
-            self.restored = one.restored
+            self.restored, self.run = one.restored, one.run
             if one.origin is not None:
                 self.origin = one.origin
 

@@ -184,11 +184,13 @@ class Router:
         if self.core.goes_back and not self._looks_back:
             assert self._ledger is not None  # whoever wants to go back has checkpoints written
             self._looks_back = True
-            self._ledger.newest(self._go_back)
+            self._ledger.newest(self.core.run, self.core.restored, self._go_back)
         elif self.core.recovers_partly and self._looks_for is not self.core:
             assert self._ledger is not None  # likewise
             core = self._looks_for = self.core
-            self._ledger.newest(lambda found, why: self._renew(core, found, why), read=False)
+            self._ledger.newest(
+                core.run, core.restored, lambda found, why: self._renew(core, found, why), read=False
+            )
 
     def _renew(self, core: Coordinator, found: Restorable | None, why: str) -> None:
         """Slots that are lost beyond repair begin anew, from that checkpoint."""

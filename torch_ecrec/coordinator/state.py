@@ -33,11 +33,14 @@ class ClusterState:
     ) -> None:
         self.announce, self.transport = announce, settings.transport
         self.members = Members(send, settings.lease_s)
-        self.job = RunningJob(settings.code, self.members, announce, settings.restore, settings.checkpoint.beyond)
+        checkpoint = settings.checkpoint
+        self.job = RunningJob(
+            settings.code, self.members, announce, settings.restore, checkpoint.beyond, checkpoint.run
+        )
         self.world = World(settings.spares, settings.store, self.job, self.members, announce)
-        self.partial = PartialRecovery(settings.checkpoint.beyond == "partial", settings.checkpoint.most_lost_samples)
+        self.partial = PartialRecovery(checkpoint.beyond == "partial", checkpoint.most_lost_samples)
         self.eras = Eras(self.job, self.members, self.partial, announce)
-        self.checkpointing = Checkpointing(settings.checkpoint, ledger, self.job, self.members, announce)
+        self.checkpointing = Checkpointing(checkpoint, ledger, self.job, self.members, announce)
         self.table = SlotTable(
             settings.without_spare,
             self.job,
@@ -55,6 +58,7 @@ class ClusterState:
         self.members.follow(before.members.life)
         self.checkpointing.follow(before.checkpointing)
         self.partial.follow(before.partial, self.job.done_at_origin)
+        self.job.run = before.job.run
         self.world.generation, self.table.epoch = before.world.generation, before.table.epoch
 
     def form(self, now_s: float, even_if_complete: bool = False) -> None:

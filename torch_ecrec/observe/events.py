@@ -152,8 +152,17 @@ class Resumable(Event, frozen=True, tag="resumable"):
 # checkpoints ------------------------------------------------------------------------------------------
 
 
+class CheckpointBegun(Event, frozen=True, tag="checkpoint_begun"):
+    """Servers were told to write a checkpoint. `step`: of training; `base`: what it builds on, or ""."""
+
+    name: str
+    step: int
+    base: str
+
+
 class Checkpointed(Event, frozen=True, tag="checkpointed"):
-    """A checkpoint counts. `step`: of training; `base`: what it builds on, or ""; `seconds`: from its beginning."""
+    """A checkpoint counts. `step`: of training; `base`: what it builds on, or ""; `seconds`: from its beginning, in
+    ticks of the coordinator."""
 
     name: str
     step: int
@@ -230,6 +239,7 @@ AnyEvent = (
     | EraBegun
     | GoingBack
     | Resumable
+    | CheckpointBegun
     | Checkpointed
     | CheckpointVoid
     | WentBeyond

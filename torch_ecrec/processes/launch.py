@@ -39,11 +39,11 @@ from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, Trai
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
-from torch_ecrec.processes.restoring import StoredCheckpoint
+from torch_ecrec.processes.restoring import StoredCheckpoint, newest_of
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger, FileScribe
 from torch_ecrec.processes.supervisor import START_S, Supervisor
-from torch_ecrec.protocol.messages import TransportName
+from torch_ecrec.protocol.messages import Restored, TransportName
 from torch_ecrec.runtime import allocator, byte_sums
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, on_signals
 from torch_ecrec.server.service import Host
@@ -88,6 +88,12 @@ def _freeze() -> None:
     gc.freeze()
 
 
+def _begins_with(checkpoint: CheckpointSettings, restore: str, again: bool) -> tuple[Restored, JobSpec] | None:
+    """See `run_coordinator`."""
+    found = newest_of(checkpoint.run, checkpoint.url) if again and checkpoint.beyond != "stop" else None
+    return find_checkpoint(restore, checkpoint.url) if found is None and restore else found
+
+
 def run_coordinator(
     host: str,
     port: int,
@@ -98,21 +104,23 @@ def run_coordinator(
     out: IO[str],
     checkpoint: CheckpointSettings = NO_CHECKPOINTS,
     restore: str = "",
+    again: bool = False,
 ) -> int:
     """Runs the coordinator until it is told to stop; prints its address to `out` as a line of JSON once it listens.
 
     Args:
         checkpoint: which checkpoints are written.
         restore: the checkpoint that the cluster begins with (`restoring.find`); "": none.
+        again: it takes the place of one that died. If everybody else died, too, and more losses than parity repairs are
+            not to end the job, it begins with the newest checkpoint of the run.
 
     Raises:
         OSError: the port is in use.
         CheckpointError: the checkpoint to begin with is not there, or there is no such place.
     """
-    begins = find_checkpoint(restore, checkpoint.url) if restore else None
-    ledger: FileLedger | None = None
-    if checkpoint.url:
-        ledger = FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act))
+    begins = _begins_with(checkpoint, restore, again)
+    wanted = bool(checkpoint.url)
+    ledger = FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act)) if wanted else None
     raise_descriptors()
     store = _store_on(host)
 

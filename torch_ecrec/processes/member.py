@@ -224,7 +224,7 @@ class Member:
     def _take_welcome(self, word: messages.Welcome) -> None:
         if self.transport is not None:
             raise BadMessage("welcome: said before")
-        self.name, self.restarted, self.restored = word.name, word.restarted, word.restored
+        self.name, self.restarted, self.restored, self._run = word.name, word.restarted, word.restored, word.run
         self._code, self._life = dataclasses.asdict(word.code), word.life
         self.node = self._make_node(self.name, self, word.code)
         kind = TRANSPORTS[word.transport]
@@ -283,6 +283,7 @@ class Member:
                 newest=self._generations.asked,
                 world=world,
                 restored=self.restored,
+                run=self._run,
             )
             before, self._control = self._control, control
             with self._lock:
@@ -449,7 +450,8 @@ def rejoin_message(
     generation: int,
     newest: int,
     world: Sequence[str],
-    restored: messages.Restored | None = None,
+    restored: messages.Restored | None,
+    run: str,
 ) -> dict[str, Any]:
     """What a member tells a coordinator that it has lost for a moment, or that was started again.
 
@@ -461,6 +463,7 @@ def rejoin_message(
         generation, world: the one it is in, and who else is.
         newest: the highest generation it was ever asked to join.
         restored: the checkpoint that the cluster began with.
+        run: as it was told.
     """
     return {
         **join_message(**hello),
@@ -472,6 +475,7 @@ def rejoin_message(
         "newest": newest,
         "world": world,
         "restored": None if restored is None else messages.json_of(restored),
+        "run": run,
         **known,
     }
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_ecrec.coordinator.checkpointing import run_of
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import JobSpec
@@ -43,6 +44,20 @@ def find(wanted: str, url: str) -> tuple[Restored, JobSpec] | None:
     manifest = catalog.newest() if step is None else catalog.at(step)
     catalog.chain(manifest)  # complains now, not once the trainers are there
     return Restored(place, manifest.id, manifest.done), manifest.spec
+
+
+def newest_of(run: str, url: str) -> tuple[Restored, JobSpec] | None:
+    """The newest checkpoint of a run, if there is one; its files are read by the trainers.
+
+    Raises:
+        CheckpointError: the place cannot be read.
+    """
+    catalog = Catalog(url)
+    for manifest in catalog.checkpoints():
+        if run_of(manifest.id) == run:
+            catalog.chain(manifest)
+            return Restored(url, manifest.id, manifest.done), manifest.spec
+    return None
 
 
 class StoredCheckpoint:

@@ -11,12 +11,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.coordinator.checkpointing import Finished, Restorable
+from torch_ecrec.coordinator.checkpointing import Finished, Restorable, run_of
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
@@ -236,7 +236,7 @@ class FileLedger:
             self._sizes.append((not finished.base, manifest.bytes))
             full = self._next_is_full()
             self._call(lambda: done(None, full))
-            self._tidy(finished.folder)
+            self._tidy(finished)
 
         self._work.put(work)
 
@@ -251,16 +251,22 @@ class FileLedger:
 
         self._work.put(work)
 
-    def newest(self, done: Callable[[Restorable | None, str], None], read: bool = True) -> None:
+    def newest(
+        self,
+        run: str,
+        began_with: messages.Restored | None,
+        done: Callable[[Restorable | None, str], None],
+        read: bool = True,
+    ) -> None:
         """See `Ledger`. If `read`, every file is read: one that is altered is passed over, with a word in the log."""
 
         def work() -> None:
             why = "none was written"
             try:
-                for manifest in self._catalog.checkpoints():
-                    why = self._fault_of(manifest, read)
+                for catalog, manifest in self._candidates(run, began_with):
+                    why = _fault_of(catalog, manifest, read)
                     if not why:
-                        restored = messages.Restored(self._settings.url, manifest.id, manifest.done)
+                        restored = messages.Restored(catalog.url, manifest.id, manifest.done)
                         self._call(functools.partial(done, (restored, manifest.spec), ""))
                         return
                     log.warning("checkpoint %s is passed over: %s", manifest.id, why)
@@ -271,16 +277,14 @@ class FileLedger:
 
         self._work.put(work)
 
-    def _fault_of(self, manifest: Manifest, read: bool) -> str:
-        """What is wrong with a checkpoint, or with what it builds on; "" if it is whole."""
-        try:
-            if read:
-                check_rows(self._catalog, manifest)
-            else:
-                self._catalog.chain(manifest)
-        except CheckpointError as error:
-            return str(error)
-        return ""
+    def _candidates(self, run: str, began_with: messages.Restored | None) -> Iterator[tuple[Catalog, Manifest]]:
+        """Newest first; see `newest`."""
+        for manifest in self._catalog.checkpoints():
+            if run_of(manifest.id) == run:
+                yield self._catalog, manifest
+        if began_with is not None:
+            catalog = Catalog(began_with.url)
+            yield catalog, catalog.read(began_with.folder)
 
     def _manifest(self, finished: Finished, job: JobSpec) -> Manifest:
         return Manifest(
@@ -292,8 +296,13 @@ class FileLedger:
             job=job.to_json(),
             parts=[PartEntry.of(dict(finished.parts[slot])) for slot in sorted(finished.parts)],
             encoding=self._encoding,
+            began_with=self._began_with(finished),
             written_s=time.time(),
         )
+
+    def _began_with(self, finished: Finished) -> str | None:
+        began = finished.began_with
+        return began.folder if began is not None and Location(began.url).url == self._catalog.location.url else None
 
     def _next_is_full(self) -> bool:
         sizes = self._sizes
@@ -301,19 +310,48 @@ class FileLedger:
         following = next_kind(self._settings.policy, [size for _, size in sizes[last_full:]])
         return following.kind == "full"
 
-    def _tidy(self, committed: str) -> None:
+    def _tidy(self, finished: Finished) -> None:
         """What is not kept goes, and what attempts before this one left. If that fails, it is told, and tried again
         with the next one."""
-        before, _, last = committed.rpartition("-")
-        run = before[before.index("-") :]
-
-        def may_run(folder: str) -> bool:
-            """Of this run's attempts, a later one may be under way."""
-            start, _, number = folder.rpartition("-")
-            return start.endswith(run) and number.isdigit() and int(number) > int(last)
-
         try:
-            for folder in [*self._catalog.keep(self._settings.keep), *self._catalog.clean(may_run)]:
+            runs, last = self._lineage(finished), _attempt(finished.folder)
+
+            def may_run(folder: str) -> bool:
+                """Of another history; or an attempt after this one, which may be under way."""
+                return run_of(folder) not in runs or (run_of(folder) == last[0] and _attempt(folder) > last)
+
+            kept = self._catalog.keep(self._settings.keep, lambda folder: run_of(folder) in runs)
+            for folder in [*kept, *self._catalog.clean(may_run)]:
                 log.info("checkpoint %s was removed", folder)
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)
+
+    def _lineage(self, finished: Finished) -> set[str]:
+        """This run, the one that it began with a checkpoint of, and so on: what is at the same place of other runs is
+        somebody else's."""
+        runs: set[str] = set()
+        new = {run_of(finished.folder)}
+        whole = self._catalog.checkpoints()
+        while new:
+            runs |= new
+            began = {one.began_with for one in whole if run_of(one.id) in new and one.began_with is not None}
+            new = {run_of(folder) for folder in began} - runs
+        return runs
+
+
+def _attempt(folder: str) -> tuple[str, int, int]:
+    """Run, coordinator and number of an attempt, by its name: later ones are greater, within a run."""
+    _, run, life, number = folder.split("-")
+    return run, int(life), int(number)
+
+
+def _fault_of(catalog: Catalog, manifest: Manifest, read: bool) -> str:
+    """What is wrong with a checkpoint, or with what it builds on; "" if it is whole."""
+    try:
+        if read:
+            check_rows(catalog, manifest)
+        else:
+            catalog.chain(manifest)
+    except CheckpointError as error:
+        return str(error)
+    return ""

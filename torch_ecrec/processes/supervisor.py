@@ -33,6 +33,7 @@ from torch_ecrec.processes.children import await_end
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import new_run
 from torch_ecrec.transport.control import request
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,6 @@ class Supervisor:
         told: whether this process was told to end; asked while the cluster starts, which ends with KeyboardInterrupt
             then. (A handler that raises may do so in the middle of the start of a process.)
         coordinator: more arguments of the coordinator's command line.
-        again: still more, for a coordinator that is started in the place of one that died.
 
     Use as a context manager: leaving ends all children, by their pids.
 
@@ -93,13 +93,12 @@ class Supervisor:
         environment: dict[str, str] | None = None,
         told: Callable[[], bool] = lambda: False,
         coordinator: Sequence[str] = (),
-        again: Sequence[str] = (),
     ) -> None:
         require_int("spares", spares, 0)
         self.code, self.spares, self.restart, self.logs = code, spares, restart, logs
         # a peer that dies is routine here: RPC's own complaints would drown what matters
         self._environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(environment or {})}
-        self._told, self._again = told, again
+        self._told, self._run = told, new_run()
         self._lock = threading.Lock()  # guards the lives
         self._lives: list[_Life] = []
         self._supervising: threading.Thread | None = None
@@ -162,7 +161,7 @@ class Supervisor:
 
     def _start_coordinator(self, host: str, port: int, quick: int = 0) -> subprocess.Popen[Any]:
         arguments = ["coordinator", "--host", host, "--port", str(port), *self._rules]
-        arguments += self._again if self._supervising is not None else []
+        arguments += ["--run", self._run, *(["--again"] if self._supervising is not None else [])]
         return self._start("coordinator", arguments, stdout=subprocess.PIPE, quick=quick).child
 
     def _read_address(self) -> tuple[str, int]:

@@ -49,6 +49,7 @@ Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]  # "" (`wire.NO_
 Text = Annotated[str, Meta(max_length=TEXT_MOST)]
 Folder = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]  # of one checkpoint, which is its name
 FolderOrNone = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]
+Run = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]{1,40}\Z")]  # all that was trained from one start of a cluster
 Url = Annotated[str, Meta(min_length=1, max_length=4096)]
 Birth = Annotated[str, Meta(min_length=1, max_length=64)]
 Role = Literal["server", "trainer"]
@@ -194,6 +195,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     floor: Count = 0  # of `resume_step`: see `Era`
     renewals: Renewals = []
     kept: Annotated[list[tuple[Count, Count, bool]], Meta(max_length=SLOTS_MOST)] = []
+    run: Run
 
     @property
     def times(self) -> int:
@@ -333,6 +335,7 @@ class Welcome(Said, frozen=True, tag="welcome"):
     restarted: bool
     life: Version
     transport: TransportName
+    run: Run
     restored: Restored | None = None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  #
 Beyond = Literal["stop", "checkpoint", "partial"]  # what follows when more is lost than can be repaired
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
+
+
+def new_run() -> str:
+    """A word for what is trained from one start of a cluster: nobody else has it."""
+    return uuid.uuid4().hex[:8]
 
 
 def restarts() -> int:

@@ -193,19 +193,21 @@ class Catalog:
 
     # removing -------------------------------------------------------------------------------------
 
-    def keep(self, count: int) -> list[str]:
+    def keep(self, count: int, concerns: Callable[[str], bool] = lambda name: True) -> list[str]:
         """Removes all but the newest ones and what these build on.
 
         Args:
             count: so many newest ones are kept, at least 1.
+            concerns: of a name, whether it counts among them. Others stay.
 
         Returns:
             The names of those that were removed. Broken ones are never: somebody may repair them.
         """
         require_int("count", count, 1)
         whole = self.checkpoints()
-        kept = self._with_bases(whole, [one.id for one in whole[:count]])
-        gone = [one.id for one in whole if one.id not in kept]  # newest first: nothing loses its base
+        ours = [one.id for one in whole if concerns(one.id)]
+        kept = self._with_bases(whole, [*ours[:count], *(one.id for one in whole if not concerns(one.id))])
+        gone = [name for name in ours if name not in kept]  # newest first: nothing loses its base
         for name in gone:
             self._remove(name)
         return gone

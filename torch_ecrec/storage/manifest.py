@@ -135,6 +135,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         job: `JobSpec.to_json`: tables, optimizers, seed, trainers, code.
         parts: its files.
         encoding: of the records.
+        began_with: the checkpoint that its run began with, if that was at the same place.
         written_s: when, in seconds since 1970.
         order: how many were committed at its place before; `Catalog.commit` sets it.
         version: of torch_ecrec that wrote it, for people.
@@ -150,6 +151,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     written_s: Figure
     step: Count = 0
     order: Count = 0
+    began_with: Folder | None = None
     version: Annotated[str, Meta(max_length=100)] = torch_ecrec.__version__
 
     def __post_init__(self) -> None:

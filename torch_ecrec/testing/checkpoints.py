@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_ecrec.coordinator.checkpointing import Finished, Restorable
+from torch_ecrec.coordinator.checkpointing import Finished, Restorable, run_of
 from torch_ecrec.coordinator.partial import layouts_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
@@ -95,11 +95,19 @@ class Shelf:
         for key in [key for key in self.parts if key[0] == folder]:
             del self.parts[key]
 
-    def newest(self, done: Callable[[Restorable | None, str], None], read: bool = True) -> None:
+    def newest(
+        self,
+        run: str,
+        began_with: messages.Restored | None,
+        done: Callable[[Restorable | None, str], None],
+        read: bool = True,
+    ) -> None:
         """See `Ledger`."""
 
         def act(reason: str) -> None:
-            newest = self.counts[-1] if self.counts else None
+            newest = next((one for one in reversed(self.counts) if run_of(one.folder) == run), None)
+            if newest is None and began_with is not None:
+                newest = self.find(began_with.folder)
             if reason or newest is None:
                 done(None, reason or "none was written")
             else:

@@ -53,6 +53,7 @@ class VirtualProcess:
         life: of the coordinator, as it said.
         generation, world, asked: the one joined, who is in it, and the highest that it was asked for.
         restored: the checkpoint that the cluster began with.
+        run: as it was told.
         restarted: a trainer: the cluster has trained before, as the coordinator said.
         dead: it has ended.
     """
@@ -69,6 +70,7 @@ class VirtualProcess:
     asked: int = 0
     restarted: bool = False
     restored: messages.Restored | None = None
+    run: str = ""
     dead: bool = False
     connection: VirtualConnection | None = None
 
@@ -264,6 +266,7 @@ class ControlPlane:
             newest=process.asked,
             world=list(process.world),
             restored=process.restored,
+            run=process.run,
         )
         process.connection.say(rejoin)
 
@@ -293,7 +296,7 @@ class ControlPlane:
         if isinstance(word, messages.Welcome):
             assert not process.name, f"{process.name} was welcomed twice"
             process.name, process.life, process.code = word.name, word.life, message["code"]
-            process.restarted, process.restored = word.restarted, word.restored
+            process.restarted, process.restored, process.run = word.restarted, word.restored, word.run
             self.handlers.on_welcome(process)
         elif isinstance(word, messages.Generation):
             if word.generation > process.asked:

@@ -164,6 +164,8 @@ class Process:
                 generation=generation,
                 newest=generation,
                 world=list(world),
+                restored=None,
+                run="run",
             )
         )
 
