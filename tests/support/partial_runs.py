@@ -87,14 +87,17 @@ class Partial(Trainers):
             self.kills_to_come.insert(0, self.at_control.pop(number))
 
     def _kill(self, kill: Kill) -> bool:
-        """`beyond`: the hosts of the first slots, together, once a checkpoint counts; `any`: of one, come what may."""
+        """`beyond`: the hosts of the first slots (if negative, the last), together, once a checkpoint counts; `any`: of
+        one, come what may."""
         if kill.who not in ("beyond", "any"):
             return super()._kill(kill)
         if not self.plane.lives or not self.coordinator.slots:
             return False
         if kill.who == "beyond":
-            servers = {place.server for place in self.coordinator.slots[: kill.which]}
-            if not self.shelf.counts or len(servers - self.network.dead) < kill.which or not self.whole():
+            slots = self.coordinator.slots
+            some = slots[: kill.which] if kill.which > 0 else slots[kill.which :]
+            servers = {place.server for place in some}
+            if not self.shelf.counts or len(servers - self.network.dead) < len(some) or not self.whole():
                 return False
         else:
             servers = {self.coordinator.slots[kill.which].server}

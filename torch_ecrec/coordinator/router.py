@@ -188,9 +188,7 @@ class Router:
         elif self.core.recovers_partly and self._looks_for is not self.core:
             assert self._ledger is not None  # likewise
             core = self._looks_for = self.core
-            self._ledger.newest(
-                core.run, core.restored, lambda found, why: self._renew(core, found, why), read=False
-            )
+            self._ledger.newest(core.run, core.restored, lambda found, why: self._renew(core, found, why), read=False)
 
     def _renew(self, core: Coordinator, found: Restorable | None, why: str) -> None:
         """Slots that are lost beyond repair begin anew, from that checkpoint."""
