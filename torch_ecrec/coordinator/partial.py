@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import Layout, layout_of
@@ -50,7 +51,7 @@ def beyond_repair(layouts: Iterable[Layout], gone: Collection[int], lost: Collec
         shared += members
         for base in repair.unrecoverable_bases(layout, gone):
             data = [int(slot) for slot in layout.member_slot[base, : layout.k]]
-            rows = [slot for j, slot in enumerate(data) if layout.exists(base, j, [0])[0]]
+            rows = [slot for j, slot in enumerate(data) if layout.exists(base, j, np.zeros(1, np.int64))[0]]
             found.update(slot for slot in rows if slot in lost)
     while True:
         more = {slot for of_base in shared if of_base & found for slot in of_base if slot in lost} - found
