@@ -6,7 +6,7 @@
 
 After K. Maeng et al., "CPR: Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation with
 Partial Recovery" (MLSys 2021). It is not exact: what was trained since the checkpoint is lost in those slots. How much
-that is, CPR's portion of lost samples (section 4.1) says: samples whose updates are lost, weighted by the share of the
+that is, CPR's portion of lost samples says: samples whose updates are lost, weighted by the share of the
 slots that lost them. Samples are counted in steps here.
 
     4 slots; step 100: one is lost, the checkpoint is of step 80    portion = (100 - 80) / 4 / 100 = 5 %
