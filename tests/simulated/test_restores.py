@@ -9,28 +9,23 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from virtual_trainers import Kill, Trainers, TurnsSession
+from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.loading import Checkpoint
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-from torch_ecrec.testing.checkpoints import Shelf
 from torch_ecrec.testing.membership import VirtualProcess
 from torch_ecrec.testing.scenario import small_tables
 
 STEPS, TRAINERS = 9, 2
 JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)
-BLOCK = 11  # records at once
 
 
 def script(rank: int, session: TurnsSession) -> None:
@@ -52,23 +47,6 @@ def script(rank: int, session: TurnsSession) -> None:
         session.push(rows, [torch.sin(part * 3 + step + dense).float() for part in weights], [0.1] * len(rows))
         session.snapshot(dense.view(torch.uint8).clone(), [step])
     session.flush()
-
-
-class OnShelf:
-    """A checkpoint of a simulated run; a `Checkpoint`."""
-
-    def __init__(self, shelf: Shelf, finished: Finished) -> None:
-        self._records, self.done = shelf.records(JOB, finished), finished.done
-        self._dense = shelf.parts[finished.folder, finished.dense_of].dense
-
-    def records(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        for slab, records_RB in enumerate(self._records):
-            rows_R = torch.arange(len(records_RB)).flip(0)  # in whatever order
-            for some in rows_R.split(BLOCK):
-                yield slab, some, records_RB[some]
-
-    def dense(self) -> list[tuple[Tensor, list[int]]]:
-        return [(payload, header) for _, (header, payload) in sorted(self._dense.items())]
 
 
 class Restoring(Trainers):
@@ -98,7 +76,7 @@ class Beyond(Trainers):
 
     def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
         restored = process.restored
-        checkpoint = None if restored is None else OnShelf(self.shelf, self.shelf.find(restored.folder))
+        checkpoint = None if restored is None else OnShelf(self.shelf, JOB, self.shelf.find(restored.folder))
         return TurnsSession(client, lambda message: None, lambda: None, process.restarted, checkpoint)
 
     def _kill(self, kill: Kill) -> bool:
@@ -120,7 +98,7 @@ def written() -> tuple[Trainers, OnShelf]:
     settings = CheckpointSettings("memory://shelf", every_steps=3, policy="consecutive")
     run = Trainers(JOB, script, checkpoint=settings).go()
     middle = next(finished for finished in run.shelf.counts if 3 <= finished.done < STEPS)
-    return run, OnShelf(run.shelf, middle)
+    return run, OnShelf(run.shelf, JOB, middle)
 
 
 def check(run: Trainers) -> None:

@@ -21,9 +21,9 @@ from coordinator_words import (
     watched,
 )
 
-from torch_ecrec.demo import report
 from torch_ecrec.demo.plot import spread, throughput
-from torch_ecrec.demo.report import Record, format_kill, format_status
+from torch_ecrec.demo.report import Record, format_kill
+from torch_ecrec.observe.text import format_status, slot_figures
 
 
 def test_the_timeline_of_a_failure() -> None:
@@ -271,7 +271,7 @@ def test_status_as_text() -> None:
     }  # fmt: skip
     empty = {**status, "slots": [], "members": [], "fatal": "stopped"}
     assert "STOPPED: stopped" in format_status(empty) and "no slots placed yet" in format_status(empty)
-    assert report.slot_figures(empty) == {}
+    assert slot_figures(empty) == {}
 
 
 # --- beyond parity ---------------------------------------------------------------------------------------------------

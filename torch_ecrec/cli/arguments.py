@@ -90,12 +90,7 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
         help="quantise weights, row by row, to so many bits (default 0: exact); `torch-ecrec checkpoints` tells"
         " how far they are off; optimizer state is exact",
     )
-    group.add_argument(
-        "--beyond",
-        choices=get_args(Beyond),
-        default="stop",
-        help="when more is lost than parity can repair: stop (default), or all go back to the newest checkpoint",
-    )
+    _add_beyond(group)
     if not restore:
         parser.set_defaults(restore="", run="", again=False)
         return
@@ -108,6 +103,23 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
         default="",
         help="begin with a checkpoint: the newest there, or that of a step of training; newest: of --checkpoint, and"
         " from the beginning where there is none",
+    )
+
+
+def _add_beyond(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--beyond",
+        choices=get_args(Beyond),
+        default="stop",
+        help="when more is lost than parity can repair: stop (default); checkpoint: all go back to the newest one;"
+        " partial: only what is lost does, which is NOT EXACT (docs/checkpoints.md)",
+    )
+    group.add_argument(
+        "--most-lost-samples",
+        metavar="PORTION",
+        type=float,
+        default=0.1,
+        help="of the run (0 to 1, default 0.1): where --beyond partial would lose more, all go back",
     )
 
 
@@ -128,6 +140,7 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         policy=arguments.checkpoint_policy,
         bytes_per_s=arguments.checkpoint_bytes_per_s,
         beyond=arguments.beyond,
+        most_lost_samples=arguments.most_lost_samples,
         encoding=(("zstd", arguments.checkpoint_zstd), ("bits", arguments.checkpoint_bits)),
         run=arguments.run or new_run(),
     )
@@ -141,7 +154,7 @@ def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
         return found
     steps, seconds = arguments.checkpoint_every
     found += ["--checkpoint", arguments.checkpoint, "--checkpoint-every", f"{seconds}s" if seconds else str(steps)]
-    found += ["--beyond", arguments.beyond]
+    found += ["--beyond", arguments.beyond, "--most-lost-samples", str(arguments.most_lost_samples)]
     for name in ("keep", "policy", "bytes_per_s", "zstd", "bits"):
         found += [f"--checkpoint-{name.replace('_', '-')}", str(getattr(arguments, f"checkpoint_{name}"))]
     return found

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from torch_ecrec.demo import report
+from torch_ecrec.demo.report import Record
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import AnyEvent
+from torch_ecrec.observe.text import size
 
 
-def news_of(event: AnyEvent, record: report.Record) -> list[str]:
+def news_of(event: AnyEvent, record: Record) -> list[str]:
     """Lines for people; none where it is not worth one. `record`: the event is in it already."""
     line = _of_member(event, record) or _of_checkpoint(event)
     return [line] if line else []
 
 
-def _of_member(event: AnyEvent, record: report.Record) -> str:
+def _of_member(event: AnyEvent, record: Record) -> str:
     match event:
         case events.Lost() if event.slots or record.roles.get(event.member) == "trainer":
             held = f", with slots {event.slots}" if event.slots else ""
@@ -35,7 +36,7 @@ def _of_checkpoint(event: AnyEvent) -> str:
     match event:
         case events.Checkpointed():
             of = f", what has changed since {event.base}" if event.base else ""
-            return f"  checkpoint of step {event.step}: {report.size(event.bytes)}{of}"
+            return f"  checkpoint of step {event.step}: {size(event.bytes)}{of}"
         case events.CheckpointVoid():
             return f"  no checkpoint: {event.reason}"
         case events.WentBeyond():

@@ -38,6 +38,7 @@ from typing import Any
 
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import AnyEvent
+from torch_ecrec.observe.text import size, slot_figures, table
 
 Message = dict[str, Any]
 KINDS = ("lookup", "push", "fold", "rebuild", "snapshot")
@@ -409,8 +410,8 @@ class Record:
         """By kind, over all processes, the lost ones with what they last reported."""
         total = dict.fromkeys(KINDS, 0)
         for member in self.status.get("members", []):
-            for kind, size in member["report"].get("bytes_sent", {}).items():
-                total[kind] = total.get(kind, 0) + size
+            for kind, count in member["report"].get("bytes_sent", {}).items():
+                total[kind] = total.get(kind, 0) + count
         return total
 
     def servers(self) -> list[Message]:
@@ -450,79 +451,7 @@ def _rate(times: Sequence[float], spans: Sequence[tuple[float, float]], samples:
     return round(count * samples / length_s, 1) if length_s > 0 else None
 
 
-def slot_figures(status: Message) -> dict[int, Message]:
-    """What the present host of each slot reports, where it has."""
-    host = {place["slot"]: place["server"] for place in status["slots"]}
-    return {
-        figures["slot"]: figures
-        for member in status["members"]
-        for figures in member["report"].get("slots", [])
-        if host.get(figures["slot"]) == member["name"]
-    }
-
-
 # printing ---------------------------------------------------------------------------------------------
-
-
-def size(count: float) -> str:
-    """Bytes as people say them: 812 B, 3.4 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-
-
-def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
-    """Columns aligned; the first row is the head; a column of figures goes right."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    right = [any(c[:1].isdigit() for c in column[1:]) for column in columns]
-    return [
-        indent
-        + "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def format_status(status: Message) -> str:
-    """A coordinator's status as text: the cluster, a line per slot, a line per member."""
-    code = status["code"]
-    protection = f"(k, r) = ({code['k']}, {code['r']})" if code["protection"] == "parity" else "no protection"
-    lines = [
-        f"torch-ecrec {status['version']}: {protection} on {code['slots']} slots, {status['tables']} tables,"
-        f" epoch {status['epoch']}, RPC generation {status['generation']}, step {status['step']}"
-    ]
-    if status["fatal"]:
-        lines.append(f"STOPPED: {status['fatal']}")
-    figures = slot_figures(status)
-    rows = [["slot", "server", "incarnation", "state", "step", "watermark", "records", "parity", "logs", "snapshots"]]
-    for place in status["slots"]:
-        own = figures.get(place["slot"])
-        if own is not None and own["incarnation"] != place["incarnation"]:
-            own = None
-        state = "healthy" if place["healthy"] else "waiting" if not place["server"] else "starting"
-        if own is not None and not place["healthy"]:
-            state = f"rebuilding {own['rebuilt']:.0%}"
-        cells = [str(place["slot"]), place["server"] or "(nobody)", str(place["incarnation"]), state]
-        if own is None:
-            cells += ["-"] * 6
-        else:
-            sizes = [size(own[f"{name}_bytes"]) for name in ("record", "parity", "log", "snapshot")]
-            cells += [str(own["step"]), str(own["watermark"]), *sizes]
-        rows.append(cells)
-    lines += table(rows) if status["slots"] else ["  no slots placed yet: waiting for servers and trainers"]
-    rows = [["member", "role", "pid", "state", "silent"]]
-    for member in status["members"]:
-        state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
-        state = "left" if member["left"] else state if member["alive"] else "lost"
-        silent = f"{member['silent_s']:.1f} s" if state not in ("left", "lost") else "-"
-        rows.append([member["name"], member["role"], str(member["pid"]), state, silent])
-    lines += ["", *table(rows)] if status["members"] else ["  no members"]
-    return "\n".join(lines)
 
 
 def _seconds(value: float | None) -> str:

@@ -38,6 +38,7 @@ from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.processes.member import Member, exit_code_of
+from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import StoredCheckpoint, newest_of
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger, FileScribe
@@ -146,13 +147,18 @@ def run_coordinator(
         ),
         ledger=ledger,
         probe=probe,
-        announce=lambda event: log.info("%s", json.dumps(event)),
+        announce=_announce,
         stop=lambda: server.call_later(0.2, server.close),
         stamp=lambda message: {**message, "time_s": time.time()},
         joins_from_s=time.monotonic() + JOINS_HELD_S,
     )
     _coordinate(server, router, settings.heartbeat_s, out)
     return 0
+
+
+def _announce(event: dict[str, Any]) -> None:
+    """To the log: louder what is not exact."""
+    log.log(logging.WARNING if event["event"] == "recovered_partly" else logging.INFO, "%s", json.dumps(event))
 
 
 def _coordinate(server: ControlServer, router: Router, heartbeat_s: float, out: IO[str]) -> None:
@@ -225,8 +231,10 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     hosts: list[Host] = []
 
     def make(name: str, member: Member, _: CodeSpec) -> Node:
-        scribe = FileScribe(lambda action: hosts[0].run(action))
-        hosts.append(Host(name, member, settings, scribe))
+        def run(action: Callable[[], None]) -> None:
+            hosts[0].run(action)
+
+        hosts.append(Host(name, member, settings, FileScribe(run), FileReader(run)))
         return hosts[0]
 
     member = Member(

@@ -252,15 +252,19 @@ class FileLedger:
         self._work.put(work)
 
     def newest(
-        self, run: str, began_with: messages.Restored | None, done: Callable[[Restorable | None, str], None]
+        self,
+        run: str,
+        began_with: messages.Restored | None,
+        done: Callable[[Restorable | None, str], None],
+        read: bool = True,
     ) -> None:
-        """See `Ledger`. Every file is read: one that is altered is passed over, with a word in the log."""
+        """See `Ledger`. If `read`, every file is read: one that is altered is passed over, with a word in the log."""
 
         def work() -> None:
             why = "none was written"
             try:
                 for catalog, manifest in self._candidates(run, began_with):
-                    why = _fault_of(catalog, manifest)
+                    why = _fault_of(catalog, manifest, read)
                     if not why:
                         restored = messages.Restored(catalog.url, manifest.id, manifest.done)
                         self._call(functools.partial(done, (restored, manifest.spec), ""))
@@ -341,10 +345,13 @@ def _attempt(folder: str) -> tuple[str, int, int]:
     return run, int(life), int(number)
 
 
-def _fault_of(catalog: Catalog, manifest: Manifest) -> str:
-    """What is wrong with a checkpoint, or with what it builds on; "" if it is whole."""
+def _fault_of(catalog: Catalog, manifest: Manifest, read: bool) -> str:
+    """What is wrong with a checkpoint, or with what it builds on; "" if it is whole. `read`: all of it is read."""
     try:
-        check_rows(catalog, manifest)
+        if read:
+            check_rows(catalog, manifest)
+        else:
+            catalog.chain(manifest)
     except CheckpointError as error:
         return str(error)
     return ""

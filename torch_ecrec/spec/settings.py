@@ -22,7 +22,7 @@ CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server"
 BEYOND_EVENTS = ("kill-all", "kill-beyond-r")  # more than parity repairs: all go back to a checkpoint
 STORE_EVENTS = ("full-disk", "slow-store", "failing-store")  # of where checkpoints are kept
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
-Beyond = Literal["stop", "checkpoint"]  # what follows when more is lost than can be repaired
+Beyond = Literal["stop", "checkpoint", "partial"]  # what follows when more is lost than can be repaired
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
 
