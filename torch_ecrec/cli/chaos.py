@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         checkpoint_bytes_per_s=100e6,
         checkpoint_zstd=0,
         checkpoint_bits=0,
+        most_lost_samples=0.0,
         beyond="stop",
         restore="",
         run="",
