@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         checkpoint="",
         checkpoint_keep=3,
         checkpoint_bytes_per_s=100e6,
+        checkpoint_timeout=3600.0,
         checkpoint_zstd=0,
         checkpoint_bits=0,
         most_lost_samples=0.0,

@@ -548,7 +548,8 @@ def format_partly(result: Message) -> str:
     last = result["recovered_partly"][-1]
     text = (
         f"NOT EXACT, as asked for by --beyond partial: slots {last['slots']} took their records from the checkpoint of"
-        f" step {last['step']} at step {last['at']}; {100 * last['lost_samples']:.3g} % of the samples until then are lost"
+        f" step {last['step']} at step {last['at']}; {100 * last['lost_samples']:.3g} % of the samples until then"
+        " are lost"
     )
     calm = result["undisturbed"]
     if calm is not None and calm["auc"] is not None and result["auc"] is not None:
