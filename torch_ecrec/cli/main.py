@@ -14,7 +14,7 @@ import sys
 from typing import Protocol
 
 import torch_ecrec
-from torch_ecrec.cli import bench, chaos, checkpoints, coordinator, demo, rehearse, serve, status, up, warm
+from torch_ecrec.cli import bench, chaos, checkpoints, coordinator, demo, rehearse, run, serve, status, up, warm
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.runtime.lifetime import INTERRUPTED, end_at_once, end_with_parent, on_signals
 
@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
     "demo": demo,
     "chaos": chaos,
     "rehearse": rehearse,
+    "run": run,
     "serve": serve,
     "up": up,
     "status": status,

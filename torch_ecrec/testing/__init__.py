@@ -1,7 +1,11 @@
-"""The protocol without processes: the whole cluster in one process, for tests.
+"""For tests. The protocol without processes: the whole cluster in one process.
 
 simulation    runs on a virtual clock, with faults at chosen messages or at random, large and small
 exploration   every order of messages, and every moment of a crash, of a very small cluster
+
+And with them, on networks that fail:
+
+hosts         several hosts on one machine, with links that are cut, slow or lossy, and hosts that die
 """
 
 from torch_ecrec.testing.result import SimulationResult

@@ -1,0 +1,104 @@
+"""A cluster and its trainers on several hosts, as a user starts them: what holds on one host holds there, bit for bit.
+
+The coordinator and a trainer are on host 0, a server each on hosts 1 to 3, a spare and a trainer on host 4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, wait_until
+
+from torch_ecrec.testing import hosts as kit
+from torch_ecrec.testing.hosts import Hosts
+
+LIMIT_S = 300.0  # for anything that is waited for: only a hang reaches it
+PORT, STEPS = 29400, 200
+REASON = kit.unavailable()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+TRAIN = [str(ROOT / "examples" / "dlrm_criteo.py"), "--steps", str(STEPS), "--batch-size", "32"]
+TRAIN += ["--rows-per-table", "200", "--embedding-dim", "8"]
+COMMON = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+class Cluster:
+    """All processes; their logs are in `folder`."""
+
+    def __init__(self, hosts: Hosts, folder: Path, transport: str) -> None:
+        self.hosts, self.folder = hosts, folder
+        self.trainers: list[subprocess.Popen[Any]] = []
+        self.environment = {**os.environ, **COMMON, "TORCH_ECREC_TRANSPORT": transport}
+        self.join = f"{hosts[0].address}:{PORT}"
+        code = ["--servers", "3", "-k", "2", "-r", "1", "--spares", "1"]
+        self.start(0, "coordinator", ["coordinator", "--host", hosts[0].address, "--port", str(PORT), *code])
+        wait_until(lambda: "address" in self.said("coordinator"), LIMIT_S, "the coordinator listens")
+        for number in (1, 2, 3, 4):
+            self.start(number, f"server-on-{number}", ["serve", "--join", self.join])
+
+    def start(self, number: int, name: str, words: list[str]) -> subprocess.Popen[Any]:
+        """One of our commands on a host."""
+        command = [sys.executable, "-m", "torch_ecrec", *words]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return self.hosts[number].start(command, stdout=log, stderr=log, env=self.environment)
+
+    def train_on(self, number: int) -> subprocess.Popen[Any]:
+        """The same line on each host with trainers."""
+        words = ["run", "--join", self.join, "--nodes", "2", "--meet", self.hosts[0].address, "--", *TRAIN]
+        return self.start(number, f"trainer-on-{number}", [*words, "--report", str(self.folder / "report.json")])
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Of all trainers, without what depends on the clock."""
+        found = [json.loads((self.folder / f"report.{rank}.json").read_text()) for rank in range(2)]
+        return [{name: one[name] for name in ("losses", "auc", "dense_digest", "digest")} for one in found]
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, transport: str = "sockets") -> Iterator[Cluster]:
+    folder.mkdir()
+    with Hosts(5) as hosts:
+        yield Cluster(hosts, folder, transport)
+
+
+def trained(folder: Path, transport: str, during: Callable[[Cluster], None]) -> list[dict[str, Any]]:
+    with cluster(folder, transport) as running:
+        running.trainers = [running.train_on(number) for number in (0, 4)]
+        during(running)
+        for process in running.trainers:
+            assert process.wait(LIMIT_S) == 0, (
+                running.said("trainer-on-0")[-3000:] + running.said("coordinator")[-3000:]
+            )
+        return running.reports()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return trained(tmp_path_factory.mktemp("hosts") / "undisturbed", "sockets", lambda running: None)
+
+
+def a_server_host_dies(running: Cluster) -> None:
+    """A host that has a slot and no trainer, in the middle of training."""
+    wait_until(lambda: "step 20 " in running.said("trainer-on-0"), LIMIT_S, "training")
+    placed = next(line for line in running.said("coordinator").splitlines() if '"event": "placed"' in line)
+    names = [server for server, _ in json.loads(placed[placed.index("{") :])["slots"]]
+    number = next(n for n in (1, 2, 3) if any(f"{name} joined" in running.said(f"server-on-{n}") for name in names))
+    assert running.hosts[number].die() == 1
+    assert all(process.poll() is None for process in running.trainers), "training was over before"
+    wait_until(lambda: '"event": "lost"' in running.said("coordinator"), LIMIT_S, "it is lost")
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.parametrize("transport", ["sockets", pytest.param("rpc", marks=pytest.mark.slow)])
+def test_a_host_dies_and_nothing_differs(transport: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert undisturbed[0]["digest"] is not None and len(undisturbed[0]["losses"]) == STEPS
+    assert trained(tmp_path / "disturbed", transport, a_server_host_dies) == undisturbed

@@ -1,0 +1,56 @@
+"""`torch-ecrec run`: trainers on this host, under torchrun; the same line on each host. See `processes/nodes.py`."""
+
+from __future__ import annotations
+
+import argparse
+
+from torch_ecrec.cli.arguments import add_join
+
+HELP = "trainers of a script, on one host or on several"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `run`."""
+    add_join(parser)
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="hosts with trainers (default 1)")
+    parser.add_argument("--nproc-per-node", type=int, default=1, metavar="T", help="trainers on each (default 1)")
+    parser.add_argument(
+        "--meet",
+        metavar="HOST[:PORT]",
+        default="",
+        help="where the hosts meet: the address of one of them, the same on each (default port 29500)",
+    )
+    parser.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        default="",
+        help="of this host, one that the others reach (default: the one from which it reaches --meet)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=10,
+        metavar="N",
+        help="so often are lost trainers started again (default 10)",
+    )
+    parser.add_argument("--job", default="torch_ecrec", metavar="WORD", help="tells jobs apart that meet at one place")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS...", help="as torchrun takes it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Does not return: the process goes on as torchrun."""
+    from torch_ecrec.processes.nodes import Nodes, become_torchrun
+
+    script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
+    if not script:
+        raise ValueError("name the script: torch-ecrec run ... -- train.py ARGS")
+    nodes = Nodes(
+        arguments.nodes,
+        arguments.nproc_per_node,
+        arguments.meet,
+        arguments.address,
+        arguments.max_restarts,
+        arguments.job,
+    )
+    become_torchrun(nodes, arguments.join or "", script)
+    return 0
