@@ -271,5 +271,8 @@ def test_another_job_is_refused_by_name() -> None:
     run = Restoring(written()[1], CodeSpec(3, 2, 1))
     job = JobSpec(JOB.tables[:-1], JOB.code, TRAINERS, JOB.seed)
     refusal = run.coordinator._state.job.refusal(job)
-    assert refusal is not None and "the checkpoint shelf is of other tables" in refusal
+    assert (
+        refusal is not None
+        and "the checkpoint shelf is of another job: it has tables ['c'] that this job lacks" in refusal
+    )
     assert run.coordinator._state.job.refusal(JOB) is None

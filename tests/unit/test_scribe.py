@@ -25,6 +25,7 @@ from torch_ecrec.processes.scribe import FileLedger, FileScribe, FileWriting
 from torch_ecrec.protocol import messages
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.restoring import check_rows
 
 LIMIT_S = 300.0  # for a thread: only a hang reaches it
 JOB = small_job(trainers=2)
@@ -212,6 +213,53 @@ def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint of step 41"):
         restoring.find(f"{url}@41", "")
     assert restoring.find("newest", str(tmp_path / "none")) is None
+
+
+@pytest.mark.parametrize("hangs", ["reading", "before"])
+def test_a_store_that_hangs_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    """Who goes back hears that it hangs, once, whether it does while one looks or in what comes before."""
+    url, truth = str(tmp_path), random_records(JOB, 3)
+    ledger, goes_on, reached = ledger_of(url), threading.Event(), threading.Event()
+    committed(ledger, url, 40, truth)
+    monkeypatch.setattr(scribe_module, "LOOKS_S", 0.05)
+
+    def hanging(*args: Any) -> Any:
+        reached.set()
+        assert goes_on.wait(LIMIT_S)
+        return []
+
+    monkeypatch.setattr(Catalog, "clean" if hangs == "before" else "checkpoints", hanging)
+    if hangs == "before":
+        ledger.discard("000000000050-run-1-50")
+        assert reached.wait(LIMIT_S)
+    told: list[Any] = []
+    answer = Answer()
+    ledger.newest("run", None, lambda *values: (told.append(values), answer(*values)))
+    assert answer.wait() == (None, f"{url} has given nothing for 0.05 s: it hangs")
+    assert reached.wait(LIMIT_S)
+    goes_on.set()
+    monkeypatch.undo()
+    after = Answer()
+    ledger.newest("run", None, after)  # comes after the one that hung
+    assert after.wait()[0][0].done == 40 and len(told) == 1
+
+
+def test_each_block_that_is_read_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large checkpoint takes as long as it takes: what is bounded is the time without a block."""
+    shelf = random_records(JOB, 3)
+    url, ledger = str(tmp_path), ledger_of(str(tmp_path))
+    committed(ledger, url, 40, shelf)
+    (manifest,) = Catalog(url).checkpoints()
+    blocks = 0
+
+    def beat() -> None:
+        nonlocal blocks
+        blocks += 1
+
+    assert check_rows(Catalog(url), manifest, beat) == sum(slab.rows for slab in JOB.slabs)
+    assert blocks == sum(part.blocks - 2 - len(part.dense) for part in manifest.parts) > 3
 
 
 def test_what_earlier_attempts_left_goes_and_what_may_run_stays(tmp_path: Path) -> None:
