@@ -224,8 +224,11 @@ class JobSpec:
         return JobSpec(tables=tables, code=CodeSpec(**value["code"]), trainers=value["trainers"], seed=value["seed"])
 
     def difference(self, other: JobSpec) -> str:
-        """Why who has the other job can neither train this one nor go on from a checkpoint of it: the first difference, as
-        said of this one. "" if there is none. Slots and code may be others."""
+        """Why who has the other job can neither train this one nor go on from a checkpoint of it.
+
+        Returns:
+            The first difference, as said of this one; "" if there is none. Slots and code may be others.
+        """
         mine, theirs = ({table.name: table for table in one.tables} for one in (self, other))
         names, more = [name for name in mine if name not in theirs], [name for name in theirs if name not in mine]
         changed = next((name for name, table in mine.items() if theirs.get(name, table) != table), None)
