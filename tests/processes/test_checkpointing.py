@@ -23,6 +23,7 @@ import pytest
 from conftest import ROOT, wait_until
 from places import SUPPORT
 
+from torch_ecrec.demo.report import format_status
 from torch_ecrec.errors import TrainersLost
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
@@ -40,7 +41,10 @@ Traces = list[dict[Any, str]]
 class Trainers:
     """All trainers of a cluster. `again`: they are started anew as often, when they were lost."""
 
-    def __init__(self, join: str, folder: Path, steps: int = STEPS, pause_s: float = 0.03, again: int = 2) -> None:
+    def __init__(
+        self, join: str, folder: Path, steps: int = STEPS, pause_s: float = 0.03, again: int = 2, digests: bool = False
+    ) -> None:
+        self._more = {"TORCH_ECREC_TEST_ALL_DIGEST": "1"} if digests else {}
         self._join, self.folder, self._steps, self._pause_s, self._again = join, folder, steps, pause_s, again
         folder.mkdir(parents=True, exist_ok=True)
         self.children: list[subprocess.Popen[bytes]] = []
@@ -48,7 +52,7 @@ class Trainers:
 
     def start(self) -> None:
         self.lives += 1
-        more = {"TORCH_ECREC_JOIN": self._join, "TORCH_ECREC_TEST_PAUSE_S": str(self._pause_s)}
+        more = self._more | {"TORCH_ECREC_JOIN": self._join, "TORCH_ECREC_TEST_PAUSE_S": str(self._pause_s)}
         more["PYTHONPATH"] = str(ROOT)
         for rank in range(TRAINERS):
             with (self.folder / f"trainer-{rank}.log").open("ab") as log:
@@ -214,6 +218,38 @@ def test_beyond_parity_all_go_back_to_a_checkpoint_by_themselves(
         who(running, trainers)
         same_as_undisturbed(trainers)
         assert trainers.lives >= 2 and before < STEPS, "nobody was lost"
+
+
+def recovered(running: Supervisor) -> Any:
+    """What the status says of partial recoveries, once every slot is whole on a server of its own; else None."""
+    status = running.status()
+    whole = all(slot["healthy"] for slot in status["slots"])
+    return status["partial"] if whole and len({slot["server"] for slot in status["slots"]}) == 3 else None
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_beyond_parity_the_lost_slots_alone_go_back_and_training_goes_on(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    arguments = {"coordinator": writes_to(store, "5", "--beyond", "partial", "--most-lost-samples", "1")}
+    with (
+        cluster(tmp_path, CodeSpec(3, 2, 1), spares=2, **arguments) as running,
+        training(running, tmp_path / "out", pause_s=0.25, again=0, digests=True) as trainers,
+    ):
+        step_reached(trainers, 8)
+        wait_until(lambda: bool(counted(store)), LIMIT_S, "a checkpoint")
+        two_servers(running, trainers)
+        wait_until(lambda: recovered(running) is not None, LIMIT_S, "two slots from a checkpoint, and all parities")
+        told, at = recovered(running), trainers.steps_of()
+        assert told["exact"] is False and told["times"] == 1 and len(told["last_slots"]) == 2
+        assert told["last_step"] in {one.done for one in counted(store)} | {5} and at < STEPS
+        lost = sum(told["lost_steps"])
+        assert abs(told["lost_samples"] - lost / 3 / told["of_steps"]) < 1e-5
+        assert "NOT EXACT" in format_status(running.status())
+        os.kill(servers_of_slots(running)[0], signal.SIGKILL)  # which parity repairs again
+        assert trainers.wait() == [0] * TRAINERS and trainers.lives == 1, trainers.said()
+        digests = [trace["digest"] for trace in trainers.traces()]
+        assert digests[0] == digests[1] != undisturbed()[0]["digest"]
+        assert recovered(running) is None or recovered(running)["lost_steps"] == told["lost_steps"]
 
 
 @pytest.mark.timeout(3 * LIMIT_S)

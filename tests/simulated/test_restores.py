@@ -9,29 +9,24 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from virtual_trainers import Kill, Trainers, TurnsSession
+from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession
 
 from torch_ecrec.client import loading
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.loading import Checkpoint
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-from torch_ecrec.testing.checkpoints import Shelf
 from torch_ecrec.testing.membership import VirtualProcess
 from torch_ecrec.testing.scenario import small_tables
 
 STEPS, TRAINERS = 9, 2
 JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)
-BLOCK = 11  # records at once, of those that are read
 PORTION_BYTES = 7 * 16  # of those that are sent
 
 
@@ -62,32 +57,6 @@ def script(rank: int, session: TurnsSession) -> None:
     session.flush()
 
 
-class OnShelf:
-    """A checkpoint of a simulated run; a `Checkpoint`."""
-
-    def __init__(self, shelf: Shelf, finished: Finished) -> None:
-        self._records, self.done = shelf.records(JOB, finished), finished.done
-        self._dense = shelf.parts[finished.folder, finished.dense_of].dense
-
-    def _rows(self, slab: int, trainer: int, trainers: int) -> Tensor:
-        """Trainer 0 reads all of the first slab, all read some of the others, and not as many."""
-        rows_R = torch.arange(len(self._records[slab])).flip(0)  # in whatever order
-        reader_R = rows_R % (2 * trainers - 1) % trainers if slab else torch.zeros_like(rows_R)
-        return rows_R[reader_R == trainer]
-
-    def shares(self, trainers: int) -> list[list[int]]:
-        slabs = range(len(self._records))
-        return [[len(self._rows(slab, trainer, trainers)) for slab in slabs] for trainer in range(trainers)]
-
-    def records(self, trainer: int, trainers: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        for slab, records_RB in enumerate(self._records):
-            for some in self._rows(slab, trainer, trainers).split(BLOCK):
-                yield slab, some, records_RB[some]
-
-    def dense(self) -> list[tuple[Tensor, list[int]]]:
-        return [(payload, header) for _, (header, payload) in sorted(self._dense.items())]
-
-
 class Restoring(Trainers):
     """Trainers of a cluster that begins with a checkpoint."""
 
@@ -115,7 +84,7 @@ class Beyond(Trainers):
 
     def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
         restored = process.restored
-        checkpoint = None if restored is None else OnShelf(self.shelf, self.shelf.find(restored.folder))
+        checkpoint = None if restored is None else OnShelf(self.shelf, JOB, self.shelf.find(restored.folder))
         return TurnsSession(client, lambda message: None, lambda: None, process.restarted, checkpoint)
 
     def _kill(self, kill: Kill) -> bool:
@@ -137,7 +106,7 @@ def written() -> tuple[Trainers, OnShelf]:
     settings = CheckpointSettings("memory://shelf", every_steps=3, policy="consecutive")
     run = Trainers(JOB, script, checkpoint=settings).go()
     middle = next(finished for finished in run.shelf.counts if 3 <= finished.done < STEPS)
-    return run, OnShelf(run.shelf, middle)
+    return run, OnShelf(run.shelf, JOB, middle)
 
 
 def check(run: Trainers) -> None:

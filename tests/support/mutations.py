@@ -207,7 +207,7 @@ def no_era(patch):
 
 def no_freeze(patch):
     """Servers go on until they know the step that they go back to."""
-    patch.setattr(slot.Slot, "freeze", lambda self: self.report_reach())
+    patch.setattr(slot.Slot, "freeze", lambda self: self.reports.reach())
     patch.setattr(service, "TRAINERS_ONLY", ())
 
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,11 @@ from turns import Turns, one_process
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
+from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.protocol.wire import Snapshot
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.testing import Scenario, SimulatedCluster, check_parity
+from torch_ecrec.testing.checkpoints import Shelf
 from torch_ecrec.testing.membership import VirtualProcess
 
 EVENTS_MOST = 50_000
@@ -86,6 +88,35 @@ class TurnsSession(Session):
         told = (slab, rows.clone(), None if values is None else values.clone(), first_byte)
         self.cluster.told.overwrites.setdefault((self.step, self.trainer), []).append(told)
         super().overwrite(slab, rows, values, first_byte)
+
+
+BLOCK = 11  # records at once
+
+
+class OnShelf:
+    """A checkpoint of a simulated run; a `Checkpoint`."""
+
+    def __init__(self, shelf: Shelf, job: JobSpec, finished: Finished) -> None:
+        self._records, self.done = shelf.records(job, finished), finished.done
+        self._dense = shelf.parts[finished.folder, finished.dense_of].dense
+
+    def _rows(self, slab: int, trainer: int, trainers: int) -> Tensor:
+        """Trainer 0 reads all of the first slab, all read some of the others, and not as many."""
+        rows_R = torch.arange(len(self._records[slab])).flip(0)  # in whatever order
+        reader_R = rows_R % (2 * trainers - 1) % trainers if slab else torch.zeros_like(rows_R)
+        return rows_R[reader_R == trainer]
+
+    def shares(self, trainers: int) -> list[list[int]]:
+        slabs = range(len(self._records))
+        return [[len(self._rows(slab, trainer, trainers)) for slab in slabs] for trainer in range(trainers)]
+
+    def records(self, trainer: int, trainers: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for slab, records_RB in enumerate(self._records):
+            for some in self._rows(slab, trainer, trainers).split(BLOCK):
+                yield slab, some, records_RB[some]
+
+    def dense(self) -> list[tuple[Tensor, list[int]]]:
+        return [(payload, header) for _, (header, payload) in sorted(self._dense.items())]
 
 
 class _Scripts:

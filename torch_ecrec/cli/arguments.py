@@ -89,7 +89,15 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--beyond",
         choices=get_args(Beyond),
         default="stop",
-        help="when more is lost than parity can repair: stop (default), or all go back to the newest checkpoint",
+        help="when more is lost than parity can repair: stop (default); checkpoint: all go back to the newest one;"
+        " partial: only what is lost does, which is NOT EXACT (docs/checkpoints.md)",
+    )
+    group.add_argument(
+        "--most-lost-samples",
+        metavar="PORTION",
+        type=float,
+        default=0.1,
+        help="of the run (0 to 1, default 0.1): where --beyond partial would lose more, all go back",
     )
     # a supervisor's: what all coordinators of one run are told, and those that take the place of one that died
     group.add_argument("--run", metavar="WORD", default="", help=argparse.SUPPRESS)
@@ -120,6 +128,7 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         policy=arguments.checkpoint_policy,
         bytes_per_s=arguments.checkpoint_bytes_per_s,
         beyond=arguments.beyond,
+        most_lost_samples=arguments.most_lost_samples,
         encoding=(("zstd", arguments.checkpoint_zstd), ("bits", arguments.checkpoint_bits)),
         run=arguments.run or new_run(),
     )
@@ -133,7 +142,7 @@ def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
         return found
     steps, seconds = arguments.checkpoint_every
     found += ["--checkpoint", arguments.checkpoint, "--checkpoint-every", f"{seconds}s" if seconds else str(steps)]
-    found += ["--beyond", arguments.beyond]
+    found += ["--beyond", arguments.beyond, "--most-lost-samples", str(arguments.most_lost_samples)]
     for name in ("keep", "policy", "bytes_per_s", "zstd", "bits"):
         found += [f"--checkpoint-{name.replace('_', '-')}", str(getattr(arguments, f"checkpoint_{name}"))]
     return found

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from torch_ecrec.client.reads import SlotReads
 from torch_ecrec.layout.routing import Route
-from torch_ecrec.protocol import wire
+from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.wire import Placement
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
@@ -48,6 +48,7 @@ class _StepState:
     unacknowledged: set[int]  # slots
     unstored: set[int] | None = None  # snapshot slots; None: its snapshot was not taken yet
     snapshot: tuple[Tensor, list[int]] | None = None
+    make: Callable[[int, int], wire.Part] | None = None  # of a slot and its incarnation; kept for slots that begin anew
     since: dict[int, int] = field(default_factory=dict)  # snapshot slot -> incarnation that stored it
     least: dict[int, int] = field(default_factory=dict)  # slot -> earlier incarnations have stored it for nothing
 
@@ -81,6 +82,7 @@ class Client(SlotReads):
         self.snapshot_every = snapshot_every
         self._owed = False  # a snapshot was due after the step before, and is due after one that loads behind it
         self.open: dict[int, _StepState] = {}
+        self.renewals: list[messages.Renewal] = []  # slots that began anew, in this run
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
 
     # from the coordinator -----------------------------------------------------------------------
@@ -91,6 +93,10 @@ class Client(SlotReads):
             self.run(self.place, Placement.from_json(message["placement"]))
         elif message["type"] == "resume":
             self.run(self.resume, message["era"], message["step"], message["origin"], message["done"])
+        elif message["type"] == "renewed":
+            word = messages.from_coordinator(message)
+            assert isinstance(word, messages.Renewed)
+            self.run(self.renew, word)
         elif message["type"] == "loaded":
             self.run(self.begin_training, message["origin"])
         elif message["type"] == "left":
@@ -125,6 +131,26 @@ class Client(SlotReads):
             self.origin = origin  # the last: the user's thread waits for it
         self.on_change()
 
+    def renew(self, word: messages.Renewed) -> None:
+        """Some slots have begun anew, and do not know what they acknowledged before: what is not complete goes there
+        again. In that era, all that is under way is asked once more."""
+        news, self.renewals = word.renewals[len(self.renewals) :], word.renewals
+        if not self.resumed or word.era <= self.era:
+            return
+        self.era = word.era
+        anew = sorted({slot for renewal in news for slot, _, _ in renewal.lives})
+        for step, state in self.open.items():
+            for slot in anew:
+                if slot not in state.unacknowledged:
+                    self._send_to(slot, state)
+                if state.snapshot is not None and state.unstored is not None and slot in self.snapshot_slots:
+                    if slot not in state.unstored:
+                        self._send_snapshot(step, state, slot)
+        for exchange in list(self.exchanges):
+            exchange.failures = 0
+            exchange.send()
+        self.on_change()
+
     def known(self) -> dict[str, Any]:
         """What a coordinator that was started again must know."""
         return {
@@ -135,6 +161,7 @@ class Client(SlotReads):
             "resume_step": self.resume_step,
             "done": self.resume_done,
             "origin": self.origin,
+            "renewals": [messages.json_of(renewal) for renewal in self.renewals],
             "whole": [],
             "incarnations": [],
             "left": self.left,
@@ -245,21 +272,23 @@ class Client(SlotReads):
 
     def _send_step(self, make: Callable[[int, int], wire.Part], snapshot_due: bool) -> None:
         """Sends what `make` gives for each slot and incarnation until all have acknowledged it; ends the step."""
-        step = self.step
-        state = self.open[step] = _StepState(unacknowledged=set(range(self.slots)))
+        state = self.open[self.step] = _StepState(unacknowledged=set(), make=make)
         if not snapshot_due:
             state.unstored = set()
-
-        def send(slot: int) -> None:
-            def on_answer(_: wire.Acknowledged) -> None:
-                state.unacknowledged.discard(slot)
-                self._advance()
-
-            self.ask(slot, lambda incarnation: make(slot, incarnation), on_answer)
-
-        self.step = step + 1
+        self.step += 1
         for slot in range(self.slots):
-            send(slot)
+            self._send_to(slot, state)
+
+    def _send_to(self, slot: int, state: _StepState) -> None:
+        make = state.make
+        assert make is not None
+        state.unacknowledged.add(slot)
+
+        def on_answer(_: wire.Acknowledged) -> None:
+            state.unacknowledged.discard(slot)
+            self._advance()
+
+        self.ask(slot, lambda incarnation: make(slot, incarnation), on_answer)
 
     def snapshot(self, payload: Tensor, header: list[int]) -> None:
         """Sends this trainer's part of the dense model after step - 1 to the snapshot slots."""

@@ -22,7 +22,9 @@ class CheckpointSettings:
             one; "intermittent": one-shot, and a full one when that is expected to cost less in total.
         bytes_per_s: limit of what each server process writes; 0: none.
         timeout_s: one that takes longer is void.
-        beyond: when more is lost than parity can repair: "stop", or go back to the newest "checkpoint".
+        beyond: when more is lost than parity can repair: "stop", or go back to the newest "checkpoint"; or "partial":
+            only the slots that are lost do, and the others stay as they are. That is not exact.
+        most_lost_samples: the portion of lost samples from 0 to 1 beyond which "partial" is as "checkpoint".
         again_s: before the next try, by how many were void one after the other.
         encoding: of the parts: names and values, as `storage` reads them.
         run: a word of this coordinator's, letters and digits; see `RunningJob`.
@@ -36,6 +38,7 @@ class CheckpointSettings:
     bytes_per_s: float = 100e6
     timeout_s: float = 3600.0
     beyond: Beyond = "stop"
+    most_lost_samples: float = 0.1
     again_s: tuple[float, ...] = (2.0, 5.0, 15.0, 60.0)
     encoding: tuple[tuple[str, Scalar], ...] = ()
     run: str = "run"
@@ -48,6 +51,8 @@ class CheckpointSettings:
         require(self.timeout_s > 0, f"`timeout_s` must be positive, got {self.timeout_s}")
         require(bool(self.again_s), "`again_s` must not be empty")
         require(self.beyond == "stop" or bool(self.url), f"`beyond` is {self.beyond!r}, but no checkpoints are written")
+        most = self.most_lost_samples
+        require(0 <= most <= 1, f"`most_lost_samples` must be from 0 to 1, got {most}")
         due = bool(self.every_steps or self.every_s)
         require(due == bool(self.url), "checkpoints need both: where they are kept, and how often one is written")
 

@@ -75,7 +75,11 @@ class Ledger(Protocol):
         """A checkpoint came to nothing: what was written of it goes."""
 
     def newest(
-        self, run: str, began_with: messages.Restored | None, done: Callable[[Restorable | None, str], None]
+        self,
+        run: str,
+        began_with: messages.Restored | None,
+        done: Callable[[Restorable | None, str], None],
+        read: bool = True,
     ) -> None:
         """Looks for the newest checkpoint of a run that is whole; failing that, the one that the run began with.
 
@@ -83,6 +87,7 @@ class Ledger(Protocol):
             run: a word in their names (`run_of`). What else is at the place is of another history.
             began_with: as in `Finished`.
             done: gets it, and the job that it is of; or None, and why there is none.
+            read: all of it is read; else that is left to who uses it, and looked at is only what it builds on.
         """
 
 

@@ -41,7 +41,7 @@ from typing import Any
 
 from torch_ecrec.coordinator import admission, departures, succession
 from torch_ecrec.coordinator.admission import FENCED
-from torch_ecrec.coordinator.checkpointing import Ledger
+from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
 from torch_ecrec.coordinator.going_back import GoingBack
 from torch_ecrec.coordinator.members import MemberRecord
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -120,6 +120,15 @@ class Coordinator:
     def goes_back(self) -> bool:
         """More is lost than can be repaired, and the job is to begin again from a checkpoint."""
         return self._state.job.goes_back
+
+    @property
+    def recovers_partly(self) -> bool:
+        """Slots are lost beyond repair, and a checkpoint is needed that they begin anew with."""
+        return bool(self._state.partial.pending) and self.fatal is None
+
+    def renew(self, found: Restorable | None, why: str) -> None:
+        """Lost slots begin anew. `found`: the newest checkpoint, and the job that it is of; None: there is none."""
+        self._state.table.renew(found, why)
 
     @property
     def restored(self) -> messages.Restored | None:
@@ -297,11 +306,11 @@ class Coordinator:
         if not table.is_hosted(word.slot, word.incarnation, by=name):
             return
         if isinstance(word, messages.Ready):
-            table.on_ready(word.slot, word.incarnation)
+            table.on_ready(word.slot, word.incarnation, word.at)
         elif isinstance(word, messages.Rebuilt):
-            table.on_rebuilt(word.slot, word.incarnation)
+            table.on_rebuilt(word.slot, word.incarnation, word.renewals)
         elif isinstance(word, messages.Unrecoverable):
-            table.on_unrecoverable(word.slot)
+            table.on_unrecoverable(word.slot, word.reason)
         elif isinstance(word, messages.Reach):
             eras.on_reach(word)
         elif isinstance(word, messages.Durable) and eras.on_durable(word):

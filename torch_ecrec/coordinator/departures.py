@@ -44,7 +44,7 @@ def lose_trainers(state: ClusterState, why: str, now_s: float) -> None:
         del members.by_name[member.name]
     members.done.clear()
     if state.table.placed:
-        state.eras.begin()
+        state.eras.begin(keeps=False)
     gone = next((name for name in world.names if name not in members.by_name), None)
     if gone is not None:
         world.give_up(gone, now_s, state.table.placed)

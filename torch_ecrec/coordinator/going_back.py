@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.coordinator.partial import PartialRecovery
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
@@ -23,11 +24,13 @@ class GoingBack:
 
     Attributes:
         reach: slot -> what it said.
+        keeps: nobody goes back: some slots begin anew where the others are, and the trainers go on as they are.
         step: where training goes on, once it is known; a step of the protocol.
         done: steps of training that count then.
         durable: slots at which it is durable.
     """
 
+    keeps: bool = False
     reach: dict[int, messages.Reach] = field(default_factory=dict)
     step: int | None = None
     done: int = 0
@@ -69,31 +72,46 @@ class Eras:
         number: how often trainers were lost, and servers while they went back.
         resume_step: where the era began: a step of the protocol.
         done: steps of training until then.
+        floor: a slot that begins anew there can be gone back with to here. `kept`: nobody went back there.
         going_back: None once that step is durable everywhere.
     """
 
-    def __init__(self, job: RunningJob, members: Members, announce: Callable[[Event], None]) -> None:
-        self._job, self._members, self._announce = job, members, announce
+    def __init__(
+        self, job: RunningJob, members: Members, partial: PartialRecovery, announce: Callable[[Event], None]
+    ) -> None:
+        self._job, self._members, self._partial, self._announce = job, members, partial, announce
         self.number = 0
         self.resume_step, self.done = 0, job.done_at_origin
+        self.floor, self.kept = 0, False
         self.going_back: GoingBack | None = None
 
-    def begin(self) -> None:
-        """All servers stop, and say which steps they can go back to."""
+    def begin(self, keeps: bool = False) -> None:
+        """All servers stop, and say which steps they can go back to. `keeps`: nobody will have to."""
         self.number += 1
-        self.going_back = GoingBack()
-        trainers = [member.name for member in self._members.present("trainer")]  # of the new era, here already
-        self._announce(events.EraBegun(self.number, trainers))
+        self.going_back = GoingBack(keeps)
+        if not keeps:
+            trainers = [member.name for member in self._members.present("trainer")]  # of the new era, here already
+            self._announce(events.EraBegun(self.number, trainers))
         self._tell_all("server")
 
     def send_to(self, name: str) -> None:
         """Servers hear how far they go back as soon as it is known, trainers where they start once it is durable."""
         back, origin = self.going_back, self._job.origin
         if self._members.by_name[name].role == "server":
-            step, done = (self.resume_step, self.done) if back is None else (back.step, back.done)
-            self._members.send(name, messages.Era(self.number, step, origin, done))
+            if back is None:
+                where: tuple[int | None, int, bool, int] = (self.resume_step, self.done, self.kept, self.floor)
+            else:
+                where = (back.step, back.done, False, back.step or 0)
+            step, done, keeps, floor = where
+            word = messages.Era(self.number, step, origin, done, keeps, floor, self._partial.renewals)
+            self._members.send(name, word)
         elif back is None:
             self._members.send(name, messages.Resume(self.number, self.resume_step, origin, self.done))
+
+    def send_renewed(self, name: str) -> None:
+        """Trainers hear of slots that have begun anew, once these have a host."""
+        if self._partial.renewals and self.going_back is None and self._members.by_name[name].role == "trainer":
+            self._members.send(name, messages.Renewed(self.number, self._partial.renewals))
 
     def _tell_all(self, role: str) -> None:
         for member in self._members.present(role):
@@ -105,13 +123,19 @@ class Eras:
         if back is None or back.step is not None or message.era != self.number:
             return
         back.reach[message.slot] = message
-        if len(back.reach) < job.code.slots:
+        if not back.reach.keys() >= set(range(job.code.slots)) - self._partial.reading:
             return
         assert job.spec is not None
+        if back.keeps:
+            self._go_on(back)
+            return
         reach = back.reach.values()
         first, last = common_steps(reach)
         chosen = choose_step(reach, job.origin, job.spec.trainers)
         if chosen is None:
+            if self._partial.wanted:
+                job.lose("the trainers were lost, and with slots the dense snapshots")
+                return
             begin = job.done_at_origin - (job.origin or 0)
             first, last = (max(0, begin + step) for step in (first, last))
             job.stop(
@@ -123,8 +147,39 @@ class Eras:
         back.step = chosen
         kept = (done for said in reach for step, done, _ in said.snapshots if step == chosen)
         back.done = next(kept, job.done_at_origin)
+        self._partial.go_back(back.done)
         self._announce(events.GoingBack(self.number, back.done, back.done + last - chosen))
         self._tell_all("server")
+
+    def _go_on(self, back: GoingBack) -> None:
+        """All who keep their records have stopped: the others begin anew where these are, and training goes on."""
+        job, partial, before = self._job, self._partial, self.resume_step
+        first, step = common_steps(back.reach.values())
+        # what is in records of the checkpoint is not to be made again: nobody goes back to before it
+        told = [said.done - (said.applied - step) for said in back.reach.values() if said.done is not None]
+        done = max(told, default=job.done_at_origin + max(0, step - (job.origin or 0)))
+        partial.go_on(done)
+        lost = partial.portion(job.code.slots, done)
+        last = partial.renewals[-1]
+        if partial.read_from > done:
+            job.lose(f"{partial.why}; the newest checkpoint is of step {partial.read_from}, and training at {done}")
+        elif last.dense_lost and before >= step > (job.origin or 0):
+            job.lose(f"{partial.why}; and the trainers, who had been lost, have no dense snapshot to begin with")
+        elif lost > partial.most:
+            job.lose(
+                f"{partial.why}; to take these slots alone from a checkpoint would make {lost:.2%} of lost samples,"
+                f" more than {partial.most:.2%} (--most-lost-samples)"
+            )
+        else:
+            self.resume_step, self.done, self.going_back, self.kept = step, done, None, True
+            job.step = max(job.step, done)
+            self.floor = min(step, max(first, step - (done - partial.read_from)))
+            lives = [slot for slot, _, _ in last.lives]
+            self._announce(events.RecoveredPartly(lives, last.folder, last.done, done, round(lost, 6), partial.why))
+            self._tell_all("server")
+            self._tell_all("trainer")  # those that wait for their beginning; to the others it says nothing new
+            for member in self._members.present("trainer"):
+                self.send_renewed(member.name)
 
     def on_durable(self, message: messages.Durable) -> bool:
         """At a slot, the step where training goes on survives r losses.
@@ -139,6 +194,7 @@ class Eras:
         if len(back.durable) < job.code.slots:
             return False
         self.resume_step, self.done, self.going_back = back.step, back.done, None
+        self.floor, self.kept = back.step, False
         job.step = back.done
         self._announce(events.Resumable(self.number, job.step))
         self._tell_all("trainer")
@@ -149,5 +205,6 @@ class Eras:
         for one in said:
             self.number = max(self.number, one.era)
             self.resume_step, self.done = max((self.resume_step, self.done), (one.resume_step, one.done))
+            self.floor = max(self.floor, one.floor)
         if self.resume_step == 0:
             self.done = self._job.done_at_origin

@@ -87,7 +87,7 @@ class RunningJob:
                 self.origin = one.origin
 
     def lose(self, reason: str) -> None:
-        """More is lost than can be repaired: ends the job, or goes back to a checkpoint."""
+        """More is lost than can be repaired, also in part: ends the job, or goes back to a checkpoint."""
         if self._beyond == "stop":
             self.stop(reason, "data_loss")
         else:

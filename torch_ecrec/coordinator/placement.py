@@ -8,12 +8,13 @@ several of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
-from torch_ecrec.coordinator.checkpointing import Checkpointing
+from torch_ecrec.coordinator.checkpointing import Checkpointing, Restorable
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair, layouts_of
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import layout_of
@@ -62,11 +63,12 @@ class SlotTable:
         world: World,
         eras: Eras,
         checkpointing: Checkpointing,
+        partial: PartialRecovery,
         announce: Callable[[Event], None],
     ) -> None:
         self.without_spare = without_spare
         self._job, self._members, self._world, self._eras = job, members, world, eras
-        self._checkpointing, self._announce = checkpointing, announce
+        self._checkpointing, self._partial, self._announce = checkpointing, partial, announce
         self.epoch = 0
         self.slots: list[SlotPlace] = []
 
@@ -106,28 +108,76 @@ class SlotTable:
         if len(servers) < self._job.code.slots:
             return
         self.slots = [SlotPlace(servers[i], 0, True) for i in range(self._job.code.slots)]
+        self._partial.dense = set(range(len(self.slots)))
         self.new_epoch(events.Placed)
 
     def lose(self, slots: Collection[int]) -> None:
         """Slots whose host is gone: checks that the code can repair them, then finds them new hosts."""
-        if self._stop_if_lost(self._unhealthy() | set(slots)):
-            return
-        for i in slots:
-            self.slots[i] = SlotPlace(self._choose_host(), self.slots[i].incarnation + 1, False)
-        self.new_epoch(events.PlacedAnew)
-        if self._eras.going_back is not None:
-            self._eras.begin()
+        self._partial.on_lost(slots)
+        if self._partial.pending:
+            self._partial.begin(slots, "")  # what follows of that is decided for all of them
+        elif not self._stop_if_lost(self._unhealthy() | set(slots), slots):
+            for i in slots:
+                self._place_anew(i)
+            self.new_epoch(events.PlacedAnew)
+            if self._eras.going_back is not None:
+                self._eras.begin(self._eras.going_back.keeps)
+
+    def _place_anew(self, slot: int) -> None:
+        self.slots[slot] = SlotPlace(self._choose_host(), self.slots[slot].incarnation + 1, False)
 
     def _unhealthy(self) -> set[int]:
-        return {i for i, place in enumerate(self.slots) if not place.healthy}
+        return {i for i, place in enumerate(self.slots) if not place.healthy} | self._partial.pending
 
-    def _stop_if_lost(self, gone: Collection[int]) -> bool:
-        """Ends the job if the code cannot repair these slots; returns whether it did."""
+    def _stop_if_lost(self, gone: Collection[int], lost: Collection[int]) -> bool:
+        """Whether the code cannot repair these slots, `lost` the last of them: then follows what is to follow."""
         assert self._job.spec is not None
         reason = data_loss(self._job.code, self._job.spec, gone)
         if reason is not None:
-            self._job.lose(reason)
+            self._lose(lost, reason)
         return reason is not None
+
+    def _lose(self, lost: Collection[int], reason: str) -> None:
+        if self._partial.wanted and self._job.origin is not None:  # before training, there is nothing to keep
+            self._partial.begin(lost, reason)
+        else:
+            self._job.lose(reason)
+
+    def renew(self, found: Restorable | None, why: str) -> None:
+        """Slots that are lost beyond repair begin anew with their records of a checkpoint.
+
+        Args:
+            found: the newest one, and the job that it is of; None: there is none, and `why`.
+        """
+        partial, job, reason = self._partial, self._job, self._partial.reason
+        if job.fatal is not None or not partial.pending:
+            return
+        assert job.spec is not None
+        if found is not None and job.refusal(found[1]) is not None:
+            found, why = None, f"{found[0].folder} is of another job"
+        if found is None:
+            job.stop(f"{reason}; and there is no checkpoint to take their records from: {why}", "data_loss")
+            return
+        layouts, gone = layouts_of(job.code, job.spec), self._unhealthy()
+        lost = gone - partial.intact
+        anew = beyond_repair(layouts, gone, lost) or set(lost)
+        if len(anew) == len(self.slots):
+            job.lose(f"{reason}; no slot is left that could keep its records")
+            return
+        for i in sorted(partial.pending | anew):
+            self._place_anew(i)
+        survivors = {holder for slot in anew for holder in layouts[0].holders(slot)} - lost
+        for i in survivors:
+            self.slots[i] = SlotPlace(self.slots[i].server, self.slots[i].incarnation, False)
+        keepers = set(range(min(job.code.parities + 1, len(self.slots))))
+        dense_lost = not (partial.dense - anew) & keepers
+        lives = [(i, self.slots[i].incarnation, None) for i in sorted(anew)]
+        partial.renew(messages.Renewal(lives, found[0].url, found[0].folder, found[0].done, dense_lost), survivors)
+        if dense_lost:
+            partial.dense |= keepers
+        back = self._eras.going_back
+        self._eras.begin(back is None or back.keeps)
+        self.new_epoch(events.PlacedAnew)
 
     def place_waiting(self) -> None:
         """Slots that wait for a process to come get it."""
@@ -151,9 +201,19 @@ class SlotTable:
         self.slots[i] = SlotPlace(spares[0], self.slots[i].incarnation + 1, False)
         self.new_epoch(events.Moved)
 
-    def take_back(self, epoch: int, slots: list[SlotPlace]) -> None:
-        """The newest placement that members of the coordinator before know. Nobody is told yet."""
+    def take_back(self, epoch: int, slots: list[SlotPlace], kept: Mapping[tuple[int, int], bool]) -> None:
+        """The newest placement that members of the coordinator before know. Nobody is told yet.
+
+        Args:
+            kept: (slot, incarnation) that have all their records -> whether they have dense snapshots.
+        """
         self.epoch, self.slots = epoch, slots
+        lives = {i: (i, place.incarnation) for i, place in enumerate(slots)}
+        anew = {(slot, life) for one in self._partial.renewals for slot, life, _ in one.lives}
+        unhealthy = self._unhealthy()
+        self._partial.intact = {i for i in unhealthy if lives[i] in kept}
+        self._partial.reading = {i for i in unhealthy if lives[i] in anew and lives[i] not in kept}
+        self._partial.dense = {i for i in lives if i not in unhealthy or kept.get(lives[i], False)}
 
     # words of it --------------------------------------------------------------------------------
 
@@ -177,6 +237,7 @@ class SlotTable:
         if self._job.origin is not None:
             send(name, messages.Loaded(self._job.origin))
         self._checkpointing.send_to(name)
+        self._eras.send_renewed(name)
 
     # what hosts say -----------------------------------------------------------------------------
 
@@ -185,23 +246,26 @@ class SlotTable:
         place = self.slots[slot]
         return place.server == by and place.incarnation == incarnation
 
-    def on_ready(self, slot: int, incarnation: int) -> None:
-        """A slot's new host serves."""
+    def on_ready(self, slot: int, incarnation: int, at: int | None) -> None:
+        """A slot's new host serves. `at`: if it began anew, the steps of training after which it goes on."""
+        self._partial.on_ready(slot, incarnation, at)
         event = events.Rehosted if incarnation else events.Ready
         self._announce(event(slot, incarnation))
 
-    def on_rebuilt(self, slot: int, incarnation: int) -> None:
-        """All records of a slot are there again."""
+    def on_rebuilt(self, slot: int, incarnation: int, renewals: int) -> None:
+        """All records of a slot are there again, as its host said that knew of so many `renewals`."""
         place = self.slots[slot]
-        if place.healthy:
+        if place.healthy or renewals < len(self._partial.renewals):
             return
+        self._partial.on_rebuilt(slot)
         self.slots[slot] = SlotPlace(place.server, incarnation, True)
         self.new_epoch(events.Rebuilt)
         self._announce(events.SlotRebuilt(slot, incarnation))
         self.rebalance()
 
-    def on_unrecoverable(self, slot: int) -> None:
-        """A new host found that nobody has what it needs."""
-        self._stop_if_lost({slot} | self._unhealthy())
-        if self._job.fatal is None:
-            self._job.lose(f"slot {slot} is lost: no holder of its parities has caught up with it")
+    def on_unrecoverable(self, slot: int, reason: str) -> None:
+        """A new host found that nobody has what it needs; `reason`: not even a checkpoint."""
+        if slot in self._partial.reading:
+            self._job.lose(f"{self._partial.why}; the newest checkpoint cannot be read: {reason}")
+        elif not self._stop_if_lost({slot} | self._unhealthy(), {slot}) and self._job.fatal is None:
+            self._lose({slot}, f"slot {slot} is lost: no holder of its parities has caught up with it")

@@ -50,6 +50,17 @@ class Knowledge:
         return set() if furthest is None else set(furthest.world)
 
     @property
+    def renewals(self) -> list[messages.Renewal]:
+        """Slots that began anew, as who knows of most of them does."""
+        newest = max(self.said.values(), key=lambda one: (len(one.renewals), one.era), default=None)
+        return [] if newest is None else list(newest.renewals)
+
+    @property
+    def kept(self) -> dict[tuple[int, int], bool]:
+        """(slot, incarnation) of those that have all their records -> whether dense snapshots are there."""
+        return {(slot, life): dense for one in self.said.values() for slot, life, dense in one.kept}
+
+    @property
     def unsettled(self) -> bool:
         """Servers were going back, or not all know of the same era."""
         return any(one.frozen for one in self.said.values()) or len({one.era for one in self.said.values()}) > 1
@@ -65,8 +76,9 @@ class Knowledge:
         """
         placement = self.placement
         found = [] if placement is None else [SlotPlace(*place) for place in placement.slots]
-        for one in self.said.values():
-            for i, incarnation in one.whole:
+        most = len(self.renewals)
+        for one in self.said.values():  # who has not heard of the last slots that began anew may lack parity
+            for i, incarnation in one.whole if len(one.renewals) == most else ():
                 if found[i].incarnation == incarnation and found[i].server == one.name:
                     found[i] = SlotPlace(found[i].server, incarnation, True)
         lost = set()

@@ -99,6 +99,7 @@ class Router:
         self.core = Coordinator(settings, self._send, self._tell_watchers, ledger)
         self._settings, self._ledger = settings, ledger
         self._looks_back = False  # for the checkpoint that the cluster goes back to
+        self._looks_for: Coordinator | None = None  # whose lost slots are to begin anew
         self.refused = 0  # messages, since the start
         self._probe, self._announce, self._stop, self._stamp = probe, announce, stop, stamp
         self._joins_from_s = joins_from_s
@@ -184,6 +185,17 @@ class Router:
             assert self._ledger is not None  # whoever wants to go back has checkpoints written
             self._looks_back = True
             self._ledger.newest(self.core.run, self.core.restored, self._go_back)
+        elif self.core.recovers_partly and self._looks_for is not self.core:
+            assert self._ledger is not None  # likewise
+            core = self._looks_for = self.core
+            self._ledger.newest(core.run, core.restored, lambda found, why: self._renew(core, found, why), read=False)
+
+    def _renew(self, core: Coordinator, found: Restorable | None, why: str) -> None:
+        """Slots that are lost beyond repair begin anew, from that checkpoint."""
+        self._looks_for = None
+        if core is self.core:
+            core.renew(found, why)
+            self._look_beyond()
 
     def _go_back(self, found: Restorable | None, why: str) -> None:
         """To that checkpoint: everybody begins anew, as another member."""
@@ -197,7 +209,8 @@ class Router:
         settings = dataclasses.replace(self._settings, restore=(restored, found[1]))
         self.core = Coordinator(settings, self._send, self._tell_watchers, self._ledger, before)
         for name, peer in self._connections.items():
-            kind = "trainers_lost" if before.members[name].role == "trainer" else "fenced"
+            member = before.members.get(name)  # trainers that were lost are forgotten, and still there to hear it
+            kind = "trainers_lost" if member is None or member.role == "trainer" else "fenced"
             self._say(peer, messages.Fatal(kind, WENT_BACK))
         for members in (self._connections, self._names, self._addresses, self._away):
             members.clear()

@@ -8,6 +8,7 @@ from torch_ecrec.coordinator.checkpointing import Checkpointing, Ledger
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.coordinator.partial import PartialRecovery
 from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.regathering import Knowledge, Regathering
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -37,10 +38,18 @@ class ClusterState:
             settings.code, self.members, announce, settings.restore, checkpoint.beyond, checkpoint.run
         )
         self.world = World(settings.spares, settings.store, self.job, self.members, announce)
-        self.eras = Eras(self.job, self.members, announce)
+        self.partial = PartialRecovery(checkpoint.beyond == "partial", checkpoint.most_lost_samples)
+        self.eras = Eras(self.job, self.members, self.partial, announce)
         self.checkpointing = Checkpointing(checkpoint, ledger, self.job, self.members, announce)
         self.table = SlotTable(
-            settings.without_spare, self.job, self.members, self.world, self.eras, self.checkpointing, announce
+            settings.without_spare,
+            self.job,
+            self.members,
+            self.world,
+            self.eras,
+            self.checkpointing,
+            self.partial,
+            announce,
         )
         self.regathering = Regathering()
 
@@ -49,6 +58,7 @@ class ClusterState:
         self.members.follow(before.members.life)
         self.checkpointing.follow(before.checkpointing)
         self.job.run = before.job.run
+        self.partial.follow(before.partial, self.job.done_at_origin)
         self.world.generation, self.table.epoch = before.world.generation, before.table.epoch
 
     def form(self, now_s: float, even_if_complete: bool = False) -> None:
@@ -61,7 +71,7 @@ class ClusterState:
         """Every slot has a host and all its records, and the trainers train."""
         healthy = self.table.placed and all(place.healthy for place in self.table.slots)
         trains = self.job.origin is not None and self.eras.going_back is None and self.job.fatal is None
-        return healthy and trains and not self.regathering.active
+        return healthy and trains and not self.regathering.active and not self.partial.pending
 
     def learn(self, known: Knowledge) -> None:
         """Versions as the members know them. None ever becomes less: this coordinator may have given some, too."""
@@ -72,3 +82,4 @@ class ClusterState:
         self.world.learn(said)
         self.job.learn(said)
         self.eras.learn(said)
+        self.partial.renewals = known.renewals

@@ -6,7 +6,28 @@ import dataclasses
 from typing import Any
 
 import torch_ecrec
+from torch_ecrec.coordinator.partial import lost_steps
 from torch_ecrec.coordinator.state import ClusterState
+
+
+def partial_status(state: ClusterState) -> dict[str, Any] | None:
+    """What was lost for good; None where nothing was."""
+    partial, slots = state.partial, state.job.code.slots
+    if not partial.renewals:
+        return None
+    went_on = [at for one in partial.renewals for _, _, at in one.lives if at is not None]
+    done = max([state.job.step, *went_on])  # a coordinator that was started again may not have heard of any step yet
+    last = partial.renewals[-1]
+    return {
+        "exact": False,
+        "times": len(partial.renewals),
+        "lost_samples": round(partial.portion(slots, done), 6),
+        "of_steps": done,
+        "lost_steps": lost_steps(partial.renewals, slots),
+        "last": last.folder,
+        "last_step": last.done,
+        "last_slots": [slot for slot, _, _ in last.lives],
+    }
 
 
 def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
@@ -26,6 +47,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
         "step": job.step,
         "fatal": job.fatal,
         "checkpoints": state.checkpointing.status(),
+        "partial": partial_status(state),
         "tables": len(job.spec.tables) if job.spec else 0,
         "slots": [
             {"slot": i, "server": p.server, "incarnation": p.incarnation, "healthy": p.healthy}

@@ -43,7 +43,7 @@ def _newest(state: ClusterState, known: Knowledge) -> Knowledge:
 def _take_back(state: ClusterState, known: Knowledge, epoch: int, now_s: float) -> None:
     """The newest placement goes on, without those who did not come back."""
     slots, lost = known.slots()
-    state.table.take_back(epoch, slots)
+    state.table.take_back(epoch, slots, known.kept)
     job, said = state.job.spec, known.said
     strangers = any(trainer.name not in said for trainer in state.members.trainers)
     if known.unsettled or strangers or job is None or known.trainers < job.trainers:

@@ -395,6 +395,8 @@ def format_status(status: Message) -> str:
     ]
     if status["fatal"]:
         lines.append(f"STOPPED: {status['fatal']}")
+    if status.get("partial"):
+        lines.append(format_partial(status["partial"]))
     figures = slot_figures(status)
     rows = [["slot", "server", "incarnation", "state", "step", "watermark", "records", "parity", "logs", "snapshots"]]
     for place in status["slots"]:
@@ -420,6 +422,15 @@ def format_status(status: Message) -> str:
         rows.append([member["name"], member["role"], str(member["pid"]), state, silent])
     lines += ["", *table(rows)] if status["members"] else ["  no members"]
     return "\n".join(lines)
+
+
+def format_partial(partial: Message) -> str:
+    """What partial recoveries have lost, for people."""
+    slots = ", ".join(map(str, partial["last_slots"]))
+    return (
+        f"NOT EXACT: {partial['lost_samples']:.3%} of lost samples (CPR) by {partial['times']} partial recoveries;"
+        f" the last: slots {slots} took their records from checkpoint {partial['last']}, of step {partial['last_step']}"
+    )
 
 
 def _seconds(value: float | None) -> str:

@@ -48,6 +48,7 @@ class Adoption:
     def __init__(self, owner: AdoptingOwner, host: AdoptingHost, held: Holdings) -> None:
         self.owner, self.host, self.held = owner, host, held
         self.asked: list[Pending] = []
+        self.begun = False
 
     def cancel(self) -> None:
         for exchange in self.asked:
@@ -59,6 +60,7 @@ class Adoption:
         Asks again when an era begins meanwhile: all that counts for one cut is said before anybody goes back, or after.
         """
         held, reports = self.held, {}
+        self.begun = True
         self.cancel()
         holders = held.rule.holders
 

@@ -124,6 +124,12 @@ class Folds:
         for source in list(self.early):
             self.drop_early(source)
 
+    def forget(self, source: int) -> None:
+        """The records of a source begin anew: its next life attaches as to a holder that knows nothing."""
+        self.drop_early(source)
+        self.logs.pop(source, None)
+        self.held.rule.forget_source(source)
+
     def undo_after(self, source: int, cut: int) -> None:
         """Takes back what was folded of a source after `cut`: its new host applies those steps again."""
         rule, log = self.held.rule, self.logs[source]

@@ -31,7 +31,7 @@ def with_coefficient(part: tuple[np.ndarray, np.ndarray], coefficient: int) -> C
 
 
 class Missing:
-    """Which records and parities are missing. They only get fewer while the slot lives.
+    """Which records and parities are missing. They only get fewer while the slot lives, but for `lose`.
 
     Args:
         shards: of the slot, one of each slab.
@@ -40,17 +40,21 @@ class Missing:
 
     def __init__(self, shards: Sequence[Shard], whole: bool) -> None:
         self._flags: dict[tuple[int, bool], np.ndarray] = {}
+        self._shards = shards
         self.total = self.remaining = 0  # records and parities
         if not whole:
-            for slab, shard in enumerate(shards):
-                for parity, count in ((False, shard.data_rows), (True, shard.parity_rows)):
-                    self._flags[slab, parity] = np.ones(count, dtype=bool)
-                    self.total += count
+            self._count(True)
             self.remaining = self.total
+
+    def _count(self, missing: bool) -> None:
+        for slab, shard in enumerate(self._shards):
+            for parity, count in ((False, shard.data_rows), (True, shard.parity_rows)):
+                self._flags[slab, parity] = np.full(count, missing)
+                self.total += count
 
     @property
     def kinds(self) -> list[tuple[int, bool]]:
-        """(slab, whether parities) of all that was missing at first."""
+        """(slab, whether parities) of all that was ever missing."""
         return list(self._flags)
 
     @property
@@ -58,7 +62,7 @@ class Missing:
         return 1.0 if self.total == 0 else 1.0 - self.remaining / self.total
 
     def of(self, slab: int, parity: bool) -> np.ndarray:
-        """(P,) bool, whether each record (or parity) is missing; only while anything was missing from the start."""
+        """(P,) bool, whether each record (or parity) is missing; only where anything ever was."""
         return self._flags[slab, parity]
 
     def lacks(self, slab: int, parity: bool, positions_U: np.ndarray) -> bool:
@@ -72,6 +76,26 @@ class Missing:
     def on_installed(self, count: int) -> None:
         """So many are there now; `Shard.install_` has cleared their flags."""
         self.remaining -= count
+
+    @property
+    def has_all_data(self) -> bool:
+        """No data record is missing, whatever is of the parities."""
+        return not any(flags_P.any() for (_, parity), flags_P in self._flags.items() if not parity)
+
+    def find(self) -> None:
+        """All data records are there, however they came."""
+        for (_, parity), flags_P in self._flags.items():
+            if not parity:
+                self.remaining -= int(flags_P.sum())
+                flags_P[:] = False
+
+    def lose(self, slab: int, positions_U: np.ndarray) -> None:
+        """These parities, (U,) int64 without duplicates, stand for nothing any more."""
+        if not self._flags:
+            self._count(False)
+        flags_P = self._flags[slab, True]
+        self.remaining += int((~flags_P[positions_U]).sum())
+        flags_P[positions_U] = True
 
 
 class Holdings:

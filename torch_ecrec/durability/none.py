@@ -54,5 +54,9 @@ class Unprotected:
     def meet(self, slot: int, incarnation: int) -> None:
         self.held.rule.learn(slot, incarnation, self.held.log.floor)
 
+    def meet_anew(self, slot: int, incarnation: int) -> bool:
+        self.meet(slot, incarnation)
+        return False
+
     def handle(self, request: PeerRequest, reply: Reply[Answer]) -> None:
         reply(Refused(f"slot {self.held.index} keeps nothing of other slots: there is no protection"))

@@ -79,7 +79,7 @@ class Parity:
 
     def freeze(self) -> None:
         """Nothing is sent any more, and what waits for its turn will not get it: those steps may be taken back."""
-        if not self.owner.ready and not self.owner.hopeless:
+        if self.adoption.begun and not self.owner.ready and not self.owner.hopeless:
             self.adopt()
         for stream in self.streams.values():
             stream.stop()
@@ -105,6 +105,20 @@ class Parity:
             self.streams[slot].stop()
             if self.owner.ready and not self.peers.frozen:
                 self.streams[slot].attach()
+
+    def meet_anew(self, slot: int, incarnation: int) -> bool:
+        """What is kept of the slot's records before goes: with it, every parity that they are in."""
+        rule = self.held.rule
+        if slot not in rule.sources or incarnation <= rule.incarnations.get(slot, 0):
+            self.meet(slot, incarnation)
+            return False
+        self.folds.forget(slot)
+        for slab, runs in enumerate(self.folds.runs[slot]):
+            for run in runs:
+                self.held.missing.lose(slab, np.arange(run.first, run.end) + run.shift)
+        self.rebuild.begin_anew()
+        self.meet(slot, incarnation)
+        return True
 
     def handle(self, request: PeerRequest, reply: Reply[Answer]) -> None:
         match request:

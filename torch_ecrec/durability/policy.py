@@ -158,6 +158,13 @@ class Durability(Protocol):
     def meet(self, slot: int, incarnation: int) -> None:
         """Another slot has this incarnation, perhaps a new one: the one before is not listened to any more."""
 
+    def meet_anew(self, slot: int, incarnation: int) -> bool:
+        """Another slot begins anew with this incarnation, with other records than before: what is kept of them goes.
+
+        Returns:
+            Whether something is missing by that: `restore` brings it back.
+        """
+
     def handle(self, request: PeerRequest, reply: Reply[Answer]) -> None:
         """A request of another slot; `reply` is called once, now or later."""
 

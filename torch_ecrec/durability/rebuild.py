@@ -83,9 +83,9 @@ class Rebuild:
     ) -> None:
         self.owner, self.host, self.held, self.folds, self.settings = owner, host, held, folds, settings
         self.missing = held.missing
-        # (slab, parity) -> per position; it counts only where something is missing
-        self.state = {kind: np.full(len(self.missing.of(*kind)), NOBODY, dtype=np.uint8) for kind in self.missing.kinds}
-        self.portions = deque(self._portions())
+        self.state: dict[tuple[int, bool], np.ndarray] = {}  # per position; it counts only where something is missing
+        self.portions: deque[tuple[int, bool, int, int]] = deque()
+        self.begin_anew()
         self.portions_under_way = 0
         self.pausing = False
         self.unpaid_bytes = 0  # read since the last pause
@@ -105,6 +105,12 @@ class Rebuild:
                 for group in self.held.layouts[slab].group(self.held.index, False, new):
                     _Repair(self, slab, False, new[group.where], group)
         return missing
+
+    def begin_anew(self) -> None:
+        """More is missing than before: the background goes through all of it once more, when it is started."""
+        for kind in self.missing.kinds:
+            self.state.setdefault(kind, np.full(len(self.missing.of(*kind)), NOBODY, dtype=np.uint8))
+        self.portions = deque(self._portions())
 
     # repair -------------------------------------------------------------------------------------
 

@@ -179,6 +179,22 @@ class WentBeyond(Event, frozen=True, tag="went_beyond"):
     reason: str
 
 
+class RecoveredPartly(Event, frozen=True, tag="recovered_partly"):
+    """More was lost than parity can repair. NOT EXACT: these slots alone have their records of a checkpoint, and lack
+    what was trained since.
+
+    `step`: of training, that the checkpoint is of; `at`: where training goes on; `lost_samples`: CPR's portion of lost
+    samples, of the whole run until now.
+    """
+
+    slots: list[int]
+    name: str
+    step: int
+    at: int
+    lost_samples: float
+    reason: str
+
+
 class CheckpointVoid(Event, frozen=True, tag="checkpoint_void"):
     """A checkpoint came to nothing; another is tried later. `step`: of training, 0 where none was chosen yet."""
 
@@ -227,6 +243,7 @@ AnyEvent = (
     | Checkpointed
     | CheckpointVoid
     | WentBeyond
+    | RecoveredPartly
     | Fatal
     | Refused
 )

@@ -38,6 +38,7 @@ from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.processes.member import Member, exit_code_of
+from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import StoredCheckpoint, newest_of
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger, FileScribe
@@ -85,6 +86,11 @@ def _freeze() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def _log_event(event: dict[str, Any]) -> None:
+    """What is not exact any more is a warning."""
+    log.log(logging.WARNING if event["event"] == "recovered_partly" else logging.INFO, "%s", json.dumps(event))
 
 
 def _begins_with(checkpoint: CheckpointSettings, restore: str, again: bool) -> tuple[Restored, JobSpec] | None:
@@ -146,7 +152,7 @@ def run_coordinator(
         ),
         ledger=ledger,
         probe=probe,
-        announce=lambda event: log.info("%s", json.dumps(event)),
+        announce=_log_event,
         stop=lambda: server.call_later(0.2, server.close),
         stamp=lambda message: {**message, "time_s": time.time()},
         joins_from_s=time.monotonic() + JOINS_HELD_S,
@@ -225,8 +231,8 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     hosts: list[Host] = []
 
     def make(name: str, member: Member, _: CodeSpec) -> Node:
-        scribe = FileScribe(lambda action: hosts[0].run(action))
-        hosts.append(Host(name, member, settings, scribe))
+        scribe, reader = (kind(lambda action: hosts[0].run(action)) for kind in (FileScribe, FileReader))
+        hosts.append(Host(name, member, settings, scribe, reader))
         return hosts[0]
 
     member = Member(

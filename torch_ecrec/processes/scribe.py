@@ -285,9 +285,13 @@ class FileLedger:
         self._work.put(work)
 
     def newest(
-        self, run: str, began_with: messages.Restored | None, done: Callable[[Restorable | None, str], None]
+        self,
+        run: str,
+        began_with: messages.Restored | None,
+        done: Callable[[Restorable | None, str], None],
+        read: bool = True,
     ) -> None:
-        """See `Ledger`. Every file is read: one that is altered is passed over, with a word in the log."""
+        """See `Ledger`. If `read`, every file is read: one that is altered is passed over, with a word in the log."""
 
         looking = _Looking(self._settings.url, lambda found, why: self._call(functools.partial(done, found, why)))
 
@@ -296,7 +300,7 @@ class FileLedger:
             try:
                 looking.beat()
                 for catalog, manifest in self._candidates(run, began_with):
-                    why = _fault_of(catalog, manifest, looking.beat)
+                    why = _fault_of(catalog, manifest, looking.beat if read else None)
                     if not why:
                         restored = messages.Restored(catalog.url, manifest.id, manifest.done)
                         looking.end((restored, manifest.spec), "")
@@ -380,10 +384,14 @@ def _attempt(folder: str) -> tuple[str, int, int]:
     return run, int(life), int(number)
 
 
-def _fault_of(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None]) -> str:
-    """What is wrong with a checkpoint, or with what it builds on; "" if it is whole."""
+def _fault_of(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None] | None) -> str:
+    """What is wrong with a checkpoint, or with what it builds on; "" if it is whole. `on_block`: all of it is read, and
+    it is called after each block; None: nothing is read but manifests."""
     try:
-        check_rows(catalog, manifest, on_block)
+        if on_block is not None:
+            check_rows(catalog, manifest, on_block)
+        else:
+            catalog.chain(manifest)
     except CheckpointError as error:
         return str(error)
     return ""

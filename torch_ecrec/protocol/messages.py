@@ -36,6 +36,7 @@ SLOTS_MOST = 10_000
 TABLES_MOST = 100_000
 MEMBERS_MOST = 100_000
 MESSAGES_MOST = 1000
+RENEWALS_MOST = 10_000
 FIGURES_MOST = 40  # in a progress report
 TEXT_MOST = 200
 SHOWN_MOST = 200  # characters of a reason
@@ -94,6 +95,27 @@ class Restored(Struct, frozen=True, forbid_unknown_fields=True):
     times: Count = 0
 
 
+class Renewal(Struct, frozen=True, forbid_unknown_fields=True):
+    """Slots that were lost beyond repair and begin anew with their records of a checkpoint, the others as they are.
+
+    Attributes:
+        lives: (slot, incarnation, at) of each: the life that begins so, and the steps of training after which it goes
+            on (None: not known yet). What was trained from `done` to there is lost in that slot.
+        url, folder: the checkpoint.
+        done: steps of training until then.
+        dense_lost: no slot was left that kept dense snapshots.
+    """
+
+    lives: Annotated[list[tuple[Count, Version, Count | None]], Meta(max_length=SLOTS_MOST)]
+    url: Url
+    folder: Folder
+    done: Count
+    dense_lost: bool = False
+
+
+Renewals = Annotated[list[Renewal], Meta(max_length=RENEWALS_MOST)]
+
+
 class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
     """Code parameters that a process insists on."""
 
@@ -149,7 +171,10 @@ class Join(Entering, frozen=True, kw_only=True, tag="join"):
 
 
 class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
-    """A member tells a coordinator that it has not spoken to, or lost for a moment, what it knows."""
+    """A member tells a coordinator that it has not spoken to, or lost for a moment, what it knows.
+
+    `kept`: (slot, incarnation, whether dense snapshots are there) of the slots here that have all their records.
+    """
 
     name: Name
     code: CodeSpec
@@ -167,6 +192,9 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)]
     left: Ranks = []  # trainers that are done, as a trainer was told (`Left`)
     restored: Restored | None = None
+    floor: Count = 0  # of `resume_step`: see `Era`
+    renewals: Renewals = []
+    kept: Annotated[list[tuple[Count, Count, bool]], Meta(max_length=SLOTS_MOST)] = []
     run: Run
 
     @property
@@ -225,24 +253,31 @@ class OfSlot(Said, frozen=True):
 
 
 class Ready(OfSlot, frozen=True, tag="ready"):
-    pass
+    """It serves. `at`: of a slot that begins anew, the steps of training after which it goes on."""
+
+    at: Count | None = None
 
 
 class Rebuilt(OfSlot, frozen=True, tag="rebuilt"):
-    pass
+    """Nothing is missing. `renewals`: how many its host knows of; after a later one, parity may be missing again."""
+
+    renewals: Count = 0
 
 
 class Unrecoverable(OfSlot, frozen=True, tag="unrecoverable"):
-    pass
+    """Nobody has what this slot needs. `reason`: why a checkpoint could not give it, where it was to."""
+
+    reason: Text = ""
 
 
 class Reach(OfSlot, frozen=True, tag="reach"):
-    """Which steps a slot can go back to."""
+    """Which steps a slot can go back to. `done`: steps of training until `applied`; None: it does not know."""
 
     era: Count
     applied: Count
     floor: Count
     snapshots: Snapshots
+    done: Count | None = None
 
 
 class Durable(OfSlot, frozen=True, tag="durable"):
@@ -332,10 +367,22 @@ class Placed(Said, frozen=True, tag="placement"):
 
 
 class Era(Said, frozen=True, tag="era"):
+    """All servers stop (no step yet), then go on.
+
+    Attributes:
+        step: the protocol's, that they go back to. If `keeps`, nobody goes back: slots that begin anew do so there.
+        done: steps of training until then.
+        floor: a slot that begins anew is as it begins as of every step from here to `step`.
+        renewals: of all this run.
+    """
+
     era: Version
     step: Count | None
     origin: Count | None
-    done: Count  # steps of training at `step`
+    done: Count
+    keeps: bool = False
+    floor: Count = 0
+    renewals: Renewals = []
 
 
 class Resume(Said, frozen=True, tag="resume"):
@@ -343,6 +390,13 @@ class Resume(Said, frozen=True, tag="resume"):
     step: Count
     origin: Count | None
     done: Count
+
+
+class Renewed(Said, frozen=True, tag="renewed"):
+    """Some slots begin anew, and trainers go on as they are, in another era: what is not complete is sent to these."""
+
+    era: Version
+    renewals: Renewals
 
 
 class Checkpointing(Said, frozen=True, tag="checkpointing"):
@@ -420,6 +474,7 @@ FromCoordinator = (
     | Placed
     | Era
     | Resume
+    | Renewed
     | Loaded
     | Checkpointing
     | Survey

@@ -136,6 +136,11 @@ class StepRule:
         self.catch_up[source] = acknowledged
         return fresh
 
+    def forget_source(self, source: int) -> None:
+        """The records of a source begin anew: what was folded of it is of none of its steps [11]."""
+        self.folded.pop(source, None)
+        self.catch_up.pop(source, None)
+
     # incarnations -------------------------------------------------------------------------------
 
     def is_current(self, slot: int, incarnation: int) -> bool:

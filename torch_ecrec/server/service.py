@@ -17,6 +17,7 @@ from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer, Malformed, Placement, Refused
 from torch_ecrec.server.checkpoints import Scribe
+from torch_ecrec.server.renewing import CheckpointReader
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
@@ -33,11 +34,19 @@ class Host(Node):
         name, port: see `Node`.
         settings: of the process.
         scribe: writes checkpoints; None: this process writes none.
+        reader: reads them, for slots that begin anew; None: this process reads none.
     """
 
-    def __init__(self, name: str, port: Port, settings: Settings, scribe: Scribe | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        port: Port,
+        settings: Settings,
+        scribe: Scribe | None = None,
+        reader: CheckpointReader | None = None,
+    ) -> None:
         super().__init__(name, port, settings.call_timeout_s)
-        self.settings, self.scribe = settings, scribe
+        self.settings, self.scribe, self.reader = settings, scribe, reader
         self.checkpointing = messages.Checkpointing()
         self._life: int | None = None  # of the coordinator
         self.job: JobSpec | None = None
@@ -45,6 +54,8 @@ class Host(Node):
         self.frozen = False  # the trainers were lost, and where they start again is not known yet
         self.resume_step = 0  # where the era began
         self.done = 0  # steps of training until then
+        self.floor = 0  # a slot that begins anew there is the same from here on
+        self.renewals: list[messages.Renewal] = []  # of this run
         self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.code = LinearCode(1, 0)
         self.layouts: tuple[Layout, ...] = ()
@@ -59,7 +70,7 @@ class Host(Node):
         elif message["type"] == "placement":
             self.run(self._take_placement, Placement.from_json(message["placement"]))
         elif message["type"] == "era":
-            self.run(self._take_era, message["era"], message["step"], message["origin"], message["done"])
+            self.run(self._take_era, messages.from_coordinator(message))
         elif message["type"] == "loaded":
             self.origin = message["origin"]
         elif message["type"] == "rejoined":
@@ -81,6 +92,13 @@ class Host(Node):
                 resume_step=self.resume_step,
                 done=self.done,
                 origin=self.origin,
+                floor=self.floor,
+                renewals=[messages.json_of(renewal) for renewal in self.renewals],
+                kept=[
+                    [slot.index, slot.incarnation, not slot.snapshots.lacks_all]
+                    for slot in self.slots.values()
+                    if slot.ready and slot.missing.has_all_data
+                ],
                 whole=[[slot.index, slot.incarnation] for slot in self.slots.values() if slot.reported],
                 incarnations=[max(lives) for lives in zip(*known, strict=True)],
             )
@@ -91,7 +109,7 @@ class Host(Node):
     def _tell_again(self, life: int) -> None:
         """What a coordinator may have missed, or never heard. `life`: which one it is."""
         for slot in self.slots.values():
-            slot.tell_again()
+            slot.reports.again()
             slot.checkpoints.tell_again(same=life == self._life)
         self._life = life
 
@@ -113,27 +131,41 @@ class Host(Node):
         def abandon() -> None:
             for slot in self.slots.values():
                 slot.checkpoints.abandon()
+                if slot.renewing is not None:
+                    slot.renewing.cancel()
 
         self.run(abandon)
 
-    def _take_era(self, era: int, step: int | None, origin: int | None, done: int) -> None:
-        """The trainers were lost, for the `era`-th time.
-
-        Args:
-            era: how often that was.
-            step: they start again after it; None: not known yet.
-            origin: the step that training begins after; None: initial values are being loaded.
-            done: steps of training until `step`.
-        """
-        self.origin = origin  # `step` was chosen with it: before training no dense model is needed
+    def _take_era(self, word: messages.Era) -> None:
+        """The trainers were lost, or slots beyond repair: all servers stop, and later go on."""
+        era, step = word.era, word.step
+        self.origin = word.origin  # `step` was chosen with it: before training no dense model is needed
         if era > self.era:
             self.era, self.frozen = era, True
             for slot in self.slots.values():
                 slot.freeze()
+        self._learn(word.renewals)
         if era == self.era and self.frozen and step is not None:
-            self.frozen, self.resume_step, self.done = False, step, done
+            self.frozen, self.resume_step, self.done, self.floor = False, step, word.done, word.floor
             for slot in self.slots.values():
-                slot.go_back(step, done)
+                if word.keeps:
+                    slot.go_on()
+                else:
+                    slot.go_back(step, word.done)
+
+    def _learn(self, renewals: list[messages.Renewal]) -> None:
+        """Which slots have begun anew so far. Before anything else of that era is done or answered."""
+        news = renewals[len(self.renewals) :]
+        if len(renewals) >= len(self.renewals):
+            self.renewals = renewals
+        for renewal in news:
+            for slot in self.slots.values():
+                slot.on_renewal(renewal)
+
+    def _renewal_of(self, index: int, incarnation: int) -> messages.Renewal | None:
+        """What a life of a slot begins anew with; None: it does not."""
+        lives = {(slot, life): one for one in self.renewals for slot, life, _ in one.lives if life > 0}
+        return lives.get((index, incarnation))
 
     def _take_job(self, job: JobSpec, begins: int) -> None:
         if self.job is not None and self.job.digest != job.digest:
@@ -160,16 +192,19 @@ class Host(Node):
                 fresh = place.incarnation == 0
                 born = [0] * len(incarnations) if fresh else incarnations
                 slot = self.slots[index] = self._new_slot(self.job, index, place.incarnation, born, fresh)
+                for renewal in self.renewals if fresh else ():
+                    slot.on_renewal(renewal)
                 if fresh:  # the placement may come late: others were replaced meanwhile, trainers lost
                     for other, incarnation in enumerate(incarnations):
                         if other != index:
                             slot.meet(other, incarnation)
                     slot.tell("ready")
-                    slot.report_reach()
+                    slot.reports.reach()
 
     def _new_slot(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool) -> Slot:
         held = Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh)
-        return Slot(self, held, POLICIES[job.code.protection], self.settings, fresh)
+        renewal = self._renewal_of(index, incarnation)
+        return Slot(self, held, POLICIES[job.code.protection], self.settings, fresh, renewal)
 
     # from other processes -----------------------------------------------------------------------
 
@@ -232,5 +267,5 @@ class Host(Node):
     def status(self) -> dict[str, object]:
         """Figures of every slot; nothing while the host is busy, so that a heartbeat never waits for it."""
         report: dict[str, object] = {}
-        self.run_if_idle(lambda: report.update(slots=[slot.status() for slot in self.slots.values()]))
+        self.run_if_idle(lambda: report.update(slots=[slot.reports.status() for slot in self.slots.values()]))
         return report

@@ -9,6 +9,8 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     reads         what trainers read (`reads.py`)
     snapshots     parts of the dense model (`snapshots.py`)
     checkpoints   its part in checkpoints (`checkpoints.py`)
+    renewing      how it begins anew from one, if it was lost beyond repair (`renewing.py`)
+    reports       what the coordinator is told of it (`reports.py`)
 
 None of these knows the slot: each says in a port what it needs of it.
 
@@ -29,17 +31,20 @@ import numpy as np
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Peers, Policy, Reply
 from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.server.apply import Applier
 from torch_ecrec.server.checkpoints import CheckpointHost, SlotCheckpoints
 from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.server.reads import Reads
+from torch_ecrec.server.renewing import Renewing, RenewingHost
+from torch_ecrec.server.reports import Reports
 from torch_ecrec.server.snapshots import SnapshotHost, SnapshotStore
 from torch_ecrec.spec.settings import Settings
 
 
-class SlotHost(Peers, SnapshotHost, CheckpointHost, Protocol):
+class SlotHost(Peers, SnapshotHost, CheckpointHost, RenewingHost, Protocol):
     """What a slot and its parts need of the process that hosts it."""
 
     @property
@@ -60,9 +65,18 @@ class Slot:
         settings: of the process.
         fresh: true at the start of a job. False on the new host of a lost slot: it serves once `durability` knows where
             it stands.
+        renewal: of a slot that was lost beyond repair: what it begins anew with; None: it is no such one.
     """
 
-    def __init__(self, host: SlotHost, held: Holdings, policy: Policy, settings: Settings, fresh: bool) -> None:
+    def __init__(
+        self,
+        host: SlotHost,
+        held: Holdings,
+        policy: Policy,
+        settings: Settings,
+        fresh: bool,
+        renewal: Renewal | None = None,
+    ) -> None:
         self.host, self.held = host, held
         self.index, self.incarnation, self.job = held.index, held.incarnation, held.job
         self.code, self.layouts, self.shards = held.code, held.layouts, held.shards
@@ -76,12 +90,16 @@ class Slot:
         self.reported = fresh  # nothing is missing, and the coordinator knows
         self.going_back_to: int | None = None  # until that step is durable
         self.not_trained: int | None = None  # of the steps up to the last applied, as far as they are known
+        self.reports = Reports(self)
         self.snapshots = SnapshotStore(self, host, self.index, self.incarnation, self.job.trainers)
         self.durability = policy(self, host, held, settings)
         self.applier = Applier(held, self.is_missing)
         self.reads = Reads(self, held)
         self.checkpoints = SlotCheckpoints(self, host, held, self.snapshots, settings.checkpoint_memory_bytes)
-        if not fresh:
+        self.renewing = Renewing(self, host, held, renewal) if renewal is not None else None
+        if self.renewing is not None:
+            self.renewing.begin()
+        elif not fresh:
             self.durability.adopt()
 
     @property
@@ -215,19 +233,22 @@ class Slot:
         self.held.log = log
         self.rule.adopt(cut, floor)
         self.ready = True
-        self.tell("ready")
+        self.reports.ready()
         self.inbox.keep_after(cut)
         self._answer_pushes()  # those of steps up to the cut that came while this was not known
         self.durability.connect()
-        self.snapshots.copy_all()
+        if self.renewing is None or not self.renewing.renewal.dense_lost:
+            self.snapshots.copy_all()
         self.durability.restore()
         self.progress()
-        self.report_reach()
+        self.reports.reach()
+        self.check_rebuilt()
+        self.check_durable()
 
-    def give_up(self) -> None:
+    def give_up(self, reason: str = "") -> None:
         """No holder that has caught up knows this slot: more is lost than the code repairs."""
         self.hopeless = True
-        self.tell("unrecoverable")
+        self.tell("unrecoverable", reason=reason)
 
     def check_rebuilt(self) -> None:
         """Rebuilt: nothing missing, and caught up with all that the sources have acknowledged (rule 5)."""
@@ -235,13 +256,15 @@ class Slot:
             return
         if self.durability.caught_up:
             self.reported = True
-            self.tell("rebuilt")
+            self.reports.rebuilt()
 
     def die(self) -> None:
         """This incarnation has been replaced: everyone who waits is told to ask again."""
         self.ready, self.dead = False, True
         self.durability.die()
         self.checkpoints.abandon()
+        if self.renewing is not None:
+            self.renewing.cancel()
         self._refuse_all(f"slot {self.index} moved")
 
     # other slots --------------------------------------------------------------------------------
@@ -249,6 +272,17 @@ class Slot:
     def meet(self, slot: int, incarnation: int) -> None:
         """Another slot has this incarnation, perhaps a new one: the one before is not listened to any more."""
         self.durability.meet(slot, incarnation)
+
+    def on_renewal(self, renewal: Renewal) -> None:
+        """Some slots begin anew: parities that had their records are missing, until they are encoded again."""
+        lives = [(other, life) for other, life, _ in renewal.lives if other != self.index]
+        if any([self.durability.meet_anew(other, life) for other, life in lives]):
+            self.reported = False
+        if renewal.dense_lost:
+            self.snapshots.lacks_all = False
+        if self.reported:
+            self.reports.rebuilt()  # it was not forgotten what it said before
+        self.check_rebuilt()
 
     def known_incarnations(self) -> list[int]:
         """Of every slot, the life that this one listens to."""
@@ -275,13 +309,7 @@ class Slot:
         self.applier.forget()
         self._refuse_all("the trainers were lost")
         self.durability.freeze()
-        self.report_reach()
-
-    def report_reach(self) -> None:
-        """Tells the coordinator which steps this slot can go back to."""
-        if self.host.frozen and self.ready:
-            kept = [[step, *found] for step, found in self.snapshots.found().items()]
-            self.tell("reach", era=self.host.era, applied=self.rule.applied, floor=self.log.floor, snapshots=kept)
+        self.reports.reach()
 
     def go_back(self, step: int, done: int) -> None:
         """Takes back every step after `step`, here and in the parities; then makes `step` durable.
@@ -297,9 +325,17 @@ class Slot:
         self.rule.go_back(step)
         self.snapshots.go_back(step)
         self.going_back_to = step
-        self.durability.connect()
-        self.progress()
+        self.go_on()
         self.check_durable()
+
+    def go_on(self) -> None:
+        """All servers have stopped, and go on: steps flow again, and what is missing is brought back."""
+        if self.ready:
+            self.durability.connect()
+            self.durability.restore()
+        self.progress()
+        if self.renewing is not None:
+            self.renewing.proceed()
 
     def check_durable(self) -> None:
         """The step that the trainers start again after survives r losses, of records and of the dense model."""
@@ -314,38 +350,3 @@ class Slot:
     def tell(self, kind: str, **more: object) -> None:
         """Tells the coordinator something of this incarnation."""
         self.host.tell({"type": kind, "slot": self.index, "incarnation": self.incarnation, **more})
-
-    def tell_again(self) -> None:
-        """Everything the coordinator should know of this incarnation."""
-        if self.ready:
-            self.tell("ready")
-            if self.reported:
-                self.tell("rebuilt")
-            self.report_reach()
-            if not self.host.frozen and self.going_back_to is None:
-                self.tell("durable", era=self.host.era)
-        elif self.hopeless:
-            self.give_up()
-
-    def _trained(self, step: int) -> int:
-        """Steps of training up to a step near the last applied; one that loads, in between, counts as one, too."""
-        others = self.host.origin if self.not_trained is None else self.not_trained
-        return 0 if others is None else max(0, step - others)
-
-    def status(self) -> dict[str, object]:
-        """Figures for `torch-ecrec status`."""
-        rule = self.rule
-        return {
-            "slot": self.index,
-            "incarnation": self.incarnation,
-            "ready": self.ready,
-            "step": self._trained(rule.applied),
-            "acknowledged": self._trained(rule.acknowledged),
-            "watermark": self._trained(rule.watermark),
-            "rebuilt": self.missing.done_fraction,
-            "record_bytes": sum(shard.data_bytes for shard in self.shards),
-            "parity_bytes": sum(shard.parity_bytes for shard in self.shards),
-            "log_bytes": self.log.bytes + self.durability.log_bytes,
-            "snapshot_bytes": self.snapshots.bytes,
-            "checkpoint_bytes": self.checkpoints.kept_bytes,
-        }

@@ -20,7 +20,7 @@ WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no sp
 TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and servers
 CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
-Beyond = Literal["stop", "checkpoint"]  # what follows when more is lost than can be repaired
+Beyond = Literal["stop", "checkpoint", "partial"]  # what follows when more is lost than can be repaired
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
 

@@ -15,13 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from torch_ecrec.coordinator.checkpointing import Finished, Restorable, run_of
+from torch_ecrec.coordinator.partial import layouts_of
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
+from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.server.checkpoints import Scribe
+from torch_ecrec.server.renewing import CheckpointReader
 from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.transport.local import VirtualClock
 from torch_ecrec.transport.node import Node
@@ -61,6 +65,10 @@ class Shelf:
         """Of a server, which writes as long as it lives."""
         return _VirtualScribe(self, host, alive)
 
+    def reader(self, host: Node, alive: Callable[[], bool]) -> CheckpointReader:
+        """Of a server, which reads as long as it lives."""
+        return _VirtualReader(self, host, alive)
+
     def later(self, span_s: tuple[float, float], what: str, action: Callable[[str], None]) -> None:
         """One write: a moment later, with the reason if it failed."""
 
@@ -88,7 +96,11 @@ class Shelf:
             del self.parts[key]
 
     def newest(
-        self, run: str, began_with: messages.Restored | None, done: Callable[[Restorable | None, str], None]
+        self,
+        run: str,
+        began_with: messages.Restored | None,
+        done: Callable[[Restorable | None, str], None],
+        read: bool = True,
     ) -> None:
         """See `Ledger`."""
 
@@ -124,6 +136,43 @@ class Shelf:
         if not finished.base:
             return [finished]
         return [*self._chain(self.find(finished.base)), finished]
+
+
+class _VirtualReader:
+    def __init__(self, shelf: Shelf, host: Node, alive: Callable[[], bool]) -> None:
+        self._shelf, self._host, self._alive = shelf, host, alive
+
+    def read(
+        self,
+        renewal: messages.Renewal,
+        job: JobSpec,
+        slot: int,
+        take: Callable[[int, Positions, Bytes], None],
+        done: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> _VirtualWriting:
+        """See `CheckpointReader`. A slab at a time."""
+        reading = _VirtualWriting()
+        records = self._shelf.records(job, self._shelf.find(renewal.folder))
+        slabs = list(enumerate(layouts_of(job.code, job)))
+
+        def go_on(reason: str) -> None:
+            if self._alive() and not reading.cancelled:
+                self._host.run(go_on_inside, reason)
+
+        def go_on_inside(reason: str) -> None:
+            if reason:
+                failed(reason)
+            elif not slabs:
+                done()
+            else:
+                slab, layout = slabs.pop()
+                positions_N = np.arange(layout.data_rows(slot))[::-1].copy()
+                take(slab, positions_N, records[slab].numpy()[layout.row_at(slot, positions_N)])
+                self._shelf.later(WRITE_S, f"read of slot {slot}", go_on)
+
+        self._shelf.later(WRITE_S, f"first read of slot {slot}", go_on)
+        return reading
 
 
 class _VirtualScribe:

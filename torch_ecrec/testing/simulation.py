@@ -134,6 +134,7 @@ class SimulatedCluster:
         port = self.network.port(name, lambda message: self.plane.tell(process, message))
         if process.role == "server":
             host = self.hosts[name] = Host(name, port, self.settings)
+            host.reader = self.shelf.reader(host, lambda: name not in self.network.dead)
             host.scribe = self.shelf.scribe(host, lambda: name not in self.network.dead)
             self.network.handlers[name] = host.handle
             return

@@ -1,0 +1,219 @@
+"""Runs in which more is lost than parity repairs, with `--beyond partial`, and an oracle of what must come of them.
+
+The oracle replays every push on whole tables, step by step, with the optimizers alone: no slots, no parities. A slot's
+records are those of the checkpoint that it began anew with last, and every step since then; else the initial values and
+every step. Pushes that trainers made again, after they were lost, count as they were last.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from virtual_trainers import Kill, OnShelf, Told, Trainers, TurnsSession
+
+from torch_ecrec.client.client import Client
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.coordinator.partial import layouts_of
+from torch_ecrec.records import merge
+from torch_ecrec.records.shard import Shard
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.settings import Settings
+from torch_ecrec.testing.membership import VirtualConnection, VirtualProcess
+from torch_ecrec.testing.scenario import small_tables
+
+STEPS, TRAINERS = 12, 2
+JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)
+WINDOW = Settings().window_steps
+
+
+def script(rank: int, session: TurnsSession) -> None:
+    """Its gradients, and its dense number, depend on all that it has looked up."""
+    dense, first = torch.zeros(1, dtype=torch.float64), 1
+    if session.restarted:
+        done, parts = session.resume()
+        first = done + 1
+        if parts:
+            payload, header = parts[rank]
+            assert header == [done]
+            dense = payload.clone().view(torch.float64)
+    session.loaded()
+    for step in range(first, STEPS + 1):
+        rng = np.random.default_rng([step, rank])
+        rows = [torch.from_numpy(np.flatnonzero(rng.random(slab.rows) < 0.4)) for slab in session.job.slabs]
+        weights = [torch.cat(parts) for parts in session.lookup_parts(rows)]
+        session.cluster.read[step, rank] = [*zip(rows, [w.clone() for w in weights], strict=True)]  # type: ignore[attr-defined]
+        dense = dense * 0.5 + sum(float(part.double().sum()) for part in weights)
+        session.push(rows, [torch.sin(part * 3 + step + dense).float() for part in weights], [0.1] * len(rows))
+        session.snapshot(dense.view(torch.uint8).clone(), [step])
+    session.flush()
+
+
+class LatestTold(Told):
+    """What is told again counts as it was told last: slots that began anew may hold something else by then."""
+
+    def push(self, key: tuple[int, int], told: Any) -> None:
+        self.again += key in self.pushes
+        self.pushes[key] = told
+
+
+class Partial(Trainers):
+    """Trainers of a cluster with `--beyond partial`."""
+
+    def __init__(self, most: float = 1.0, at_control: dict[int, Kill] | None = None, **more: Any) -> None:
+        self.at_control = dict(at_control or {})  # message of the control channel -> who is lost then
+        self.marks: dict[str, tuple[int, int]] = {}  # when things were, in messages: data, control
+        again: dict[str, Any] = {"policy": "consecutive", "again_s": (0.01,), "most_lost_samples": most}
+        settings = CheckpointSettings("memory://shelf", every_steps=3, beyond="partial", **again)
+        self.read: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        super().__init__(JOB, script, checkpoint=settings, reborn=True, **more)
+        self.told = LatestTold()
+        self._tick()
+
+    def _tick(self) -> None:
+        if self.plane.lives:
+            self.plane.router.on_tick(self.network.clock.now_s)
+        self.network.clock.later(0.02, self._tick)
+
+    def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
+        restored = process.restored
+        checkpoint = None if restored is None else OnShelf(self.shelf, JOB, self.shelf.find(restored.folder))
+        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, checkpoint)
+
+    def on_sent(self, number: int, connection: VirtualConnection) -> None:
+        if number in self.at_control:
+            self.kills_to_come.insert(0, self.at_control.pop(number))
+
+    def _kill(self, kill: Kill) -> bool:
+        """`beyond`: the hosts of the first slots, together, once a checkpoint counts; `any`: of one, come what may."""
+        if kill.who not in ("beyond", "any"):
+            return super()._kill(kill)
+        if not self.plane.lives or not self.coordinator.slots:
+            return False
+        if kill.who == "beyond":
+            servers = {place.server for place in self.coordinator.slots[: kill.which]}
+            if not self.shelf.counts or len(servers - self.network.dead) < kill.which or not self.whole():
+                return False
+        else:
+            servers = {self.coordinator.slots[kill.which].server}
+        for server in servers - self.network.dead - {""}:
+            self.network.kill(server)
+        if kill.who == "beyond":
+            self.marks["lost"] = self.now
+        return True
+
+    def _idle(self) -> bool:
+        if "lost" in self.marks and "whole" not in self.marks and self.events_of("recovered_partly") and self.whole():
+            self.marks["whole"] = self.now
+        return super()._idle()
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """How many messages were sent: of the data plane, of the control channel."""
+        return len(self.network.sent), self.plane.sent
+
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.run.events if event["event"] == kind]
+
+
+def replay(records: list[np.ndarray], pushes: dict[tuple[int, int], Any], after: int, through: int) -> list[np.ndarray]:
+    """Whole tables, (R, B) uint8 of each slab, after some steps more."""
+    shards = []
+    for slab, records_RB in zip(JOB.slabs, records, strict=True):
+        shard = Shard(slab.schema, slab.rows, 0)
+        shard.scatter_(np.arange(slab.rows), records_RB)
+        shards.append(shard)
+    for step in range(after + 1, through + 1):
+        for s, (slab, shard) in enumerate(zip(JOB.slabs, shards, strict=True)):
+            parts = []
+            for trainer in range(TRAINERS):
+                rows, gradients, _ = pushes[step, trainer]
+                order = rows[s].argsort()
+                parts.append((rows[s][order].numpy(), gradients[s][order].numpy()))
+            spec = slab.optimizer
+            shard.apply_(spec.optimizer, merge.merge(parts), 0.1, step, dict(spec.fixed))
+    return [shard.gather(np.arange(slab.rows)) for slab, shard in zip(JOB.slabs, shards, strict=True)]
+
+
+@functools.cache
+def initial() -> tuple[np.ndarray, ...]:
+    """Of each slab (R, B) uint8."""
+    return tuple(slab.initial(JOB.seed).of(np.arange(slab.rows)) for slab in JOB.slabs)
+
+
+class Oracle:
+    """What the tables of a run must hold, worked out from its pushes and from which slots began anew with what."""
+
+    def __init__(self, run: Partial) -> None:
+        self.run, self.pushes = run, run.told.pushes
+        self.layouts = layouts_of(run.scenario.code, JOB)
+        self.renewals = run.coordinator._state.partial.renewals
+
+    def began(self, slot: int) -> tuple[int, list[np.ndarray]]:
+        """Since which step a slot has had every one, and the tables then."""
+        last = [(one.folder, at) for one in self.renewals for s, life, at in one.lives if s == slot and life and at]
+        restored, shelf = self.run.coordinator.restored, self.run.shelf
+        if restored is not None:
+            last.insert(0, (restored.folder, restored.done))
+        if not last:
+            return 0, list(initial())
+        return last[-1][1], [records.numpy() for records in shelf.records(JOB, shelf.find(last[-1][0]))]
+
+    def tables(self, through: int) -> list[np.ndarray]:
+        """(R, B) uint8 of each slab after a step; rows of slots that began later are as they began."""
+        found = [records_RB.copy() for records_RB in initial()]
+        for slot in range(self.run.scenario.code.slots):
+            at, records = self.began(slot)
+            after = replay(records, self.pushes, at, through)
+            for slab, layout in enumerate(self.layouts):
+                mine = layout.row_at(slot, np.arange(layout.data_rows(slot)))
+                found[slab][mine] = after[slab][mine]
+        return found
+
+    def lost_samples(self, done: int) -> float:
+        """CPR's portion: each slot that began anew lacks the steps between its checkpoint and where it went on."""
+        lacks = 0
+        for slot in range(self.run.scenario.code.slots):
+            missing: set[int] = set()
+            history: list[tuple[int, set[int]]] = [(0, set())]
+            for one in self.renewals:
+                for s, _, at in one.lives:
+                    if s == slot and at is not None:
+                        before = [then for since, then in history if since <= one.done][-1]
+                        missing = before | set(range(one.done + 1, at + 1))
+                        history.append((at, missing))
+            lacks += len(missing)
+        return lacks / (self.run.scenario.code.slots * done)
+
+
+def check(run: Partial) -> None:
+    """After a run: records, lookups and the portion of lost samples are what the oracle says (`go` checks parities)."""
+    oracle = Oracle(run)
+    for slab, right_RB in enumerate(oracle.tables(STEPS)):
+        mine_RB = run.run.records[slab].numpy().view(np.uint8)
+        wrong = np.flatnonzero((mine_RB != right_RB).any(axis=1))
+        slots = oracle.layouts[slab].locate(wrong)[0]
+        assert not len(wrong), f"slab {slab}: rows {wrong} of slots {slots} differ; {oracle.renewals}"
+    _check_reads(run, oracle)
+    status = run.coordinator.status(run.network.clock.now_s)["partial"]
+    if oracle.renewals:
+        went_on = max(at or 0 for one in oracle.renewals for _, _, at in one.lives)
+        assert went_on <= status["of_steps"] <= STEPS
+        assert abs(status["lost_samples"] - oracle.lost_samples(status["of_steps"])) < 1e-6
+        assert status["exact"] is False
+
+
+def _check_reads(run: Partial, oracle: Oracle) -> None:
+    """Every trainer has read one state: of each row the oracle's, but for what was under way when slots were lost."""
+    began = [oracle.began(slot)[0] for slot in range(run.scenario.code.slots)]
+    for step in range(1, STEPS + 1):
+        tables = oracle.tables(step - 1)
+        for trainer in range(TRAINERS):
+            for slab, (rows, weights) in enumerate(run.read[step, trainer]):
+                right = tables[slab].view(np.float32)[rows.numpy(), : weights.shape[1]]
+                slots = oracle.layouts[slab].locate(rows.numpy())[0]
+                known = np.array([began[slot] == 0 or step > began[slot] + WINDOW + 1 for slot in slots], bool)
+                same = (right.view(np.int32) == weights.numpy().view(np.int32)).all(axis=1)
+                assert same[known].all(), f"(step, trainer) {step, trainer}: slab {slab}, rows {rows[~same & known]}"

@@ -1,0 +1,182 @@
+"""Partial recovery: more is lost than parity repairs, and only those slots go back to a checkpoint.
+
+    pending    a checkpoint is looked for; what else is lost meanwhile is lost beyond repair, too, if it is
+    reading    slots that begin anew with their records of it
+    intact     slots with all their records whose parities are not whole yet: they survive, but protect nobody
+
+After K. Maeng et al., "CPR: Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation with
+Partial Recovery" (MLSys 2021). It is not exact: what was trained since the checkpoint is lost in those slots. How much
+that is, CPR's portion of lost samples (section 4.1) says: samples whose updates are lost, weighted by the share of the
+slots that lost them. Samples are counted in steps here.
+
+    4 slots; step 100: one is lost, the checkpoint is of step 80    portion = (100 - 80) / 4 / 100 = 5 %
+
+Pure: what begins, and when, is for `SlotTable` and `Eras` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from torch_ecrec.layout import repair
+from torch_ecrec.layout.stripes import Layout, layout_of
+from torch_ecrec.protocol.messages import Renewal
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+
+
+def layouts_of(code: CodeSpec, job: JobSpec) -> list[Layout]:
+    """Of each slab."""
+    return [layout_of(code.slots, code.k, code.parities, slab.rows) for slab in job.slabs]
+
+
+def beyond_repair(layouts: Iterable[Layout], gone: Collection[int], lost: Collection[int]) -> set[int]:
+    """Which lost slots begin anew.
+
+    Args:
+        gone: slots that cannot help to repair others.
+        lost: those of them without their records.
+
+    Returns:
+        Those with a row in a stripe that the code cannot repair; and those that share a stripe with one of these, whose
+        parities will say nothing of them.
+    """
+    found: set[int] = set()
+    shared: list[set[int]] = []
+    for layout in layouts:
+        members = [{int(slot) for slot in of_base} for of_base in layout.member_slot]
+        shared += members
+        for base in repair.unrecoverable_bases(layout, gone):
+            data = [int(slot) for slot in layout.member_slot[base, : layout.k]]
+            rows = [slot for j, slot in enumerate(data) if layout.exists(base, j, [0])[0]]
+            found.update(slot for slot in rows if slot in lost)
+    while True:
+        more = {slot for of_base in shared if of_base & found for slot in of_base if slot in lost} - found
+        if not more:
+            return found
+        found |= more
+
+
+def lost_steps(renewals: Sequence[Renewal], slots: int) -> list[int]:
+    """Of each slot, how many steps of training its records lack.
+
+    A step that a slot lacks counts once, also if the slot was lost again before the next checkpoint; what a checkpoint
+    lacks, a slot that begins with it lacks, too.
+    """
+    lacks: list[list[tuple[int, int]]] = [[(0, 0)] for _ in range(slots)]  # (from which step on, how many)
+    for renewal in renewals:
+        for slot, _, at in renewal.lives:
+            if at is not None:
+                then = [many for since, many in lacks[slot] if since <= renewal.done][-1]
+                lacks[slot].append((at, then + max(0, at - renewal.done)))
+    return [history[-1][1] for history in lacks]
+
+
+def portion(renewals: Sequence[Renewal], slots: int, done: int) -> float:
+    """The portion of lost samples, of all until now. `done`: steps of training."""
+    return sum(lost_steps(renewals, slots)) / slots / done if done else 0.0
+
+
+def trimmed(renewals: Sequence[Renewal], done: int) -> list[Renewal]:
+    """Training went back: steps after `done` are made again, and count in every slot that is there."""
+
+    def earlier(at: int | None) -> int | None:
+        return None if at is None else min(at, done)
+
+    lives = [[(slot, life, earlier(at)) for slot, life, at in one.lives] for one in renewals]
+    return [msgspec.structs.replace(one, lives=its) for one, its in zip(renewals, lives, strict=True)]
+
+
+@dataclass
+class PartialRecovery:
+    """What the coordinator knows of it.
+
+    Attributes:
+        wanted: it is what follows when more is lost than can be repaired.
+        most: the portion of lost samples beyond which all go back to the checkpoint.
+        renewals: all of this run.
+        pending: slots that were lost since more was lost than can be repaired; a checkpoint is looked for.
+        reason: why, for people.
+        reading: slots that begin anew and do not serve yet.
+        intact: slots that are not healthy and have all their records.
+        dense: slots that have the dense snapshots that they should have.
+        why: the reason of the last one.
+    """
+
+    wanted: bool = False
+    most: float = 1.0
+    renewals: list[Renewal] = field(default_factory=list)
+    pending: set[int] = field(default_factory=set)
+    reason: str = ""
+    reading: set[int] = field(default_factory=set)
+    intact: set[int] = field(default_factory=set)
+    dense: set[int] = field(default_factory=set)
+    why: str = ""
+
+    def on_lost(self, slots: Collection[int]) -> None:
+        """Their hosts are gone."""
+        for known in (self.reading, self.intact, self.dense):
+            known.difference_update(slots)
+
+    def begin(self, lost: Collection[int], reason: str) -> None:
+        """These are lost beyond repair, perhaps with others that were lost before."""
+        self.pending |= set(lost)
+        self.reason = self.reason or reason
+
+    def renew(self, renewal: Renewal, survivors: Collection[int]) -> None:
+        """Slots begin anew. `survivors`: those that keep their records, and lose parities by that."""
+        self.renewals.append(renewal)
+        slots = {slot for slot, _, _ in renewal.lives}
+        self.pending, self.reason, self.why = set(), "", self.reason
+        self.reading |= slots
+        self.intact = (self.intact | set(survivors)) - slots
+        self.dense -= slots
+
+    def on_ready(self, slot: int, incarnation: int, at: int | None) -> None:
+        """A slot serves."""
+        if slot not in self.reading:
+            return
+        self.reading.discard(slot)
+        self.intact.add(slot)
+        self._go_on({(slot, incarnation)}, at)
+
+    def on_rebuilt(self, slot: int) -> None:
+        """Nothing of it is missing."""
+        self.intact.discard(slot)
+        self.dense.add(slot)
+
+    def go_on(self, at: int) -> None:
+        """It is known where those that read will begin. `at`: steps of training."""
+        self._go_on({(s, life) for one in self.renewals for s, life, _ in one.lives if s in self.reading}, at)
+
+    def _go_on(self, lives: Collection[tuple[int, int]], at: int | None) -> None:
+        self.renewals = [
+            msgspec.structs.replace(
+                one, lives=[(s, life, at if (s, life) in lives else was) for s, life, was in one.lives]
+            )
+            for one in self.renewals
+        ]
+
+    def go_back(self, done: int) -> None:
+        """Training goes on after so many steps of it, which is earlier than it was."""
+        self.renewals = trimmed(self.renewals, done)
+        self.go_on(done)
+
+    def follow(self, before: PartialRecovery, done: int) -> None:
+        """Takes over from a cluster that went back to a checkpoint: what that lacks is lacking."""
+        kept = [[(slot, 0, at) for slot, _, at in one.lives if at and at <= done] for one in before.renewals]
+        self.renewals = [
+            msgspec.structs.replace(one, lives=lives) for one, lives in zip(before.renewals, kept, strict=True) if lives
+        ]
+
+    def portion(self, slots: int, done: int) -> float:
+        """The portion of lost samples, of so many slots, after so many steps of training."""
+        return portion(self.renewals, slots, done)
+
+    @property
+    def read_from(self) -> int:
+        """Steps of training that the slots which read will have, at most."""
+        reading = [one.done for one in self.renewals for slot, _, _ in one.lives if slot in self.reading]
+        return max(reading, default=0)

@@ -1,0 +1,126 @@
+"""Who reads, in a server, a slot's records of a checkpoint, for one that begins anew (`server/renewing.py`)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.layout.stripes import layout_of
+from torch_ecrec.protocol.messages import Renewal
+from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.restoring import records_of, require_same_model
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[Callable[[], None]], None]  # `Node.run`
+Calls = tuple[Run, Callable[[int, Positions, Bytes], None], Callable[[], None], Callable[[str], None]]
+
+
+class FileReader:
+    """Reads slots' records, each on a thread of its own; a `CheckpointReader`.
+
+    Args:
+        run: of the node that hosts them.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def read(
+        self,
+        renewal: Renewal,
+        job: JobSpec,
+        slot: int,
+        take: Callable[[int, Positions, Bytes], None],
+        done: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> FileReading:
+        """See `CheckpointReader`."""
+        reading = FileReading(self._run, take, done, failed)
+        work = (renewal, job, slot, reading)
+        threading.Thread(target=_work, args=work, name=f"slot {slot} of a checkpoint", daemon=True).start()
+        return reading
+
+
+class FileReading:
+    """A slot's records on their way. Until it is cancelled, all that its thread has of the slot."""
+
+    def __init__(
+        self,
+        run: Run,
+        take: Callable[[int, Positions, Bytes], None],
+        done: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._calls: Calls | None = (run, take, done, failed)
+
+    @property
+    def cancelled(self) -> bool:
+        return self._calls is None
+
+    def cancel(self) -> None:
+        """Nobody wants them any more; inside `Node.run`."""
+        self._calls = None
+
+    def take(self, slab: int, positions_N: Positions, records_NB: Bytes) -> None:
+        """Gives some to the slot."""
+        if (calls := self._calls) is not None:
+            calls[0](lambda: None if self.cancelled else calls[1](slab, positions_N, records_NB))
+
+    def finish(self) -> None:
+        """All were given."""
+        if (calls := self._calls) is not None:
+            calls[0](lambda: None if self.cancelled else calls[2]())
+
+    def fail(self, reason: str) -> None:
+        """They cannot be had."""
+        if (calls := self._calls) is not None:
+            calls[0](lambda: None if self.cancelled else calls[3](reason))
+
+
+def _work(renewal: Renewal, job: JobSpec, slot: int, reading: FileReading) -> None:
+    try:
+        for slab, positions_N, records_NB in slot_records(renewal, job, slot):
+            if reading.cancelled:
+                return
+            reading.take(slab, positions_N, records_NB)
+    except CheckpointError as error:
+        reading.fail(str(error))
+    except Exception as error:  # this thread has no caller: whatever it is, the slot cannot begin so
+        log.exception("slot %d of checkpoint %s", slot, renewal.folder)
+        reading.fail(repr(error))
+    else:
+        reading.finish()
+
+
+def slot_records(renewal: Renewal, job: JobSpec, slot: int) -> Iterator[tuple[int, Positions, Bytes]]:
+    """A slot's records of a checkpoint: slab, positions (N,) int64, records (N, B) uint8.
+
+    Where all that it builds on was written by a cluster of the same layout, the slot's own parts are read, else all.
+
+    Raises:
+        CheckpointError: it is not there, is altered, or of another job.
+    """
+    catalog = Catalog(renewal.url)
+    manifest = catalog.read(renewal.folder)
+    require_same_model(manifest, job)
+    layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
+    alike = all(_layout(one.spec.code) == _layout(job.code) for one in catalog.chain(manifest))
+
+    def mine(slab: int, rows_N: Positions) -> NDArray[np.bool_]:
+        of_slot: NDArray[np.bool_] = layouts[slab].locate(rows_N)[0] == slot
+        return of_slot
+
+    for slab, rows_N, records_NB in records_of(catalog, manifest, mine=mine, slots=[slot] if alike else None):
+        yield slab, layouts[slab].locate(rows_N)[1], records_NB
+
+
+def _layout(code: CodeSpec) -> tuple[int, int, int]:
+    return code.slots, code.k, code.parities

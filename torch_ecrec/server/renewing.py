@@ -1,0 +1,165 @@
+"""A slot that was lost beyond repair begins anew: with its records of a checkpoint, at the step where the others are.
+
+    reading    the host's reader gives its records, in any order
+    waiting    all are there; servers have stopped (`Host.frozen`), and it is not known yet where they go on
+    ready      applied = that step; its log says that nothing has changed since `floor`, so that it can show itself as
+               of each step from there on, and go back to it; its parities are encoded anew from what the others hold
+
+What was trained between the checkpoint and that step is lost in its records, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.protocol.messages import TEXT_MOST, Renewal
+from torch_ecrec.records.delta_log import DeltaLog
+from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.spec.job import JobSpec
+
+
+class Reading(Protocol):
+    """Records on their way."""
+
+    def cancel(self) -> None:
+        """Nobody wants them any more; nothing is said after it."""
+
+
+class CheckpointReader(Protocol):
+    """Reads checkpoints, beside the protocol: what it is given to call, it calls inside `Node.run`."""
+
+    def read(
+        self,
+        renewal: Renewal,
+        job: JobSpec,
+        slot: int,
+        take: Callable[[int, Positions, Bytes], None],
+        done: Callable[[], None],
+        failed: Callable[[str], None],
+    ) -> Reading:
+        """Begins to read one slot's records.
+
+        Args:
+            renewal: of which checkpoint.
+            job: whose layout says which records are the slot's.
+            slot: whose.
+            take: gets slab, positions (N,) int64, records (N, B) uint8; each record once.
+            done: called once all were given.
+            failed: gets the reason, for people, in place of `done`.
+        """
+
+
+class RenewingHost(Protocol):
+    """What this needs of the process that hosts the slot."""
+
+    @property
+    def frozen(self) -> bool:
+        """All servers have stopped, and where they go on is not known yet."""
+
+    @property
+    def resume_step(self) -> int:
+        """Where they went on, last: a step of the protocol."""
+
+    @property
+    def done(self) -> int:
+        """Steps of training until then."""
+
+    @property
+    def floor(self) -> int:
+        """A slot that begins anew there can be gone back with to here."""
+
+    @property
+    def reader(self) -> CheckpointReader | None:
+        """None: this process reads no checkpoints."""
+
+    @property
+    def renewals(self) -> list[Renewal]:
+        """All of this run."""
+
+
+class RenewedSlot(Protocol):
+    """What this needs of its slot."""
+
+    @property
+    def ready(self) -> bool:
+        """It serves."""
+
+    @property
+    def dead(self) -> bool:
+        """This life has been replaced."""
+
+    not_trained: int | None
+    going_back_to: int | None
+
+    def become_ready(self, cut: int, floor: int, log: DeltaLog) -> None:
+        """The slot goes on after step `cut`; its log holds the steps `floor + 1 .. cut`."""
+
+    def give_up(self, reason: str = "") -> None:
+        """It cannot."""
+
+
+class Renewing:
+    """Of one life of a slot.
+
+    Attributes:
+        at: steps of training after which it went on; None: it does not yet.
+        failed: why it never will, "" if it may.
+    """
+
+    def __init__(self, slot: RenewedSlot, host: RenewingHost, held: Holdings, renewal: Renewal) -> None:
+        self._slot, self._host, self._held, self.renewal = slot, host, held, renewal
+        self._reading: Reading | None = None
+        self._read = False
+        self._count = 0
+        self.at: int | None = None
+        self.failed = ""
+
+    def begin(self) -> None:
+        """Asks for the slot's records."""
+        held, reader = self._held, self._host.reader
+        if reader is None:
+            self._on_failed("this process reads no checkpoints")
+        else:
+            take, read, failed = self._take, self._on_read, self._on_failed
+            self._reading = reader.read(self.renewal, held.job, held.index, take, read, failed)
+
+    def cancel(self) -> None:
+        """This life of the slot is over."""
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def _take(self, slab: int, positions_N: Positions, records_NB: Bytes) -> None:
+        self._held.shards[slab].scatter_(positions_N, records_NB)
+        self._count += len(positions_N)
+
+    def _on_read(self) -> None:
+        wanted = sum(shard.data_rows for shard in self._held.shards)
+        if self._count != wanted:
+            self._on_failed(f"{self.renewal.folder} has {self._count} records of slot {self._held.index}, not {wanted}")
+            return
+        self._read = True
+        self.proceed()
+
+    def _on_failed(self, reason: str) -> None:
+        if not self._read:
+            self.failed = reason[:TEXT_MOST]
+            self._slot.give_up(self.failed)
+
+    def proceed(self) -> None:
+        """Goes on with the others as soon as all is read and it is known where."""
+        host, held = self._host, self._held
+        if not self._read or self._slot.ready or self._slot.dead or host.frozen:
+            return
+        cut, floor = host.resume_step, host.floor
+        log = DeltaLog(len(held.shards), floor=floor)
+        for step in range(floor + 1, cut + 1):
+            nothing = [np.empty((0, shard.schema.nbytes), np.uint8) for shard in held.shards]
+            log.append(step, [np.empty(0, np.int64) for _ in held.shards], nothing)
+        held.missing.find()
+        self.at, self._slot.not_trained = host.done, cut - host.done
+        self._slot.going_back_to = cut  # if the others went back there, they wait until that is durable here, too
+        self._slot.become_ready(cut, floor, log)

@@ -1,0 +1,70 @@
+"""What the coordinator is told of a slot: words that it may have missed are said again, and figures for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_ecrec.server.slot import Slot
+
+
+class Reports:
+    """Of one life of a slot; reads it, and changes nothing."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    def ready(self) -> None:
+        """It serves."""
+        renewing = self._slot.renewing
+        self._slot.tell("ready", at=None if renewing is None else renewing.at)
+
+    def rebuilt(self) -> None:
+        """Nothing is missing, as far as this host knows of slots that began anew."""
+        self._slot.tell("rebuilt", renewals=len(self._slot.host.renewals))
+
+    def reach(self) -> None:
+        """Which steps it can go back to, if that is asked for."""
+        slot = self._slot
+        if slot.host.frozen and slot.ready:
+            kept = [[step, *found] for step, found in slot.snapshots.found().items()]
+            applied, floor = slot.rule.applied, slot.log.floor
+            done = None if slot.not_trained is None else applied - slot.not_trained
+            slot.tell("reach", era=slot.host.era, applied=applied, floor=floor, snapshots=kept, done=done)
+
+    def again(self) -> None:
+        """Everything the coordinator should know of this incarnation."""
+        slot = self._slot
+        if slot.ready:
+            self.ready()
+            if slot.reported:
+                self.rebuilt()
+            self.reach()
+            if not slot.host.frozen and slot.going_back_to is None:
+                slot.tell("durable", era=slot.host.era)
+        elif slot.hopeless:
+            slot.give_up(slot.renewing.failed if slot.renewing is not None else "")
+
+    def _trained(self, step: int) -> int:
+        """Steps of training up to a step near the last applied; one that loads, in between, counts as one, too."""
+        slot = self._slot
+        others = slot.host.origin if slot.not_trained is None else slot.not_trained
+        return 0 if others is None else max(0, step - others)
+
+    def status(self) -> dict[str, object]:
+        """Figures for `torch-ecrec status`."""
+        slot, rule = self._slot, self._slot.rule
+        return {
+            "slot": slot.index,
+            "incarnation": slot.incarnation,
+            "ready": slot.ready,
+            "step": self._trained(rule.applied),
+            "acknowledged": self._trained(rule.acknowledged),
+            "watermark": self._trained(rule.watermark),
+            "rebuilt": slot.missing.done_fraction,
+            "record_bytes": sum(shard.data_bytes for shard in slot.shards),
+            "parity_bytes": sum(shard.parity_bytes for shard in slot.shards),
+            "log_bytes": slot.log.bytes + slot.durability.log_bytes,
+            "snapshot_bytes": slot.snapshots.bytes,
+            "checkpoint_bytes": slot.checkpoints.kept_bytes,
+        }
