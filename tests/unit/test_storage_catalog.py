@@ -190,8 +190,11 @@ def test_a_base_that_is_gone_is_named(tmp_path: Path) -> None:
         shelf.catalog.chain(loop)
 
 
-def test_how_a_job_differs_is_said() -> None:
-    job = small_job()
+def test_how_a_job_differs_is_said(tmp_path: Path) -> None:
+    kept, job = Shelf(str(tmp_path)).write(1), small_job()
+    restoring.require_same_model(kept, job)
+    with pytest.raises(CheckpointError, match="is of another job: it has seed 0, this job has 9"):
+        restoring.require_same_model(kept, replace(job, seed=9))
     assert job.difference(job) == job.difference(replace(job, code=CodeSpec(5, 3, 2))) == ""
     for changed, says in (
         (replace(job, trainers=3), "of 2 trainers, this job has 3"),

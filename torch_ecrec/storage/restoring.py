@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.runtime.checks import require
-from torch_ecrec.spec.job import SlabSpec
+from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.manifest import ADVICE, Manifest
 from torch_ecrec.storage.parts import Block, PartReader
@@ -168,3 +168,10 @@ def check_rows(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None
         return np.ones(len(rows_N), np.bool_)
 
     return sum(len(rows_N) for _, rows_N, _ in records_of(catalog, manifest, mine=mine))
+
+
+def require_same_model(manifest: Manifest, job: JobSpec) -> None:
+    """Raises CheckpointError, with the first difference, unless a job can go on from a checkpoint."""
+    difference = manifest.spec.difference(job)
+    if difference:
+        raise CheckpointError(f"checkpoint {manifest.id} is of another job: {difference}; restore one of this job")
