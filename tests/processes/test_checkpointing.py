@@ -23,8 +23,8 @@ import pytest
 from conftest import ROOT, wait_until
 from places import SUPPORT
 
-from torch_ecrec.demo.report import format_status
 from torch_ecrec.errors import TrainersLost
+from torch_ecrec.observe.text import format_status
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.storage.catalog import Catalog

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import MARK, ROOT, leftover, wait_for_none
@@ -101,3 +102,42 @@ def test_kills_of_a_trainer_the_coordinator_and_a_server_change_nothing(tmp_path
     assert sum(server["parity_bytes"] for server in result["servers"]) > 0
     assert (tmp_path / "recovery.png").stat().st_size > 10_000
     assert "EQUAL" in done.stdout and "re-hosted" in done.stdout
+
+
+BEYOND = ("--checkpoint-every", "10", "--beyond", "checkpoint")
+
+
+def goes_back(folder: Path, *kills: str) -> dict[str, Any]:
+    """All that holds of every kill beyond parity; the result."""
+    words = [word for text in kills for word in ("--kill", text)]
+    done = demo(folder, "--steps", "50", *BEYOND, "--checkpoint", str(folder / "store"), *words)
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    assert done.returncode == 0, done.stderr
+    assert [kill["spec"] for kill in result["kills"]] == list(kills), "every kill fired"
+    assert result["equal"] is True and result["error"] is None and result["differences"] == []
+    assert result["losses"] == result["undisturbed"]["losses"] and len(result["losses"]) == 50
+    (back,) = result["went_back"]
+    assert 10 <= back["step"] <= back["from_step"] and back["checkpoint"] in {
+        one["name"] for one in result["checkpoints"]
+    }
+    steps = [step for step, _ in result["trained"]]
+    assert len(steps) >= 50 and set(steps) == set(range(1, 51))
+    assert [step for step, _ in result["trained"]].count(back["step"] + 1) == 1 + (back["from_step"] > back["step"])
+    for kill in result["kills"]:
+        after = kill["after_kill_s"]
+        assert kill["resumed_after"] == back["step"]
+        assert 0 < after["went_back_s"] < after["rejoined_s"] < after["trains_s"] <= after["first_step_s"]
+    assert (folder / "recovery.png").stat().st_size > 10_000
+    assert f"all go back to the checkpoint of step {back['step']}" in done.stdout and "EQUAL" in done.stdout
+    return result
+
+
+def test_everything_is_killed_at_once_and_comes_back_to_the_same_bits(tmp_path: Path) -> None:
+    (kill,) = goes_back(tmp_path, "all@25")["kills"]
+    assert (kill["role"], kill["slots_lost"], kill["pid"]) == ("all", [0, 1, 2], None)
+
+
+@pytest.mark.slow  # the same way back, of which test_checkpointing.py has the protocol
+def test_more_servers_than_parity_repairs_come_back_to_the_same_bits(tmp_path: Path) -> None:
+    result = goes_back(tmp_path, "server:0@25", "server:1@25")
+    assert "cannot repair" in result["went_back"][0]["reason"]

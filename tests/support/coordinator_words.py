@@ -70,3 +70,48 @@ TRAINERS_LOST = [
     event(2.9, "resumable", era=1, step=14),
 ]
 TRAINERS_BACK = [joined(7.0, "trainer-1_2", 211), joined(7.2, "trainer-0_2", 210)]
+
+
+def checkpointed(time_s: float, step: int) -> dict[str, Any]:
+    return event(time_s, "checkpointed", name=f"{step:012d}-run-0-1", step=step, base="", bytes=1000, seconds=0.1)
+
+
+def _with_a_checkpoint() -> Record:
+    """15 steps, of which step 10 is kept; a try before that came to nothing."""
+    record = watched()
+    for message in (event(1.6, "checkpoint_void", step=5, reason="the disk is full"), checkpointed(2.1, 10)):
+        record.on_message(message)
+    return record
+
+
+BACK = [joined(6.0 + i / 10, f"server-{1000 + i}", 300 + i) for i in range(4)]
+BACK += [joined(7.0 + i / 10, f"trainer-{i}_2", 400 + i) for i in range(2)]
+BACK.append(event(7.3, "placed", epoch=2, slots=[[f"server-{1000 + i}", 0] for i in range(3)]))
+
+
+def empty_status(time_s: float, restored: dict[str, Any] | None) -> dict[str, Any]:
+    """Of a coordinator that was started a moment ago."""
+    return {"type": "status", "time_s": time_s, "members": [], "slots": [], "restored": restored}
+
+
+def everything_lost() -> Record:
+    """All are killed at 2.42, after step 15; another coordinator begins with step 10 at 5.0; 16 is complete at 9.51."""
+    record = _with_a_checkpoint()
+    record.on_kill("all@15", "all", 0, time_s=2.42)
+    found = {"folder": f"{10:012d}-run-0-1", "step": 10}
+    late = empty_status(2.3, None)  # of the coordinator before, and read after its end
+    for message in [late, empty_status(5.0, found), *BACK, *steps(11, 40, 9.0)]:
+        record.on_message(message)
+    return record
+
+
+def two_servers_lost() -> Record:
+    """Slots 0 and 1 are lost at 2.42, which one parity does not repair."""
+    record = _with_a_checkpoint()
+    for slot in (0, 1):
+        record.on_kill(f"server:{slot}@15", "server", slot, time_s=2.42)
+    lost = event(2.44, "lost", member="server-0", why="its connection ended", slots=[0])
+    back = event(2.5, "went_beyond", name=f"{10:012d}-run-0-1", step=10, reason="slots [0, 1] are lost together")
+    for message in [lost, back, *BACK, *steps(11, 40, 9.0)]:
+        record.on_message(message)
+    return record

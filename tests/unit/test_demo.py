@@ -5,22 +5,40 @@ import json
 import math
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
-from coordinator_words import JOINED, PLACED, TRAINERS_BACK, TRAINERS_LOST, event, recorded, recovery, steps, watched
+from coordinator_words import (
+    JOINED,
+    PLACED,
+    TRAINERS_BACK,
+    TRAINERS_LOST,
+    checkpointed,
+    event,
+    everything_lost,
+    recorded,
+    recovery,
+    steps,
+    two_servers_lost,
+    watched,
+)
 
 from torch_ecrec.cli.main import main, parser
 from torch_ecrec.demo import criteo, run, training
 from torch_ecrec.demo.kills import KillSpec, parse_kills
 from torch_ecrec.demo.plot import draw
+from torch_ecrec.demo.plot_steps import draw_steps, pieces
 from torch_ecrec.demo.report import format_summary
 from torch_ecrec.demo.result import assemble, differences
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun
 from torch_ecrec.spec.job import CodeSpec
+
+CHECKPOINTS = ["--checkpoint", "store", "--checkpoint-every", "20"]
+BEYOND = [*CHECKPOINTS, "--beyond", "checkpoint"]
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
@@ -62,8 +80,10 @@ def test_trainers_and_the_coordinator_may_be_killed_as_well() -> None:
         ("trainer:2@5", "`--kill trainer:2@5`: trainers are 0 to 1, got 2"),
         ("trainer:0@10~", "`--kill trainer:0@10~`: the step must be from 1 to 9, got 10"),
         ("coordinator@0", "`--kill coordinator@0`: the step must be from 1 to 9, got 0"),
-        ("trainer@5", "trainer:RANK@..., coordinator@... or none, got 'trainer@5'"),
-        ("coordinator:0@5", "coordinator@... or none, got 'coordinator:0@5'"),
+        ("trainer@5", "trainer:RANK@..., coordinator@..., all@... or none, got 'trainer@5'"),
+        ("coordinator:0@5", "coordinator@..., all@... or none, got 'coordinator:0@5'"),
+        ("all:0@5", "all@... or none, got 'all:0@5'"),
+        ("all@10", "`--kill all@10`: the step must be from 1 to 9, got 10"),
     ],
 )
 def test_a_bad_kill_is_refused(text: str, says: str) -> None:
@@ -82,6 +102,17 @@ def test_a_bad_kill_is_refused(text: str, says: str) -> None:
         (["--spares", "-1"], "`spares` must be at least 0, got -1"),
         (["--kill", "server:9@5"], "slots are 0 to 2, got 9"),
         (["--kill", "trainer:3@5", "--trainers", "3"], "`--kill trainer:3@5`: trainers are 0 to 2, got 3"),
+        (["--kill", "all@5"], "`--kill all@5` leaves nothing to go on with: add `--checkpoint DIR"),
+        (["--kill", "all@5", *CHECKPOINTS], "`--kill all@5` leaves nothing to go on with"),
+        (["--kill", "all@20", *BEYOND], "and the first checkpoint is of step 20: kill later, or"),
+        (
+            ["--kill", "server:0@9", "--kill", "server:1@9", *BEYOND],
+            "`--kill server:0@9` is beyond parity, and the first",
+        ),
+        (["--beyond", "checkpoint"], "`beyond` is 'checkpoint', but no checkpoints are written"),
+        (["--checkpoint", "store"], "--checkpoint URL and --checkpoint-every N go together"),
+        (["--steps", "20", *BEYOND], "`--checkpoint-every 20`: there are 20 steps"),
+        (["--checkpoint-bits", "8", *BEYOND], "the demo compares bit for bit"),
         (["--data", "none.tsv"], "none.tsv: no such file"),
         (["--data", "bad.tsv"], "bad.tsv, line 3: 39 columns, expected 40"),
     ],
@@ -129,9 +160,11 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return pids
 
 
-def started_run(tmp_path: Path, *kills: str) -> DemoRun:
-    one = DemoRun(arguments_of("--steps", "40"), CodeSpec(), parse_kills(kills, 3, 40, 2), tmp_path, Terminal())
-    one._cluster = SimpleNamespace(coordinator=SimpleNamespace(pid=99))  # type: ignore[assignment]
+def started_run(tmp_path: Path, *kills: str, checkpoints: Sequence[str] = ()) -> DemoRun:
+    parsed = parse_kills(kills, 3, 40, 2)
+    one = DemoRun(arguments_of("--steps", "40"), CodeSpec(), parsed, tmp_path, Terminal(), checkpoints)
+    children = [SimpleNamespace(pid=pid) for pid in (99, 100, 101, 102, 103)]
+    one._cluster = SimpleNamespace(coordinator=children[0], children=children)  # type: ignore[assignment]
     for message in [*JOINED, PLACED]:
         one._on_message(message)
     return one
@@ -235,6 +268,38 @@ def test_a_kill_with_a_tilde_waits_for_trainers_and_for_a_coordinator(tmp_path: 
     assert killed == [201, 99, 100] and one.not_fired() == []
 
 
+def test_a_kill_of_all_goes_to_every_process(tmp_path: Path, killed: list[int]) -> None:
+    one = started_run(tmp_path, "all@3", checkpoints=BEYOND)
+    for message in [checkpointed(1.1, 2), *steps(1, 3, 1.0)]:
+        one._on_message(message)
+    assert killed == [99, 100, 101, 102, 103, 200, 201] and one.not_fired() == []
+    (kill,) = one.record.kills
+    assert (kill.role, kill.member, kill.step, kill.lost) == ("all", "everybody", 3, {0: 0, 1: 0, 2: 0})
+
+
+def test_what_is_beyond_parity_waits_for_a_checkpoint_and_nothing_else_does(tmp_path: Path, killed: list[int]) -> None:
+    kills = ["server:2@2", "server:0@3", "server:1@3", "all@4"]
+    one = started_run(tmp_path, *kills, checkpoints=BEYOND)
+    for message in steps(1, 5, 1.0):
+        one._on_message(message)
+    assert killed == [102] and one.not_fired() == kills[1:]
+    assert [text for text in one._news if "waits for the first checkpoint" in text] == [
+        "step 3: server:0@3 waits for the first checkpoint",
+        "step 3: server:1@3 waits for the first checkpoint",
+        "step 4: all@4 waits for the first checkpoint",
+    ]
+    for message in [checkpointed(2.0, 2), *steps(6, 6, 2.1)]:
+        one._on_message(message)
+    assert killed[:3] == [102, 100, 101] and one.not_fired() == []
+
+
+def test_without_a_way_back_servers_beyond_parity_are_killed_at_once(tmp_path: Path, killed: list[int]) -> None:
+    one = started_run(tmp_path, "server:0@3", "server:1@3")
+    for message in steps(1, 3, 1.0):
+        one._on_message(message)
+    assert killed == [100, 101]
+
+
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +381,35 @@ def test_kills_of_all_roles_are_drawn(tmp_path: Path) -> None:
         assert (tmp_path / "recovery.png").stat().st_size > 10_000
         (tmp_path / "recovery.png").unlink()
         assert all(kill.spec in format_summary(result) for kill in kills)
+
+
+def test_the_way_back_to_a_checkpoint_is_drawn(tmp_path: Path) -> None:
+    arguments, disturbed, calm = finished(tmp_path)
+    for record in (everything_lost(), two_servers_lost()):
+        disturbed.record = record
+        result = assemble(arguments, disturbed, calm, None)
+        draw_steps(result, tmp_path / "recovery.png")
+        assert (tmp_path / "recovery.png").stat().st_size > 10_000
+        (tmp_path / "recovery.png").unlink()
+        draw_steps({**result, "undisturbed": None}, tmp_path / "recovery.png")
+        assert (tmp_path / "recovery.png").exists()
+        said = format_summary(result)
+        assert "all go back to the checkpoint of step 10: 5 again" in said
+        assert "checkpoints: 1, the last of step 10; 1 came to nothing" in said
+        document = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+        keys = {*result["checkpoints"][0], *result["checkpoints_void"][0], *result["went_back"][0]}
+        assert keys <= set(re.findall(r"`(\w+)`", document))
+
+
+def test_the_line_of_a_run_is_in_pieces_where_it_went_back() -> None:
+    trained = [(1, 5.0), (2, 6.0), (3, 7.0), (2, 17.0), (3, 18.0), (4, 19.0)]
+    assert pieces(trained, 5.0) == [
+        (False, [(0.0, 1), (1.0, 2), (2.0, 3)]),
+        (True, [(12.0, 2), (13.0, 3)]),
+        (False, [(13.0, 3), (14.0, 4)]),
+    ]
+    twice = [(1, 1.0), (2, 2.0), (1, 3.0), (1, 4.0), (2, 5.0)]
+    assert [again for again, _ in pieces(twice, 0.0)] == [False, True, True]
 
 
 def test_steps_have_the_trainers_own_times_unless_they_were_started_again(tmp_path: Path) -> None:

@@ -5,11 +5,25 @@ import re
 from typing import Any
 
 import pytest
-from coordinator_words import JOINED, PLACED, TRAINERS_BACK, TRAINERS_LOST, event, joined, recorded, steps, watched
+from coordinator_words import (
+    BACK,
+    JOINED,
+    PLACED,
+    TRAINERS_BACK,
+    TRAINERS_LOST,
+    empty_status,
+    event,
+    everything_lost,
+    joined,
+    recorded,
+    steps,
+    two_servers_lost,
+    watched,
+)
 
-from torch_ecrec.demo import report
 from torch_ecrec.demo.plot import spread, throughput
-from torch_ecrec.demo.report import Record, format_kill, format_status
+from torch_ecrec.demo.report import Record, format_kill
+from torch_ecrec.observe.text import format_status, slot_figures
 
 
 def test_the_timeline_of_a_failure() -> None:
@@ -21,8 +35,9 @@ def test_the_timeline_of_a_failure() -> None:
     assert (entry["step"], entry["first_step"]) == (20, 22)
     assert entry["times"]["kill_s"] == 2.92
     after = entry["after_kill_s"]
-    assert [after.pop(name) for name in ("resumable_s", "rejoined_s")] == [None, None], "of other roles"
-    assert after == pytest.approx(
+    other = ("resumable_s", "rejoined_s", "went_back_s", "trains_s")
+    assert [after[name] for name in other] == [None] * 4, "of other roles"
+    assert {name: value for name, value in after.items() if name not in other} == pytest.approx(
         {"detected_s": 0.02, "rehosted_s": 0.05, "first_step_s": 0.49, "rebuilt_s": 0.5, "stall_s": 0.4}
     )
     text = "\n".join(format_kill(entry))
@@ -256,4 +271,69 @@ def test_status_as_text() -> None:
     }  # fmt: skip
     empty = {**status, "slots": [], "members": [], "fatal": "stopped"}
     assert "STOPPED: stopped" in format_status(empty) and "no slots placed yet" in format_status(empty)
-    assert report.slot_figures(empty) == {}
+    assert slot_figures(empty) == {}
+
+
+# --- beyond parity ---------------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_of_the_loss_of_everything() -> None:
+    record = everything_lost()
+    assert record.step == 40 and record.settled and record.unexpected == []
+    entry = record.kills[0].to_json(record.step_times)
+    assert (entry["role"], entry["member"], entry["pid"], entry["slots_lost"]) == ("all", "everybody", None, [0, 1, 2])
+    assert (entry["step"], entry["resumed_after"], entry["first_step"]) == (15, 10, 17)
+    after = {name: value for name, value in entry["after_kill_s"].items() if value is not None}
+    assert after == pytest.approx(
+        {"went_back_s": 2.58, "rejoined_s": 4.68, "trains_s": 6.59, "first_step_s": 7.19, "stall_s": 7.1}
+    )
+    assert [(one.step, one.from_step, one.checkpoint) for one in record.went_back] == [(10, 15, "000000000010-run-0-1")]
+    assert [step for step, _ in record.trained] == [*range(1, 16), *range(11, 41)]
+    text = "\n".join(format_kill(entry))
+    assert "killed: everybody: coordinator, servers and trainers, at step 15" in text and "pid" not in text
+    order = [
+        text.index(word) for word in ("killed", "go back to the checkpoint", "joined", "once more", "first new step")
+    ]
+    assert order == sorted(order)
+
+
+def test_the_timeline_of_more_lost_servers_than_parity_repairs() -> None:
+    record = two_servers_lost()
+    assert record.step == 40 and record.settled and record.unexpected == []
+    for slot, kill in enumerate(record.kills):
+        entry = kill.to_json(record.step_times)
+        assert (entry["slots_lost"], entry["resumed_after"]) == ([slot], 10)
+        after = entry["after_kill_s"]
+        assert after["went_back_s"] == pytest.approx(0.08) and after["trains_s"] == pytest.approx(6.59)
+        assert after["rehosted_s"] is None and after["rebuilt_s"] is None
+    assert len(record.went_back) == 1 and record.went_back[0].reason == "slots [0, 1] are lost together"
+    rates = record.throughput(samples_per_step=10)
+    assert rates["rebuild"] == pytest.approx(10 / (9.51 - 2.42), abs=0.1), "no step is new until step 16"
+
+
+def test_it_is_not_whole_before_the_first_step_is_trained_again() -> None:
+    record = everything_lost()
+    before = Record(2, 3)
+    for message in [*JOINED, PLACED, *steps(1, 15, 1.0)]:
+        before.on_message(message)
+    before.on_kill("all@15", "all", 0, time_s=2.42)
+    assert not before.whole and before.target("server", 0) is None and before.target("trainer", 1) is None
+    for message in [empty_status(5.0, None), *BACK]:
+        before.on_message(message)
+    assert (
+        not before.whole
+        and before.target("server", 0) == "server-1000"
+        and before.target("trainer", 1) == "trainer-1_2"
+    )
+    assert before.went_back[0].step == 0 and before.went_back[0].checkpoint == "", "there was none: from the beginning"
+    for message in steps(1, 1, 9.0):
+        before.on_message(message)
+    assert before.whole and "(again)" in before.progress_line(40, 10) and "(again)" not in record.progress_line(40, 10)
+
+
+def test_a_checkpoint_that_nobody_heard_of_is_known_once_all_go_back_to_it() -> None:
+    record = watched()
+    record.on_kill("all@15", "all", 0, time_s=2.42)
+    record.on_message(empty_status(5.0, {"folder": "000000000012-run-0-2", "step": 12}))
+    assert [(one.name, one.step, one.time_s) for one in record.checkpoints] == [("000000000012-run-0-2", 12, None)]
+    assert "step   12/40 (again)" in record.progress_line(40, 10)

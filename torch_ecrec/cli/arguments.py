@@ -56,8 +56,13 @@ def interval(text: str) -> tuple[int, float]:
     return (0, value * seconds[unit]) if unit else (int(value), 0.0)
 
 
-def add_checkpoints(parser: argparse.ArgumentParser) -> None:
-    """Checkpoints that a cluster writes, and the one it begins with; `checkpoints_of` reads it."""
+def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> None:
+    """Checkpoints that a cluster writes, and the one it begins with; `checkpoints_of` reads it.
+
+    Args:
+        parser: gets them.
+        restore: whether a cluster may be told to begin with one.
+    """
     group = parser.add_argument_group("checkpoints", "kept outside of the cluster, for what parity does not survive")
     group.add_argument(
         "--checkpoint", metavar="URL", default="", help="where: a folder, or what fsspec knows (s3://...)"
@@ -85,6 +90,23 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         help="quantise weights, row by row, to so many bits (default 0: exact); `torch-ecrec checkpoints` tells"
         " how far they are off; optimizer state is exact",
     )
+    _add_beyond(group)
+    if not restore:
+        parser.set_defaults(restore="", run="", again=False)
+        return
+    # a supervisor's: what all coordinators of one run are told, and those that take the place of one that died
+    group.add_argument("--run", metavar="WORD", default="", help=argparse.SUPPRESS)
+    group.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument(
+        "--restore",
+        metavar="URL[@STEP]|newest",
+        default="",
+        help="begin with a checkpoint: the newest there, or that of a step of training; newest: of --checkpoint, and"
+        " from the beginning where there is none",
+    )
+
+
+def _add_beyond(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--beyond",
         choices=get_args(Beyond),
@@ -98,16 +120,6 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.1,
         help="of the run (0 to 1, default 0.1): where --beyond partial would lose more, all go back",
-    )
-    # a supervisor's: what all coordinators of one run are told, and those that take the place of one that died
-    group.add_argument("--run", metavar="WORD", default="", help=argparse.SUPPRESS)
-    group.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
-    group.add_argument(
-        "--restore",
-        metavar="URL[@STEP]|newest",
-        default="",
-        help="begin with a checkpoint: the newest there, or that of a step of training; newest: of --checkpoint, and"
-        " from the beginning where there is none",
     )
 
 

@@ -126,7 +126,7 @@ def _as_json(listing: Listing, faults: dict[str, list[str]] | None) -> dict[str,
 
 
 def _as_text(url: str, listing: Listing, faults: dict[str, list[str]] | None, now_s: float) -> str:
-    from torch_ecrec.demo.report import size, table
+    from torch_ecrec.observe.text import size, table
 
     lines = [f"{len(listing.whole)} checkpoints at {url}" if listing.whole else f"no checkpoints at {url}"]
     steps = {one.id: str(one.done) for one in listing.whole}

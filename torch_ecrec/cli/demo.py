@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torch_ecrec.cli.arguments import add_code, add_data, add_training
+from torch_ecrec.cli.arguments import add_checkpoints, add_code, add_data, add_training, checkpoint_arguments
 
 HELP = "train a DLRM, kill servers, compare with the undisturbed run"
 
@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kill",
         action="append",
-        metavar="{server:SLOT,trainer:RANK,coordinator}@STEP[~][+MS]",
-        help="SIGKILL the process that hosts SLOT, trainer RANK, or the coordinator, when STEP is complete (MS"
-        " milliseconds later), or, with ~, when from STEP on all that former kills took is there again; may be given"
-        " again; default server:1 in the middle; 'none' for no kill",
+        metavar="{server:SLOT,trainer:RANK,coordinator,all}@STEP[~][+MS]",
+        help="SIGKILL the process that hosts SLOT, trainer RANK, the coordinator, or all of them, when STEP is complete"
+        " (MS milliseconds later), or, with ~, when from STEP on all that former kills took is there again; may be"
+        " given again; default server:1 in the middle; 'none' for no kill",
     )
     parser.add_argument(
         "--max-restarts", type=int, default=10, metavar="N", help="of the trainers, by torchrun (default 10)"
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="also run undisturbed")
+    add_checkpoints(parser, restore=False)
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR")
 
 
@@ -38,4 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains, disturbed and undisturbed."""
     from torch_ecrec.demo.run import run_demo
 
-    return run_demo(arguments)
+    if arguments.checkpoint and "://" not in arguments.checkpoint:
+        arguments.checkpoint = str(Path(arguments.checkpoint).resolve())  # trainers have another working directory
+    return run_demo(arguments, checkpoint_arguments(arguments))

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the coordinator's answer."""
-    from torch_ecrec.demo.report import format_status
+    from torch_ecrec.observe.text import format_status
     from torch_ecrec.transport.control import parse_address, request
 
     settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))

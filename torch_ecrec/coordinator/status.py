@@ -48,6 +48,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
         "fatal": job.fatal,
         "checkpoints": state.checkpointing.status(),
         "partial": partial_status(state),
+        "restored": {"folder": job.restored.folder, "step": job.restored.done} if job.restored else None,
         "tables": len(job.spec.tables) if job.spec else 0,
         "slots": [
             {"slot": i, "server": p.server, "incarnation": p.incarnation, "healthy": p.healthy}

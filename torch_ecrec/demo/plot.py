@@ -4,7 +4,8 @@
 
 Time starts with the first completed step, of each run. Throughput is samples per second over the last few steps;
 between two completed steps samples count as trained evenly. With one failure its events are labelled in the picture,
-with more of them each has a number, and its times are listed below.
+with more of them each has a number, and its times are listed below. Where all went back to a checkpoint, steps over
+time are drawn in its place (`plot_steps.py`): rates would not show which steps were trained twice.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ EVENTS = (
     ("first_step_s", "first step"),
     ("rebuilt_s", "rebuilt"),
     ("resumable_s", "went back"),
+    ("went_back_s", "went back"),
     ("rejoined_s", "rejoined"),
+    ("trains_s", "trains again"),
 )
+WENT_BACK_EVENTS = ("kill_s", "went_back_s", "rejoined_s", "trains_s", "first_step_s")
 
 
 def throughput(step_times: Sequence[float], samples_per_step: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -77,16 +81,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
     )
     start_s = result["step_times_s"][0]
     end_s = _draw_rates(rates, result)
-    _draw_slots(strip, kills, slots, start_s, end_s)
+    draw_slots(strip, kills, slots, start_s, end_s)
     for kill in kills:
         begin = kill["times"]["kill_s"] - start_s
         until = kill["times"]["rebuilt_s" if kill["role"] == "server" else "first_step_s"]
         rates.axvspan(begin, end_s if until is None else min(until - start_s, end_s), color=BAND, alpha=0.45, lw=0)
     if len(kills) == 1:
-        _label_events(rates, kills[0], start_s, end_s)
+        label_events(rates, kills[0], start_s, end_s)
     else:
-        _number_kills(figure, rates, kills, start_s, height)
-    _head(figure, result, height)
+        number_kills(figure, rates, kills, start_s, height)
+    head(figure, result, height)
     figure.savefig(path)
 
 
@@ -114,7 +118,7 @@ def _draw_rates(axes: Axes, result: dict[str, Any]) -> float:
     return end_s
 
 
-def _draw_slots(axes: Axes, kills: Sequence[dict[str, Any]], slots: int, start_s: float, end_s: float) -> None:
+def draw_slots(axes: Axes, kills: Sequence[dict[str, Any]], slots: int, start_s: float, end_s: float) -> None:
     """A row per slot: green, red while nobody serves it, amber while its records are being rebuilt."""
     axes.set_ylim(slots - 0.5, -0.5)
     axes.set_xlim(0, end_s)
@@ -124,7 +128,10 @@ def _draw_slots(axes: Axes, kills: Sequence[dict[str, Any]], slots: int, start_s
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
     if kills:
-        for at, color, text in ((0.755, LOST, "nobody serves it"), (0.915, REBUILDING, "rebuilding")):
+        again = "rebuilding"
+        if any(kill["times"]["went_back_s"] for kill in kills):
+            again = "is read back"
+        for at, color, text in ((0.745, LOST, "nobody serves it"), (0.905, REBUILDING, again)):
             below = -(0.38 / (0.2 * slots))  # of the strip's height, whatever that is
             axes.text(at, below, "■", color=color, fontsize=9, ha="right", va="center", transform=axes.transAxes)
             axes.text(at + 0.006, below, text, color=FAINT, fontsize=9, va="center", transform=axes.transAxes)
@@ -132,10 +139,14 @@ def _draw_slots(axes: Axes, kills: Sequence[dict[str, Any]], slots: int, start_s
         axes.add_patch(Rectangle((0, slot - 0.34), end_s, 0.68, color=HEALTHY, lw=0))
     for kill in kills:
         times = {name: end_s if time_s is None else time_s - start_s for name, time_s in kill["times"].items()}
-        for slot in kill["slots_lost"]:
+        back = kill["times"]["went_back_s"] is not None  # then all slots begin anew
+        served_s, whole_s = (
+            (times["rejoined_s"], times["trains_s"]) if back else (times["rehosted_s"], times["rebuilt_s"])
+        )
+        for slot in range(slots) if back else kill["slots_lost"]:
             for begin, end, color in (
-                (times["rehosted_s"], times["rebuilt_s"], REBUILDING),
-                (times["kill_s"], max(times["rehosted_s"], times["kill_s"] + 0.004 * end_s), LOST),
+                (served_s, whole_s, REBUILDING),
+                (times["kill_s"], max(served_s, times["kill_s"] + 0.004 * end_s), LOST),
             ):
                 end = min(end, end_s)
                 if end > begin:
@@ -190,25 +201,36 @@ def draw_chaos(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _label_events(axes: Axes, kill: dict[str, Any], start_s: float, end_s: float) -> None:
+def _above(axes: Axes, inches: float) -> float:
+    """A height above the axes, as a multiple of theirs from their foot."""
+    figure = axes.get_figure()
+    assert figure is not None
+    return 1 + inches / (axes.get_position().height * float(figure.get_size_inches()[1]))  # type: ignore[union-attr]
+
+
+def label_events(axes: Axes, kill: dict[str, Any], start_s: float, end_s: float) -> None:
     """The five moments of one failure, labelled above the picture, with leader lines."""
-    events = [(kill["times"][name] - start_s, title) for name, title in EVENTS if kill["times"][name] is not None]
+    wanted = EVENTS if kill["times"]["went_back_s"] is None else [one for one in EVENTS if one[0] in WENT_BACK_EVENTS]
+    events = [(kill["times"][name] - start_s, title) for name, title in wanted if kill["times"][name] is not None]
+    if kill["times"]["went_back_s"] is not None:
+        events = [(at, "first new step" if title == "first step" else title) for at, title in events]
     events.sort(key=lambda event: event[0])
     begin = kill["times"]["kill_s"] - start_s
     inside = [(at, title) for at, title in events if at <= end_s * 1.001]
     half = LABEL_SHARE / 2 * end_s
     labels_at = spread([at for at, _ in inside], LABEL_SHARE * end_s, half, end_s - half)
+    knee, low, high = (_above(axes, inches) for inches in (0.15, 0.2, 0.355))
     above = axes.get_xaxis_transform()
     for (at, title), label_at in zip(inside, labels_at, strict=True):
         color = LOST if title == "killed" else INK
         axes.plot([at, at], [0, 1], color=color, lw=1.0, alpha=0.75, transform=above, zorder=2)
-        axes.plot([at, label_at], [1.0, 1.07], color=color, lw=0.9, alpha=0.75, transform=above, clip_on=False)
+        axes.plot([at, label_at], [1.0, knee], color=color, lw=0.9, alpha=0.75, transform=above, clip_on=False)
         when = f"step {kill['step']}" if title == "killed" else f"+{at - begin:.3f} s"
-        axes.text(label_at, 1.17, title, color=color, weight="bold", fontsize=9.5, ha="center", transform=above)
-        axes.text(label_at, 1.095, when, color=FAINT, fontsize=9, ha="center", transform=above)
+        axes.text(label_at, high, title, color=color, weight="bold", fontsize=9.5, ha="center", transform=above)
+        axes.text(label_at, low, when, color=FAINT, fontsize=9, ha="center", transform=above)
 
 
-def _number_kills(figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], start_s: float, height: float) -> None:
+def number_kills(figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], start_s: float, height: float) -> None:
     """A number at each kill, and its times below the picture."""
     above = axes.get_xaxis_transform()
     low, high = axes.get_xlim()
@@ -217,14 +239,20 @@ def _number_kills(figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], s
     places = spread([starts[i] for i in order], 0.03 * (high - low), low, high)
     for i, label_at in zip(order, places, strict=True):
         axes.plot([starts[i]] * 2, [0, 1], color=LOST, lw=1.0, alpha=0.8, transform=above, zorder=2)
-        axes.plot([starts[i], label_at], [1, 1.05], color=LOST, lw=0.9, alpha=0.8, transform=above, clip_on=False)
+        axes.plot(
+            [starts[i], label_at], [1, _above(axes, 0.1)], color=LOST, lw=0.9, alpha=0.8, transform=above, clip_on=False
+        )
         axes.text(
-            label_at, 1.09, str(i + 1), color="white", weight="bold", fontsize=9.5, ha="center", va="center",
-            transform=above, bbox={"boxstyle": "circle,pad=0.28", "facecolor": LOST, "edgecolor": "none"},
+            label_at, _above(axes, 0.19), str(i + 1), color="white", weight="bold", fontsize=9.5,
+            ha="center", va="center", transform=above,
+            bbox={"boxstyle": "circle,pad=0.28", "facecolor": LOST, "edgecolor": "none"},
         )  # fmt: skip
     for i, kill in enumerate(kills):
         after = kill["after_kill_s"]
         events = sorted((after[name], title) for name, title in EVENTS[1:] if after[name] is not None)
+        if after["went_back_s"] is not None:  # what there is room for
+            shown = (("went_back_s", "went back"), ("trains_s", "trains again"), ("first_step_s", "first new step"))
+            events = [(after[name], title) for name, title in shown if after[name] is not None]
         times = [f"{title} {time_s:.3f} s" for time_s, title in events]
         y = (0.24 * (len(kills) - i) - 0.04) / height
         figure.text(0.085, y, str(i + 1), color=LOST, weight="bold", fontsize=9.5)
@@ -233,11 +261,14 @@ def _number_kills(figure: Figure, axes: Axes, kills: Sequence[dict[str, Any]], s
         figure.text(0.42, y, "  ·  ".join(times), color=FAINT, fontsize=9.5)
 
 
-def _head(figure: Figure, result: dict[str, Any], height: float) -> None:
+def head(figure: Figure, result: dict[str, Any], height: float, legend_below: bool = False) -> None:
+    """Title, a line of what was run, and the legend: beside that line, or below it where it has more entries."""
     arguments = result["arguments"]
     roles = [kill["role"] for kill in result["kills"]]
     killed = [f"{n} {role}{'s' * (n > 1)}" for role in dict.fromkeys(roles) if (n := roles.count(role))]
+    killed = ["everything" if one.endswith(" all") else one for one in killed]
     what = f"{' and '.join(killed)} {'is' if len(roles) == 1 else 'are'} killed" if roles else "Nothing is killed"
+    what = what[0].upper() + what[1:]
     end = {True: ": not one bit differs from the undisturbed run", False: ": the result DIFFERS", None: ""}
     figure.text(0.02, 1 - 0.32 / height, what + end[result["equal"]], color=INK, fontsize=14, weight="bold")
     code = f"(k, r) = ({arguments['k']}, {arguments['r']})"
@@ -247,11 +278,10 @@ def _head(figure: Figure, result: dict[str, Any], height: float) -> None:
         f" {arguments['servers']} servers, {arguments['spares']} spare{'s' * (arguments['spares'] != 1)}, {code}"
     )
     figure.text(0.02, 1 - 0.56 / height, line, color=FAINT, fontsize=10)
-    figure.legend(
-        loc="center right",
-        bbox_to_anchor=(0.99, 1 - 0.51 / height),
-        frameon=False,
-        fontsize=10,
-        labelcolor=INK,
-        ncols=2,
+    place = (
+        ("center left", (0.012, 1 - 0.84 / height), 4)
+        if legend_below
+        else ("center right", (0.99, 1 - 0.51 / height), 2)
     )
+    loc, anchor, columns = place
+    figure.legend(loc=loc, bbox_to_anchor=anchor, frameon=False, fontsize=10, labelcolor=INK, ncols=columns)

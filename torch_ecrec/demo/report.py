@@ -17,6 +17,9 @@ Of a coordinator, only `rejoined` (all members have, at another one) and `first_
 place of the last two: `resumable`, all servers have gone back to a step that survives r losses, and `rejoined`, all
 trainers, which torchrun has started again, have joined.
 
+Of what is beyond parity, when all go back to a checkpoint: `went_back`, the coordinator says to which; `rejoined`; and
+`trains`, the first step after the checkpoint is complete once more. `first_step` is the first that is new, then.
+
 A step that was in progress at the kill may end without noticing it, so `first_step` is not that one. `stall` is the
 longest time between two completed steps from the last before the kill to `first_step`.
 
@@ -35,10 +38,43 @@ from typing import Any
 
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import AnyEvent
+from torch_ecrec.observe.text import size, slot_figures, table
 
 Message = dict[str, Any]
 KINDS = ("lookup", "push", "fold", "rebuild", "snapshot")
 WARM_STEPS = 5  # not counted in the throughput before a kill
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that counts. `time_s`: None where it counted while nobody watched."""
+
+    name: str
+    step: int
+    base: str
+    bytes: int
+    seconds: float
+    time_s: float | None
+
+
+@dataclass(frozen=True)
+class Void:
+    """A checkpoint that came to nothing. `step`: 0 where none was chosen yet."""
+
+    step: int
+    reason: str
+    time_s: float
+
+
+@dataclass(frozen=True)
+class WentBack:
+    """All went back to a checkpoint. `step`: that it is of, 0 for the beginning; `from_step`: the last complete."""
+
+    checkpoint: str
+    step: int
+    from_step: int
+    time_s: float
+    reason: str
 
 
 @dataclass
@@ -46,9 +82,10 @@ class Kill:
     """One fault that fired.
 
     Args:
-        role: "server", "trainer" or "coordinator".
+        role: "server", "trainer", "coordinator" or "all".
         number: which slot it hosted, or which trainer it was.
-        member: its name.
+        member: its name; of all, "everybody".
+        pid: None of all.
         step: the last that was complete at all trainers.
         begun: the last step that some trainer may have begun.
         lost: slot -> incarnation, for the slots that the process hosted.
@@ -59,7 +96,7 @@ class Kill:
     role: str
     number: int
     member: str
-    pid: int
+    pid: int | None
     step: int
     begun: int
     kill_s: float
@@ -70,6 +107,8 @@ class Kill:
     resumable_s: float | None = None
     resumed_after: int | None = None
     rejoined_s: float | None = None
+    went_back_s: float | None = None
+    trains_s: float | None = None
 
     @property
     def rehosted_s(self) -> float | None:
@@ -82,6 +121,8 @@ class Kill:
     @property
     def repaired_s(self) -> float | None:
         """When the cluster was again as it was before."""
+        if self.went_back_s is not None or self.role == "all":
+            return self.trains_s
         return self.rebuilt_s if self.role == "server" else self.rejoined_s
 
     def to_json(self, step_times: Sequence[float]) -> Message:
@@ -97,6 +138,8 @@ class Kill:
             "rebuilt_s": self.rebuilt_s,
             "resumable_s": self.resumable_s,
             "rejoined_s": self.rejoined_s,
+            "went_back_s": self.went_back_s,
+            "trains_s": self.trains_s,
         }
         after = {name: since(value, self.kill_s) for name, value in times.items() if name != "kill_s"}
         around = step_times[max(self.step - 1, 0) : first_step]
@@ -140,6 +183,10 @@ class Record:
         self.step = 0  # complete at all trainers
         self.step_times: list[float] = []  # [i]: when step i + 1 was
         self.loss = math.nan  # the last that was reported
+        self.trained: list[tuple[int, float]] = []  # step, when; those again that were trained again
+        self.checkpoints: list[Written] = []
+        self.void: list[Void] = []
+        self.went_back: list[WentBack] = []
         self.kills: list[Kill] = []
         self.may_be_lost: set[str] = set()  # members that we stopped for so long that they may be taken for lost
         self.unexpected: list[str] = []  # losses that are not our doing
@@ -168,8 +215,14 @@ class Record:
         return None
 
     def _on_progress(self, message: Message) -> None:
+        before = min(self.steps)
         self.steps[message["trainer"]] = message["step"]
         self.loss = message.get("loss", self.loss)
+        if min(self.steps) > before:
+            self.trained += [(step, message["time_s"]) for step in range(before + 1, min(self.steps) + 1)]
+            for kill in self.kills:
+                if kill.went_back_s is not None:
+                    kill.trains_s = kill.trains_s or message["time_s"]
         while self.step < min(self.steps):
             self.step += 1
             self.step_times.append(message["time_s"])
@@ -185,6 +238,13 @@ class Record:
         elif isinstance(event, events.Resumable):
             for kill in self._mark("resumable_s", time_s):
                 kill.resumed_after = event.step
+            self.steps = [min(step, event.step) for step in self.steps]
+        elif isinstance(event, events.Checkpointed):
+            self.checkpoints.append(Written(event.name, event.step, event.base, event.bytes, event.seconds, time_s))
+        elif isinstance(event, events.CheckpointVoid):
+            self.void.append(Void(event.step, event.reason, time_s))
+        elif isinstance(event, events.WentBeyond):
+            self._go_back(event.name, event.step, event.reason, time_s)
         elif isinstance(event, (events.Placed, events.PlacedAnew, events.Moved)):
             for slot, (server, incarnation) in enumerate(event.slots):
                 if incarnation > self.places[slot][1]:
@@ -207,6 +267,9 @@ class Record:
             self.trainers[event.rank] = event.member
             if len(self.trainers) == len(self.steps):
                 self._mark("rejoined_s", time_s, after="detected_s")
+                for kill in self.kills:
+                    if kill.went_back_s is not None:
+                        kill.rejoined_s = kill.rejoined_s or time_s
 
     def _on_lost(self, event: events.Lost, time_s: float) -> None:
         for kill in self.kills:
@@ -225,9 +288,31 @@ class Record:
             if event.incarnation > kill.lost.get(event.slot, event.incarnation):
                 times.setdefault(event.slot, time_s)
 
+    def _go_back(self, checkpoint: str, step: int, reason: str, time_s: float) -> None:
+        """All begin anew with a checkpoint, as other members; "" and 0 for the very beginning."""
+        for kill in self.kills:
+            if kill.repaired_s is None and kill.went_back_s is None:
+                kill.went_back_s, kill.resumed_after = time_s, step
+                kill.detected_s = kill.detected_s or (time_s if kill.role != "all" else None)
+        if checkpoint and all(one.name != checkpoint for one in self.checkpoints):
+            self.checkpoints.append(Written(checkpoint, step, "", 0, 0.0, None))
+        self.went_back.append(WentBack(checkpoint, step, self.trained[-1][0] if self.trained else 0, time_s, reason))
+        self._forget_members()
+        self.steps = [step] * len(self.steps)
+
+    def _forget_members(self) -> None:
+        self.trainers, self.places = {}, [("", -1)] * len(self.places)
+        self.healthy = [False] * len(self.healthy)
+
     def _on_status(self, message: Message) -> None:
         self.status = message
         self.status_count += 1
+        if any(kill.role == "all" and kill.went_back_s is None for kill in self.kills):
+            last_s = max(kill.kill_s for kill in self.kills if kill.role == "all")
+            if message.get("time_s", 0.0) <= last_s:
+                return  # of the coordinator before
+            restored = message.get("restored") or {"folder": "", "step": 0}
+            self._go_back(restored["folder"], restored["step"], "everything was killed", message["time_s"])
         for kill in self.kills:  # the next coordinator may have told of itself before we found it
             if kill.role == "coordinator" and message["slots"] and message.get("time_s", 0.0) > kill.kill_s:
                 kill.rejoined_s = kill.rejoined_s or message["time_s"]
@@ -252,11 +337,11 @@ class Record:
     def _trainers_may_be_lost(self) -> bool:
         """By our doing, once in this run: torchrun may start them again more than once then."""
         stopped = any(self.roles.get(name) == "trainer" for name in self.may_be_lost)
-        return stopped or any(kill.role == "trainer" for kill in self.kills)
+        return stopped or bool(self.went_back) or any(kill.role in ("trainer", "all") for kill in self.kills)
 
     def target(self, role: str, number: int) -> str | None:
         """The member that hosts a slot, or is a trainer, if there is one at the moment."""
-        if role == "coordinator":
+        if role in ("coordinator", "all"):
             return role
         return (self.places[number][0] or None) if role == "server" else self.trainers.get(number)
 
@@ -264,6 +349,8 @@ class Record:
         """SIGKILL is being sent to the process that hosts a slot, or to a trainer."""
         member = self.target(role, number)
         assert member is not None
+        if role == "all":
+            return self._on_kill_of_all(spec, time_s)
         lost = {i: incarnation for i, (host, incarnation) in enumerate(self.places) if host == member}
         begun = max(self.step, *self.steps) + 1
         kill = Kill(spec, role, number, member, self.pids[member], self.step, begun, time_s, lost)
@@ -271,6 +358,17 @@ class Record:
         if same is not None:  # it hosted both slots: one loss
             kill.detected_s = same.detected_s
         self.kills.append(kill)
+        return kill
+
+    def _on_kill_of_all(self, spec: str, time_s: float) -> Kill:
+        begun = max(self.step, *self.steps) + 1
+        lost = {slot: incarnation for slot, (_, incarnation) in enumerate(self.places)}
+        kill = Kill(spec, "all", 0, "everybody", None, self.step, begun, time_s, lost)
+        for other in self.kills:  # whatever was under way ends with this one
+            if other.repaired_s is None:
+                other.detected_s = other.detected_s or time_s
+        self.kills.append(kill)
+        self._forget_members()
         return kill
 
     # what follows ---------------------------------------------------------------------------------
@@ -293,7 +391,10 @@ class Record:
         end_s = times[-1]
         spans: list[tuple[float, float]] = []
         for kill in sorted(self.kills, key=lambda kill: kill.kill_s):
-            until_s = min(end_s, kill.repaired_s if kill.repaired_s is not None else end_s)
+            over_s = kill.repaired_s
+            if kill.went_back_s is not None:  # trained again until then
+                over_s = times[kill.step] if len(times) > kill.step else None
+            until_s = min(end_s, over_s if over_s is not None else end_s)
             if spans and kill.kill_s <= spans[-1][1]:
                 spans[-1] = (spans[-1][0], max(spans[-1][1], until_s))
             elif until_s > kill.kill_s:
@@ -309,8 +410,8 @@ class Record:
         """By kind, over all processes, the lost ones with what they last reported."""
         total = dict.fromkeys(KINDS, 0)
         for member in self.status.get("members", []):
-            for kind, size in member["report"].get("bytes_sent", {}).items():
-                total[kind] = total.get(kind, 0) + size
+            for kind, count in member["report"].get("bytes_sent", {}).items():
+                total[kind] = total.get(kind, 0) + count
         return total
 
     def servers(self) -> list[Message]:
@@ -337,7 +438,10 @@ class Record:
         for slot, (server, _) in enumerate(self.places):
             state = "" if self.healthy[slot] else f" rebuilding {self.rebuilt[slot]:.0%}" if server else "nobody"
             slots.append(f"[{slot}: {server}{state}]")
-        return f"step {self.step:>4}/{steps}  loss {self.loss:.4f}  {rate:>7,.0f} samples/s  {' '.join(slots)}"
+        now = self.trained[-1][0] if self.trained else self.step
+        now = self.went_back[-1].step if self.went_back and not self.trainers else now
+        again = " (again)" if now < self.step else ""
+        return f"step {now:>4}/{steps}{again}  loss {self.loss:.4f}  {rate:>7,.0f} samples/s  {' '.join(slots)}"
 
 
 def _rate(times: Sequence[float], spans: Sequence[tuple[float, float]], samples: int) -> float | None:
@@ -347,90 +451,7 @@ def _rate(times: Sequence[float], spans: Sequence[tuple[float, float]], samples:
     return round(count * samples / length_s, 1) if length_s > 0 else None
 
 
-def slot_figures(status: Message) -> dict[int, Message]:
-    """What the present host of each slot reports, where it has."""
-    host = {place["slot"]: place["server"] for place in status["slots"]}
-    return {
-        figures["slot"]: figures
-        for member in status["members"]
-        for figures in member["report"].get("slots", [])
-        if host.get(figures["slot"]) == member["name"]
-    }
-
-
 # printing ---------------------------------------------------------------------------------------------
-
-
-def size(count: float) -> str:
-    """Bytes as people say them: 812 B, 3.4 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-
-
-def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
-    """Columns aligned; the first row is the head; a column of figures goes right."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    right = [any(c[:1].isdigit() for c in column[1:]) for column in columns]
-    return [
-        indent
-        + "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def format_status(status: Message) -> str:
-    """A coordinator's status as text: the cluster, a line per slot, a line per member."""
-    code = status["code"]
-    protection = f"(k, r) = ({code['k']}, {code['r']})" if code["protection"] == "parity" else "no protection"
-    lines = [
-        f"torch-ecrec {status['version']}: {protection} on {code['slots']} slots, {status['tables']} tables,"
-        f" epoch {status['epoch']}, RPC generation {status['generation']}, step {status['step']}"
-    ]
-    if status["fatal"]:
-        lines.append(f"STOPPED: {status['fatal']}")
-    if status.get("partial"):
-        lines.append(format_partial(status["partial"]))
-    figures = slot_figures(status)
-    rows = [["slot", "server", "incarnation", "state", "step", "watermark", "records", "parity", "logs", "snapshots"]]
-    for place in status["slots"]:
-        own = figures.get(place["slot"])
-        if own is not None and own["incarnation"] != place["incarnation"]:
-            own = None
-        state = "healthy" if place["healthy"] else "waiting" if not place["server"] else "starting"
-        if own is not None and not place["healthy"]:
-            state = f"rebuilding {own['rebuilt']:.0%}"
-        cells = [str(place["slot"]), place["server"] or "(nobody)", str(place["incarnation"]), state]
-        if own is None:
-            cells += ["-"] * 6
-        else:
-            sizes = [size(own[f"{name}_bytes"]) for name in ("record", "parity", "log", "snapshot")]
-            cells += [str(own["step"]), str(own["watermark"]), *sizes]
-        rows.append(cells)
-    lines += table(rows) if status["slots"] else ["  no slots placed yet: waiting for servers and trainers"]
-    rows = [["member", "role", "pid", "state", "silent"]]
-    for member in status["members"]:
-        state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
-        state = "left" if member["left"] else state if member["alive"] else "lost"
-        silent = f"{member['silent_s']:.1f} s" if state not in ("left", "lost") else "-"
-        rows.append([member["name"], member["role"], str(member["pid"]), state, silent])
-    lines += ["", *table(rows)] if status["members"] else ["  no members"]
-    return "\n".join(lines)
-
-
-def format_partial(partial: Message) -> str:
-    """What partial recoveries have lost, for people."""
-    slots = ", ".join(map(str, partial["last_slots"]))
-    return (
-        f"NOT EXACT: {partial['lost_samples']:.3%} of lost samples (CPR) by {partial['times']} partial recoveries;"
-        f" the last: slots {slots} took their records from checkpoint {partial['last']}, of step {partial['last_step']}"
-    )
 
 
 def _seconds(value: float | None) -> str:
@@ -441,8 +462,11 @@ def format_kill(entry: Message) -> list[str]:
     """The timeline of one failure, in seconds after the kill."""
     after = entry["after_kill_s"]
     hosted = f", host of slot {', '.join(map(str, entry['slots_lost']))}" if entry["slots_lost"] else ""
+    if entry["role"] == "all":
+        hosted = ": coordinator, servers and trainers"
     first = "first step begun after it" + (f" ({entry['first_step']})" if entry["first_step"] is not None else "")
-    who = f"{entry['member']}, pid {entry['pid']}{hosted}"
+    pid = f", pid {entry['pid']}" if entry["pid"] is not None else ""
+    who = f"{entry['member']}{pid}{hosted}"
     lines = [f"failure {entry['spec']}", f"  {_seconds(0.0)} s  killed: {who}, at step {entry['step']}"]
     marks = [
         (after["detected_s"], "detected"),
@@ -455,6 +479,14 @@ def format_kill(entry: Message) -> list[str]:
     if entry["role"] == "trainer":
         marks[1] = (after["resumable_s"], f"servers have gone back to step {entry['resumed_after']}, and keep it safe")
         marks[3] = (after["rejoined_s"], "torchrun has started all trainers again, and they have joined")
+    if after["went_back_s"] is not None:
+        again = entry["step"] - entry["resumed_after"]
+        marks = [
+            (after["went_back_s"], f"all go back to the checkpoint of step {entry['resumed_after']}: {again} again"),
+            (after["rejoined_s"], "torchrun has started all trainers again, and they have joined"),
+            (after["trains_s"], f"step {entry['resumed_after'] + 1} is complete once more"),
+            (after["first_step_s"], f"first new step ({entry['first_step']}) complete at all trainers"),
+        ]
     marks.sort(key=lambda mark: math.inf if mark[0] is None else mark[0])
     lines += [f"  {_seconds(time_s)} s  {what}" for time_s, what in marks]
     if after["stall_s"] is not None:
@@ -482,6 +514,10 @@ def format_summary(result: Message) -> str:
     rates = {name: value for name, value in result["throughput"].items() if value is not None}
     if rates and result["kills"]:
         lines.append("samples/s: " + ", ".join(f"{value:,.0f} {_WHEN[name]}" for name, value in rates.items()))
+    if result["checkpoints"]:
+        kept, void = result["checkpoints"], len(result["checkpoints_void"])
+        more = f"; {void} came to nothing" if void else ""
+        lines.append(f"checkpoints: {len(kept)}, the last of step {kept[-1]['step']}{more}")
     if any(result["bytes_sent"].values()):
         lines.append("sent: " + ", ".join(f"{size(sent)} {kind}" for kind, sent in result["bytes_sent"].items()))
     return "\n".join(lines)

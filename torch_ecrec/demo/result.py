@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import platform
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,10 @@ def assemble(arguments: argparse.Namespace, run: DemoRun, calm: DemoRun | None, 
         **figures,
         "undisturbed": undisturbed,
         "kills": [kill.to_json(run.record.step_times) for kill in run.record.kills],
+        "checkpoints": [asdict(one) for one in run.record.checkpoints],
+        "checkpoints_void": [asdict(one) for one in run.record.void],
+        "went_back": [asdict(one) for one in run.record.went_back],
+        "trained": run.record.trained,
         "throughput": run.record.throughput(run.samples_per_step),
         "servers": run.record.servers(),
         "bytes_sent": run.record.bytes_sent(),

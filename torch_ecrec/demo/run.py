@@ -12,12 +12,13 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_ecrec.demo import criteo, report
 from torch_ecrec.demo.interrupts import sigterm_interrupts
-from torch_ecrec.demo.kills import KillSpec, parse_kills
+from torch_ecrec.demo.kills import KillSpec, check_beyond, parse_kills
 from torch_ecrec.demo.result import assemble
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun
@@ -38,6 +39,13 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[KillSpec]]:
     require_int("snapshot-every", arguments.snapshot_every, 1)
     OptimizerSpec(arguments.optimizer)
     kills = parse_kills(arguments.kill, code.slots, arguments.steps, arguments.trainers)
+    every_steps, _ = arguments.checkpoint_every or (0, 0.0)
+    check_beyond(kills, code.parities, arguments.beyond, every_steps)
+    require(every_steps < arguments.steps, f"`--checkpoint-every {every_steps}`: there are {arguments.steps} steps")
+    require(
+        not arguments.checkpoint_bits,
+        "`--checkpoint-bits`: weights of fewer bits are others after a restore, and the demo compares bit for bit",
+    )
     if arguments.data is not None:
         lines = len(criteo.read(arguments.data, rows_per_table=1))
         require(lines >= 5, f"{arguments.data}: {lines} lines are too few: a fifth of them is held out")
@@ -48,8 +56,12 @@ def check(arguments: argparse.Namespace) -> tuple[CodeSpec, list[KillSpec]]:
     return code, kills
 
 
-def run_demo(arguments: argparse.Namespace) -> int:
+def run_demo(arguments: argparse.Namespace, checkpoints: Sequence[str] = ()) -> int:
     """Runs the demonstration; returns the exit code: 0 only if all kills fired and nothing differs.
+
+    Args:
+        arguments: of the command.
+        checkpoints: what a coordinator is told of the checkpoints that it is to write; the undisturbed run has none.
 
     Raises:
         ValueError: bad arguments or a bad data file; nothing was started.
@@ -67,7 +79,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
         f" {arguments.batch_size} samples, {arguments.optimizer}; {protection}, {code.slots} servers"
         f" and {arguments.spares} spares; kills: {', '.join(kill.text for kill in kills) or 'none'}"
     )
-    run = DemoRun(arguments, code, kills, out / "logs" / "run", terminal)
+    run = DemoRun(arguments, code, kills, out / "logs" / "run", terminal, checkpoints)
     calm: DemoRun | None = None
     error: str | None = "interrupted"
     with sigterm_interrupts():
@@ -104,8 +116,9 @@ def run_demo(arguments: argparse.Namespace) -> int:
 def _picture(result: dict[str, Any], out: Path) -> list[Path]:
     try:
         from torch_ecrec.demo.plot import draw
+        from torch_ecrec.demo.plot_steps import draw_steps
     except ImportError as error:
         print(f"no picture: {error} (pip install matplotlib)", file=sys.stderr)
         return []
-    draw(result, out / "recovery.png")
+    (draw_steps if result["went_back"] else draw)(result, out / "recovery.png")
     return [out / "recovery.png"]

@@ -15,17 +15,17 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch_ecrec
 from torch_ecrec.demo import report
 from torch_ecrec.demo.interrupts import raise_if_interrupted
-from torch_ecrec.demo.kills import KillSpec
+from torch_ecrec.demo.kills import KillSpec, beyond_parity
+from torch_ecrec.demo.news import news_of
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss
-from torch_ecrec.observe import events
-from torch_ecrec.observe.events import AnyEvent
 from torch_ecrec.processes.children import tail, torchrun
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
@@ -61,17 +61,28 @@ class DemoRun:
         kills: to do, by step.
         logs: folder for what the processes say.
         terminal: where progress is shown.
+        checkpoints: what a coordinator is told of the checkpoints that it is to write (`checkpoint_arguments`).
     """
 
     def __init__(
-        self, arguments: argparse.Namespace, code: CodeSpec, kills: list[KillSpec], logs: Path, terminal: Terminal
+        self,
+        arguments: argparse.Namespace,
+        code: CodeSpec,
+        kills: list[KillSpec],
+        logs: Path,
+        terminal: Terminal,
+        checkpoints: Sequence[str] = (),
     ) -> None:
+        self._checkpoints = list(checkpoints)
+        goes_back = "--beyond" in self._checkpoints and "stop" not in self._checkpoints
+        self._beyond = beyond_parity(kills, code.parities) if goes_back else []  # not before there is a checkpoint
         self.arguments, self.code, self.logs, self.terminal = arguments, code, logs, terminal
         self.samples_per_step = arguments.batch_size * arguments.trainers
         self.record = report.Record(arguments.trainers, code.slots)
         self.reports: list[dict[str, Any]] = []  # of the trainers, once they are done
         self._lock = threading.Lock()  # guards what is below, and `record` while the run is on
         self._to_kill = list(kills)
+        self._waiting: list[KillSpec] = []  # for a checkpoint: those that were told
         self._fired = 0
         self._over = False
         self._timers: list[threading.Timer] = []
@@ -85,13 +96,12 @@ class DemoRun:
 
     def _on_message(self, message: dict[str, Any]) -> None:
         with self._lock:
-            before = self.record.step
+            before, trained = self.record.step, len(self.record.trained)
             event = self.record.on_message(message)
-            if self.record.step > before:
+            if self.record.step > before or len(self.record.trained) > trained:
                 self._moved_s = time.monotonic()
                 self._start_kills()
-            if event is not None:
-                self._tell(event)
+            self._news += news_of(event, self.record) if event is not None else []
 
     def _on_closed(self, reason: str) -> None:
         with self._lock:
@@ -120,6 +130,9 @@ class DemoRun:
                 continue
             if not spec.delay_ms and self.record.target(spec.role, spec.number) is None:
                 continue  # nobody is there at the moment
+            if spec in self._beyond and not self.record.checkpoints:
+                self._wait_for_checkpoint(spec)
+                continue
             self._to_kill.remove(spec)
             self._fired += 1
             if spec.delay_ms:
@@ -129,6 +142,12 @@ class DemoRun:
                 timer.start()
             else:
                 self._kill(spec)
+
+    def _wait_for_checkpoint(self, spec: KillSpec) -> None:
+        """Training goes on, and is looked at again with the next step."""
+        if spec not in self._waiting:
+            self._waiting.append(spec)
+            self._news.append(f"step {self.record.step}: {spec.text} waits for the first checkpoint")
 
     def _kill_later(self, spec: KillSpec) -> None:
         with self._lock:
@@ -142,28 +161,26 @@ class DemoRun:
             return
         assert self._cluster is not None
         self.record.pids["coordinator"] = self._cluster.coordinator.pid
+        if spec.role == "all":
+            self._kill_all(spec)
+            return
         kill = self.record.on_kill(spec.text, spec.role, spec.number, time.time())
+        assert kill.pid is not None
         with contextlib.suppress(ProcessLookupError):  # it hosted another slot that was to be killed at this step
             os.kill(kill.pid, signal.SIGKILL)
         hosted = f", host of slot {spec.number}" if spec.role == "server" else ""
         self._news.append(f"step {kill.step}: kill -9 {kill.pid} ({kill.member}{hosted})")
 
-    def _tell(self, event: AnyEvent) -> None:
-        if isinstance(event, events.Lost):
-            if event.slots or self.record.roles.get(event.member) == "trainer":
-                held = f", with slots {event.slots}" if event.slots else ""
-                self._news.append(f"  {event.member} is lost ({event.why}){held}")
-        elif isinstance(event, events.Rehosted):
-            server = self.record.places[event.slot][0]
-            self._news.append(f"  slot {event.slot} serves again, on {server}; rebuild begins")
-        elif isinstance(event, events.SlotRebuilt):
-            self._news.append(f"  slot {event.slot} is rebuilt")
-        elif isinstance(event, events.Resumable):
-            self._news.append(f"  servers have gone back to step {event.step}; torchrun starts all trainers again")
-        elif isinstance(event, events.Regathered):
-            self._news.append(f"  a new coordinator: {len(event.members)} members have rejoined")
-        elif isinstance(event, events.Joined) and self.record.step:
-            self._news.append(f"  {event.member} has joined (pid {event.pid})")
+    def _kill_all(self, spec: KillSpec) -> None:
+        """Every process of the job; what starts them again, this one and torchrun, stays."""
+        assert self._cluster is not None
+        pids = [child.pid for child in self._cluster.children]
+        pids += [self.record.pids[name] for name in self.record.trainers.values()]
+        kill = self.record.on_kill(spec.text, spec.role, spec.number, time.time())
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it ended a moment ago
+                os.kill(pid, signal.SIGKILL)
+        self._news.append(f"step {kill.step}: kill -9 {' '.join(map(str, pids))} (everybody)")
 
     # the whole of it
 
@@ -183,6 +200,7 @@ class DemoRun:
             without_spare=self.arguments.without_spare,
             logs=self.logs,
             environment=self.environment,
+            coordinator=self._checkpoints,
         )
         self._cluster = cluster
         with cluster:

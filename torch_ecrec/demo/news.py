@@ -1,0 +1,44 @@
+"""What a run of the demonstration shows of an event as it happens."""
+
+from __future__ import annotations
+
+from torch_ecrec.demo.report import Record
+from torch_ecrec.observe import events
+from torch_ecrec.observe.events import AnyEvent
+from torch_ecrec.observe.text import size
+
+
+def news_of(event: AnyEvent, record: Record) -> list[str]:
+    """Lines for people; none where it is not worth one. `record`: the event is in it already."""
+    line = _of_member(event, record) or _of_checkpoint(event)
+    return [line] if line else []
+
+
+def _of_member(event: AnyEvent, record: Record) -> str:
+    match event:
+        case events.Lost() if event.slots or record.roles.get(event.member) == "trainer":
+            held = f", with slots {event.slots}" if event.slots else ""
+            return f"  {event.member} is lost ({event.why}){held}"
+        case events.Rehosted():
+            return f"  slot {event.slot} serves again, on {record.places[event.slot][0]}; rebuild begins"
+        case events.SlotRebuilt():
+            return f"  slot {event.slot} is rebuilt"
+        case events.Resumable():
+            return f"  servers have gone back to step {event.step}; torchrun starts all trainers again"
+        case events.Regathered():
+            return f"  a new coordinator: {len(event.members)} members have rejoined"
+        case events.Joined() if record.step:
+            return f"  {event.member} has joined (pid {event.pid})"
+    return ""
+
+
+def _of_checkpoint(event: AnyEvent) -> str:
+    match event:
+        case events.Checkpointed():
+            of = f", what has changed since {event.base}" if event.base else ""
+            return f"  checkpoint of step {event.step}: {size(event.bytes)}{of}"
+        case events.CheckpointVoid():
+            return f"  no checkpoint: {event.reason}"
+        case events.WentBeyond():
+            return f"  all go back to the checkpoint of step {event.step}: {event.reason}"
+    return ""

@@ -1,0 +1,103 @@
+"""What people read: sizes, tables, and a coordinator's status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def slot_figures(status: Message) -> dict[int, Message]:
+    """What the present host of each slot reports, where it has."""
+    host = {place["slot"]: place["server"] for place in status["slots"]}
+    return {
+        figures["slot"]: figures
+        for member in status["members"]
+        for figures in member["report"].get("slots", [])
+        if host.get(figures["slot"]) == member["name"]
+    }
+
+
+def size(count: float) -> str:
+    """Bytes as people say them: 812 B, 3.4 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
+    """Columns aligned; the first row is the head; a column of figures goes right."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [any(c[:1].isdigit() for c in column[1:]) for column in columns]
+    return [
+        indent
+        + "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def format_status(status: Message) -> str:
+    """A coordinator's status as text: the cluster, a line per slot, a line per member."""
+    code = status["code"]
+    protection = f"(k, r) = ({code['k']}, {code['r']})" if code["protection"] == "parity" else "no protection"
+    lines = [
+        f"torch-ecrec {status['version']}: {protection} on {code['slots']} slots, {status['tables']} tables,"
+        f" epoch {status['epoch']}, RPC generation {status['generation']}, step {status['step']}"
+    ]
+    if status["fatal"]:
+        lines.append(f"STOPPED: {status['fatal']}")
+    if status.get("partial"):
+        lines.append(format_partial(status["partial"]))
+    if status.get("checkpoints"):
+        lines += format_checkpoints(status["checkpoints"])
+    figures = slot_figures(status)
+    rows = [["slot", "server", "incarnation", "state", "step", "watermark", "records", "parity", "logs", "snapshots"]]
+    for place in status["slots"]:
+        own = figures.get(place["slot"])
+        if own is not None and own["incarnation"] != place["incarnation"]:
+            own = None
+        state = "healthy" if place["healthy"] else "waiting" if not place["server"] else "starting"
+        if own is not None and not place["healthy"]:
+            state = f"rebuilding {own['rebuilt']:.0%}"
+        cells = [str(place["slot"]), place["server"] or "(nobody)", str(place["incarnation"]), state]
+        if own is None:
+            cells += ["-"] * 6
+        else:
+            sizes = [size(own[f"{name}_bytes"]) for name in ("record", "parity", "log", "snapshot")]
+            cells += [str(own["step"]), str(own["watermark"]), *sizes]
+        rows.append(cells)
+    lines += table(rows) if status["slots"] else ["  no slots placed yet: waiting for servers and trainers"]
+    rows = [["member", "role", "pid", "state", "silent"]]
+    for member in status["members"]:
+        state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
+        state = "left" if member["left"] else state if member["alive"] else "lost"
+        silent = f"{member['silent_s']:.1f} s" if state not in ("left", "lost") else "-"
+        rows.append([member["name"], member["role"], str(member["pid"]), state, silent])
+    lines += ["", *table(rows)] if status["members"] else ["  no members"]
+    return "\n".join(lines)
+
+
+def format_partial(partial: Message) -> str:
+    """What partial recoveries have lost, for people."""
+    slots = ", ".join(map(str, partial["last_slots"]))
+    return (
+        f"NOT EXACT: {partial['lost_samples']:.3%} of lost samples (CPR) by {partial['times']} partial recoveries;"
+        f" the last: slots {slots} took their records from checkpoint {partial['last']}, of step {partial['last_step']}"
+    )
+
+
+def format_checkpoints(said: Message) -> list[str]:
+    """The checkpoints that a cluster writes: the last that counts, one that is under way, and what is wrong."""
+    last = "none yet in this run"
+    if said["last"]:
+        last = f"the last is of step {said['last_step']}, {said['last_age_s']:.0f} s ago"
+    lines = [f"checkpoints at {said['url']}: {last}" + (f"; writing {said['running']}" if said["running"] else "")]
+    if said["failing"]:
+        lines.append(f"  FAILING for {said['failing_for_s']:.0f} s, is tried again: {said['failing']}")
+    return lines
