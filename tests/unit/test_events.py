@@ -19,6 +19,9 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
     (events.Left("server-0"), {"event": "left", "member": "server-0"}),
     (
         events.CheckpointBegun("000000000010-a-1", 10, ""),
+        {"event": "checkpoint_begun", "name": "000000000010-a-1", "step": 10, "base": ""},
+    ),
+    (
         events.Checkpointed("000000000010-a-1", 10, "", 99, 0.5),
         {"event": "checkpointed", "name": "000000000010-a-1", "step": 10, "base": "", "bytes": 99, "seconds": 0.5},
     ),
