@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections import Counter
 
 import pytest
+import torch
 from partial_runs import Partial, check
 from virtual_trainers import Kill
 
@@ -46,13 +48,14 @@ WHO = {
 }
 
 
-def sweep(code: CodeSpec, who: str, control: bool, every: int, first: int = 0) -> Counter[str]:
+def sweep(code: CodeSpec, who: str, control: bool, every: int, first: int = 0, last: bool = False) -> Counter[str]:
     """One process more is lost at each of these messages of the recovery; and later one that parity repairs."""
     begin, end = span(code)[control]
     count: Counter[str] = Counter()
     for at in range(begin + 1 + first, end, every):
         kill = dataclasses.replace(WHO[who], which=WHO[who].which % code.slots, at=0 if control else at)
-        kills = [Kill("beyond", code.parities + 1, 0), Kill("server", 1, end + 300)]
+        many = -code.parities - 1 if last else code.parities + 1
+        kills = [Kill("beyond", many, 0), Kill("server", 1, end + 300)]
         more = {"at_control": {at: kill}} if control else {}
         run = Partial(code=code, kills=kills + ([] if control else [kill]), **more)
         try:
@@ -84,3 +87,60 @@ def test_one_more_is_lost_at_messages_of_the_recovery(code: CodeSpec, who: str, 
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_one_more_is_lost_at_every_message_of_the_recovery(code: CodeSpec, who: str, control: bool) -> None:
     print(sweep(code, who, control, 1))
+
+
+def test_lost_trainers_go_on_from_their_snapshot_where_that_survives() -> None:
+    """The last slots are lost, the first keep the dense snapshots."""
+    count = sweep(CODES[1], "a trainer", True, 23, last=True)
+    print(count)
+    assert count["going back"] == count["runs"] > 5 and count["went_beyond"] == 0
+
+
+def test_a_second_time_counts_once_what_both_have_lost() -> None:
+    run = Partial(code=CODES[1], kills=[Kill("beyond", 2, 0), Kill("beyond", 2, 1)]).go()
+    check(run)
+    assert len(run.events_of("recovered_partly")) == 2
+
+
+def test_more_lost_samples_than_wanted_take_all_back() -> None:
+    """To the bits of the run that nothing disturbs: a whole checkpoint is exact."""
+    run, right = Partial(most=0.0, kills=[Kill("beyond", 2, 0)]).go(), Partial().go()
+    check(run)
+    (event,) = run.events_of("went_beyond")
+    assert "% of lost samples, more than 0.00% (--most-lost-samples)" in event["reason"]
+    assert not run.events_of("recovered_partly") and run.coordinator.status(0.0)["partial"] is None
+    for mine, theirs in zip(run.run.records, right.run.records, strict=True):
+        assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32))
+
+
+def test_without_a_checkpoint_it_ends_and_says_so() -> None:
+    run = Partial(kills=[Kill("any", 0, 40), Kill("any", 1, 40)])
+    reason = (
+        "slots [0, 1] are lost together, .*; and there is no checkpoint to take their records from: none was written"
+    )
+    with pytest.raises(AssertionError, match=re.escape(reason).replace("\\.\\*", ".*")):
+        run.go()
+    assert run.events_of("fatal")[0]["kind"] == "data_loss"
+
+
+def test_a_checkpoint_that_cannot_be_read_takes_all_back() -> None:
+    run = Partial(kills=[Kill("beyond", 2, 0)])
+    fails = iter(["this file is altered"])
+
+    def failing(write: int) -> str:
+        reading = run.coordinator.going_back is not None and run.coordinator.going_back.keeps
+        return next(fails, "") if reading else ""
+
+    run.shelf.failing = failing
+    run.go()
+    check(run)
+    assert "the newest checkpoint cannot be read: this file is altered" in run.events_of("went_beyond")[0]["reason"]
+
+
+def test_what_was_lost_survives_the_coordinator() -> None:
+    code = CODES[1]
+    run = Partial(code=code, kills=[Kill("beyond", 2, 0), Kill("coordinator", 0, span(code)[0][1] + 40)]).go()
+    check(run)
+    (event,), partial = run.events_of("recovered_partly"), run.coordinator.status(0.0)["partial"]
+    assert run.events_of("regathered") and run.lives == 1
+    assert partial["lost_steps"] == [event["at"] - event["step"]] * 2 + [0] * 3

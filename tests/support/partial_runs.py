@@ -23,6 +23,7 @@ from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing.membership import VirtualConnection, VirtualProcess
 from torch_ecrec.testing.scenario import small_tables
+from torch_ecrec.transport.local import Fault
 
 STEPS, TRAINERS = 12, 2
 JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)
@@ -62,7 +63,9 @@ class LatestTold(Told):
 class Partial(Trainers):
     """Trainers of a cluster with `--beyond partial`."""
 
-    def __init__(self, most: float = 1.0, at_control: dict[int, Kill] | None = None, **more: Any) -> None:
+    def __init__(
+        self, most: float = 1.0, at_control: dict[int, Kill] | None = None, dropped: int = -1, **more: Any
+    ) -> None:
         self.at_control = dict(at_control or {})  # message of the control channel -> who is lost then
         self.marks: dict[str, tuple[int, int]] = {}  # when things were, in messages: data, control
         again: dict[str, Any] = {"policy": "consecutive", "again_s": (0.01,), "most_lost_samples": most}
@@ -70,6 +73,7 @@ class Partial(Trainers):
         self.read: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         super().__init__(JOB, script, checkpoint=settings, reborn=True, **more)
         self.told = LatestTold()
+        self.network.faults = [Fault("drop", dropped)]  # a request, by its number; -1: none
         self._tick()
 
     def _tick(self) -> None:
@@ -87,14 +91,17 @@ class Partial(Trainers):
             self.kills_to_come.insert(0, self.at_control.pop(number))
 
     def _kill(self, kill: Kill) -> bool:
-        """`beyond`: the hosts of the first slots, together, once a checkpoint counts; `any`: of one, come what may."""
+        """`beyond`: the hosts of the first slots (if negative, the last), together, once a checkpoint counts; `any`: of
+        one, come what may."""
         if kill.who not in ("beyond", "any"):
             return super()._kill(kill)
         if not self.plane.lives or not self.coordinator.slots:
             return False
         if kill.who == "beyond":
-            servers = {place.server for place in self.coordinator.slots[: kill.which]}
-            if not self.shelf.counts or len(servers - self.network.dead) < kill.which or not self.whole():
+            slots = self.coordinator.slots
+            some = slots[: kill.which] if kill.which > 0 else slots[kill.which :]
+            servers = {place.server for place in some}
+            if not self.shelf.counts or len(servers - self.network.dead) < len(some) or not self.whole():
                 return False
         else:
             servers = {self.coordinator.slots[kill.which].server}

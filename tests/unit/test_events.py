@@ -34,6 +34,18 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
         {"event": "went_beyond", "name": "000000000010-a-1", "step": 10, "reason": "slots [0, 1] are lost together"},
     ),
     (
+        events.RecoveredPartly([0, 1], "000000000010-a-1", 10, 12, 0.25, "slots [0, 1] are lost together"),
+        {
+            "event": "recovered_partly",
+            "slots": [0, 1],
+            "name": "000000000010-a-1",
+            "step": 10,
+            "at": 12,
+            "lost_samples": 0.25,
+            "reason": "slots [0, 1] are lost together",
+        },
+    ),
+    (
         events.Lost("server-0", "it left", [0, 2]),
         {"event": "lost", "member": "server-0", "why": "it left", "slots": [0, 2]},
     ),

@@ -105,6 +105,7 @@ class Trial:
             if not self._whole() or not server:
                 raise Stopped(f"{watch.name}: kill {number} did not fire: the cluster is not whole; {watch.trouble()}")
             kill = watch.record.on_kill(f"{self.case.name}, kill {number}", "server", slot, time.time())
+            assert kill.pid is not None, "of all processes alone it is not known"
             try:
                 os.kill(kill.pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -6,7 +6,7 @@
 
 After K. Maeng et al., "CPR: Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation with
 Partial Recovery" (MLSys 2021). It is not exact: what was trained since the checkpoint is lost in those slots. How much
-that is, CPR's portion of lost samples (section 4.1) says: samples whose updates are lost, weighted by the share of the
+that is, CPR's portion of lost samples says: samples whose updates are lost, weighted by the share of the
 slots that lost them. Samples are counted in steps here.
 
     4 slots; step 100: one is lost, the checkpoint is of step 80    portion = (100 - 80) / 4 / 100 = 5 %
@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import Layout, layout_of
@@ -50,7 +51,7 @@ def beyond_repair(layouts: Iterable[Layout], gone: Collection[int], lost: Collec
         shared += members
         for base in repair.unrecoverable_bases(layout, gone):
             data = [int(slot) for slot in layout.member_slot[base, : layout.k]]
-            rows = [slot for j, slot in enumerate(data) if layout.exists(base, j, [0])[0]]
+            rows = [slot for j, slot in enumerate(data) if layout.exists(base, j, np.zeros(1, np.int64))[0]]
             found.update(slot for slot in rows if slot in lost)
     while True:
         more = {slot for of_base in shared if of_base & found for slot in of_base if slot in lost} - found

@@ -153,10 +153,11 @@ class SlotTable:
         if job.fatal is not None or not partial.pending:
             return
         assert job.spec is not None
-        if found is not None and job.refusal(found[1]) is not None:
-            found, why = None, f"{found[0].folder} is of another job"
         if found is None:
             job.stop(f"{reason}; and there is no checkpoint to take their records from: {why}", "data_loss")
+            return
+        if job.refusal(found[1]) is not None:
+            job.stop(f"{reason}; and the newest checkpoint, {found[0].folder}, is of another job", "data_loss")
             return
         layouts, gone = layouts_of(job.code, job.spec), self._unhealthy()
         lost = gone - partial.intact
@@ -171,7 +172,7 @@ class SlotTable:
             self.slots[i] = SlotPlace(self.slots[i].server, self.slots[i].incarnation, False)
         keepers = set(range(min(job.code.parities + 1, len(self.slots))))
         dense_lost = not (partial.dense - anew) & keepers
-        lives = [(i, self.slots[i].incarnation, None) for i in sorted(anew)]
+        lives: list[tuple[int, int, int | None]] = [(i, self.slots[i].incarnation, None) for i in sorted(anew)]
         partial.renew(messages.Renewal(lives, found[0].url, found[0].folder, found[0].done, dense_lost), survivors)
         if dense_lost:
             partial.dense |= keepers

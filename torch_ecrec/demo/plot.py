@@ -278,10 +278,8 @@ def head(figure: Figure, result: dict[str, Any], height: float, legend_below: bo
         f" {arguments['servers']} servers, {arguments['spares']} spare{'s' * (arguments['spares'] != 1)}, {code}"
     )
     figure.text(0.02, 1 - 0.56 / height, line, color=FAINT, fontsize=10)
-    place = (
-        ("center left", (0.012, 1 - 0.84 / height), 4)
-        if legend_below
-        else ("center right", (0.99, 1 - 0.51 / height), 2)
-    )
-    loc, anchor, columns = place
-    figure.legend(loc=loc, bbox_to_anchor=anchor, frameon=False, fontsize=10, labelcolor=INK, ncols=columns)
+    common: dict[str, Any] = {"frameon": False, "fontsize": 10, "labelcolor": INK}
+    if legend_below:
+        figure.legend(loc="center left", bbox_to_anchor=(0.012, 1 - 0.84 / height), ncols=4, **common)
+    else:
+        figure.legend(loc="center right", bbox_to_anchor=(0.99, 1 - 0.51 / height), ncols=2, **common)

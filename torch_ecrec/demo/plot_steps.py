@@ -89,7 +89,13 @@ def _draw_lines(axes: Axes, result: dict[str, Any], start_s: float) -> float:
         end_s = max(end_s, times[-1])
     known = [(one["time_s"] - start_s, one["step"]) for one in result["checkpoints"] if one["time_s"] is not None]
     if known:
-        style = {"marker": "D", "markersize": 6.5, "markeredgecolor": "white", "markeredgewidth": 0.9, "lw": 0}
+        style: dict[str, Any] = {
+            "marker": "D",
+            "markersize": 6.5,
+            "markeredgecolor": "white",
+            "markeredgewidth": 0.9,
+            "lw": 0,
+        }
         axes.plot(*zip(*known, strict=True), color=CHECKPOINT, label="checkpoint", zorder=5, **style)
         end_s = max(end_s, known[-1][0] if known[-1][0] < 1.05 * end_s else end_s)
     end_s *= 1.01

@@ -88,11 +88,6 @@ def _freeze() -> None:
     gc.freeze()
 
 
-def _log_event(event: dict[str, Any]) -> None:
-    """What is not exact any more is a warning."""
-    log.log(logging.WARNING if event["event"] == "recovered_partly" else logging.INFO, "%s", json.dumps(event))
-
-
 def _begins_with(checkpoint: CheckpointSettings, restore: str, again: bool) -> tuple[Restored, JobSpec] | None:
     """See `run_coordinator`."""
     found = newest_of(checkpoint.run, checkpoint.url) if again and checkpoint.beyond != "stop" else None
@@ -152,13 +147,18 @@ def run_coordinator(
         ),
         ledger=ledger,
         probe=probe,
-        announce=_log_event,
+        announce=_announce,
         stop=lambda: server.call_later(0.2, server.close),
         stamp=lambda message: {**message, "time_s": time.time()},
         joins_from_s=time.monotonic() + JOINS_HELD_S,
     )
     _coordinate(server, router, settings.heartbeat_s, out)
     return 0
+
+
+def _announce(event: dict[str, Any]) -> None:
+    """To the log: louder what is not exact."""
+    log.log(logging.WARNING if event["event"] == "recovered_partly" else logging.INFO, "%s", json.dumps(event))
 
 
 def _coordinate(server: ControlServer, router: Router, heartbeat_s: float, out: IO[str]) -> None:
@@ -231,8 +231,10 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     hosts: list[Host] = []
 
     def make(name: str, member: Member, _: CodeSpec) -> Node:
-        scribe, reader = (kind(lambda action: hosts[0].run(action)) for kind in (FileScribe, FileReader))
-        hosts.append(Host(name, member, settings, scribe, reader))
+        def run(action: Callable[[], None]) -> None:
+            hosts[0].run(action)
+
+        hosts.append(Host(name, member, settings, FileScribe(run), FileReader(run)))
         return hosts[0]
 
     member = Member(

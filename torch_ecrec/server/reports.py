@@ -2,16 +2,80 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from torch_ecrec.server.slot import Slot
+from torch_ecrec.durability.holdings import Missing
+from torch_ecrec.durability.policy import Durability
+from torch_ecrec.protocol.messages import Renewal
+from torch_ecrec.protocol.step_rule import StepRule
+from torch_ecrec.records.delta_log import DeltaLog
+from torch_ecrec.records.shard import Shard
+from torch_ecrec.server.checkpoints import SlotCheckpoints
+from torch_ecrec.server.renewing import Renewing
+from torch_ecrec.server.snapshots import SnapshotStore
+
+
+class ReportingHost(Protocol):
+    """What this needs of the process that hosts the slot."""
+
+    @property
+    def era(self) -> int:
+        """Which life of the trainers it is."""
+
+    @property
+    def frozen(self) -> bool:
+        """All servers have stopped, and where they go on is not known yet."""
+
+    @property
+    def origin(self) -> int | None:
+        """The step that training begins after; None: initial values are being loaded."""
+
+    @property
+    def renewals(self) -> list[Renewal]:
+        """Slots that began anew, in this run."""
+
+
+class ReportedSlot(Protocol):
+    """What this needs of its slot: it reads that, and changes nothing."""
+
+    index: int
+    incarnation: int
+    ready: bool
+    reported: bool
+    hopeless: bool
+    going_back_to: int | None
+    not_trained: int | None
+    rule: StepRule
+    missing: Missing
+    snapshots: SnapshotStore
+    durability: Durability
+    checkpoints: SlotCheckpoints
+    renewing: Renewing | None
+
+    @property
+    def host(self) -> ReportingHost:
+        """The process that hosts it."""
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """Its records and parities, by slab."""
+
+    @property
+    def log(self) -> DeltaLog:
+        """The deltas of its recent steps."""
+
+    def tell(self, kind: str, **more: object) -> None:
+        """Tells the coordinator something of this incarnation."""
+
+    def give_up(self, reason: str = "") -> None:
+        """Says that it cannot serve."""
 
 
 class Reports:
-    """Of one life of a slot; reads it, and changes nothing."""
+    """Of one life of a slot."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: ReportedSlot) -> None:
         self._slot = slot
 
     def ready(self) -> None:
