@@ -1,12 +1,11 @@
 """Options of checkpoints: what `up`, `demo` and `chaos` are told reaches the coordinator that they start."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from torch_ecrec.cli.arguments import checkpoint_arguments, checkpoints_of
-from torch_ecrec.cli.main import main, parser
+from torch_ecrec.cli.main import parser
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 
 OPTIONS = {  # each another value than without a word
@@ -46,9 +45,7 @@ def test_chaos_has_all_that_a_coordinator_is_told() -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1"])
-def test_a_time_that_cannot_be_is_refused(
-    seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = ["--checkpoint", str(tmp_path), "--checkpoint-every", "5"]
-    assert main(["up", *place, "--checkpoint-timeout", seconds]) == 2
-    assert f"`timeout_s` must be positive, got {float(seconds)}" in capsys.readouterr().err
+def test_a_time_that_cannot_be_is_refused(seconds: str) -> None:
+    arguments = parser().parse_args(["up", *WORDS, "--checkpoint-timeout", seconds])
+    with pytest.raises(ValueError, match=f"`timeout_s` must be positive, got {float(seconds)}"):
+        checkpoint_arguments(arguments)
