@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     told: list[int] = []  # to end: the signals
     code = code_of(arguments)
     require_int("spares", arguments.spares, 0)
+    checkpoints = checkpoint_arguments(arguments)  # complains before anything is started
     if arguments.logs is not None:
         prepare_logs(arguments.logs)
     warm()
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         restart=not arguments.no_restart,
         logs=arguments.logs,
         told=lambda: bool(told),
-        coordinator=checkpoint_arguments(arguments),
+        coordinator=checkpoints,
     ) as cluster:
         print(
             json.dumps({"address": list(cluster.address)})
