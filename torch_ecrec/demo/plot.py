@@ -173,6 +173,8 @@ def draw_chaos(result: dict[str, Any], path: Path) -> None:
     rates.set_ylim(0, 1.2 * np.quantile(samples_per_s, 0.98))  # steps that were told late seem to come in a burst
     rates.set_ylabel("samples / s")
     colors = {"kill-server": LOST, "stop-server": REBUILDING, "kill-trainer": "#7c3aed", "stop-trainer": "#c4b5fd"}
+    colors |= {"kill-all": "#881337", "kill-beyond-r": "#db2777"}
+    colors |= {"full-disk": "#0f766e", "slow-store": "#65a30d", "failing-store": "#0369a1"}
     for entry in result["schedule"]:
         color = colors.get(entry["event"], INK)
         for axes in (rates, strip):
