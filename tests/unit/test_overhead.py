@@ -153,14 +153,15 @@ def test_figures_that_cannot_be_are_refused(change: dict[str, float], says: str)
 
 WORDS = ["plan", "--hosts", "12", "--mtbf-hours", "1200", "-k", "4", "-r", "2"]
 FIGURES = ["--save", "10", "--load", "60", "--restart", "120", "--stall", "2", "--repair", "300"]
+FIGURES += ["--parity-share", "0.002"]
 
 
 def test_the_command_shows_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*WORDS, *FIGURES, "--repair-rate", "0.8", "--parity-share", "0.002", "--pls", "0.001"]) == 0
+    assert main([*WORDS, *FIGURES, "--repair-rate", "0.8", "--pls", "0.001"]) == 0
     text = capsys.readouterr().out
     assert text == to_text(COSTS, 0.001) + "\n" and "Take " in text
     assert all(way.way in text for way in model.all_ways(COSTS, 0.001))
-    assert main([*WORDS, *FIGURES, "--repair-rate", "0.8", "--parity-share", "0.002", "--json"]) == 0
+    assert main([*WORDS, *FIGURES, "--repair-rate", "0.8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told == json.loads(json.dumps(to_json(COSTS, None), allow_nan=False))
     assert told["take"] == "parity and checkpoints" and told["ways"][1]["interval_s"] is None
@@ -177,7 +178,7 @@ def test_the_command_draws(over: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "--save, --load, --restart, --stall, --repair: say what it costs, or name a run"),
+        ([], "--save, --load, --restart, --parity-share, --stall, --repair: say what it costs, or name a run"),
         ([*FIGURES, "--pls", "1"], "`--pls` must be above 0 and below 1, got 1.0"),
         ([*FIGURES, "-k", "20"], "(20, 2) needs as many hosts as k + r, got 12"),
         ([*FIGURES, "--measured", "none.json"], "`--measured none.json` is no result.json of `torch-ecrec demo`"),
@@ -211,6 +212,6 @@ def test_a_run_of_the_demo_has_measured_them(tmp_path: Path, capsys: pytest.Capt
     path.write_text(json.dumps({**result, "kills": result["kills"][:1]}))
     assert measured(path)["repair_rate"] == pytest.approx(0.8)
     path.write_text(json.dumps(result))
-    assert main([*WORDS, "--measured", str(path), "--save", "7", "--json"]) == 0
+    assert main([*WORDS, "--measured", str(path), "--save", "7", "--parity-share", "0.01", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["costs"]
     assert (told["save_s"], told["load_s"], told["stall_s"]) == (7.0, 1.5, 0.25), "what is said wins"

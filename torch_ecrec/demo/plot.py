@@ -271,8 +271,13 @@ def head(figure: Figure, result: dict[str, Any], height: float, legend_below: bo
     killed = ["everything" if one.endswith(" all") else one for one in killed]
     what = f"{' and '.join(killed)} {'is' if len(roles) == 1 else 'are'} killed" if roles else "Nothing is killed"
     what = what[0].upper() + what[1:]
-    end = {True: ": not one bit differs from the undisturbed run", False: ": the result DIFFERS", None: ""}
-    figure.text(0.02, 1 - 0.32 / height, what + end[result["equal"]], color=INK, fontsize=14, weight="bold")
+    end = {True: ": not one bit differs from the undisturbed run", False: ": the result DIFFERS", None: ""}[
+        result["equal"]
+    ]
+    if result["recovered_partly"]:
+        lost = result["recovered_partly"][-1]["lost_samples"]
+        end = f": NOT EXACT, {100 * lost:.3g} % of the samples are lost"
+    figure.text(0.02, 1 - 0.32 / height, what + end, color=INK, fontsize=14, weight="bold")
     code = f"(k, r) = ({arguments['k']}, {arguments['r']})"
     code = code if arguments["protection"] == "parity" else "no protection"
     line = (

@@ -134,7 +134,7 @@ def draw(costs: Costs, pls: float | None, over: str, path: Path) -> None:
 def _plot(
     figure: Any, points: list[tuple[float, Costs]], here: float, over: str, pls: float | None, path: Path
 ) -> None:
-    axes = figure.add_axes((0.1, 0.13, 0.84, 0.72))
+    axes = figure.add_axes((0.14, 0.13, 0.82, 0.72))
     curves: dict[str, list[float]] = {}
     for _, costs in points:
         for way in all_ways(costs, pls):
