@@ -96,6 +96,14 @@ def test_lost_trainers_go_on_from_their_snapshot_where_that_survives() -> None:
     assert count["going back"] == count["runs"] > 5 and count["went_beyond"] == 0
 
 
+def test_slots_may_wait_for_a_server() -> None:
+    """Nobody takes a second slot: what begins anew does so when other servers come."""
+    run = Partial(code=CODES[1], kills=[Kill("beyond", 2, 0)], without_spare="wait", spares=0).go()
+    check(run)
+    assert run.lives == 1 and len(run.events_of("recovered_partly")) == 1
+    assert any(server == "" for event in run.events_of("re-placed") for server, _ in event["slots"])
+
+
 def test_a_second_time_counts_once_what_both_have_lost() -> None:
     run = Partial(code=CODES[1], kills=[Kill("beyond", 2, 0), Kill("beyond", 2, 1)]).go()
     check(run)
