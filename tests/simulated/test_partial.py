@@ -55,7 +55,9 @@ def sweep(code: CodeSpec, who: str, control: bool, every: int, first: int = 0, l
     for at in range(begin + 1 + first, end, every):
         kill = dataclasses.replace(WHO[who], which=WHO[who].which % code.slots, at=0 if control else at)
         many = -code.parities - 1 if last else code.parities + 1
-        kills = [Kill("beyond", many, 0), Kill("server", 1, end + 300)]
+        kills = [Kill("beyond", many, 0)]
+        if code.parities:
+            kills.append(Kill("server", 1, end + 300))
         more = {"at_control": {at: kill}} if control else {}
         run = Partial(code=code, kills=kills + ([] if control else [kill]), **more)
         try:
