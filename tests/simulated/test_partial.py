@@ -154,3 +154,11 @@ def test_what_was_lost_survives_the_coordinator() -> None:
     (event,), partial = run.events_of("recovered_partly"), run.coordinator.status(0.0)["partial"]
     assert run.events_of("regathered") and run.lives == 1
     assert partial["lost_steps"] == [event["at"] - event["step"]] * 2 + [0] * 3
+
+
+def test_a_slot_that_begins_anew_is_lost_again_before_training_went_on() -> None:
+    """Trainers that live need no dense snapshot, although none is left: nobody is started again."""
+    run = Partial(code=CODES[4], kills=[Kill("beyond", 1, 0), Kill("any", 0, 146)]).go()
+    check(run)
+    first, second = run.events_of("recovered_partly")
+    assert first["at"] == second["at"] and run.lives == 1
