@@ -48,7 +48,11 @@ def test_arguments_are_completed(tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["--events", "kill-server,kill-all,stop-time"], "must be of kill-server, kill-trainer, kill-coordinator"),
-        (["--events", "kill-server,kill-all,stop-time"], "got kill-all, stop-time"),
+        (
+            ["--events", "kill-server,kill-all,stop-time"],
+            "kill-all, kill-beyond-r, full-disk, slow-store, failing-store",
+        ),
+        (["--events", "kill-server,kill-all,stop-time"], "failing-store, got stop-time"),
         (["--events", ""], "`--events` must be of"),
         (["--minutes", "0"], "`--minutes` must be positive, got 0.0"),
         (["--minutes", "-1"], "`--minutes` must be positive, got -1.0"),
@@ -118,8 +122,9 @@ def sleepers() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 class Cluster:
     """In the place of a supervisor."""
 
-    def __init__(self, coordinator: subprocess.Popen[bytes]) -> None:
-        self.coordinator = coordinator
+    def __init__(self, sleepers: dict[str, subprocess.Popen[bytes]]) -> None:
+        self.coordinator = sleepers["coordinator"]
+        self.children = [self.coordinator, *(sleepers[name] for name in ROLES if name.startswith("server"))]
 
 
 def event(kind: str, **more: Any) -> dict[str, Any]:
@@ -129,7 +134,7 @@ def event(kind: str, **more: Any) -> dict[str, Any]:
 def training(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], *words: str) -> ChaosRun:
     """A run of 3 servers and 2 trainers at step 1, with (k, r) = (1, 2)."""
     one = chaos_run(tmp_path, "-k", "1", "-r", "2", "--servers", "3", *words)
-    one._cluster = Cluster(sleepers["coordinator"])  # type: ignore[assignment]
+    one._cluster = Cluster(sleepers)  # type: ignore[assignment]
     for name in ROLES[:-1]:
         role, number = name.split("-")
         one._on_message(event("joined", member=name, role=role, rank=int(number), pid=sleepers[name].pid))
@@ -355,3 +360,151 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_steps_that_nobody_watched_are_spread_over_the_time_they_took() -> None:
     assert spread_bursts([1.0, 2.0, 5.0, 5.0, 5.0, 6.0]) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+
+
+# --- beyond parity, and in the store ---------------------------------------------------------------------------------
+
+
+class Store:
+    """In the place of a `TroubledStore`."""
+
+    def __init__(self) -> None:
+        self.delayed, self.begun, self.ended = 7, list[str](), 0
+
+    def begin(self, kind: str) -> None:
+        self.begun.append(kind)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+EVERY = ",".join(chaos.EVERY_KIND)
+
+
+def with_store(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], events: str) -> tuple[ChaosRun, Store]:
+    """A run at step 1 whose first checkpoint counts."""
+    one, store = training(tmp_path, sleepers, "--events", events), Store()
+    one._store = store  # type: ignore[assignment]
+    one.arguments.steps = 100
+    one._on_message(event("checkpointed", name="1-run-0-1", step=1, base="", bytes=1, seconds=0.1))
+    return one, store
+
+
+def void(one: ChaosRun, reason: str) -> None:
+    one._on_message(event("checkpoint_void", step=1, reason=reason))
+
+
+def test_what_is_beyond_parity_comes_alone_and_what_has_not_come_yet_more_often(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    one, _ = with_store(tmp_path, sleepers, EVERY)
+    instants = [one._instant() for _ in range(400)]
+    single = [kinds[0] for kinds in instants if len(kinds) == 1]
+    later = {kind for kinds in instants if len(kinds) > 1 for kind in kinds}
+    assert later == set(CHAOS_EVENTS), "the others come alone"
+    counts = Counter(single)
+    assert all(counts[kind] > 10 for kind in chaos.EVERY_KIND[len(CHAOS_EVENTS) :])
+    new = sum(counts[kind] for kind in chaos.EVERY_KIND if kind not in CHAOS_EVENTS)
+    assert 150 < new < 250, "half of them, until they have come"
+    one.schedule = [{"event": kind} for kind in chaos.EVERY_KIND if kind != "slow-store"]
+    alone = [kinds[0] for kinds in (one._instant() for _ in range(100)) if kinds[0] not in CHAOS_EVENTS]
+    assert set(alone) == {"slow-store"}
+
+
+def test_nothing_is_beyond_parity_without_a_checkpoint_or_while_the_store_is_in_trouble(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    one, _ = with_store(tmp_path, sleepers, "kill-all,kill-beyond-r,kill-coordinator,full-disk,failing-store")
+    assert all(one._may_come(kind) for kind in one.arguments.events)
+    one._trouble_store("failing-store", time.monotonic(), 1.0)
+    assert [kind for kind in one.arguments.events if one._may_come(kind)] == []
+    one.arguments.events = ["kill-all"]
+    assert one._instant() == []
+    one._trouble = None
+    one._trouble_store("full-disk", time.monotonic(), 1.0)
+    one.arguments.events = ["kill-all", "kill-coordinator", "slow-store"]
+    assert [kind for kind in one.arguments.events if one._may_come(kind)] == ["kill-coordinator"]
+    one._trouble, one.record.checkpoints = None, []
+    assert not one._may_come("kill-all") and one._may_come("full-disk")
+
+
+def test_a_kill_of_all_reaches_everybody(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]) -> None:
+    one, _ = with_store(tmp_path, sleepers, "kill-all")
+    one._go_beyond("kill-all", 3.5)
+    assert [sleepers[name].wait(WAIT_S) for name in ROLES] == [-signal.SIGKILL] * len(ROLES)
+    assert [kill.role for kill in one.record.kills] == ["all"] and not one.record.settled
+    assert one.not_effective() == ["kill-all at step 1: nobody went back to a checkpoint"]
+    one._on_message({"type": "status", "time_s": time.time() + 1, "members": [], "slots": [], "restored": None})
+    assert one.not_effective() == []
+
+
+def test_one_server_more_than_parity_repairs_is_killed(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    one, _ = with_store(tmp_path, sleepers, "kill-beyond-r")
+    assert one.code.parities == 2
+    one._go_beyond("kill-beyond-r", 3.5)
+    assert [sleepers[name].wait(WAIT_S) for name in ROLES[:3]] == [-signal.SIGKILL] * 3
+    assert all(sleepers[name].poll() is None for name in ROLES[3:])
+    (entry,) = one.schedule
+    assert entry["number"] == [0, 1, 2] and len(entry["pid"]) == 3 and len(one.record.kills) == 3
+    one._on_message(event("went_beyond", name="1-run-0-1", step=1, reason="all are lost"))
+    assert one.not_effective() == []
+    one._go_beyond("kill-beyond-r", 4.5)
+    assert len(one.schedule) == 1, "nobody is there: nothing happens"
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("full-disk", "No space left on device"), ("failing-store", "Not a directory")]
+)
+def test_trouble_of_the_store_ends_once_a_checkpoint_was_void_by_it(
+    kind: str, error: str, tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    one, store = with_store(tmp_path, sleepers, kind)
+    void(one, f"before: {error}")
+    now_s = time.monotonic()
+    one._trouble_store(kind, now_s, 3.5)
+    assert store.begun == [kind] and one.record.kills == []
+    void(one, "a slot was lost")
+    one._look_after_store(now_s + 1, 4.5, last=False)
+    assert store.ended == 0 and one.not_effective() == [f"{kind} at step 1: nobody felt it"]
+    void(one, f"slot 0: {error}")
+    one._look_after_store(now_s + 2, 5.5, last=False)
+    assert store.ended == 1 and one.not_effective() == []
+    (entry,) = one.schedule
+    assert (entry["seconds"], entry["felt"]) == (2.0, f"slot 0: {error}")
+    one._look_after_store(now_s + 3, 6.5, last=False)
+    assert store.ended == 1, "it is over"
+
+
+def test_a_slow_store_is_felt_by_opens_that_wait(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]) -> None:
+    one, store = with_store(tmp_path, sleepers, "slow-store")
+    one._trouble_store("slow-store", time.monotonic(), 3.5)
+    store.delayed += chaos.SLOW_OPENS - 1
+    one._look_after_store(time.monotonic(), 4.5, last=False)
+    assert store.ended == 0
+    store.delayed += 1
+    one._look_after_store(time.monotonic(), 4.5, last=False)
+    assert store.ended == 1 and one.schedule[0]["felt"] == f"{chaos.SLOW_OPENS} opens had to wait"
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_trouble_that_nobody_feels_ends_in_time_and_fails_the_run(
+    last: bool, tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    one, store = with_store(tmp_path, sleepers, "full-disk,kill-all")
+    now_s = time.monotonic()
+    one._trouble_store("full-disk", now_s, 3.5)
+    one._look_after_store(now_s + (1.0 if last else chaos.FELT_LIMIT_S + 1), 4.5, last)
+    assert store.ended == 1
+    assert one.not_effective() == [
+        "full-disk at step 1: nobody felt it",
+        "kill-all never came: `--minutes` must be more",
+    ]
+
+
+def test_a_run_that_ends_leaves_no_trouble_behind(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]) -> None:
+    one, store = with_store(tmp_path, sleepers, "full-disk")
+    one._trouble_store("full-disk", time.monotonic(), 3.5)
+    one.release()
+    assert store.ended == 1

@@ -434,7 +434,7 @@ def test_another_table_list_is_refused(join: str) -> None:
         assert answers.get(timeout=LIMIT_S)["type"] == "welcome"
         settings = Settings(join=join)
         for other in (job(trainers=2, seed=6), job(trainers=3)):
-            with pytest.raises(JoinRefused, match="this cluster trains other tables"):
+            with pytest.raises(JoinRefused, match="this cluster trains another job: it "):
                 launch.connect(other, settings, trainer=1)
         names = [m["name"] for m in status_of(join)["members"]]
         assert names == ["server-0", "server-1", "server-2", "trainer-0"]

@@ -141,3 +141,17 @@ def test_everything_is_killed_at_once_and_comes_back_to_the_same_bits(tmp_path: 
 def test_more_servers_than_parity_repairs_come_back_to_the_same_bits(tmp_path: Path) -> None:
     result = goes_back(tmp_path, "server:0@25", "server:1@25")
     assert "cannot repair" in result["went_back"][0]["reason"]
+
+
+@pytest.mark.slow  # test_partial.py has the protocol
+def test_partial_recovery_is_told_as_not_exact(tmp_path: Path) -> None:
+    words = ("--checkpoint-every", "10", "--beyond", "partial", "--most-lost-samples", "0.9")
+    kills = ("--kill", "server:0@25", "--kill", "server:1@25")
+    done = demo(tmp_path, "--steps", "50", *words, "--checkpoint", str(tmp_path / "store"), *kills)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert done.returncode == 0, done.stderr
+    (partly,) = result["recovered_partly"]
+    assert set(partly["slots"]) >= {0, 1} and 10 <= partly["step"] <= partly["at"] and 0 < partly["lost_samples"] < 0.9
+    assert result["went_back"] == [] and result["equal"] is False and result["error"] is None
+    assert all(kill["after_kill_s"]["rebuilt_s"] is not None for kill in result["kills"])
+    assert "NOT EXACT, as asked for by --beyond partial" in done.stdout

@@ -97,8 +97,24 @@ def a_server_host_dies(running: Cluster) -> None:
     wait_until(lambda: '"event": "lost"' in running.said("coordinator"), LIMIT_S, "it is lost")
 
 
+def a_trainer_host_dies(running: Cluster) -> None:
+    """With a server that has a slot, or is a spare; it comes back empty, and is given its two lines again."""
+    assert running.hosts[4].die() >= 3, "a server, torchrun and a trainer"
+    assert running.trainers[0].poll() is None, "training was over before"
+    running.hosts[4].come_back()
+    running.start(4, "server-on-4", ["serve", "--join", running.join])
+    running.trainers[1] = running.train_on(4)
+
+
+def both(running: Cluster) -> None:
+    """One after the other."""
+    a_server_host_dies(running)
+    wait_until(lambda: '"event": "rebuilt"' in running.said("coordinator"), LIMIT_S, "its slot is whole again")
+    a_trainer_host_dies(running)
+
+
 @pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize("transport", ["sockets", pytest.param("rpc", marks=pytest.mark.slow)])
-def test_a_host_dies_and_nothing_differs(transport: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_hosts_die_and_nothing_differs(transport: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
     assert undisturbed[0]["digest"] is not None and len(undisturbed[0]["losses"]) == STEPS
-    assert trained(tmp_path / "disturbed", transport, a_server_host_dies) == undisturbed
+    assert trained(tmp_path / "disturbed", transport, both) == undisturbed

@@ -16,6 +16,7 @@ import pytest
 import torch
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession
 
+from torch_ecrec.client import loading
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.loading import Checkpoint
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
@@ -26,6 +27,13 @@ from torch_ecrec.testing.scenario import small_tables
 
 STEPS, TRAINERS = 9, 2
 JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)
+PORTION_BYTES = 7 * 16  # of those that are sent
+
+
+@pytest.fixture(autouse=True)
+def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore takes several steps, and not as many of each trainer."""
+    monkeypatch.setattr(loading, "LOAD_BYTES", PORTION_BYTES)
 
 
 def script(rank: int, session: TurnsSession) -> None:
@@ -232,5 +240,8 @@ def test_another_job_is_refused_by_name() -> None:
     run = Restoring(written()[1], CodeSpec(3, 2, 1))
     job = JobSpec(JOB.tables[:-1], JOB.code, TRAINERS, JOB.seed)
     refusal = run.coordinator._state.job.refusal(job)
-    assert refusal is not None and "the checkpoint shelf is of other tables" in refusal
+    assert (
+        refusal is not None
+        and "the checkpoint shelf is of another job: it has tables ['c'] that this job lacks" in refusal
+    )
     assert run.coordinator._state.job.refusal(JOB) is None

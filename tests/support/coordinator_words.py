@@ -115,3 +115,19 @@ def two_servers_lost() -> Record:
     for message in [lost, back, *BACK, *steps(11, 40, 9.0)]:
         record.on_message(message)
     return record
+
+
+def recovered_partly() -> Record:
+    """Slots 0 and 1 are lost at 2.42, and take their records from the checkpoint of step 10; trainers go on."""
+    record = _with_a_checkpoint()
+    for slot in (0, 1):
+        record.on_kill(f"server:{slot}@15", "server", slot, time_s=2.42)
+    lost = [event(2.44, "lost", member=f"server-{slot}", why="its connection ended", slots=[slot]) for slot in (0, 1)]
+    named = {"slots": [0, 1], "name": f"{10:012d}-run-0-1", "step": 10, "at": 15}
+    partly = event(2.6, "recovered_partly", **named, lost_samples=0.222, reason="slots [0, 1] are lost together")
+    anew = event(2.5, "re-placed", epoch=2, slots=[["server-3", 1], ["server-2", 1], ["server-2", 0]])
+    words = [("re-hosted", 2.7), ("slot rebuilt", 3.0)]
+    there = [event(time_s, kind, slot=slot, incarnation=1) for kind, time_s in words for slot in (0, 1)]
+    for message in [*lost, anew, partly, *there, *steps(16, 40, 3.1)]:
+        record.on_message(message)
+    return record

@@ -100,10 +100,19 @@ class OnShelf:
         self._records, self.done = shelf.records(job, finished), finished.done
         self._dense = shelf.parts[finished.folder, finished.dense_of].dense
 
-    def records(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _rows(self, slab: int, trainer: int, trainers: int) -> Tensor:
+        """Trainer 0 reads all of the first slab, all read some of the others, and not as many."""
+        rows_R = torch.arange(len(self._records[slab])).flip(0)  # in whatever order
+        reader_R = rows_R % (2 * trainers - 1) % trainers if slab else torch.zeros_like(rows_R)
+        return rows_R[reader_R == trainer]
+
+    def shares(self, trainers: int) -> list[list[int]]:
+        slabs = range(len(self._records))
+        return [[len(self._rows(slab, trainer, trainers)) for slab in slabs] for trainer in range(trainers)]
+
+    def records(self, trainer: int, trainers: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         for slab, records_RB in enumerate(self._records):
-            rows_R = torch.arange(len(records_RB)).flip(0)  # in whatever order
-            for some in rows_R.split(BLOCK):
+            for some in self._rows(slab, trainer, trainers).split(BLOCK):
                 yield slab, some, records_RB[some]
 
     def dense(self) -> list[tuple[Tensor, list[int]]]:

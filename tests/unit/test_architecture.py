@@ -30,6 +30,7 @@ RANKS = {
     "runtime": 1,
     "codec": 2,
     "observe": 2,
+    "overhead": 2,
     "records": 3,
     "layout": 3,
     "spec": 4,
@@ -65,6 +66,7 @@ ENVIRONMENT_EXCEPTIONS: dict[str, set[str]] = {}
 RPC_SEAM = "torch_ecrec.transport.rpc"
 
 PURE = {
+    "torch_ecrec.overhead.model",
     "torch_ecrec.layout.stripes",
     "torch_ecrec.client.client",
     "torch_ecrec.client.reads",

@@ -20,6 +20,7 @@ from coordinator_words import (
     event,
     everything_lost,
     recorded,
+    recovered_partly,
     recovery,
     steps,
     two_servers_lost,
@@ -399,6 +400,26 @@ def test_the_way_back_to_a_checkpoint_is_drawn(tmp_path: Path) -> None:
         document = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
         keys = {*result["checkpoints"][0], *result["checkpoints_void"][0], *result["went_back"][0]}
         assert keys <= set(re.findall(r"`(\w+)`", document))
+
+
+def test_what_was_lost_for_good_is_told_and_is_no_equality(tmp_path: Path) -> None:
+    arguments, disturbed, calm = finished(tmp_path)
+    disturbed.record = recovered_partly()
+    disturbed.reports[0]["digest"] = "other"
+    for one in (disturbed, calm):
+        one.reports[0]["auc"] = 0.75
+    result = assemble(arguments, disturbed, calm, None)
+    assert result["equal"] is False and result["went_back"] == []
+    (partly,) = result["recovered_partly"]
+    assert (partly["slots"], partly["step"], partly["at"], partly["lost_samples"]) == ([0, 1], 10, 15, 0.222)
+    said = format_summary(result)
+    assert "NOT EXACT, as asked for by --beyond partial: slots [0, 1]" in said and "EQUAL" not in said
+    assert "22.2 % of the samples until then are lost; AUC 0.7500 against 0.7500" in said
+    assert disturbed.record.unexpected == [] and disturbed.record.whole
+    draw(result, tmp_path / "recovery.png")
+    assert (tmp_path / "recovery.png").stat().st_size > 10_000
+    document = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    assert set(partly) <= set(re.findall(r"`(\w+)`", document))
 
 
 def test_the_line_of_a_run_is_in_pieces_where_it_went_back() -> None:

@@ -19,6 +19,9 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
     (events.Left("server-0"), {"event": "left", "member": "server-0"}),
     (
         events.CheckpointBegun("000000000010-a-1", 10, ""),
+        {"event": "checkpoint_begun", "name": "000000000010-a-1", "step": 10, "base": ""},
+    ),
+    (
         events.Checkpointed("000000000010-a-1", 10, "", 99, 0.5),
         {"event": "checkpointed", "name": "000000000010-a-1", "step": 10, "base": "", "bytes": 99, "seconds": 0.5},
     ),
@@ -29,6 +32,18 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
     (
         events.WentBeyond("000000000010-a-1", 10, "slots [0, 1] are lost together"),
         {"event": "went_beyond", "name": "000000000010-a-1", "step": 10, "reason": "slots [0, 1] are lost together"},
+    ),
+    (
+        events.RecoveredPartly([0, 1], "000000000010-a-1", 10, 12, 0.25, "slots [0, 1] are lost together"),
+        {
+            "event": "recovered_partly",
+            "slots": [0, 1],
+            "name": "000000000010-a-1",
+            "step": 10,
+            "at": 12,
+            "lost_samples": 0.25,
+            "reason": "slots [0, 1] are lost together",
+        },
     ),
     (
         events.Lost("server-0", "it left", [0, 2]),

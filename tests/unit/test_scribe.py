@@ -7,21 +7,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from conftest import wait_until
 from kept import random_records, small_job
 
+from torch_ecrec.client import loading
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.errors import CheckpointError
+from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.processes import restoring
 from torch_ecrec.processes import scribe as scribe_module
 from torch_ecrec.processes.scribe import FileLedger, FileScribe, FileWriting
 from torch_ecrec.protocol import messages
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.restoring import check_rows
 
 LIMIT_S = 300.0  # for a thread: only a hang reaches it
 JOB = small_job(trainers=2)
@@ -48,11 +52,22 @@ def order_of(url: str, done: int, base: str = "", run: str = "run", **encoding: 
     return messages.Capture(1, done + 5, done, 0, base, url, folder, encoding, 0.0)
 
 
-def write(url: str, order: messages.Capture, truth: list[Any]) -> dict[int, dict[str, Any]]:
-    """Both slots' parts, as they tell them."""
+def slots_of(slab: int) -> Any:
+    """Of each row of a slab, its slot."""
+    layout = layout_of(JOB.code.slots, JOB.code.k, JOB.code.parities, JOB.slabs[slab].rows)
+    return layout.locate(np.arange(layout.rows))[0]
+
+
+def write(
+    url: str, order: messages.Capture, truth: list[Any], swapped: bool = False, every: int = 1
+) -> dict[int, dict[str, Any]]:
+    """All slots' parts, as they tell them. `swapped`: two slots have each other's rows. `every`: so many rows are left
+    out between two."""
     told = {}
-    for slot in range(2):
-        portions = [Portion(s, np.arange(slot, len(r), 2), r[slot::2]) for s, r in enumerate(truth)]
+    for slot in range(JOB.code.slots):
+        of = {0: 1, 1: 0}.get(slot, slot) if swapped else slot
+        rows = [np.flatnonzero(slots_of(s) == of)[::every] for s in range(len(truth))]
+        portions = [Portion(s, rows[s], r[rows[s]]) for s, r in enumerate(truth)]
         dense = [((order.step, t), ([order.done, t], torch.full((9,), t, dtype=torch.uint8))) for t in range(2)]
         done, left = Answer(), iter(portions)
         FileScribe(lambda act: act()).write(
@@ -84,7 +99,7 @@ def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding
     restored, spec = restoring.find(url, "") or pytest.fail("it is there")
     assert restored == messages.Restored(url, order.folder, 40) and spec == JOB
     stored, found = restoring.StoredCheckpoint(restored), [np.zeros_like(records) for records in truth]
-    for slab, rows_U, records_UB in stored.records():
+    for slab, rows_U, records_UB in stored.records(0, 1):
         found[slab][rows_U.numpy()] = records_UB.numpy()
     same = [np.array_equal(a, b) for a, b in zip(found, truth, strict=True)]
     assert same == ([True, True] if "bits" not in encoding else [False, True]), (
@@ -96,6 +111,91 @@ def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding
     newest = Answer()
     ledger.newest("run", None, newest)
     assert newest.wait() == ((restored, JOB), "")
+
+
+def committed(
+    ledger: FileLedger, url: str, done: int, truth: list[Any], base: str = "", **how: Any
+) -> messages.Restored:
+    order, answer = order_of(url, done, base), Answer()
+    parts = write(url, order, truth, **how)
+    ledger.commit(Finished(order.folder, order.step, done, base, parts, 0), answer)
+    assert answer.wait()[0] is None
+    return messages.Restored(url, order.folder, done)
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3, 5])
+def test_trainers_share_a_restore(tmp_path: Path, trainers: int) -> None:
+    """Every row is read by one of them, with its newest value, and as many by each as all know from the manifest."""
+    old, new = random_records(JOB, 3), random_records(JOB, 4)
+    url, ledger = str(tmp_path), ledger_of(str(tmp_path))
+    full = committed(ledger, url, 40, old)
+    stored = restoring.StoredCheckpoint(committed(ledger, url, 80, new, full.folder, every=2))
+    changed = [np.isin(np.arange(len(r)), _every_second(s)) for s, r in enumerate(new)]
+    found, times = [np.zeros_like(r) for r in old], [np.zeros(len(r), np.int64) for r in old]
+    shares = stored.shares(trainers)
+    for trainer in range(trainers):
+        counts = [0] * len(old)
+        for slab, rows_U, records_UB in stored.records(trainer, trainers):
+            found[slab][rows_U.numpy()] = records_UB.numpy()
+            times[slab][rows_U.numpy()] += 1
+            counts[slab] += len(rows_U)
+        assert counts == shares[trainer]
+    assert all((count == 1).all() for count in times)
+    for slab, records in enumerate(found):
+        assert np.array_equal(records, np.where(changed[slab][:, None], new[slab], old[slab]))
+    readers = sum(any(share) for share in shares)
+    assert readers == min(trainers, JOB.code.slots)
+
+
+def _every_second(slab: int) -> Any:
+    return np.concatenate([np.flatnonzero(slots_of(slab) == slot)[::2] for slot in range(JOB.code.slots)])
+
+
+def test_a_row_among_those_of_another_slot_is_refused(tmp_path: Path) -> None:
+    """Shares would have it twice, and lack another: nobody sees all."""
+    url = str(tmp_path)
+    stored = restoring.StoredCheckpoint(committed(ledger_of(url), url, 40, random_records(JOB, 3), swapped=True))
+    assert sum(len(rows) for _, rows, _ in stored.records(0, 1)) == sum(slab.rows for slab in JOB.slabs)
+    refused = 0
+    for trainer in range(3):
+        try:
+            list(stored.records(trainer, 3))
+        except CheckpointError as error:
+            refused += "of slot" in str(error) and "stands among those of slots" in str(error)
+    assert refused == 2
+
+
+def test_trainer_0_reads_all_where_parts_are_of_no_slots(tmp_path: Path) -> None:
+    url, truth = str(tmp_path), random_records(JOB, 3)
+    restored = committed(ledger_of(url), url, 40, truth)
+    catalog = Catalog(url)
+    manifest = catalog.read(restored.folder)
+    parts = [msgspec.structs.replace(part, slot=-1) for part in manifest.parts]
+    moved = order_of(url, 50).folder
+    (tmp_path / restored.folder).rename(tmp_path / moved)
+    (tmp_path / moved / "manifest.json").unlink()
+    dense_done = msgspec.structs.replace(manifest, id=moved, done=50, parts=parts)
+    catalog.commit(moved, dense_done)
+    stored = restoring.StoredCheckpoint(messages.Restored(url, moved, 50))
+    assert stored.shares(3) == [[slab.rows for slab in JOB.slabs], [0, 0], [0, 0]]
+    assert [sum(len(rows) for _, rows, _ in stored.records(trainer, 3)) for trainer in range(3)] == [
+        sum(slab.rows for slab in JOB.slabs),
+        0,
+        0,
+    ]
+
+
+def test_portions_of_a_restore_are_as_many_as_rows_say() -> None:
+    """Whatever the blocks: less than a portion of each slab is held, and given at the end."""
+    random = np.random.default_rng(5)
+    order = [random.permutation(23), random.permutation(8)]
+    blocks = [(s, torch.from_numpy(part)) for s in (0, 1, 0) for part in np.array_split(order[s], 3)][:6]
+    blocks = [(s, rows, rows[:, None].repeat(1, 4).byte()) for s, rows in blocks]
+    portions = list(loading._portions(iter(blocks), [5, 3]))
+    assert [(slab, len(rows)) for slab, rows, _ in portions] == [(0, 5)] * 4 + [(1, 3)] * 2 + [(0, 3), (1, 2)]
+    for slab, rows, records in portions:
+        assert records[:, 0].tolist() == rows.tolist() and set(rows.tolist()) <= set(order[slab].tolist())
+    assert sorted(row for slab, rows, _ in portions for row in rows.tolist() if slab == 0) == [*range(23)]
 
 
 def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:
@@ -113,6 +213,53 @@ def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint of step 41"):
         restoring.find(f"{url}@41", "")
     assert restoring.find("newest", str(tmp_path / "none")) is None
+
+
+@pytest.mark.parametrize("hangs", ["reading", "before"])
+def test_a_store_that_hangs_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: str
+) -> None:
+    """Who goes back hears that it hangs, once, whether it does while one looks or in what comes before."""
+    url, truth = str(tmp_path), random_records(JOB, 3)
+    ledger, goes_on, reached = ledger_of(url), threading.Event(), threading.Event()
+    committed(ledger, url, 40, truth)
+    monkeypatch.setattr(scribe_module, "LOOKS_S", 0.05)
+
+    def hanging(*args: Any) -> Any:
+        reached.set()
+        assert goes_on.wait(LIMIT_S)
+        return []
+
+    monkeypatch.setattr(Catalog, "clean" if hangs == "before" else "checkpoints", hanging)
+    if hangs == "before":
+        ledger.discard("000000000050-run-1-50")
+        assert reached.wait(LIMIT_S)
+    told: list[Any] = []
+    answer = Answer()
+    ledger.newest("run", None, lambda *values: (told.append(values), answer(*values)))
+    assert answer.wait() == (None, f"{url} has given nothing for 0.05 s: it hangs")
+    assert reached.wait(LIMIT_S)
+    goes_on.set()
+    monkeypatch.undo()
+    after = Answer()
+    ledger.newest("run", None, after)  # comes after the one that hung
+    assert after.wait()[0][0].done == 40 and len(told) == 1
+
+
+def test_each_block_that_is_read_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large checkpoint takes as long as it takes: what is bounded is the time without a block."""
+    shelf = random_records(JOB, 3)
+    url, ledger = str(tmp_path), ledger_of(str(tmp_path))
+    committed(ledger, url, 40, shelf)
+    (manifest,) = Catalog(url).checkpoints()
+    blocks = 0
+
+    def beat() -> None:
+        nonlocal blocks
+        blocks += 1
+
+    assert check_rows(Catalog(url), manifest, beat) == sum(slab.rows for slab in JOB.slabs)
+    assert blocks == sum(part.blocks - 2 - len(part.dense) for part in manifest.parts) > 3
 
 
 def test_what_earlier_attempts_left_goes_and_what_may_run_stays(tmp_path: Path) -> None:

@@ -80,6 +80,13 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
         "--checkpoint-bytes-per-s", metavar="B", type=float, default=100e6, help="of each server (default 1e8; 0: all)"
     )
     group.add_argument(
+        "--checkpoint-timeout",
+        metavar="S",
+        type=float,
+        default=3600.0,
+        help="seconds after which one that is still being written is void, and another is tried (default 3600)",
+    )
+    group.add_argument(
         "--checkpoint-zstd", metavar="LEVEL", type=int, default=0, help="compress (1 to 19; default 0: not)"
     )
     group.add_argument(
@@ -139,6 +146,7 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         keep=arguments.checkpoint_keep,
         policy=arguments.checkpoint_policy,
         bytes_per_s=arguments.checkpoint_bytes_per_s,
+        timeout_s=arguments.checkpoint_timeout,
         beyond=arguments.beyond,
         most_lost_samples=arguments.most_lost_samples,
         encoding=(("zstd", arguments.checkpoint_zstd), ("bits", arguments.checkpoint_bits)),
@@ -155,7 +163,7 @@ def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
     steps, seconds = arguments.checkpoint_every
     found += ["--checkpoint", arguments.checkpoint, "--checkpoint-every", f"{seconds}s" if seconds else str(steps)]
     found += ["--beyond", arguments.beyond, "--most-lost-samples", str(arguments.most_lost_samples)]
-    for name in ("keep", "policy", "bytes_per_s", "zstd", "bits"):
+    for name in ("keep", "policy", "bytes_per_s", "timeout", "zstd", "bits"):
         found += [f"--checkpoint-{name.replace('_', '-')}", str(getattr(arguments, f"checkpoint_{name}"))]
     return found
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
-from torch_ecrec.cli.arguments import add_code, add_data, add_training
-from torch_ecrec.spec.settings import CHAOS_EVENTS
+from torch_ecrec.cli.arguments import add_code, add_data, add_training, checkpoint_arguments, interval
+from torch_ecrec.spec.settings import BEYOND_EVENTS, CHAOS_EVENTS, STORE_EVENTS, CheckpointPolicy
 
 HELP = "kills and hangs at random while it trains: does one bit differ?"
 
@@ -21,7 +22,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: text.split(","),
         default=list(CHAOS_EVENTS),
         metavar="EVENT,...",
-        help=f"of {', '.join(CHAOS_EVENTS)} (default: all)",
+        help=f"of {', '.join(CHAOS_EVENTS)} (default: all of these); and of {', '.join(BEYOND_EVENTS + STORE_EVENTS)},"
+        " with which the cluster writes checkpoints to a file system in the memory of this host",
+    )
+    parser.add_argument(
+        "--checkpoint-every", metavar="N|TIME", type=interval, default=(0, 3.0), help="where it does (default 3s)"
+    )
+    parser.add_argument(
+        "--checkpoint-policy", choices=get_args(CheckpointPolicy), default="consecutive", help="likewise"
+    )
+    parser.set_defaults(
+        checkpoint="",
+        checkpoint_keep=3,
+        checkpoint_bytes_per_s=100e6,
+        checkpoint_timeout=3600.0,
+        checkpoint_zstd=0,
+        checkpoint_bits=0,
+        most_lost_samples=0.0,
+        beyond="stop",
+        restore="",
+        run="",
     )
     add_data(parser)
     parser.add_argument("--batch-size", type=int, default=128, metavar="B", help="samples per trainer and step")
@@ -32,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, disturbed at random and undisturbed."""
-    from torch_ecrec.demo.chaos import run_chaos
+    from torch_ecrec.demo.chaos import check, run_chaos
 
-    return run_chaos(arguments)
+    code = check(arguments)
+
+    def words(url: str) -> list[str]:
+        arguments.checkpoint, arguments.beyond = url, "checkpoint"
+        return checkpoint_arguments(arguments)
+
+    return run_chaos(arguments, code, words)

@@ -25,9 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--remove", metavar="STEP", type=int, help="remove that one; not what others build on")
     what.add_argument(
         "--export",
-        metavar="FILE.safetensors",
+        metavar="PATH",
         type=Path,
-        help="write the tables, weights and optimizer state, to a file of this machine; of the newest, or of --step",
+        help="write it to this machine in another form (--format); the newest, or that of --step",
+    )
+    parser.add_argument(
+        "--format",
+        choices=["safetensors", "dcp"],
+        help="of --export: a file that ends in .safetensors (default), with the tables, weights and optimizer state; or"
+        " a folder of torch.distributed.checkpoint, under TorchRec's names, with the dense model and its optimizers",
     )
     parser.add_argument("--step", metavar="STEP", type=int, help="which one --export is of")
     parser.add_argument("--json", action="store_true")
@@ -44,8 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
         catalog.remove(name)
         print(json.dumps({"removed": [name]}) if arguments.json else f"removed {name}")
         return 0
-    if arguments.step is not None and arguments.export is None:
-        raise ValueError("--step says which checkpoint is exported: it goes with --export FILE.safetensors")
+    for option in ("step", "format"):
+        if getattr(arguments, option) is not None and arguments.export is None:
+            raise ValueError(f"--{option} says what is exported: it goes with --export PATH")
     if arguments.export is not None:
         return _export(catalog, arguments)
     listing = catalog.listing()
@@ -58,13 +65,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _export(catalog: Catalog, arguments: argparse.Namespace) -> int:
-    from torch_ecrec.storage.exporting import export
-
     manifest = catalog.newest() if arguments.step is None else catalog.at(arguments.step)
-    size = export(catalog, manifest, arguments.export)
+    what = "the tables"
+    absent: tuple[str, ...] = ("the dense model, which `--format dcp` writes",)
+    if arguments.format == "dcp":
+        from torch_ecrec.nn import dcp_export
+
+        written = dcp_export.export(catalog, manifest, arguments.export)
+        size, what, absent = written.bytes, "tables and dense model", written.absent
+    else:
+        from torch_ecrec.storage import exporting
+
+        size = exporting.export(catalog, manifest, arguments.export)
     said = {"exported": str(arguments.export), "name": manifest.id, "step": manifest.done, "bytes": size}
-    text = f"{arguments.export}: the tables of step {manifest.done}, {size:,} bytes"
-    print(json.dumps(said) if arguments.json else text)
+    if arguments.json:
+        print(json.dumps({**said, "absent": list(absent)}))
+    else:
+        print(f"{arguments.export}: {what} of step {manifest.done}, {size:,} bytes")
+        print("\n".join(f"  not in it: {one}" for one in absent))
     return 0
 
 

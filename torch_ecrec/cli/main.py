@@ -14,7 +14,7 @@ import sys
 from typing import Protocol
 
 import torch_ecrec
-from torch_ecrec.cli import bench, chaos, checkpoints, coordinator, demo, rehearse, run, serve, status, up, warm
+from torch_ecrec.cli import bench, chaos, checkpoints, coordinator, demo, plan, rehearse, run, serve, status, up, warm
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.runtime.lifetime import INTERRUPTED, end_at_once, end_with_parent, on_signals
 
@@ -41,6 +41,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
     "status": status,
     "checkpoints": checkpoints,
     "coordinator": coordinator,
+    "plan": plan,
     "bench": bench,
     "warm": warm,
 }

@@ -10,7 +10,8 @@ A step t of one trainer:
     snapshot(...)  the dense model after t, to the r + 1 snapshot slots
 
 Values are loaded in steps, too. Before training, `load` on trainer 0 is to the slots what `push` is of all trainers;
-training begins after the last of them, the `origin`. Later, every trainer calls `load` or `pass_` in such a step.
+training begins after the last of them, the `origin`. Later, and where a checkpoint is restored, every trainer calls
+`load` or `pass_` in such a step.
 `Client` counts steps as the messages do; `Session` counts those of training, from 1.
 
 The dense model may be kept after each step. One that loads takes over from a step that it follows before that has
@@ -75,6 +76,7 @@ class Client(SlotReads):
         self.resumed = False  # whether that is known: nothing is asked of a slot before
         self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.done = 0  # steps of training that are done
+        self.restores = False  # every trainer loads its share of a checkpoint, before training
         self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
         self.ended_loading = False  # trainer 0: the coordinator was told
         self.snapshot_every = snapshot_every
@@ -178,7 +180,7 @@ class Client(SlotReads):
                 yield slab, torch.arange(first, min(first + rows, spec.rows))
 
     def load(self, slab: int, route: Route, records: Tensor | None, first_byte: int = 0) -> None:
-        """A step that overwrites the routed rows. In training every other trainer calls it, too, or `pass_`.
+        """A step that overwrites the routed rows. In training, and restoring, every other trainer calls it or `pass_`.
 
         Args:
             slab: which.
@@ -187,7 +189,7 @@ class Client(SlotReads):
             first_byte: of each record, that is written; b of them are.
         """
         parts = route.split(records) if records is not None else [None] * self.slots
-        step, alone = self.step, self.origin is None
+        step, alone = self.step, self.origin is None and not self.restores
 
         def make(slot: int, incarnation: int) -> wire.Load:
             positions = route.positions[slot]
@@ -198,7 +200,7 @@ class Client(SlotReads):
         self._send_step(make, self._take_over())
 
     def pass_(self) -> None:
-        """A step in training in which others load, and this trainer does not."""
+        """A step in which others load, and this trainer does not."""
         step = self.step
 
         def make(slot: int, incarnation: int) -> wire.Pass:

@@ -11,8 +11,12 @@ In training every trainer calls `overwrite`, at the same place of its loop, with
 its own, as safe as any other. A script that was started again and has not asked yet where training goes on (`resumed`)
 overwrites nothing, unless no step of training counts: what it would overwrite was trained since.
 
-A cluster that begins with a checkpoint loads that: trainer 0 sends every record of it, before training, and whatever a
-script would load as initial values counts for nothing.
+A cluster that begins with a checkpoint loads that, before training, and whatever a script would load as initial values
+counts for nothing. Every trainer reads a share of it, and sends that in portions, each in a step of all. How many there
+are is known to all from the start, as shares have known sizes:
+
+    trainer 0   portion   portion   portion   end()     10 rows, 4 at once
+    trainer 1   portion   portion   -         end()      7 rows, 4 at once; then it passes
 
 How a load travels, as a step of the protocol, is the client's business.
 
@@ -21,13 +25,14 @@ Shape legend: U unique rows of a slab, M words of a record, b some bytes of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torch_ecrec.client.client import Client
+from torch_ecrec.client.client import LOAD_BYTES, Client
+from torch_ecrec.errors import CheckpointError
 
 
 class Wait(Protocol):
@@ -43,8 +48,11 @@ class Checkpoint(Protocol):
     def done(self) -> int:
         """Steps of training until then."""
 
-    def records(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Every record once: slab, rows (U,) int64 unique, records (U, B) uint8."""
+    def shares(self, trainers: int) -> list[list[int]]:
+        """Of each trainer, how many rows of each slab it reads, together all there are: the same for who asks."""
+
+    def records(self, trainer: int, trainers: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Every record of a trainer's share once, a block at a time: slab, rows (U,) int64, records (U, B) uint8."""
 
     def dense(self) -> list[tuple[Tensor, list[int]]]:
         """Every trainer's part of the dense model, in their order: payload and header."""
@@ -62,7 +70,7 @@ class Loading:
 
     def __init__(self, client: Client, wait: Wait, restarted: bool, checkpoint: Checkpoint | None = None) -> None:
         self._client, self._wait, self._restarted, self._checkpoint = client, wait, restarted, checkpoint
-        self._begun = False  # trainer 0 has begun to load
+        self._begun = False  # this trainer has begun to load
         self.resumed = False  # the script knows where training goes on
 
     def before_reading(self) -> None:
@@ -116,15 +124,19 @@ class Loading:
     def end(self) -> None:
         """See `Session.loaded`."""
         client = self._client
-        restores = self._checkpoint is not None and self._awaits_checkpoint()
-        if client.trainer == 0 and (restores or not self._restarted):
-            self._restore() if restores else self._begin()
+        if self._checkpoint is not None and self._awaits_checkpoint():
+            self._restore(self._checkpoint)
+            self._wait(client.all_acknowledged, "restoring a checkpoint", True)
+            if client.trainer == 0:
+                client.run(client.end_loading)
+        elif client.trainer == 0 and not self._restarted:
+            self._begin()
             self._wait(client.all_acknowledged, "loading initial values")
             client.run(client.end_loading)
         self._await_origin()
 
     def _await_origin(self) -> None:
-        """Until trainer 0 has loaded all: for as long as its script takes, once the cluster is there."""
+        """Until trainer 0 has said that all is loaded: for as long as its script takes, once the cluster is there."""
         client = self._client
         self._wait(lambda: client.resumed, "waiting for the cluster")
         others = client.trainer != 0
@@ -144,15 +156,57 @@ class Loading:
         self._wait(lambda: self._client.resumed, "waiting for the cluster")
         return self._client.origin is None and not self._begun
 
-    def _restore(self) -> None:
-        """Trainer 0: every record of the checkpoint, so that nothing is left of what others may have loaded before."""
-        assert self._checkpoint is not None
-        self._begun = True
-        for slab, rows_U, records_UB in self._checkpoint.records():
-            in_order_U, order_U = torch.sort(rows_U)
-            self._send(slab, in_order_U, records_UB[order_U])
-
-    def _send(self, slab: int, rows: Tensor, values_Ub: Tensor | None, first_byte: int = 0) -> None:
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Sends this trainer's share of the checkpoint. All send all records, so that nothing is left of what others
+        may have loaded before. Waits for other trainers, which may read for long."""
         client = self._client
-        self._wait(client.may_push, f"loading: step {client.step} is waited for")
+        self._begun = client.restores = True
+        most_rows = [max(1, LOAD_BYTES // slab.schema.nbytes) for slab in client.job.slabs]
+        shares = checkpoint.shares(client.job.trainers)
+        steps = [sum(-(-rows // most) for rows, most in zip(share, most_rows, strict=True)) for share in shares]
+        sent, given = 0, [0] * len(most_rows)
+        for slab, rows_U, records_UB in _portions(checkpoint.records(client.trainer, client.job.trainers), most_rows):
+            in_order_U, order_U = torch.sort(rows_U)
+            self._send(slab, in_order_U, records_UB[order_U], patient=True)
+            sent, given[slab] = sent + 1, given[slab] + len(rows_U)
+        mine = shares[client.trainer]
+        if given != mine:
+            raise CheckpointError(
+                f"of each slab, {given} rows were read of a checkpoint, {mine} are this trainer's share"
+            )
+        for _ in range(max(steps) - sent):
+            self._wait(client.may_push, f"restoring: step {client.step} is waited for", True)
+            client.run(client.pass_)
+
+    def _send(
+        self, slab: int, rows: Tensor, values_Ub: Tensor | None, first_byte: int = 0, patient: bool = False
+    ) -> None:
+        client = self._client
+        self._wait(client.may_push, f"loading: step {client.step} is waited for", patient)
         client.run(client.load, slab, client.route(slab, rows), values_Ub, first_byte)
+
+
+def _portions(
+    blocks: Iterator[tuple[int, Tensor, Tensor]], most_rows: Sequence[int]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Blocks of any size as portions of exactly `most_rows` of their slab, with what is left of each slab at the end.
+
+    So their number follows from that of the rows. Of each slab, less than a portion and a block is held.
+    """
+    held: list[list[tuple[Tensor, Tensor]]] = [[] for _ in most_rows]
+    counts = [0] * len(most_rows)
+    for slab, rows_U, records_UB in blocks:
+        held[slab].append((rows_U, records_UB))
+        counts[slab] += len(rows_U)
+        most = most_rows[slab]
+        if counts[slab] >= most:
+            rows, records = (torch.cat(parts) for parts in zip(*held[slab], strict=True))
+            whole = counts[slab] // most * most
+            for first in range(0, whole, most):
+                yield slab, rows[first : first + most], records[first : first + most]
+            counts[slab] -= whole
+            held[slab] = [(rows[whole:].clone(), records[whole:].clone())] if counts[slab] else []
+    for slab, left in enumerate(held):
+        if left:
+            rows, records = (torch.cat(parts) for parts in zip(*left, strict=True))
+            yield slab, rows, records

@@ -77,8 +77,10 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
         _tell_left(state)
     if not first:
         return
-    if member.rank == 0 and table.placed and state.job.origin is None:
-        reason = f"{name} left before it had loaded the initial values"
+    awaited = member.rank == 0 or (member.role == "trainer" and state.job.restored is not None)
+    if awaited and table.placed and state.job.origin is None:
+        what = "the initial values" if state.job.restored is None else "its share of the checkpoint"
+        reason = f"{name} left before it had loaded {what}"
         members.tell(messages.Fatal("trainers_lost", reason), "trainer")
     state.announce(events.Left(name))
     state.world.give_up(name, now_s, table.placed)

@@ -67,12 +67,11 @@ class RunningJob:
 
     def refusal(self, spec: JobSpec | None) -> str | None:
         """Why somebody who brings this job cannot take part, or None."""
-        ours, whose = self.spec, "this cluster trains other tables"
+        ours, whose = self.spec, "this cluster trains another job"
         if ours is None and self.restored is not None:
-            ours, whose = self._restored_job, f"the checkpoint {self.restored.folder} is of other tables"
-        if spec is None or ours is None or replace(spec, code=ours.code).digest == ours.digest:
-            return None
-        return f"{whose} (the table list, optimizers, seed or number of trainers differ)"
+            ours, whose = self._restored_job, f"the checkpoint {self.restored.folder} is of another job"
+        difference = "" if spec is None or ours is None else ours.difference(spec)
+        return f"{whose}: {difference}" if difference else None
 
     def on_loaded(self, origin: int) -> None:
         """Trainer 0 has loaded the initial values: training begins after that step."""

@@ -9,6 +9,12 @@ The schedule stays within the contract: an event comes once all that former ones
 at most r servers are hit, with any number of trainers, and the coordinator. A process that is stopped (SIGSTOP) goes on
 (SIGCONT) after 1, 5 or 20 s; who is silent for a lease (`TORCH_ECREC_LEASE_S`, 10 s) is taken for lost meanwhile.
 
+With events of `BEYOND_EVENTS` or `STORE_EVENTS` the cluster writes checkpoints, to a `TroubledStore`. What is beyond
+parity comes once a checkpoint counts, alone, and while the store is well. Trouble of the store lasts until it was felt
+(a checkpoint was void by that very error, or opens had to wait); other events go on meanwhile, but the coordinator is
+not killed while the store fails: the next one looks there at its start. Every kind that was asked for must have come,
+and every such event must have had its effect: all went back, or the store's error was felt.
+
 Written to the folder: chaos.json (arguments, schedule, events, samples of throughput and memory, verdict), chaos.png,
 and the logs of all processes. A failure prints the seed.
 """
@@ -17,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import math
 import os
@@ -26,6 +33,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +43,19 @@ import psutil
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.demo import run as demo
 from torch_ecrec.demo.interrupts import sigterm_interrupts
+from torch_ecrec.demo.report import Void
 from torch_ecrec.demo.result import arguments_json, differences, versions, without_nan
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun
+from torch_ecrec.demo.troubled_store import TroubledStore
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.processes.children import descendants
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import CHAOS_EVENTS, Settings
+from torch_ecrec.spec.settings import BEYOND_EVENTS, CHAOS_EVENTS, STORE_EVENTS, Settings
 
+EVERY_KIND = CHAOS_EVENTS + BEYOND_EVENTS + STORE_EVENTS
 STOPS_S = (1.0, 5.0, 20.0)
 PAUSE_S = (0.3, 4.0)  # between two instants, at least and at most, once the cluster is whole
 WHOLE_LIMIT_S = 120.0  # to be whole again after an event
@@ -52,7 +64,36 @@ STOP_MARGIN_S = 2.0  # a process may be silent that much longer than it was stop
 SAMPLE_S = 0.5
 PACE_STEPS = 150  # of the run that measures the pace
 DISTURBED = 0.6  # of the pace is left, about, while events come
+BEYOND_LIMIT_S = 300.0  # to be whole again after everybody began anew
+FELT_LIMIT_S = 240.0  # for the store's trouble to be felt: a checkpoint is tried a minute after the last one, at most
+SLOW_OPENS = 5  # that had to wait
+NEW_SHARE = 0.5  # of the instants are for kinds beyond parity, or of the store, that have not come yet
 LAST_SHARE = 0.97  # of the steps; later there are no events
+
+
+@dataclass
+class Trouble:
+    """Of the store, under way.
+
+    Args:
+        kind: of `STORE_EVENTS`.
+        delayed, void: how many opens had waited, and checkpoints had come to nothing, before it.
+        entry: of the schedule.
+    """
+
+    kind: str
+    since_s: float
+    delayed: int
+    void: int
+    entry: dict[str, Any]
+
+    def felt(self, void: Sequence[Void], delayed: int) -> str:
+        """By what it was felt, "" if it was not yet. `void`: checkpoints that have come to nothing since."""
+        if self.kind == "slow-store":
+            waited = delayed - self.delayed
+            return f"{waited} opens had to wait" if waited >= SLOW_OPENS else ""
+        error = os.strerror(errno.ENOSPC if self.kind == "full-disk" else errno.ENOTDIR)
+        return next((one.reason for one in void if error in one.reason), "")
 
 
 class ChaosRun(DemoRun):
@@ -63,8 +104,18 @@ class ChaosRun(DemoRun):
         samples: every `SAMPLE_S`: seconds since the first step, step, slots that are not healthy, resident bytes.
     """
 
-    def __init__(self, arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: Terminal) -> None:
-        super().__init__(arguments, code, [], logs, terminal)
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        code: CodeSpec,
+        logs: Path,
+        terminal: Terminal,
+        store: TroubledStore | None = None,
+        checkpoints: Sequence[str] = (),
+    ) -> None:
+        super().__init__(arguments, code, [], logs, terminal, checkpoints)
+        self._store = store
+        self._trouble: Trouble | None = None
         self._lease_s = Settings.from_environment().lease_s
         self.schedule: list[dict[str, Any]] = []
         self.samples: list[dict[str, Any]] = []
@@ -94,12 +145,15 @@ class ChaosRun(DemoRun):
             self._sample(since_s)
         if step > self._step_seen:
             self._step_seen, self._fruitless = step, 0
-        if step >= LAST_SHARE * self.arguments.steps:
+        last = step >= LAST_SHARE * self.arguments.steps
+        self._look_after_store(now_s, since_s, last)
+        if last:
             return
         if not whole or self._stopped:
             self._next_s = None
-            if now_s - self._waiting_since_s > WHOLE_LIMIT_S + max(STOPS_S):
-                raise ClusterUnavailable(f"not whole again within {WHOLE_LIMIT_S:g} s; last event {self.schedule[-1:]}")
+            limit_s = BEYOND_LIMIT_S if self.record.went_back else WHOLE_LIMIT_S
+            if now_s - self._waiting_since_s > limit_s + max(STOPS_S):
+                raise ClusterUnavailable(f"not whole again within {limit_s:g} s; last event {self.schedule[-1:]}")
         elif self._next_s is None:
             self._next_s = now_s + self._random.uniform(*PAUSE_S)
             self._waiting_since_s = now_s
@@ -110,11 +164,25 @@ class ChaosRun(DemoRun):
                 self._moved_s = now_s  # what comes takes its time
             kinds = self._instant()
             for kind in kinds:
-                self._do(kind, since_s, alone="kill-coordinator" in kinds)
+                if kind in STORE_EVENTS:
+                    self._trouble_store(kind, now_s, since_s)
+                elif kind in BEYOND_EVENTS:
+                    self._go_beyond(kind, since_s)
+                else:
+                    self._do(kind, since_s, alone="kill-coordinator" in kinds)
 
     def _instant(self) -> list[str]:
-        """What happens at one instant: mostly one event, now and then several."""
-        kinds = list(self.arguments.events)
+        """What happens at one instant: mostly one event, now and then several; none where none may come now."""
+        possible = [kind for kind in self.arguments.events if self._may_come(kind)]
+        kinds = [kind for kind in possible if kind in CHAOS_EVENTS]
+        alone = [kind for kind in possible if kind not in CHAOS_EVENTS]
+        if alone:
+            came = {entry["event"] for entry in self.schedule}
+            new = [kind for kind in alone if kind not in came]
+            if not kinds or self._random.random() < (NEW_SHARE if new else len(alone) / len(possible)):
+                return [self._random.choice(new or alone)]
+        if not kinds:
+            return []
         chosen = [self._random.choice(kinds)]
         while self._random.random() < 0.3:
             chosen.append(self._random.choice(kinds))
@@ -125,6 +193,73 @@ class ChaosRun(DemoRun):
             if sum(other.endswith(role) for other in kept) < most[role]:
                 kept.append(kind)
         return kept
+
+    def _may_come(self, kind: str) -> bool:
+        """See the module. Called without the lock: what is looked at only grows."""
+        if kind in BEYOND_EVENTS:
+            return self._trouble is None and bool(self.record.checkpoints)
+        if kind in STORE_EVENTS:
+            return self._trouble is None and self._store is not None
+        return kind != "kill-coordinator" or self._trouble is None or self._trouble.kind != "failing-store"
+
+    def _go_beyond(self, kind: str, since_s: float) -> None:
+        """Kills everybody, or one server more than parity repairs; alone."""
+        assert self._cluster is not None
+        with self._lock:
+            now_s, cluster = time.time(), self._cluster
+            if kind == "kill-all":
+                pids = [child.pid for child in cluster.children]
+                pids += [self.record.pids[name] for name in self.record.trainers.values()]
+                self.record.on_kill(kind, "all", 0, now_s)
+                numbers: list[int] = []
+            else:
+                if any(self.record.target("server", number) is None for number in range(self.code.slots)):
+                    return  # one was lost a moment ago
+                numbers = sorted(self._random.sample(range(self.code.slots), self.code.parities + 1))
+                pids = [self.record.on_kill(kind, "server", number, now_s).pid or 0 for number in numbers]
+            role, back = ("all" if kind == "kill-all" else "server"), len(self.record.went_back)
+            entry = {"s": since_s, "event": kind, "role": role, "number": numbers, "member": "", "pid": pids}
+            self.schedule.append({**entry, "seconds": 0.0, "step": self.record.step, "went_back_before": back})
+            self._news.append(f"step {self.record.step}: {kind} {numbers or ''} (pids {pids})")
+        for pid in pids:
+            _send(pid, signal.SIGKILL)
+
+    def _trouble_store(self, kind: str, now_s: float, since_s: float) -> None:
+        """Trouble of the store begins; training goes on, and so do other events."""
+        assert self._store is not None
+        with self._lock:
+            entry = {"s": since_s, "event": kind, "role": "store", "number": 0, "member": "", "pid": 0}
+            self.schedule.append({**entry, "seconds": 0.0, "step": self.record.step, "felt": ""})
+            self._news.append(f"step {self.record.step}: {kind}")
+            self._trouble = Trouble(kind, now_s, self._store.delayed, len(self.record.void), self.schedule[-1])
+        self._store.begin(kind)
+
+    def _look_after_store(self, now_s: float, since_s: float, last: bool) -> None:
+        """Ends the trouble of the store once it was felt, or it is too late for that."""
+        trouble, store = self._trouble, self._store
+        if trouble is None or store is None:
+            return
+        with self._lock:
+            trouble.entry["seconds"] = since_s - trouble.entry["s"]
+            trouble.entry["felt"] = trouble.felt(self.record.void[trouble.void :], store.delayed)
+        if trouble.entry["felt"] or last or now_s - trouble.since_s > FELT_LIMIT_S:
+            store.end()
+            self._trouble = None
+            self._news.append(f"  {trouble.kind} is over: {trouble.entry['felt'] or 'NOBODY FELT IT'}")
+
+    def not_effective(self) -> list[str]:
+        """Events beyond parity, or of the store, that were without effect, or never came."""
+        found = []
+        backs = self.record.went_back
+        for entry in self.schedule:
+            at = f"{entry['event']} at step {entry['step']}"
+            if entry["event"] in BEYOND_EVENTS and len(backs) <= entry["went_back_before"]:
+                found.append(f"{at}: nobody went back to a checkpoint")
+            if entry["event"] in STORE_EVENTS and not entry["felt"]:
+                found.append(f"{at}: nobody felt it")
+        came = {entry["event"] for entry in self.schedule}
+        wanted = [kind for kind in self.arguments.events if kind not in CHAOS_EVENTS and kind not in came]
+        return found + [f"{kind} never came: `--minutes` must be more" for kind in wanted]
 
     def _do(self, kind: str, since_s: float, alone: bool = False) -> None:
         """`alone`: there is no coordinator, and the next one waits for those before it, but not for a lease."""
@@ -167,6 +302,8 @@ class ChaosRun(DemoRun):
         for pid in self._stopped:
             _send(pid, signal.SIGCONT)
         self._stopped = {}
+        if self._store is not None:
+            self._store.end()
 
 
 def _send(pid: int, number: signal.Signals) -> None:
@@ -176,12 +313,12 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 def check(arguments: argparse.Namespace) -> CodeSpec:
     """Raises ValueError or TypeError if an argument is wrong; nothing was started."""
-    unknown = [event for event in arguments.events if event not in CHAOS_EVENTS]
-    require(not unknown, f"`--events` must be of {', '.join(CHAOS_EVENTS)}, got {', '.join(unknown)}")
+    unknown = [event for event in arguments.events if event not in EVERY_KIND]
+    require(not unknown, f"`--events` must be of {', '.join(EVERY_KIND)}, got {', '.join(unknown)}")
     require(0 < arguments.minutes < math.inf, f"`--minutes` must be positive, got {arguments.minutes}")
     arguments.kill, arguments.compare, arguments.max_restarts = ["none"], True, 10_000
     arguments.steps = PACE_STEPS
-    code, _ = demo.check(arguments)
+    code, _ = demo.check(argparse.Namespace(**{**vars(arguments), "checkpoint_every": None}))
     require(code.parities > 0, "chaos without protection loses data at once")
     return code
 
@@ -195,9 +332,15 @@ def pace(arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: Te
 
 
 def assemble(
-    arguments: argparse.Namespace, run: ChaosRun, calm: DemoRun | None, error: str | None, before: set[int]
+    arguments: argparse.Namespace,
+    run: ChaosRun,
+    calm: DemoRun | None,
+    error: str | None,
+    before: set[int],
+    left_out: dict[str, str],
 ) -> dict[str, Any]:
-    """The contents of chaos.json; docs/chaos.md says what they mean. `before`: processes that were there before it."""
+    """The contents of chaos.json; docs/chaos.md says what they mean. `before`: processes that were there before it;
+    `left_out`: kinds of events that are not to be had here, and why."""
     figures = run.figures()
     return {
         "versions": versions(),
@@ -206,6 +349,12 @@ def assemble(
         "differences": differences(figures, calm.figures()) if calm is not None and calm.reports else [],
         "unexpected": run.record.unexpected,
         "processes_left": [pid for pid in descendants(os.getpid()) if pid not in before],
+        "left_out": left_out,
+        "not_effective": run.not_effective(),
+        "checkpoints": [asdict(one) for one in run.record.checkpoints],
+        "checkpoints_void": [asdict(one) for one in run.record.void],
+        "went_back": [asdict(one) for one in run.record.went_back],
+        "trained": run.record.trained,
         "threads": [thread.name for thread in threading.enumerate()],
         "schedule": run.schedule,
         "kills": [kill.to_json(run.record.step_times) for kill in run.record.kills],
@@ -219,7 +368,13 @@ def summary(result: dict[str, Any]) -> str:
     different = result["differences"]
     verdict = "EQUAL: every record, every dense parameter and every loss, bit for bit" if not different else "NOT EQUAL"
     counts = Counter(entry["event"] for entry in result["schedule"])
-    lines = [verdict, "events: " + ", ".join(f"{counts[event]} {event}" for event in CHAOS_EVENTS if counts[event])]
+    lines = [verdict, "events: " + ", ".join(f"{counts[event]} {event}" for event in EVERY_KIND if counts[event])]
+    if result["checkpoints"] or result["checkpoints_void"]:
+        again = sum(back["from_step"] - back["step"] for back in result["went_back"])
+        lines.append(
+            f"checkpoints: {len(result['checkpoints'])}, and {len(result['checkpoints_void'])} that came to nothing;"
+            f" all went back to one {len(result['went_back'])} times, and trained {again} steps again"
+        )
     for name, role in (("a trainer", "trainer"), ("a server", "server")):
         values = [kill["after_kill_s"]["first_step_s"] for kill in result["kills"] if kill["role"] == role]
         known = sorted(value for value in values if value is not None)
@@ -229,25 +384,50 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run_chaos(arguments: argparse.Namespace) -> int:
+def prepare_store(arguments: argparse.Namespace) -> tuple[TroubledStore | None, dict[str, str]]:
+    """Where checkpoints are kept, if an event wants any, and which kinds of events cannot be made here, and why.
+
+    They are taken out of `arguments.events`.
+
+    Raises:
+        ValueError: no event would be left.
+    """
+    if set(arguments.events) <= set(CHAOS_EVENTS):
+        return None, {}
+    store = TroubledStore(arguments.out / "disk")
+    left_out = {kind: reason for kind, reason in store.left_out.items() if kind in arguments.events}
+    arguments.events = [kind for kind in arguments.events if kind not in left_out]
+    require(bool(arguments.events), f"`--events`: none can be had here: {left_out}")
+    return store, left_out
+
+
+def run_chaos(arguments: argparse.Namespace, code: CodeSpec, words: Callable[[str], list[str]]) -> int:
     """Runs it; returns 0 if nothing differs and everybody ended, 1 otherwise.
+
+    Args:
+        arguments: of the command, checked.
+        code: of the cluster.
+        words: what a coordinator is told that writes checkpoints to a URL.
 
     Raises:
         ValueError, TypeError: bad arguments.
         ClusterError: a run did not come to its end; the seed is on standard error.
     """
-    code = check(arguments)
     out, terminal = arguments.out, Terminal()
     begin_s, before = time.time(), set(descendants(os.getpid()))
     error: str | None = "interrupted"
     calm: DemoRun | None = None
     with sigterm_interrupts():
+        store, left_out = prepare_store(arguments)  # first: processes that were started before would not see it
+        for kind, reason in left_out.items():
+            terminal.say(f"{kind} is left out: {reason}")
         warm()
         terminal.say("measuring the pace")
         rate = pace(arguments, code, out / "logs" / "pace", terminal)
         arguments.steps = max(PACE_STEPS, math.ceil(60 * arguments.minutes * rate * DISTURBED))
         terminal.say(f"{rate:.1f} steps/s undisturbed: {arguments.steps} steps; seed {arguments.seed}")
-        run = ChaosRun(arguments, code, out / "logs" / "run", terminal)
+        checkpoints = words(store.url) if store is not None else []
+        run = ChaosRun(arguments, code, out / "logs" / "run", terminal, store, checkpoints)
         try:
             try:
                 run.execute()
@@ -263,13 +443,13 @@ def run_chaos(arguments: argparse.Namespace) -> int:
             print(f"torch-ecrec: chaos with seed {arguments.seed} failed; logs: {out / 'logs'}", file=sys.stderr)
             raise
         finally:
-            result = assemble(arguments, run, calm, error, before)
+            result = assemble(arguments, run, calm, error, before, left_out)
             (out / "chaos.json").write_text(json.dumps(without_nan(result), indent=1, allow_nan=False) + "\n")
             with contextlib.suppress(ImportError):  # no matplotlib: the figures are in the JSON
                 from torch_ecrec.demo.plot import draw_chaos
 
                 draw_chaos(result, out / "chaos.png")
-    faults = [*result["differences"], *run.record.unexpected]
+    faults = [*result["differences"], *run.record.unexpected, *result["not_effective"]]
     faults += [f"process {pid} is left" for pid in result["processes_left"]]
     terminal.say(f"\n{minutes:.1f} minutes, {arguments.steps} steps, seed {arguments.seed}: {summary(result)}")
     terminal.say(f"written: {out / 'chaos.json'}, {out / 'chaos.png'}")

@@ -80,7 +80,7 @@ def check_beyond(kills: Sequence[KillSpec], r: int, beyond: str, every_steps: in
 
     Args:
         r: losses that the code repairs.
-        beyond: what follows when more is lost: "stop", or go back to a "checkpoint".
+        beyond: what follows when more is lost: "stop"; all go back to a "checkpoint"; or "partial", what is lost does.
         every_steps: steps of training between two checkpoints; 0: they are written by time.
 
     Raises:

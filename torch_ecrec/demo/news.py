@@ -41,4 +41,9 @@ def _of_checkpoint(event: AnyEvent) -> str:
             return f"  no checkpoint: {event.reason}"
         case events.WentBeyond():
             return f"  all go back to the checkpoint of step {event.step}: {event.reason}"
+        case events.RecoveredPartly():
+            lost = f"{100 * event.lost_samples:.3g} % of the samples are lost"
+            return (
+                f"  NOT EXACT: slots {event.slots} take their records from the checkpoint of step {event.step}; {lost}"
+            )
     return ""

@@ -173,6 +173,8 @@ def draw_chaos(result: dict[str, Any], path: Path) -> None:
     rates.set_ylim(0, 1.2 * np.quantile(samples_per_s, 0.98))  # steps that were told late seem to come in a burst
     rates.set_ylabel("samples / s")
     colors = {"kill-server": LOST, "stop-server": REBUILDING, "kill-trainer": "#7c3aed", "stop-trainer": "#c4b5fd"}
+    colors |= {"kill-all": "#881337", "kill-beyond-r": "#db2777"}
+    colors |= {"full-disk": "#0f766e", "slow-store": "#65a30d", "failing-store": "#0369a1"}
     for entry in result["schedule"]:
         color = colors.get(entry["event"], INK)
         for axes in (rates, strip):
@@ -269,8 +271,13 @@ def head(figure: Figure, result: dict[str, Any], height: float, legend_below: bo
     killed = ["everything" if one.endswith(" all") else one for one in killed]
     what = f"{' and '.join(killed)} {'is' if len(roles) == 1 else 'are'} killed" if roles else "Nothing is killed"
     what = what[0].upper() + what[1:]
-    end = {True: ": not one bit differs from the undisturbed run", False: ": the result DIFFERS", None: ""}
-    figure.text(0.02, 1 - 0.32 / height, what + end[result["equal"]], color=INK, fontsize=14, weight="bold")
+    end = {True: ": not one bit differs from the undisturbed run", False: ": the result DIFFERS", None: ""}[
+        result["equal"]
+    ]
+    if result["recovered_partly"]:
+        lost = result["recovered_partly"][-1]["lost_samples"]
+        end = f": NOT EXACT, {100 * lost:.3g} % of the samples are lost"
+    figure.text(0.02, 1 - 0.32 / height, what + end, color=INK, fontsize=14, weight="bold")
     code = f"(k, r) = ({arguments['k']}, {arguments['r']})"
     code = code if arguments["protection"] == "parity" else "no protection"
     line = (

@@ -77,6 +77,19 @@ class WentBack:
     reason: str
 
 
+@dataclass(frozen=True)
+class Partly:
+    """Slots took their records from a checkpoint, and lack what was trained since: NOT EXACT."""
+
+    slots: list[int]
+    checkpoint: str
+    step: int
+    at: int
+    lost_samples: float
+    time_s: float
+    reason: str
+
+
 @dataclass
 class Kill:
     """One fault that fired.
@@ -187,6 +200,7 @@ class Record:
         self.checkpoints: list[Written] = []
         self.void: list[Void] = []
         self.went_back: list[WentBack] = []
+        self.recovered_partly: list[Partly] = []
         self.kills: list[Kill] = []
         self.may_be_lost: set[str] = set()  # members that we stopped for so long that they may be taken for lost
         self.unexpected: list[str] = []  # losses that are not our doing
@@ -245,6 +259,10 @@ class Record:
             self.void.append(Void(event.step, event.reason, time_s))
         elif isinstance(event, events.WentBeyond):
             self._go_back(event.name, event.step, event.reason, time_s)
+        elif isinstance(event, events.RecoveredPartly):
+            self.recovered_partly.append(
+                Partly(event.slots, event.name, event.step, event.at, event.lost_samples, time_s, event.reason)
+            )
         elif isinstance(event, (events.Placed, events.PlacedAnew, events.Moved)):
             for slot, (server, incarnation) in enumerate(event.slots):
                 if incarnation > self.places[slot][1]:
@@ -508,7 +526,9 @@ def format_summary(result: Message) -> str:
             area = f"{run['auc']:.4f}" if run["auc"] is not None else "-"
             rows.append([title, (run["digest"] or "-")[:32], loss, area, f"{run['samples_per_s'] or 0:,.0f}"])
     lines += table(rows, indent="")
-    if result["equal"] is not None:
+    if result["recovered_partly"]:
+        lines.append(format_partly(result))
+    elif result["equal"] is not None:
         verdict = "EQUAL: every record, every dense parameter and every loss, bit for bit"
         lines.append(verdict if result["equal"] else "NOT EQUAL: " + "; ".join(result["differences"]))
     rates = {name: value for name, value in result["throughput"].items() if value is not None}
@@ -521,6 +541,20 @@ def format_summary(result: Message) -> str:
     if any(result["bytes_sent"].values()):
         lines.append("sent: " + ", ".join(f"{size(sent)} {kind}" for kind, sent in result["bytes_sent"].items()))
     return "\n".join(lines)
+
+
+def format_partly(result: Message) -> str:
+    """What was lost for good, and how far the end of training is from that of the undisturbed run."""
+    last = result["recovered_partly"][-1]
+    text = (
+        f"NOT EXACT, as asked for by --beyond partial: slots {last['slots']} took their records from the checkpoint of"
+        f" step {last['step']} at step {last['at']}; {100 * last['lost_samples']:.3g} % of the samples until then"
+        " are lost"
+    )
+    calm = result["undisturbed"]
+    if calm is not None and calm["auc"] is not None and result["auc"] is not None:
+        text += f"; AUC {result['auc']:.4f} against {calm['auc']:.4f}"
+    return text
 
 
 _WHEN = {"before": "before", "rebuild": "during rebuild", "after": "after"}

@@ -64,6 +64,14 @@ class Replicated(abc.ABC):
         """Puts it back. Raises ValueError if it does not fit; nothing was changed then."""
 
 
+class WithTables(abc.ABC):
+    """A module whose rows are on the servers."""
+
+    @abc.abstractmethod
+    def keys_of_tables(self) -> dict[str, tuple[str, str]]:
+        """Name in the job -> key of the weights in the module's state dict, name in the module."""
+
+
 class Header(NamedTuple):
     """What the payload with it is. As a list of integers it is sent and kept."""
 
@@ -228,6 +236,7 @@ class State:
     optimizers: list[dict[str, Any]]
     tensors: TensorsIn  # those of the optimizers
     whole: list[bytes]  # what each trainer has kept whole
+    tables: dict[str, tuple[str, str]]  # see `WithTables`, with the path of the module before the key
 
     def buffers(self, part: int) -> dict[str, Tensor]:
         """A trainer's, by name."""
@@ -263,9 +272,11 @@ def unpack(parts: Sequence[tuple[Tensor, Sequence[int]]]) -> State:
     tensors = TensorsIn(stream[first.index_bytes :])
     content = values.decode(index, tensors, "cpu")
     whole = [payload[size : size + header.whole_bytes].numpy().tobytes() for header, payload, size in spans]
-    if type(content) is not dict or content.keys() != {"parameters", "replicated", "optimizers"}:
+    if type(content) is not dict or content.keys() != {"parameters", "replicated", "optimizers", "tables"}:
         raise ValueError(f"step {step}: the index is not one of a dense state")
-    return State(step, content["parameters"], content["replicated"], content["optimizers"], tensors, whole)
+    return State(
+        step, content["parameters"], content["replicated"], content["optimizers"], tensors, whole, content["tables"]
+    )
 
 
 def own_of(payload: Tensor, header: Sequence[int]) -> bytes:
@@ -457,6 +468,17 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, Replicated))
 
 
+def _tables(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """Of all tables on the servers, what TorchRec's state dicts call them: who exports a checkpoint has no model."""
+    root = model.module if isinstance(model, DistributedModelParallel) else model
+    return {
+        job_name: (f"{path}.{key}" if path else key, name)
+        for path, module in root.named_modules()
+        if isinstance(module, WithTables)
+        for job_name, (key, name) in module.keys_of_tables().items()
+    }
+
+
 _Place = str | tuple[int, int]  # a parameter: its name in the model, or else its group and place in an optimizer
 
 
@@ -495,7 +517,7 @@ def _collect(
         entries.append(entry)
         wholes.append(whole)
     replicated = {path: module.replicated_state() for path, module in _replicated(model)}
-    content = {"parameters": parameters, "replicated": replicated, "optimizers": entries}
+    content = {"parameters": parameters, "replicated": replicated, "optimizers": entries, "tables": _tables(model)}
     index = values.encode(content, "the dense state", out)
     buffers = {name: buffer.detach() for name, buffer in _buffers(model)}
     whole = {"buffers": buffers, "shards": shards.tensors(), "optimizers": wholes}

@@ -40,6 +40,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from torchrec.streamable import Multistreamable
 
+from torch_ecrec.nn.dense import WithTables
 from torch_ecrec.nn.lookup import PooledLookup
 from torch_ecrec.nn.pipelines import check_in_sync
 from torch_ecrec.nn.placeholder import TableParameter
@@ -66,7 +67,9 @@ class Context(Multistreamable):
             self.features.record_stream(stream)
 
 
-class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedOptimizerModule, Generic[Output]):
+class ServedModule(
+    ShardedModule[KJTList, list[Tensor], Output, Context], FusedOptimizerModule, WithTables, Generic[Output]
+):
     """A sharded module whose tables are served by erasure-coded servers. Takes a `KeyedJaggedTensor`.
 
     Its parameters are placeholders without rows; `state_dict` reads of each table the trainer's range of rows.
@@ -138,6 +141,10 @@ class ServedModule(ShardedModule[KJTList, list[Tensor], Output, Context], FusedO
         self._coming: deque[HostIds] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
         self._ready: tuple[KeyedJaggedTensor, list[Tensor], list[Bags]] | None = None  # looked up ahead
         step.on_pushed.append(self._look_ahead)
+
+    def keys_of_tables(self) -> dict[str, tuple[str, str]]:
+        """See `WithTables`."""
+        return {table.job_name: (self._state.key_of(table.name), table.name) for table in self._tables.values()}
 
     @property
     @abc.abstractmethod

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_ecrec.coordinator.checkpointing import run_of
 from torch_ecrec.errors import CheckpointError
+from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol.messages import Restored
+from torch_ecrec.records.positions import Positions
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.manifest import ADVICE, Manifest
+from torch_ecrec.storage.parts import Block
 from torch_ecrec.storage.restoring import dense_of, records_of
 
 NEWEST = "newest"
@@ -63,6 +70,9 @@ def newest_of(run: str, url: str) -> tuple[Restored, JobSpec] | None:
 class StoredCheckpoint:
     """What a cluster begins with, read from where it is kept; a `Checkpoint` of the client.
 
+    Trainers share its parts, those of a slot in all that it builds on together: of 3 slots and 2 trainers, one reads
+    two. Trainer 0 reads all where parts are not of slots, or of those of several layouts.
+
     Args:
         restored: as the coordinator has told it.
 
@@ -74,19 +84,73 @@ class StoredCheckpoint:
         self._restored = restored
         self._catalog = Catalog(restored.url)
 
+    @functools.cached_property
+    def _manifest(self) -> Manifest:
+        return self._catalog.read(self._restored.folder)
+
     @property
     def done(self) -> int:
         """Steps of training until then."""
         return self._restored.done
 
-    def records(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Every record once: slab, rows (U,) int64, records (U, B) uint8."""
-        for slab, rows_N, records_NB in records_of(self._catalog, self._catalog.read(self._restored.folder)):
+    def shares(self, trainers: int) -> list[list[int]]:
+        """Of each trainer, how many rows of each slab it reads: by the layout of the cluster that wrote them."""
+        slots_of = self._slots_of(trainers)
+        if slots_of is None:
+            nothing = [0] * len(self._layouts)
+            return [[slab.rows for slab in self._manifest.spec.slabs], *([nothing] * (trainers - 1))]
+        return [[sum(map(layout.data_rows, slots)) for layout in self._layouts] for slots in slots_of]
+
+    def records(self, trainer: int, trainers: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Every record of a trainer's share once: slab, rows (U,) int64, records (U, B) uint8."""
+        slots_of = self._slots_of(trainers)
+        found: Iterator[Block] = iter(())
+        if slots_of is not None:
+            mine = functools.partial(self._require_own, slots_of[trainer])
+            found = records_of(self._catalog, self._manifest, mine=mine, slots=slots_of[trainer])
+        elif trainer == 0:
+            found = records_of(self._catalog, self._manifest)
+        for slab, rows_N, records_NB in found:
             yield slab, torch.from_numpy(rows_N), torch.from_numpy(records_NB)
+
+    @functools.cached_property
+    def _layouts(self) -> list[Layout]:
+        job = self._manifest.spec
+        return [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
+
+    def _slots_of(self, trainers: int) -> list[list[int]] | None:
+        """Whose parts each trainer reads: the largest first, to who has least. None: trainer 0 reads all."""
+        chain, code = self._catalog.chain(self._manifest), self._manifest.spec.code
+        if any(
+            one.spec.code != code or sorted(part.slot for part in one.parts) != [*range(code.slots)] for one in chain
+        ):
+            return None
+        sizes = Counter({part.slot: 0 for part in self._manifest.parts})
+        for one in chain:
+            sizes.update({part.slot: part.bytes for part in one.parts})
+        given: list[list[int]] = [[] for _ in range(trainers)]
+        totals = [0] * trainers
+        for slot, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
+            least = totals.index(min(totals))
+            given[least].append(slot)
+            totals[least] += size
+        return given
+
+    def _require_own(self, slots: list[int], slab: int, rows_N: Positions) -> NDArray[np.bool_]:
+        """Of rows of these slots' parts: all. A row at another slot's place would be had twice, and another lack."""
+        slot_N, _ = self._layouts[slab].locate(rows_N)
+        strange_N = ~np.isin(slot_N, slots)
+        if strange_N.any():
+            row, slot = int(rows_N[strange_N][0]), int(slot_N[strange_N][0])
+            raise CheckpointError(
+                f"{self._restored.folder}: row {row} of slab {slab} is of slot {slot}, and stands among those of slots"
+                f" {slots}; {ADVICE}"
+            )
+        return np.ones(len(rows_N), np.bool_)
 
     def dense(self) -> list[tuple[Tensor, list[int]]]:
         """Every trainer's part of the dense model, in their order: payload (n,) uint8, and header."""
-        parts = dense_of(self._catalog, self._catalog.read(self._restored.folder))
+        parts = dense_of(self._catalog, self._manifest)
         if any(header[:1] != [self.done] for header, _ in parts.values()):
             raise CheckpointError(f"{self._restored.folder}: the dense model is of another step than the tables")
         found = ((np.frombuffer(payload, np.uint8).copy(), header) for header, payload in parts.values())

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 PORTION_BYTES = 2 << 20  # of records, taken at once: what steps may have to wait for
 HANGS_S = 5.0  # for a write that nobody wants any more; no other is begun while it hangs
+LOOKS_S = 300.0  # for the next block of a checkpoint that all may go back to; then the store counts as gone
 BURST_S = 0.25  # what was not written lately may be written at once, up to so much
 
 Run = Callable[[Callable[[], None]], None]  # `Node.run`
@@ -192,6 +193,38 @@ class Pace:
             raise _Cancelled
 
 
+class _Looking:
+    """A look for a checkpoint, which ends once: with what was found, or when the store has given nothing for `LOOKS_S`.
+
+    Args:
+        url: for the reason.
+        end: gets what was found, and why nothing was.
+    """
+
+    def __init__(self, url: str, end: Callable[[Restorable | None, str], None]) -> None:
+        self._url, self._end = url, end
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._beat_s = time.monotonic()
+
+    def beat(self) -> None:
+        """Something was read."""
+        self._beat_s = time.monotonic()
+
+    def end(self, found: Restorable | None, why: str) -> None:
+        """Counts the first time."""
+        with self._lock:
+            ended = self._ended.is_set()
+            self._ended.set()
+        if not ended:
+            self._end(found, why)
+
+    def watch(self) -> None:
+        """On a thread of its own, until it has ended."""
+        while not self._ended.wait(max(0.0, self._beat_s + LOOKS_S - time.monotonic())):
+            if time.monotonic() >= self._beat_s + LOOKS_S:
+                self.end(None, f"{self._url} has given nothing for {LOOKS_S:g} s: it hangs")
+
+
 class FileLedger:
     """Writes manifests, on a thread of its own; a `Ledger`.
 
@@ -260,22 +293,26 @@ class FileLedger:
     ) -> None:
         """See `Ledger`. If `read`, every file is read: one that is altered is passed over, with a word in the log."""
 
+        looking = _Looking(self._settings.url, lambda found, why: self._call(functools.partial(done, found, why)))
+
         def work() -> None:
             why = "none was written"
             try:
+                looking.beat()
                 for catalog, manifest in self._candidates(run, began_with):
-                    why = _fault_of(catalog, manifest, read)
+                    why = _fault_of(catalog, manifest, looking.beat if read else None)
                     if not why:
                         restored = messages.Restored(catalog.url, manifest.id, manifest.done)
-                        self._call(functools.partial(done, (restored, manifest.spec), ""))
+                        looking.end((restored, manifest.spec), "")
                         return
                     log.warning("checkpoint %s is passed over: %s", manifest.id, why)
             except Exception as error:  # this thread has no caller
                 log.exception("the newest checkpoint")
                 why = str(error)
-            self._call(lambda: done(None, why))
+            looking.end(None, why)
 
         self._work.put(work)
+        threading.Thread(target=looking.watch, name="ledger's watch", daemon=True).start()
 
     def _candidates(self, run: str, began_with: messages.Restored | None) -> Iterator[tuple[Catalog, Manifest]]:
         """Newest first; see `newest`."""
@@ -306,7 +343,9 @@ class FileLedger:
 
     def _next_is_full(self) -> bool:
         sizes = self._sizes
-        last_full = max(i for i, (full, _) in enumerate(sizes) if full)
+        last_full = max((i for i, (full, _) in enumerate(sizes) if full), default=None)
+        if last_full is None:
+            return True  # what this one builds on was written by another ledger
         following = next_kind(self._settings.policy, [size for _, size in sizes[last_full:]])
         return following.kind == "full"
 
@@ -345,11 +384,12 @@ def _attempt(folder: str) -> tuple[str, int, int]:
     return run, int(life), int(number)
 
 
-def _fault_of(catalog: Catalog, manifest: Manifest, read: bool) -> str:
-    """What is wrong with a checkpoint, or with what it builds on; "" if it is whole. `read`: all of it is read."""
+def _fault_of(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None] | None) -> str:
+    """What is wrong with a checkpoint, or with what it builds on; "" if it is whole. `on_block`: all of it is read, and
+    it is called after each block; None: nothing is read but manifests."""
     try:
-        if read:
-            check_rows(catalog, manifest)
+        if on_block is not None:
+            check_rows(catalog, manifest, on_block)
         else:
             catalog.chain(manifest)
     except CheckpointError as error:

@@ -181,8 +181,8 @@ class Snapshot(Request[Stored]):
 class Load(Request[Acknowledged]):
     """A trainer's part of a step that overwrites records, or some bytes of each; answered as a push is.
 
-    Like a push it goes to every slot, also to those of which it changes nothing. Before training (`alone`) it is that
-    of trainer 0, and due when it is here; later, when every other trainer has sent its own, or `Pass`. What several
+    Like a push it goes to every slot, also to those of which it changes nothing. Initial values (`alone`) are those
+    of trainer 0, and due when they are here; others, when every other trainer has sent its own, or `Pass`. What several
     trainers write becomes what the last of them, in trainer order, has written.
     """
 

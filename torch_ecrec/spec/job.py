@@ -223,6 +223,25 @@ class JobSpec:
         )
         return JobSpec(tables=tables, code=CodeSpec(**value["code"]), trainers=value["trainers"], seed=value["seed"])
 
+    def difference(self, other: JobSpec) -> str:
+        """Why who has the other job can neither train this one nor go on from a checkpoint of it.
+
+        Returns:
+            The first difference, as said of this one; "" if there is none. Slots and code may be others.
+        """
+        mine, theirs = ({table.name: table for table in one.tables} for one in (self, other))
+        names, more = [name for name in mine if name not in theirs], [name for name in theirs if name not in mine]
+        changed = next((name for name, table in mine.items() if theirs.get(name, table) != table), None)
+        if names or more:
+            return f"it has tables {names} that this job lacks, and lacks {more}"
+        if changed is not None:
+            return f"table {changed} is {mine[changed]} there, and {theirs[changed]} here"
+        if list(mine) != list(theirs):
+            return "its tables are in another order"
+        if self.trainers != other.trainers:
+            return f"it is of {self.trainers} trainers, this job has {other.trainers}"
+        return f"it has seed {self.seed}, this job has {other.seed}" if self.seed != other.seed else ""
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical form: equal exactly when two jobs are."""

@@ -4,8 +4,7 @@
     a.momentum1    F32   (rows,)          optimizer state has TorchRec's names, one number a row, or as many as weights
 
 Names begin with the table's name in the job: the paths of modules in a model are not in a checkpoint, and neither are
-weights of the dense model, which only the script's model can read. (To go on with TorchRec, restore the checkpoint and
-save it from the script: `torch_ecrec.checkpoint.save` writes it under the names of the model.)
+weights of the dense model. (`nn/dcp_export.py` writes both, for TorchRec: it knows what a snapshot of a model is.)
 
 The format: 8 bytes, little-endian, how long the header is; the header, JSON: of each tensor its dtype, shape and place;
 the tensors' bytes, row by row. Rows are put into their place as they come: memory is a block, for tables of any size.
@@ -100,6 +99,20 @@ def export(catalog: Catalog, manifest: Manifest, path: Path) -> int:
     finally:
         part.unlink(missing_ok=True)
     return size
+
+
+def mapped(path: Path) -> dict[str, Bytes]:
+    """The tensors of a file that `export` has written: name -> (rows, bytes of a row) uint8, mapped."""
+    with open(path, "rb") as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        said = json.loads(file.read(begin - 8))
+    whole = np.memmap(path, np.uint8, "r")
+    found: dict[str, Bytes] = {}
+    for name, tensor in said.items():
+        if name != "__metadata__":
+            first, end = (begin + offset for offset in tensor["data_offsets"])
+            found[name] = whole[first:end].reshape(tensor["shape"][0], -1)
+    return found
 
 
 def _write(catalog: Catalog, manifest: Manifest, path: Path) -> int:

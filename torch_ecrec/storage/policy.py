@@ -6,7 +6,7 @@
                     as much in increments as in the full one
     intermittent    one-shot, until a new full one is expected to cost less in total
 
-The formula of `intermittent` is that of Check-N-Run (Eisenman et al., NSDI 2022, section 5.1, "intermittent incremental
+The formula of `intermittent` is that of Check-N-Run (Eisenman et al., NSDI 2022, "intermittent incremental
 checkpoint"). With the full one as unit, let S_1 ... S_i be the sizes of the one-shot increments since. Suppose that
 what comes costs as the past did. The next i + 1 checkpoints then cost
 

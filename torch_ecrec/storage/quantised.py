@@ -6,7 +6,7 @@
     comes back as -1.0  1.0  0.0  2.0
 
 The least and the greatest weight of a row come back to within rounding, the others within half a scale: uniform
-asymmetric quantisation as in Check-N-Run (NSDI 2022, section 5.2), without its greedy search for a narrower range.
+asymmetric quantisation as in Check-N-Run (NSDI 2022), without its greedy search for a narrower range.
 Codes lie in the row's bytes from the lowest bit up; a row begins with a byte of its own.
 
 A row that has NaN or infinity, or whose weights span too much, cannot be written so: it is told, and written exactly.

@@ -155,33 +155,23 @@ def dense_of(catalog: Catalog, manifest: Manifest) -> dict[int, tuple[list[int],
     return {trainer: found[trainer] for trainer in range(manifest.spec.trainers)}
 
 
-def check_rows(catalog: Catalog, manifest: Manifest) -> int:
-    """Reads all that a restore reads; returns how many rows there are. Raises CheckpointError where it is not whole."""
+def check_rows(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None] = lambda: None) -> int:
+    """Reads all that a restore reads, and says so after each block; returns how many rows there are.
+
+    Raises:
+        CheckpointError: it is not whole.
+    """
     dense_of(catalog, manifest)
-    return sum(len(rows_N) for _, rows_N, _ in records_of(catalog, manifest))
+
+    def mine(_: int, rows_N: Positions) -> NDArray[np.bool_]:
+        on_block()
+        return np.ones(len(rows_N), np.bool_)
+
+    return sum(len(rows_N) for _, rows_N, _ in records_of(catalog, manifest, mine=mine))
 
 
 def require_same_model(manifest: Manifest, job: JobSpec) -> None:
-    """Raises CheckpointError, with the first difference, unless a job can go on from a checkpoint.
-
-    Tables (names, rows, dimensions, dtypes, optimizers), the seed and the number of trainers must be the same; slots
-    and code may be others.
-    """
-    theirs, at = manifest.spec, manifest.id
-    ours_by_name, theirs_by_name = ({table.name: table for table in one.tables} for one in (job, theirs))
-    names = [name for name in theirs_by_name if name not in ours_by_name]
-    more = [name for name in ours_by_name if name not in theirs_by_name]
-    other = [name for name, table in theirs_by_name.items() if ours_by_name.get(name, table) != table]
-    reason = ""
-    if names or more:
-        reason = f"it has tables {names} that this job lacks, and lacks {more}"
-    elif other:
-        reason = f"table {other[0]} is {theirs_by_name[other[0]]} there, and {ours_by_name[other[0]]} here"
-    elif [table.name for table in theirs.tables] != [table.name for table in job.tables]:
-        reason = "its tables are in another order"
-    elif theirs.trainers != job.trainers:
-        reason = f"it is of {theirs.trainers} trainers, this job has {job.trainers}"
-    elif theirs.seed != job.seed:
-        reason = f"it has seed {theirs.seed}, this job has {job.seed}"
-    if reason:
-        raise CheckpointError(f"checkpoint {at} is of another job: {reason}; restore one of this job")
+    """Raises CheckpointError, with the first difference, unless a job can go on from a checkpoint."""
+    difference = manifest.spec.difference(job)
+    if difference:
+        raise CheckpointError(f"checkpoint {manifest.id} is of another job: {difference}; restore one of this job")

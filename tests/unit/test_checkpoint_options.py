@@ -1,0 +1,51 @@
+"""Options of checkpoints: what `up`, `demo` and `chaos` are told reaches the coordinator that they start."""
+
+import dataclasses
+
+import pytest
+
+from torch_ecrec.cli.arguments import checkpoint_arguments, checkpoints_of
+from torch_ecrec.cli.main import parser
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+
+OPTIONS = {  # each another value than without a word
+    "--checkpoint": "store",
+    "--checkpoint-every": "90s",
+    "--checkpoint-keep": "5",
+    "--checkpoint-policy": "one-shot",
+    "--checkpoint-bytes-per-s": "1234.5",
+    "--checkpoint-timeout": "12.5",
+    "--checkpoint-zstd": "3",
+    "--beyond": "checkpoint",
+    "--most-lost-samples": "0.25",
+}
+WORDS = [word for option in OPTIONS.items() for word in option]
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_every_option_reaches_the_coordinator(command: str) -> None:
+    said = checkpoint_arguments(parser().parse_args([command, *WORDS]))
+    here = checkpoints_of(parser().parse_args([command, *WORDS, *(["--run", "x"] if command == "up" else [])]))
+    there = checkpoints_of(parser().parse_args(["coordinator", *said, "--run", "x"]))
+    if command == "demo":
+        here = dataclasses.replace(here, run="x")
+    assert there == here
+    without = CheckpointSettings()
+    same = {name for name, value in vars(there).items() if value == getattr(without, name)}
+    assert same == {"every_steps", "again_s"}, "which no option is about, or is by steps"
+    assert there.timeout_s == 12.5
+
+
+def test_chaos_has_all_that_a_coordinator_is_told() -> None:
+    arguments = parser().parse_args(["chaos"])
+    arguments.checkpoint, arguments.beyond = "store", "checkpoint"
+    there = checkpoints_of(parser().parse_args(["coordinator", *checkpoint_arguments(arguments)]))
+    assert (there.url, there.beyond, there.every_s, there.policy) == ("store", "checkpoint", 3.0, "consecutive")
+    assert there.timeout_s == CheckpointSettings().timeout_s
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1"])
+def test_a_time_that_cannot_be_is_refused(seconds: str) -> None:
+    arguments = parser().parse_args(["up", *WORDS, "--checkpoint-timeout", seconds])
+    with pytest.raises(ValueError, match=f"`timeout_s` must be positive, got {float(seconds)}"):
+        checkpoint_arguments(arguments)

@@ -1,0 +1,157 @@
+"""A checkpoint of the cluster as one of `torch.distributed.checkpoint` (DCP), under the names of TorchRec's model.
+
+    model.tables.embedding_bags.a.weight                               (rows, dim)
+    optimizer.state.tables.embedding_bags.a.weight.a.momentum1         (rows,)
+    model.over.0.weight                                                of the dense model, buffers too
+    dense_optimizer.state.over.0.weight.exp_avg                        a second one is dense_optimizer_1
+
+So `dcp.load` fills `{"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict(), "dense_optimizer":
+keyed.state_dict()}` of a plain TorchRec model, sharded in any way; `keyed` is a `KeyedOptimizerWrapper`. The names are
+kept with every dense snapshot (`dense.WithTables`), so no model is needed here.
+
+What only the script can use is not in it; `Exported.absent` says what that is. Tables go by way of a file of
+safetensors beside the folder: rows come in the order of slots, chunks of DCP are ranges of rows. Memory: two portions,
+and the dense model.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.nn import values
+from torch_ecrec.nn.dense import State, unpack
+from torch_ecrec.nn.slices import DTYPES
+from torch_ecrec.nn.streamed import StreamedTable
+from torch_ecrec.records.schema import WEIGHT, Field
+from torch_ecrec.runtime.checks import require
+from torch_ecrec.storage import exporting
+from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.location import sync_folder
+from torch_ecrec.storage.manifest import Manifest
+from torch_ecrec.storage.restoring import dense_of
+
+SCRIPTS = (
+    "random states, the reader's place, schedulers and what else was attached: the script has them",
+    "hyperparameters of optimizers, learning rates among them: the script gives them, as with TorchRec",
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. `absent`: what of the checkpoint is not in it, for people."""
+
+    bytes: int
+    absent: tuple[str, ...]
+
+
+def export(catalog: Catalog, manifest: Manifest, folder: Path) -> Exported:
+    """Writes a checkpoint, with all that it builds on, as one of DCP.
+
+    Args:
+        catalog, manifest: which.
+        folder: on this machine, not there yet. It appears whole, or not at all; meanwhile it needs room twice.
+
+    Raises:
+        ValueError: it is there already.
+        CheckpointError: the checkpoint is not whole, does not say what its tables are called in a model, or the folder
+            cannot be written.
+    """
+    require(not folder.exists(), f"{folder} is there already: name a folder that is not")
+    state = _state_of(catalog, manifest)
+    content, absent = _dense(state)
+    near = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}")
+    try:
+        near.mkdir(parents=True)
+        tables = near / f"tables{exporting.SUFFIX}"
+        exporting.export(catalog, manifest, tables)
+        content.update(_tables(manifest, state, tables))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it saves for one process: it does
+            save(content, checkpoint_id=near / "dcp", no_dist=True)
+        os.replace(near / "dcp", folder)
+        sync_folder(folder.absolute().parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder}: {error}; name another place, or make room") from error
+    finally:
+        shutil.rmtree(near, ignore_errors=True)
+    return Exported(sum(path.stat().st_size for path in folder.iterdir()), tuple(absent))
+
+
+def _state_of(catalog: Catalog, manifest: Manifest) -> State:
+    parts = dense_of(catalog, manifest)
+    payloads = [torch.from_numpy(np.frombuffer(payload, np.uint8).copy()) for _, payload in parts.values()]
+    try:
+        state = unpack(list(zip(payloads, (header for header, _ in parts.values()), strict=True)))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{manifest.id} has a dense model that is none of `torch_ecrec.DistributedModelParallel` ({error}), so it"
+            f" does not say what its tables are called in a model: write a file of {exporting.SUFFIX}"
+        ) from error
+    unnamed = [table.name for table in manifest.spec.tables if table.name not in state.tables]
+    if unnamed:
+        raise CheckpointError(
+            f"{manifest.id} does not say what tables {', '.join(unnamed)} are called in a model: write a file of"
+            f" {exporting.SUFFIX}"
+        )
+    return state
+
+
+def _dense(state: State) -> tuple[dict[str, Any], list[str]]:
+    """Names and tensors of the dense model and its optimizers; and what there is besides."""
+    content: dict[str, Any] = {f"model.{name}": tensor for name, tensor in state.parameters.items()}
+    content.update({f"model.{name}": tensor for name, tensor in state.buffers(0).items()})
+    absent = [f"what module {path} keeps beside its tables" for path in state.replicated]
+    shards = values.decode(state.whole[0], device="cpu")["shards"]
+    absent += [f"{name}, a table that TorchRec has sharded" for name in shards]
+    if len(state.whole) > 1 and state.buffers(0):
+        absent.append("buffers of trainers but the first (the same, unless trainers normalise apart)")
+    for i, entry in enumerate(state.optimizers):
+        prefix = "dense_optimizer" + (f"_{i}" if i else "")
+        for place, key, data in entry["state"]:
+            if not isinstance(place, str) or data is None:
+                what = values.decode(key) if place is None else f"parameter {place}, which is none of the model's"
+                absent.append(f"state of {entry['class']}: {what}")
+                continue
+            found = values.decode(data, state.tensors, "cpu")
+            for name, value in found.items() if isinstance(found, Mapping) else {"state": found}.items():
+                content[f"{prefix}.state.{place}.{name}"] = value
+    return content, [*absent, *SCRIPTS]
+
+
+def _tables(manifest: Manifest, state: State, path: Path) -> dict[str, Tensor]:
+    rows_of = exporting.mapped(path)
+    found: dict[str, Tensor] = {}
+    for slab in manifest.spec.slabs:
+        for table in slab.tables:
+            key, name = state.tables[table.name]
+            for field in slab.schema.fields:
+                of_state = f"optimizer.state.{key}.{name}.{field.name}"
+                full = f"model.{key}" if field.name == WEIGHT else of_state
+                found[full] = _streamed(full, field, rows_of[f"{table.name}.{field.name}"])
+    return found
+
+
+def _streamed(what: str, field: Field, rows_RB: np.ndarray) -> StreamedTable:
+    size = [len(rows_RB)] if field.per_row else [len(rows_RB), field.values]
+
+    def read(first: int, last: int) -> Tensor:
+        values_nb = torch.from_numpy(rows_RB[first:last].copy())
+        return values_nb.view(DTYPES[field.dtype]).view(last - first, *size[1:])
+
+    def load(*_: object) -> None:
+        raise RuntimeError(f"{what} is written to a checkpoint, nothing is loaded into it")
+
+    return StreamedTable(what, size, DTYPES[field.dtype], (0, len(rows_RB)), read, load)
