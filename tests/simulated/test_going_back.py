@@ -13,7 +13,8 @@ def test_lost_trainers_are_awaited_while_the_servers_go_back() -> None:
     h.lose("trainer-1")
     assert h.core.fatal is None and h.core.era == 1
     assert [m["kind"] for m in told(h, "trainer-0", "fatal")] == ["trainers_lost"], "it cannot go on alone"
-    assert told(h, "server-0", "era")[-1] == {"type": "era", "era": 1, "step": None, "origin": 0, "done": 0}
+    era = {"type": "era", "era": 1, "step": None, "origin": 0, "done": 0, "keeps": False, "floor": 0, "renewals": []}
+    assert told(h, "server-0", "era")[-1] == era
     for slot, applied in enumerate((7, 6, 8)):
         reach(h, slot, applied)
     assert h.core.going_back is not None and h.core.going_back.step == 6, "all reach it, and a snapshot is kept"

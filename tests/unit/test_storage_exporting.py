@@ -84,8 +84,12 @@ def test_what_is_refused_leaves_nothing(
     kept = shelf.write(1)
     assert main(["checkpoints", str(tmp_path / "kept"), "--export", str(tmp_path / "tables.pt")]) == 2
     assert "ends in .safetensors" in capsys.readouterr().err
-    assert main(["checkpoints", str(tmp_path / "kept"), "--step", "1"]) == 2
-    assert "it goes with --export" in capsys.readouterr().err
+    for words in (["--step", "1"], ["--format", "dcp"]):
+        assert main(["checkpoints", str(tmp_path / "kept"), *words]) == 2
+        assert f"{words[0]} says what is exported: it goes with --export" in capsys.readouterr().err
+    opaque = ["checkpoints", str(tmp_path / "kept"), "--export", str(tmp_path / "folder"), "--format", "dcp"]
+    assert main(opaque) == CheckpointError.exit_code and not (tmp_path / "folder").exists()
+    assert "does not say what its tables are called in a model" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="cannot write"):
         export(shelf.catalog, kept, tmp_path / "none" / "tables.safetensors")
 
