@@ -55,7 +55,9 @@ def sweep(code: CodeSpec, who: str, control: bool, every: int, first: int = 0, l
     for at in range(begin + 1 + first, end, every):
         kill = dataclasses.replace(WHO[who], which=WHO[who].which % code.slots, at=0 if control else at)
         many = -code.parities - 1 if last else code.parities + 1
-        kills = [Kill("beyond", many, 0), Kill("server", 1, end + 300)]
+        kills = [Kill("beyond", many, 0)]
+        if code.parities:
+            kills.append(Kill("server", 1, end + 300))
         more = {"at_control": {at: kill}} if control else {}
         run = Partial(code=code, kills=kills + ([] if control else [kill]), **more)
         try:
@@ -94,6 +96,14 @@ def test_lost_trainers_go_on_from_their_snapshot_where_that_survives() -> None:
     count = sweep(CODES[1], "a trainer", True, 23, last=True)
     print(count)
     assert count["going back"] == count["runs"] > 5 and count["went_beyond"] == 0
+
+
+def test_slots_may_wait_for_a_server() -> None:
+    """Nobody takes a second slot: what begins anew does so when other servers come."""
+    run = Partial(code=CODES[1], kills=[Kill("beyond", 2, 0)], without_spare="wait", spares=0).go()
+    check(run)
+    assert run.lives == 1 and len(run.events_of("recovered_partly")) == 1
+    assert any(server == "" for event in run.events_of("re-placed") for server, _ in event["slots"])
 
 
 def test_a_second_time_counts_once_what_both_have_lost() -> None:
@@ -144,3 +154,11 @@ def test_what_was_lost_survives_the_coordinator() -> None:
     (event,), partial = run.events_of("recovered_partly"), run.coordinator.status(0.0)["partial"]
     assert run.events_of("regathered") and run.lives == 1
     assert partial["lost_steps"] == [event["at"] - event["step"]] * 2 + [0] * 3
+
+
+def test_a_slot_that_begins_anew_is_lost_again_before_training_went_on() -> None:
+    """Trainers that live need no dense snapshot, although none is left: nobody is started again."""
+    run = Partial(code=CODES[4], kills=[Kill("beyond", 1, 0), Kill("any", 0, 146)]).go()
+    check(run)
+    first, second = run.events_of("recovered_partly")
+    assert first["at"] == second["at"] and run.lives == 1

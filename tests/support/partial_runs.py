@@ -158,9 +158,10 @@ class Oracle:
         self.layouts = layouts_of(run.scenario.code, JOB)
         self.renewals = run.coordinator._state.partial.renewals
 
-    def began(self, slot: int) -> tuple[int, list[np.ndarray]]:
-        """Since which step a slot has had every one, and the tables then."""
-        last = [(one.folder, at) for one in self.renewals for s, life, at in one.lives if s == slot and life and at]
+    def began(self, slot: int, through: int = STEPS) -> tuple[int, list[np.ndarray]]:
+        """Since which step a slot has had every one, and the tables then; as it was after step `through`."""
+        lives = [(one.folder, s, life, at) for one in self.renewals for s, life, at in one.lives]
+        last = [(folder, at) for folder, s, life, at in lives if s == slot and life and at and at <= through]
         restored, shelf = self.run.coordinator.restored, self.run.shelf
         if restored is not None:
             last.insert(0, (restored.folder, restored.done))
@@ -168,11 +169,11 @@ class Oracle:
             return 0, list(initial())
         return last[-1][1], [records.numpy() for records in shelf.records(JOB, shelf.find(last[-1][0]))]
 
-    def tables(self, through: int) -> list[np.ndarray]:
-        """(R, B) uint8 of each slab after a step; rows of slots that began later are as they began."""
+    def tables(self, through: int, then: int = STEPS) -> list[np.ndarray]:
+        """(R, B) uint8 of each slab after a step; rows of slots that began later, up to `then`, are as they began."""
         found = [records_RB.copy() for records_RB in initial()]
         for slot in range(self.run.scenario.code.slots):
-            at, records = self.began(slot)
+            at, records = self.began(slot, then)
             after = replay(records, self.pushes, at, through)
             for slab, layout in enumerate(self.layouts):
                 mine = layout.row_at(slot, np.arange(layout.data_rows(slot)))
@@ -204,12 +205,24 @@ def check(run: Partial) -> None:
         slots = oracle.layouts[slab].locate(wrong)[0]
         assert not len(wrong), f"slab {slab}: rows {wrong} of slots {slots} differ; {oracle.renewals}"
     _check_reads(run, oracle)
+    if run.lives == 1:
+        _check_checkpoints(run, oracle)
     status = run.coordinator.status(run.network.clock.now_s)["partial"]
     if oracle.renewals:
         went_on = max(at or 0 for one in oracle.renewals for _, _, at in one.lives)
         assert went_on <= status["of_steps"] <= STEPS
         assert abs(status["lost_samples"] - oracle.lost_samples(status["of_steps"])) < 1e-6
         assert status["exact"] is False
+
+
+def _check_checkpoints(run: Partial, oracle: Oracle) -> None:
+    """Each holds what the slots held: before some began anew, and after it."""
+    going = {step for one in oracle.renewals for _, _, at in one.lives if at for step in range(at - WINDOW, at)}
+    for finished in run.shelf.counts:
+        if finished.done not in going:  # of these, a checkpoint may be of before or of after
+            right = oracle.tables(finished.done, finished.done)
+            for slab, mine_RB in enumerate(run.shelf.records(JOB, finished)):
+                assert np.array_equal(mine_RB.numpy(), right[slab]), f"{finished.folder}, slab {slab}"
 
 
 def _check_reads(run: Partial, oracle: Oracle) -> None:

@@ -83,6 +83,7 @@ class Eras:
         self.number = 0
         self.resume_step, self.done = 0, job.done_at_origin
         self.floor, self.kept = 0, False
+        self._went_back_to = 0  # last: trainers that have trained since have begun
         self.going_back: GoingBack | None = None
 
     def begin(self, keeps: bool = False) -> None:
@@ -153,7 +154,7 @@ class Eras:
 
     def _go_on(self, back: GoingBack) -> None:
         """All who keep their records have stopped: the others begin anew where these are, and training goes on."""
-        job, partial, before = self._job, self._partial, self.resume_step
+        job, partial, before = self._job, self._partial, self._went_back_to
         first, step = common_steps(back.reach.values())
         # what is in records of the checkpoint is not to be made again: nobody goes back to before it
         told = [said.done - (said.applied - step) for said in back.reach.values() if said.done is not None]
@@ -194,7 +195,7 @@ class Eras:
         if len(back.durable) < job.code.slots:
             return False
         self.resume_step, self.done, self.going_back = back.step, back.done, None
-        self.floor, self.kept = back.step, False
+        self.floor, self.kept, self._went_back_to = back.step, False, back.step
         job.step = back.done
         self._announce(events.Resumable(self.number, job.step))
         self._tell_all("trainer")
@@ -206,5 +207,6 @@ class Eras:
             self.number = max(self.number, one.era)
             self.resume_step, self.done = max((self.resume_step, self.done), (one.resume_step, one.done))
             self.floor = max(self.floor, one.floor)
+        self._went_back_to = self.resume_step
         if self.resume_step == 0:
             self.done = self._job.done_at_origin
