@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from builds import BUILD
 
+from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.router import PROBE_AGAIN_S, Router
 from torch_ecrec.coordinator.settings import ClusterSettings
-from torch_ecrec.protocol.messages import Address
+from torch_ecrec.protocol.messages import Address, Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 
@@ -67,7 +68,7 @@ class Process:
 class Running:
     """A router, its probes and its events."""
 
-    def __init__(self, joins_from_s: float = 0.0, **settings: Any) -> None:
+    def __init__(self, joins_from_s: float = 0.0, looks: bool = False, **settings: Any) -> None:
         self.probes: list[tuple[str, int, Address]] = []
         self.events: list[Message] = []
         self.now_s = 0.0
@@ -76,9 +77,13 @@ class Running:
             probe=lambda *probe: self.probes.append(probe),
             announce=self.events.append,
             joins_from_s=joins_from_s,
+            looks=looks,
         )
-        self.core = self.router.core
         self.processes: list[Process] = []
+
+    @property
+    def core(self) -> Coordinator:
+        return self.router.core
 
     def say(self, process: Process, **message: Any) -> None:
         self.router.on_message(process.wire, message, self.now_s)
@@ -304,7 +309,10 @@ def test_what_there_has_not_been_is_not_believed() -> None:
 def test_another_job_or_version_does_not_rejoin() -> None:
     running = Running().start()
     other = JobSpec((TableSpec("b", 31, 4, -1.0, 1.0),), CODE, 2)
-    assert "other tables" in running.rejoin(running.processes[1], job=other.to_json()).told("fatal")[0]["reason"]
+    assert (
+        "another job: it has tables"
+        in running.rejoin(running.processes[1], job=other.to_json()).told("fatal")[0]["reason"]
+    )
     assert "version 0.0" in running.rejoin(running.processes[2], version="0.0").told("refused")[0]["reason"]
 
 
@@ -326,6 +334,37 @@ def test_joins_wait_for_members_of_before_and_are_let_in_then() -> None:
     after.now_s = REGATHER_S + 1.0
     after.router.on_tick(after.now_s)
     assert early.name == "server-1000"
+
+
+def test_joins_wait_until_it_is_known_what_the_cluster_begins_with() -> None:
+    """A coordinator in the place of one that died, whose store cannot be read: nobody begins anew meanwhile."""
+    job = JobSpec((TableSpec("b", 31, 4, -1.0, 1.0),), CODE, 2)
+    restored = Restored("memory://x", "000000000010-run-0-1", 10)
+    running = Running(looks=True)
+    server = running.join("server")
+    for now_s in (10.0, 1000.0):
+        running.now_s = now_s
+        running.router.on_tick(now_s)
+        assert not server.wire.sent
+    running.router.begin_with((restored, job), 3, running.now_s)
+    assert server.name == "server-3000" and server.wire.told("welcome")[0]["restored"]["done"] == 10
+
+
+def test_members_of_before_know_better_what_the_cluster_begins_with() -> None:
+    """Also if the store says something only after they have come back, or never does."""
+    before, after = Running().start(), Running(looks=True)
+    late = after.join("server")
+    for process in before.processes[:4]:
+        message = {"generation": 1, "newest": 1, "world": list(before.core.world), "placement": None}
+        after.processes.append(process)
+        process.wire.sent = [{"type": "welcome", "name": process.name}]
+        after.rejoin(process, **message, incarnations=[])
+    after.now_s = REGATHER_S + 1.0
+    after.router.on_tick(after.now_s)
+    assert late.name == "server-1000" and late.wire.told("welcome")[0]["restored"] is None
+    core = after.core
+    after.router.begin_with((Restored("memory://x", "000000000010-run-0-1", 10), before.core.job), 3, after.now_s)
+    assert after.core is core
 
 
 def test_joins_are_let_in_also_if_all_who_came_back_are_gone() -> None:

@@ -305,8 +305,10 @@ def test_what_is_of_another_run_is_neither_gone_back_to_nor_removed(tmp_path: Pa
         old,
     ]
     # a coordinator in the place of one that died, when everybody else died, too
-    assert restoring.newest_of("none", url) is None
-    assert [found[0].folder for run in ("old", "new") if (found := restoring.newest_of(run, url))] == [old, first]
+    assert restoring.newest_of("none", url) == (None, 1)
+    for run, folder in (("old", old), ("new", first)):
+        found, life = restoring.newest_of(run, url)
+        assert found is not None and found[0].folder == folder and life == 2, "names of its attempts are new"
     # one that began with a checkpoint goes on with its history: that counts among what is kept
     following = ledger_of(url, keep=1)
     last = commit(following, 80, "next", began_with)

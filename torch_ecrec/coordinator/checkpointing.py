@@ -52,6 +52,11 @@ class Finished:
     began_with: messages.Restored | None = None
 
 
+def life_of(folder: str) -> int:
+    """Which coordinator of its run has named a checkpoint."""
+    return int(folder.split("-")[2])
+
+
 def run_of(folder: str) -> str:
     """The run that a checkpoint is of, by its name: STEPS-RUN-COORDINATOR-ATTEMPT."""
     return folder.split("-")[1]

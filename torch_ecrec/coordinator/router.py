@@ -82,6 +82,8 @@ class Router:
         stop: the coordinator is to end, soon.
         stamp: adds the time of day to what people see.
         joins_from_s: until then, joins are held.
+        looks: what the cluster begins with is not known yet: joins are held until `begin_with` says, or until a member
+            of the coordinator before has rejoined.
         ledger: writes manifests of checkpoints; None: nobody does.
     """
 
@@ -94,10 +96,11 @@ class Router:
         stop: Callable[[], None] = lambda: None,
         stamp: Callable[[Message], Message] = lambda message: message,
         joins_from_s: float = 0.0,
+        looks: bool = False,
         ledger: Ledger | None = None,
     ) -> None:
         self.core = Coordinator(settings, self._send, self._tell_watchers, ledger)
-        self._settings, self._ledger = settings, ledger
+        self._settings, self._ledger, self._looks = settings, ledger, looks
         self._looks_back = False  # for the checkpoint that the cluster goes back to
         self._looks_for: Coordinator | None = None  # whose lost slots are to begin anew
         self.refused = 0  # messages, since the start
@@ -197,6 +200,14 @@ class Router:
             core.renew(found, why)
             self._look_beyond()
 
+    def begin_with(self, restore: Restorable | None, life: int, now_s: float) -> None:
+        """What the cluster begins with, unless members of before have come back; see `ClusterSettings`."""
+        self._looks = False
+        if not self.core.members and not self.core.regathering:
+            settings = dataclasses.replace(self._settings, restore=restore, life=life)
+            self.core = Coordinator(settings, self._send, self._tell_watchers, self._ledger)
+        self._let_in(now_s)
+
     def _go_back(self, found: Restorable | None, why: str) -> None:
         """To that checkpoint: everybody begins anew, as another member."""
         self._looks_back, before = False, self.core
@@ -267,9 +278,13 @@ class Router:
     def _let_in(self, now_s: float) -> None:
         """Those who wait to join, unless members of a coordinator before come first."""
         self._look_beyond()
-        while self._held and now_s >= self._joins_from_s and not self.core.regathering and not self._looks_back:
+        while self._held and not self._joins_wait(now_s):
             peer = next(iter(self._held))
             self._join(peer, self._held.pop(peer), now_s)
+
+    def _joins_wait(self, now_s: float) -> bool:
+        self._looks = self._looks and not self.core.members
+        return now_s < self._joins_from_s or self.core.regathering or self._looks or self._looks_back
 
     def _join(self, peer: Peer, join: Join, now_s: float) -> None:
         refusal = self.core.refusal(join)

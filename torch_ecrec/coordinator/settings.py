@@ -24,6 +24,7 @@ class ClusterSettings:
         transport: what carries the data plane, "sockets" or "rpc": members are told.
         checkpoint: which checkpoints are written.
         restore: the checkpoint that the cluster begins with, and the job that it is of; None: it begins anew.
+        life: how many coordinators of this run there were before, as far as its checkpoints tell.
 
     Raises:
         ValueError: `without_spare` is none of these.
@@ -37,6 +38,7 @@ class ClusterSettings:
     transport: TransportName = "sockets"
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     restore: tuple[Restored, JobSpec] | None = None
+    life: int = 0
 
     def __post_init__(self) -> None:
         wanted = f"`without_spare` must be one of {WITHOUT_SPARE}, got {self.without_spare!r}"

@@ -33,6 +33,8 @@ class ClusterState:
     ) -> None:
         self.announce, self.transport = announce, settings.transport
         self.members = Members(send, settings.lease_s)
+        if settings.life:
+            self.members.follow(settings.life - 1)
         checkpoint = settings.checkpoint
         self.job = RunningJob(
             settings.code, self.members, announce, settings.restore, checkpoint.beyond, checkpoint.run

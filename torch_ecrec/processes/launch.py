@@ -35,7 +35,7 @@ from torch_ecrec.client.session import Session
 from torch_ecrec.coordinator.checkpoint_settings import NO_CHECKPOINTS, CheckpointSettings
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
-from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
+from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
@@ -43,7 +43,7 @@ from torch_ecrec.processes.restoring import StoredCheckpoint, newest_of
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger, FileScribe
 from torch_ecrec.processes.supervisor import START_S, Supervisor
-from torch_ecrec.protocol.messages import Restored, TransportName
+from torch_ecrec.protocol.messages import TransportName
 from torch_ecrec.runtime import allocator, byte_sums
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, on_signals
 from torch_ecrec.server.service import Host
@@ -55,6 +55,7 @@ from torch_ecrec.transport.node import Node
 
 log = logging.getLogger(__name__)
 
+LOOK_AGAIN_S = 2.0  # before a store that could not be read is read again
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
 REASON_S = 1.0  # for the reason to arrive, once an all-reduce has failed
 WAKE_S = 1.0  # a signal may come to another thread than the one that waits, and does not wake it
@@ -88,10 +89,23 @@ def _freeze() -> None:
     gc.freeze()
 
 
-def _begins_with(checkpoint: CheckpointSettings, restore: str, again: bool) -> tuple[Restored, JobSpec] | None:
-    """See `run_coordinator`."""
-    found = newest_of(checkpoint.run, checkpoint.url) if again and checkpoint.beyond != "stop" else None
-    return find_checkpoint(restore, checkpoint.url) if found is None and restore else found
+def _begin_looking(*where: Any) -> None:
+    threading.Thread(target=_look_for, args=where, name="look for a checkpoint", daemon=True).start()
+
+
+def _look_for(checkpoint: CheckpointSettings, restore: str, router: Router, server: ControlServer) -> None:
+    """A thread of a coordinator that takes the place of one that died: finds what the cluster begins with if nobody is
+    left who trains. A store that cannot be read is tried again: training does not need it."""
+    while True:
+        try:
+            found, life = newest_of(checkpoint.run, checkpoint.url)
+            begins = find_checkpoint(restore, checkpoint.url) if found is None and restore else found
+        except CheckpointError as error:
+            log.warning("is there a checkpoint to begin with, if nobody is left who trains? %s", error)
+            time.sleep(LOOK_AGAIN_S)
+            continue
+        break
+    server.call_soon(lambda: router.begin_with(begins, life, time.monotonic()))
 
 
 def run_coordinator(
@@ -118,9 +132,11 @@ def run_coordinator(
         OSError: the port is in use.
         CheckpointError: the checkpoint to begin with is not there, or there is no such place.
     """
-    begins = _begins_with(checkpoint, restore, again)
-    wanted = bool(checkpoint.url)
-    ledger = FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act)) if wanted else None
+    looks = again and checkpoint.beyond != "stop"
+    begins = find_checkpoint(restore, checkpoint.url) if restore and not looks else None
+    ledger: FileLedger | None = None
+    if checkpoint.url:
+        ledger = FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act))
     raise_descriptors()
     store = _store_on(host)
 
@@ -134,24 +150,20 @@ def run_coordinator(
         on_closed=lambda connection: router.on_closed(connection, time.monotonic()),
         on_bad_line=lambda connection, reason: router.refuse(connection, reason, time.monotonic()),
     )
+    transport = cast(TransportName, settings.transport)
+    where = host, store.port
     router = Router(
-        ClusterSettings(
-            code,
-            spares,
-            (host, store.port),
-            without_spare,
-            settings.lease_s,
-            cast(TransportName, settings.transport),
-            checkpoint,
-            begins,
-        ),
+        ClusterSettings(code, spares, where, without_spare, settings.lease_s, transport, checkpoint, begins),
         ledger=ledger,
         probe=probe,
         announce=_announce,
         stop=lambda: server.call_later(0.2, server.close),
         stamp=lambda message: {**message, "time_s": time.time()},
         joins_from_s=time.monotonic() + JOINS_HELD_S,
+        looks=looks,
     )
+    if looks:
+        _begin_looking(checkpoint, restore, router, server)
     _coordinate(server, router, settings.heartbeat_s, out)
     return 0
 

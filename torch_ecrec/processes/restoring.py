@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_ecrec.coordinator.checkpointing import run_of
+from torch_ecrec.coordinator.checkpointing import life_of, run_of
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol.messages import Restored
@@ -53,18 +53,22 @@ def find(wanted: str, url: str) -> tuple[Restored, JobSpec] | None:
     return Restored(place, manifest.id, manifest.done), manifest.spec
 
 
-def newest_of(run: str, url: str) -> tuple[Restored, JobSpec] | None:
-    """The newest checkpoint of a run, if there is one; its files are read by the trainers.
+def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]:
+    """The newest checkpoint of a run, if there is one; its files are read by the trainers. And how many coordinators
+    the run had, as the names of its checkpoints tell, also of those that came to nothing.
 
     Raises:
-        CheckpointError: the place cannot be read.
+        CheckpointError: the place cannot be read, or what the checkpoint builds on is not there.
     """
     catalog = Catalog(url)
-    for manifest in catalog.checkpoints():
-        if run_of(manifest.id) == run:
-            catalog.chain(manifest)
-            return Restored(url, manifest.id, manifest.done), manifest.spec
-    return None
+    listing = catalog.listing()
+    names = [*(one.id for one in listing.whole), *listing.unfinished, *(one.folder for one in listing.broken)]
+    life = 1 + max((life_of(name) for name in names if run_of(name) == run), default=0)
+    newest = next((one for one in listing.whole if run_of(one.id) == run), None)
+    if newest is None:
+        return None, life
+    catalog.chain(newest)
+    return (Restored(url, newest.id, newest.done), newest.spec), life
 
 
 class StoredCheckpoint:
