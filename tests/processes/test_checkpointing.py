@@ -253,6 +253,25 @@ def test_beyond_parity_the_lost_slots_alone_go_back_and_training_goes_on(tmp_pat
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
+def test_a_coordinator_is_lost_while_the_store_cannot_be_read(tmp_path: Path) -> None:
+    """The next one would begin with a checkpoint if nobody were left; all are, and need none."""
+    store = tmp_path / "store"
+    with (
+        cluster(tmp_path, CodeSpec(3, 2, 1), coordinator=writes_to(store, "5", "--beyond", "checkpoint")) as running,
+        training(running, tmp_path / "out", pause_s=0.2) as trainers,
+    ):
+        wait_until(lambda: bool(counted(store)), LIMIT_S, "a checkpoint")
+        store.rename(tmp_path / "gone")
+        store.write_text("where the folder was")
+        before = running.coordinator.pid
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: running.coordinator.pid != before, LIMIT_S, "another coordinator")
+        assert trainers.steps_of() < STEPS, "training was over"
+        same_as_undisturbed(trainers)
+        assert trainers.lives == 1 and running.ended is None
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
 def test_beyond_parity_without_a_checkpoint_it_ends_and_says_so(tmp_path: Path) -> None:
     arguments = {"coordinator": writes_to(tmp_path / "store", "1000", "--beyond", "checkpoint")}
     with (

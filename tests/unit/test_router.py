@@ -367,6 +367,21 @@ def test_members_of_before_know_better_what_the_cluster_begins_with() -> None:
     assert after.core is core
 
 
+def test_a_spare_that_knows_nothing_comes_back_and_the_cluster_begins_with_its_checkpoint() -> None:
+    """Everybody else has died with the coordinator before: training must not begin anew."""
+    before, after = Running().start(), Running(looks=True)
+    spare = before.processes[0]
+    wire = after.rejoin(spare, job=None, generation=1, newest=1, world=[spare.name], placement=None, incarnations=[])
+    late = after.join("server")
+    restored = Restored("memory://x", "000000000010-run-0-1", 10)
+    after.router.begin_with((restored, JOB), 3, after.now_s)
+    assert not wire.told("fatal") and not late.wire.sent, "others may come back yet"
+    after.now_s = REGATHER_S + 1.0
+    after.router.on_tick(after.now_s)
+    assert [fatal["kind"] for fatal in wire.told("fatal")] == ["fenced"]
+    assert late.wire.told("welcome")[0]["restored"]["done"] == 10 and late.name == "server-3000"
+
+
 def test_joins_are_let_in_also_if_all_who_came_back_are_gone() -> None:
     """A coordinator that regathers, and whose members are all lost meanwhile, begins anew."""
     before, after = Running().start(), Running()

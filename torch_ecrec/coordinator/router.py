@@ -82,8 +82,8 @@ class Router:
         stop: the coordinator is to end, soon.
         stamp: adds the time of day to what people see.
         joins_from_s: until then, joins are held.
-        looks: what the cluster begins with is not known yet: joins are held until `begin_with` says, or until a member
-            of the coordinator before has rejoined.
+        looks: what the cluster begins with is not known yet: joins are held until `begin_with` says, or until members
+            of before have rejoined who know what is trained.
         ledger: writes manifests of checkpoints; None: nobody does.
     """
 
@@ -101,6 +101,7 @@ class Router:
     ) -> None:
         self.core = Coordinator(settings, self._send, self._tell_watchers, ledger)
         self._settings, self._ledger, self._looks = settings, ledger, looks
+        self._found: tuple[Restorable | None, int] | None = None  # what was looked for
         self._looks_back = False  # for the checkpoint that the cluster goes back to
         self._looks_for: Coordinator | None = None  # whose lost slots are to begin anew
         self.refused = 0  # messages, since the start
@@ -201,11 +202,8 @@ class Router:
             self._look_beyond()
 
     def begin_with(self, restore: Restorable | None, life: int, now_s: float) -> None:
-        """What the cluster begins with, unless members of before have come back; see `ClusterSettings`."""
-        self._looks = False
-        if not self.core.members and not self.core.regathering:
-            settings = dataclasses.replace(self._settings, restore=restore, life=life)
-            self.core = Coordinator(settings, self._send, self._tell_watchers, self._ledger)
+        """What the cluster begins with, if nobody comes back who knows what is trained; see `ClusterSettings`."""
+        self._found = restore, life
         self._let_in(now_s)
 
     def _go_back(self, found: Restorable | None, why: str) -> None:
@@ -217,7 +215,12 @@ class Router:
             return
         times = 1 + (before.restored.times if before.restored is not None else 0)
         restored = msgspec.structs.replace(found[0], times=times)
-        settings = dataclasses.replace(self._settings, restore=(restored, found[1]))
+        self._begin_anew(dataclasses.replace(self._settings, restore=(restored, found[1])))
+        self._tell_watchers(events.WentBeyond(restored.folder, restored.done, reason))
+
+    def _begin_anew(self, settings: ClusterSettings) -> None:
+        """Whoever is a member joins again, as another."""
+        before = self.core
         self.core = Coordinator(settings, self._send, self._tell_watchers, self._ledger, before)
         for name, peer in self._connections.items():
             member = before.members.get(name)  # trainers that were lost are forgotten, and still there to hear it
@@ -225,7 +228,6 @@ class Router:
             self._say(peer, messages.Fatal(kind, WENT_BACK))
         for members in (self._connections, self._names, self._addresses, self._away):
             members.clear()
-        self._tell_watchers(events.WentBeyond(restored.folder, restored.done, reason))
 
     def on_closed(self, peer: Peer, now_s: float) -> None:
         """A connection has ended."""
@@ -283,8 +285,14 @@ class Router:
             self._join(peer, self._held.pop(peer), now_s)
 
     def _joins_wait(self, now_s: float) -> bool:
-        self._looks = self._looks and not self.core.members
-        return now_s < self._joins_from_s or self.core.regathering or self._looks or self._looks_back
+        if now_s < self._joins_from_s or self.core.regathering or self._looks_back:
+            return True
+        self._looks = self._looks and self.core.job is None
+        if self._looks and self._found is not None:
+            (restore, life), self._looks = self._found, False
+            if restore is not None or not self.core.members:
+                self._begin_anew(dataclasses.replace(self._settings, restore=restore, life=life))
+        return self._looks
 
     def _join(self, peer: Peer, join: Join, now_s: float) -> None:
         refusal = self.core.refusal(join)
