@@ -434,7 +434,9 @@ def test_a_kill_of_all_reaches_everybody(tmp_path: Path, sleepers: dict[str, sub
     assert [sleepers[name].wait(WAIT_S) for name in ROLES] == [-signal.SIGKILL] * len(ROLES)
     assert [kill.role for kill in one.record.kills] == ["all"] and not one.record.settled
     assert one.not_effective() == ["kill-all at step 1: nobody went back to a checkpoint"]
-    one._on_message({"type": "status", "time_s": time.time() + 1, "members": [], "slots": [], "restored": None})
+    one._on_message(
+        {"type": "status", "time_s": time.time() + 1, "members": [], "slots": [], "looks": False, "restored": None}
+    )
     assert one.not_effective() == []
 
 

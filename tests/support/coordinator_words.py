@@ -91,7 +91,7 @@ BACK.append(event(7.3, "placed", epoch=2, slots=[[f"server-{1000 + i}", 0] for i
 
 def empty_status(time_s: float, restored: dict[str, Any] | None) -> dict[str, Any]:
     """Of a coordinator that was started a moment ago."""
-    return {"type": "status", "time_s": time_s, "members": [], "slots": [], "restored": restored}
+    return {"type": "status", "time_s": time_s, "members": [], "slots": [], "looks": False, "restored": restored}
 
 
 def everything_lost() -> Record:
@@ -100,7 +100,8 @@ def everything_lost() -> Record:
     record.on_kill("all@15", "all", 0, time_s=2.42)
     found = {"folder": f"{10:012d}-run-0-1", "step": 10}
     late = empty_status(2.3, None)  # of the coordinator before, and read after its end
-    for message in [late, empty_status(5.0, found), *BACK, *steps(11, 40, 9.0)]:
+    looks = {**empty_status(4.0, None), "looks": True}  # what it begins with is not known yet
+    for message in [late, looks, empty_status(5.0, found), *BACK, *steps(11, 40, 9.0)]:
         record.on_message(message)
     return record
 

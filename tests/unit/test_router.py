@@ -345,8 +345,11 @@ def test_joins_wait_until_it_is_known_what_the_cluster_begins_with() -> None:
     for now_s in (10.0, 1000.0):
         running.now_s = now_s
         running.router.on_tick(now_s)
-        assert not server.wire.sent
+        assert not server.wire.sent and running.router.status(now_s)["looks"]
     running.router.begin_with((restored, job), 3, running.now_s)
+    assert not running.router.status(now_s)["looks"]
+    (event,) = (one for one in running.events if one["event"] == "went_beyond")
+    assert (event["name"], event["step"]) == (restored.folder, 10)
     assert server.name == "server-3000" and server.wire.told("welcome")[0]["restored"]["done"] == 10
 
 

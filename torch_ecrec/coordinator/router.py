@@ -39,6 +39,7 @@ from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 Message = dict[str, Any]
 PROBE_AGAIN_S = 0.5
 REFUSED_SHOWN_S = 1.0  # refusals are told to the log once in so long at most, with how many there were
+NOBODY_LEFT = "the coordinator was started again, and nobody who knows what was trained came back"
 WHY_LOST = {
     GONE: "its connection ended, and its process is gone",
     UNREACHABLE: "its connection ended, and its process cannot be reached",
@@ -292,6 +293,8 @@ class Router:
             (restore, life), self._looks = self._found, False
             if restore is not None or not self.core.members:
                 self._begin_anew(dataclasses.replace(self._settings, restore=restore, life=life))
+            if restore is not None:
+                self._tell_watchers(events.WentBeyond(restore[0].folder, restore[0].done, NOBODY_LEFT))
         return self._looks
 
     def _join(self, peer: Peer, join: Join, now_s: float) -> None:
@@ -332,4 +335,5 @@ class Router:
 
     def status(self, now_s: float) -> Message:
         """Everything that `torch-ecrec status` shows."""
-        return {**self.core.status(now_s), "refused_messages": self.refused}
+        looks = self._looks or self._looks_back
+        return {**self.core.status(now_s), "looks": looks, "refused_messages": self.refused}

@@ -327,8 +327,8 @@ class Record:
         self.status_count += 1
         if any(kill.role == "all" and kill.went_back_s is None for kill in self.kills):
             last_s = max(kill.kill_s for kill in self.kills if kill.role == "all")
-            if message.get("time_s", 0.0) <= last_s:
-                return  # of the coordinator before
+            if message.get("time_s", 0.0) <= last_s or message["looks"]:
+                return  # of the coordinator before, or its successor does not know yet what to begin with
             restored = message.get("restored") or {"folder": "", "step": 0}
             self._go_back(restored["folder"], restored["step"], "everything was killed", message["time_s"])
         for kill in self.kills:  # the next coordinator may have told of itself before we found it

@@ -172,7 +172,8 @@ class Checkpointed(Event, frozen=True, tag="checkpointed"):
 
 
 class WentBeyond(Event, frozen=True, tag="went_beyond"):
-    """More was lost than parity can repair: all go back to a checkpoint. `step`: of training, that it is of."""
+    """More was lost than parity can repair, or everything at once: all go back to a checkpoint. `step`: of training,
+    that it is of."""
 
     name: str
     step: int

@@ -52,6 +52,8 @@ def format_status(status: Message) -> str:
     ]
     if status["fatal"]:
         lines.append(f"STOPPED: {status['fatal']}")
+    if status.get("looks"):
+        lines.append("looks for a checkpoint to begin with: whoever joins waits until it is found, or there is none")
     if status.get("partial"):
         lines.append(format_partial(status["partial"]))
     if status.get("checkpoints"):
