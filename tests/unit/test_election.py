@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,11 +40,27 @@ def test_one_leads_and_the_others_stand_by() -> None:
 
 
 @pytest.mark.parametrize("fault", faults(), ids=describe)
-@pytest.mark.parametrize("candidates", [1, 2, 3])
+@pytest.mark.parametrize("candidates", [1, 3])
 def test_a_fault_at_every_call(candidates: int, fault: Fault) -> None:
     for call in range(1, SWEPT):
         run = check(Elections(candidates, {call: fault}))
         assert run.fired == [fault], f"call {call}"
+
+
+def pairs() -> Iterator[dict[int, Fault]]:
+    """What is done late, and what is to undo it is not."""
+    for late_s in (0.22, 1.9):
+        for call in range(1, SWEPT):
+            for gap in (1, 2, 3):
+                yield {call: Fault("late", late_s), call + gap: Fault("refused")}
+    for hundredths in range(95, 115):  # between a look at who leads and the next attempt
+        yield {4: Fault("late", hundredths / 100), **{4 + i: Fault("refused") for i in (1, 2, 3, 4, 7)}}
+
+
+def test_two_faults_beside_each_other() -> None:
+    for moments in pairs():
+        check(Elections(2, moments))
+        check(Elections(1, moments))
 
 
 def test_a_leader_that_is_stopped_is_followed_and_never_acts_again() -> None:
@@ -74,9 +92,11 @@ def test_an_outage_of_etcd_is_no_change() -> None:
 
 def test_standbys_end_with_the_run() -> None:
     run = Elections(2, pauses=((0, 3.0, 99.0),), replaced=False)
-    run.until(3.0 + 0.95 * TTL_S)
+    run.until(3.0)
+    while run.candidates[0].holds:
+        run.until(run.now_s + 0.01)
     run.etcd.leader, run.etcd.last = None, Last()  # as `EtcdKeys.end` does, of a leader that then ends
-    run.until(3.0 + 1.5 * TTL_S)
+    run.until(run.now_s + 0.5)
     assert run.candidates[1].standing is Standing.OVER
 
 
@@ -110,19 +130,17 @@ def acts_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_who_was_last(patch: pytest.MonkeyPatch) -> None:
     """A leader whose lease has ended leads again, whoever has led since."""
-    keep = Candidate._keep
 
-    def keeping(self: Candidate) -> float:
-        last = self._keys.last
+    def keep(self: Candidate) -> float:
+        asked_s = self._clock()
+        if self._has_it and self._keys.renew(self._lease):
+            return self._lead(asked_s)
+        self.leads = self._keys.leader()
+        if self.leads is None:
+            self._ask_for_it(self._keys.last())
+        return self._lead(self._asked_s) if self._has_it else election.RETRY_S
 
-        def mine() -> Last:
-            found = last()
-            return Last(self.id, found.run, found.revision)
-
-        patch.setattr(self._keys, "last", mine)
-        return keep(self)
-
-    patch.setattr(Candidate, "_keep", keeping)
+    patch.setattr(Candidate, "_keep", keep)
 
 
 def believes_any_lease(patch: pytest.MonkeyPatch) -> None:
@@ -137,9 +155,10 @@ MUTATIONS = [counts_from_the_answer, acts_for_ever, forgets_who_was_last, believ
 def test_mutation_is_found(mutate, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
-        for fault in faults():
-            for call in range(1, SWEPT):
-                check(Elections(3, {call: fault, call + 3: Fault("late", 1.9)}, ((0, 3.0, 9.0),)))
+        check(Elections(2, pauses=((0, 3.0, 9.0), (1, 7.5, 13.0)), replaced=False))
+        for moments in [*({call: fault} for fault in faults() for call in range(1, SWEPT)), *pairs()]:
+            check(Elections(2, moments))
+            check(Elections(1, moments))
 
 
 # names --------------------------------------------------------------------------------------------
