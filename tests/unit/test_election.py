@@ -169,10 +169,21 @@ def test_places() -> None:
     assert found.protocol == "http" and found.name == "ads-1"
     assert found.addresses == (("10.0.0.1", 2379), ("10.0.0.2", 2379))
     assert parse_place("etcds://etcd.example:1/a").protocol == "https"
+    assert parse_place("etcds://e/a?ca=/etc/ca.pem&key=k&cert=c").tls == ("/etc/ca.pem", "c", "k")
 
 
 @pytest.mark.parametrize(
-    "text", ["etcd://10.0.0.1:2379", "etcd:///a", "etcd://a:b/c", "http://a/b", "etcd://a/b/c", "etcd://a:0/b"]
+    "text",
+    [
+        "etcd://10.0.0.1:2379",
+        "etcd:///a",
+        "etcd://a:b/c",
+        "http://a/b",
+        "etcd://a/b/c",
+        "etcd://a:0/b",
+        "etcd://a/b?ca=c",
+    ]
+    + ["etcds://a/b?other=1", "etcds://a/b?ca"],
 )
 def test_no_places(text: str) -> None:
     with pytest.raises(ValueError, match="etcd must be named as etcd://"):

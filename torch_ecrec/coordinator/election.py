@@ -18,7 +18,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from torch_ecrec.transport.etcd import EtcdUnavailable, Last, Leader
+from torch_ecrec.transport.etcd import Last, Leader
 
 POLL_S = 0.2  # between two looks of a standby
 RETRY_S = 0.2  # after etcd did not answer
@@ -137,6 +137,13 @@ class Candidate:
             refused, self._lease = self._lease, 0
             self._keys.revoke(refused)
         self.leads = self._keys.leader()
+
+    def resign(self) -> None:
+        """Another may lead at once. Nothing else may be asked of this one."""
+        if self.standing is Standing.LEADING:
+            self.standing = Standing.FENCED
+            if self._lease:
+                self._keys.revoke(self._lease)
 
     def _lead(self, asked_s: float) -> float:
         self.standing, self._until_s = Standing.LEADING, asked_s + MARGIN * self._ttl_s

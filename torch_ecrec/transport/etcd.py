@@ -14,11 +14,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl
 
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.runtime.checks import require
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from etcd3gw.client import Etcd3Client
 
 T = TypeVar("T")
-FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME (etcds:// for TLS)"
+FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME, or etcds://...[?ca=FILE&cert=FILE&key=FILE] for TLS"
 PORT = 2379
-_SHAPE = re.compile(r"(etcds?)://([^/]+)/([A-Za-z0-9._-]+)")
-# As etcdctl has them.
-_CA, _CERTIFICATE, _KEY = "ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"
+_SHAPE = re.compile(r"(etcds?)://([^/]+)/([A-Za-z0-9._-]+)(?:\?(.*))?")
+_TLS = "ca", "cert", "key"
 
 
 class EtcdUnavailable(ClusterError):
@@ -46,25 +45,34 @@ class Place:
         protocol: "http" or "https".
         addresses: of etcd.
         name: of the cluster.
+        tls: files: the authority's certificate, one's own, and its key; None: not given.
     """
 
     protocol: str
     addresses: tuple[tuple[str, int], ...]
     name: str
+    tls: tuple[str | None, ...] = (None, None, None)
 
 
 def parse_place(text: str) -> Place:
     """Raises ValueError where it has not that form."""
     found = _SHAPE.fullmatch(text)
-    require(found is not None, f"etcd must be named as {FORM}, got {text!r}")
+    wanted = f"etcd must be named as {FORM}, got {text!r}"
+    require(found is not None, wanted)
     assert found is not None
+    try:
+        more = dict(parse_qsl(found[4] or "", keep_blank_values=True, strict_parsing=bool(found[4])))
+    except ValueError:
+        raise ValueError(wanted) from None
+    require(not more or (found[1] == "etcds" and more.keys() <= set(_TLS)), wanted)
     addresses = []
     for one in found[2].split(","):
         host, colon, port = one.rpartition(":")
         host, port = (host, port) if colon else (one, str(PORT))
-        require(bool(host) and port.isdigit() and 0 < int(port) < 65536, f"etcd must be named as {FORM}, got {text!r}")
+        require(bool(host) and port.isdigit() and 0 < int(port) < 65536, wanted)
         addresses.append((host, int(port)))
-    return Place("https" if found[1] == "etcds" else "http", tuple(addresses), found[3])
+    protocol, tls = "https" if found[1] == "etcds" else "http", tuple(more.get(name) for name in _TLS)
+    return Place(protocol, tuple(addresses), found[3], tls)
 
 
 @dataclass(frozen=True)
@@ -104,10 +112,9 @@ class EtcdKeys:
             from etcd3gw.client import Etcd3Client
         except ImportError as error:
             raise ClusterError("etcd needs a package: pip install torch-ecrec[etcd]") from error
-        certificates = {"ca_cert": _CA, "cert_cert": _CERTIFICATE, "cert_key": _KEY}
-        tls = {name: os.environ.get(variable) for name, variable in certificates.items()}
+        authority, certificate, key = place.tls
         self._clients = [
-            Etcd3Client(host, port, place.protocol, timeout=timeout_s, api_path="/v3/", **tls)
+            Etcd3Client(host, port, place.protocol, authority, key, certificate, timeout_s, "/v3/")
             for host, port in place.addresses
         ]
         self._leader, self._last = (f"/torch-ecrec/{place.name}/{key}" for key in ("leader", "last"))
@@ -122,7 +129,7 @@ class EtcdKeys:
             try:
                 return do(client)
             except (Etcd3Exception, requests.RequestException, ValueError) as error:
-                reasons.append(f"{client.host}:{client.port}: {getattr(error, 'detail_text', None) or error}")
+                reasons.append(f"{client.host}:{client.port}: {_said(error)}")
                 self._clients.append(self._clients.pop(0))  # the next one is asked first from now on
         raise EtcdUnavailable(f"etcd does not answer ({'; '.join(reasons)})")
 
@@ -189,6 +196,17 @@ class EtcdKeys:
     def _txn(self, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
         asked = {"compare": compare, "success": success, "failure": []}
         return bool(self._ask(lambda client: client.transaction(asked)).get("succeeded", False))
+
+
+def _said(error: Exception) -> str:
+    """For people: what urllib3 says of a connection that is refused is several lines long."""
+    from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError
+
+    if isinstance(error, ConnectionTimeoutError):
+        return "no answer in time"
+    if isinstance(error, ConnectionFailedError) and "onnection" in str(error.detail_text):
+        return "no connection"
+    return str(getattr(error, "detail_text", None) or error)
 
 
 def _encoded(text: str) -> str:
