@@ -379,7 +379,8 @@ def test_a_member_is_replaced_while_the_others_go_on(cluster: Cluster) -> None:
     print(f"generation of 4 formed in {took_s:.3f} s")
 
     ended = survivors[0].answer(kept)
-    assert ended["outcome"] == "Unknown" and "ended" in ended["detail"]
+    # Over rpc, that the other one has left may be noticed first.
+    assert ended["outcome"] == "Unknown" and ("ended" in ended["detail"] or "EOF" in ended["detail"])
     assert survivors[1].ask("release") == 1  # an answer to the generation before: dropped
     for child in survivors:
         assert all(child.ask("wait_hammered", peer=other.name, more=20) for other in survivors if other is not child)
