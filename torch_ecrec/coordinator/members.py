@@ -27,6 +27,7 @@ class MemberRecord:
 
     Attributes:
         birth: a word that only this process says (`messages.Entering`).
+        host: its address; "": it did not say.
         generation: the last RPC world it said it is in.
         alive: not lost. `left`: it said that it is done.
     """
@@ -42,6 +43,7 @@ class MemberRecord:
     alive: bool = True
     left: bool = False
     report: dict[str, Any] = field(default_factory=dict)
+    host: str = ""
 
     @property
     def present(self) -> bool:
@@ -113,8 +115,9 @@ class Members:
 
     def add(self, name: str, entering: Entering, now_s: float, generation: int = 0) -> None:
         """A process has joined or rejoined under a name. `generation`: the RPC world that it is in."""
+        host = "" if entering.address is None else entering.address[0]
         self.by_name[name] = MemberRecord(
-            name, entering.role, entering.rank, entering.pid, entering.birth, now_s, now_s, generation
+            name, entering.role, entering.rank, entering.pid, entering.birth, now_s, now_s, generation, host=host
         )
 
     def heard(self, name: str, now_s: float, report: messages.Report | None = None) -> None:

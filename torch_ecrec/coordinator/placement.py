@@ -15,6 +15,7 @@ from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair, layouts_of
+from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import layout_of
@@ -64,11 +65,13 @@ class SlotTable:
         eras: Eras,
         checkpointing: Checkpointing,
         partial: PartialRecovery,
+        suspicion: Suspicion,
         announce: Callable[[Event], None],
     ) -> None:
         self.without_spare = without_spare
         self._job, self._members, self._world, self._eras = job, members, world, eras
         self._checkpointing, self._partial, self._announce = checkpointing, partial, announce
+        self._suspicion = suspicion
         self.epoch = 0
         self.slots: list[SlotPlace] = []
 
@@ -92,13 +95,33 @@ class SlotTable:
         return [server for server in self._world.servers() if self._load_of(server) == 0]
 
     def _choose_host(self) -> str:
-        """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come)."""
+        """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come).
+
+        Who could lately not reach all that it needs comes after all who could, spare or not.
+        """
         servers, spares = self._world.servers(), self._spares()
-        if spares:
-            return spares[0]
-        if self.without_spare == "wait" or not servers:
+        if self.without_spare == "wait":
+            servers = spares
+        if not servers:
             return NO_HOST
-        return min(servers, key=self._load_of)
+        return min(servers, key=lambda server: (self._troubles_of(server), self._load_of(server)))
+
+    def _troubles_of(self, server: str) -> int:
+        return self._suspicion.troubles(server, self.needed(), self._members.by_name)
+
+    def needed(self) -> list[str]:
+        """Members that must reach each other: hosts of slots, and trainers."""
+        hosts = [member.name for member in self._members.present("server") if self._load_of(member.name)]
+        return hosts + [member.name for member in self._members.present("trainer")]
+
+    def may_lose(self, servers: Collection[str]) -> bool:
+        """Whether the slots of all of these could be repaired now, and would find hosts."""
+        slots = {slot for server in servers for slot in self.hosted_by(server)}
+        rest = set(self._world.servers()) - set(servers)
+        hosts = rest & set(self._spares()) if self.without_spare == "wait" else rest
+        if self._job.spec is None or not hosts:
+            return False
+        return data_loss(self._job.code, self._job.spec, self._unhealthy() | slots) is None
 
     # slots find a host --------------------------------------------------------------------------
 
@@ -192,7 +215,7 @@ class SlotTable:
 
     def rebalance(self) -> None:
         """A spare takes a slot from a server that holds several, once nothing is being rebuilt."""
-        spares = self._spares()
+        spares = [spare for spare in self._spares() if not self._troubles_of(spare)]
         crowded = [i for i, place in enumerate(self.slots) if self._load_of(place.server) > 1]
         if not spares or not crowded or self._unhealthy() or not self._job.code.parities:
             return

@@ -57,6 +57,17 @@ class Lost(Event, frozen=True, tag="lost"):
     slots: list[int]
 
 
+class Cut(Event, frozen=True, tag="cut"):
+    """Members that the coordinator hears cannot reach each other. `pairs`: who complains of whom.
+
+    `fenced`: servers that are taken for lost, so that training goes on. Nobody: it cannot, and `why`.
+    """
+
+    pairs: list[tuple[str, str]]
+    fenced: list[str]
+    why: str
+
+
 class GenerationFormed(Event, frozen=True, tag="generation"):
     """All members of a generation have entered its world."""
 
@@ -226,6 +237,7 @@ AnyEvent = (
     | Back
     | Left
     | Lost
+    | Cut
     | GenerationFormed
     | Regathering
     | Regathered

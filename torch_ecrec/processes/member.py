@@ -38,6 +38,7 @@ from torch_ecrec.transport.timers import Timers
 
 log = logging.getLogger(__name__)
 
+BEAT_MOST_S = 0.25  # between two heartbeats; figures go with one in `heartbeat_s`
 CLOSE_S = 1.0  # how long a server that ends waits for a connection to say so
 FAREWELL_S = 30.0  # how long a trainer that is done stays for the coordinator, or the next one, to hear it
 
@@ -113,6 +114,7 @@ class Member:
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
         self._connected, self._cut = threading.Event(), threading.Event()
         self._why_cut = ""
+        self._beats = Heartbeats(settings.heartbeat_s)
         self._control: ControlClient | None = None
         self._sign: SignOfLife | None = None
         self._hello = {**hello, "birth": uuid.uuid4().hex}
@@ -298,8 +300,10 @@ class Member:
             self._connected.set()
 
     def _beat(self) -> None:
-        self.tell({"type": "beat", "report": {**self._report(), **self._figures()}})
-        self._timers.later(self.settings.heartbeat_s, self._beat)
+        assert self.transport is not None
+        report = {**self._report(), **self._figures()} if self._beats.figures_due() else {}
+        self.tell({"type": "beat", "report": report, "unreachable": self.transport.unreachable()})
+        self._timers.later(self._beats.pause_s, self._beat)
 
     def _figures(self) -> dict[str, Any]:
         assert self.transport is not None
@@ -309,10 +313,7 @@ class Member:
     def bytes_sent(self) -> dict[str, int]:
         """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""
         assert self.transport is not None
-        kinds = dict.fromkeys([*KINDS.values(), "other"], 0)
-        for name, size in self.transport.bytes_sent.items():
-            kinds[KINDS.get(name, "other")] += size
-        return kinds
+        return by_kind(self.transport.bytes_sent)
 
     # the end ------------------------------------------------------------------------------------
 
@@ -363,6 +364,22 @@ class Member:
 
     def _say_leave(self) -> None:
         self.tell({"type": "leave", "report": self._figures()})
+
+
+class Heartbeats:
+    """When they are due: several times a second, so that a silence is noticed; with figures once in `heartbeat_s`."""
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self.pause_s = min(heartbeat_s, BEAT_MOST_S)
+        self._heartbeat_s = heartbeat_s
+        self._due_s = 0.0
+
+    def figures_due(self) -> bool:
+        """Whether the one that is due now brings figures."""
+        now_s = time.monotonic()
+        due = now_s >= self._due_s
+        self._due_s = now_s + self._heartbeat_s if due else self._due_s
+        return due
 
 
 class GenerationFollower:
@@ -432,6 +449,14 @@ class GenerationFollower:
                 log.warning("%s: %s", self._name, error)  # the coordinator forms the next one
             except Exception as error:  # the seam: this thread has no caller
                 self._on_error(error)
+
+
+def by_kind(sent: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by kind, of those by class name of the message."""
+    kinds = dict.fromkeys([*KINDS.values(), "other"], 0)
+    for name, size in sent.items():
+        kinds[KINDS.get(name, "other")] += size
+    return kinds
 
 
 def join_message(**hello: Any) -> dict[str, Any]:

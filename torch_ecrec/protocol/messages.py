@@ -234,7 +234,10 @@ class Stop(Said, frozen=True, tag="stop"):
 
 
 class Beat(Said, frozen=True, tag="beat"):
+    """`unreachable`: members of other hosts that this one cannot reach though it tries."""
+
     report: Report = Report()
+    unreachable: Names = []
 
 
 class Leave(Said, frozen=True, tag="leave"):

@@ -59,8 +59,9 @@ class Settings:
         evaluation_wire: "int8" has rows travel quantised, a byte for each weight and 8 for each row, to lookups without
             gradients: those of a model in `eval()`, under `torch.no_grad()`. Each weight is within 1/510 of its row's
             range then. "wire": as to training.
-        heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost. When it
-            wakes up, nothing that it did since counts; a server comes back as a spare.
+        heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost (earlier
+            where others cannot reach its host). Figures for `status` come every `heartbeat_s`. When it wakes up,
+            nothing that it did since counts; a server comes back as a spare.
         shared_memory_bytes: most of the memory that this process shares with others of its host, which then read large
             tensors there rather than from a socket; 0: none. Of the socket transport, on Linux.
         keep_freed_bytes: memory that this process has freed and keeps for the next step, at most; 0 leaves the C
