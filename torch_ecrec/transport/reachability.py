@@ -101,8 +101,9 @@ class Tries:
                 sock.close()
                 del self._under_way[host]
         for host in self._hosts.due(now_s):
-            if host not in self._under_way and (sock := _try(self._places[host])) is not None:
-                self._under_way[host] = sock, now_s + TRY_LIMIT_S
+            begun = _try(self._places[host]) if host not in self._under_way else None
+            if begun is not None:
+                self._under_way[host] = begun, now_s + TRY_LIMIT_S
         if self._hosts.silent(now_s, DOUBT_S):
             for connection in connections:
                 found = heard_s_ago(connection)
