@@ -20,6 +20,7 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
         events.Cut([("server-0", "server-1")], ["server-0"], ""),
         {"event": "cut", "pairs": [["server-0", "server-1"]], "fenced": ["server-0"], "why": ""},
     ),
+    (events.AtRisk(["row1/rack3"]), {"event": "at_risk", "domains": ["row1/rack3"]}),
     (events.Left("server-0"), {"event": "left", "member": "server-0"}),
     (
         events.CheckpointBegun("000000000010-a-1", 10, ""),

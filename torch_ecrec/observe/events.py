@@ -123,6 +123,12 @@ class OfSlot(Event, frozen=True):
     incarnation: int
 
 
+class AtRisk(Event, frozen=True, tag="at_risk"):
+    """The servers of these failure domains host more together than the code repairs. None: that is over."""
+
+    domains: list[str]
+
+
 class Ready(OfSlot, frozen=True, tag="ready"):
     """The first host of a slot serves."""
 
@@ -246,6 +252,7 @@ AnyEvent = (
     | Moved
     | Kept
     | Rebuilt
+    | AtRisk
     | Ready
     | Rehosted
     | SlotRebuilt
