@@ -86,12 +86,23 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     return trained(tmp_path_factory.mktemp("hosts") / "undisturbed", "sockets", lambda running: None)
 
 
+def events_of(running: Cluster, kind: str) -> list[dict[str, Any]]:
+    """What the coordinator has told of that kind."""
+    lines = [line for line in running.said("coordinator").splitlines() if f'"event": "{kind}"' in line]
+    return [json.loads(line[line.index("{") :]) for line in lines]
+
+
+def hosts_of_slots(running: Cluster) -> list[int]:
+    """By slot, as they were placed first."""
+    names = [server for server, _ in events_of(running, "placed")[0]["slots"]]
+    said = {number: running.said(f"server-on-{number}") for number in (1, 2, 3, 4)}
+    return [next(number for number in said if f"{name} joined" in said[number]) for name in names]
+
+
 def a_server_host_dies(running: Cluster) -> None:
     """A host that has a slot and no trainer, in the middle of training."""
     wait_until(lambda: "step 20 " in running.said("trainer-on-0"), LIMIT_S, "training")
-    placed = next(line for line in running.said("coordinator").splitlines() if '"event": "placed"' in line)
-    names = [server for server, _ in json.loads(placed[placed.index("{") :])["slots"]]
-    number = next(n for n in (1, 2, 3) if any(f"{name} joined" in running.said(f"server-on-{n}") for name in names))
+    number = next(n for n in (1, 2, 3) if n in hosts_of_slots(running))
     assert running.hosts[number].die() == 1
     assert all(process.poll() is None for process in running.trainers), "training was over before"
     wait_until(lambda: '"event": "lost"' in running.said("coordinator"), LIMIT_S, "it is lost")
@@ -118,3 +129,27 @@ def both(running: Cluster) -> None:
 def test_hosts_die_and_nothing_differs(transport: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
     assert undisturbed[0]["digest"] is not None and len(undisturbed[0]["losses"]) == STEPS
     assert trained(tmp_path / "disturbed", transport, both) == undisturbed
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.parametrize("cut", ["both ways", "one way"])
+def test_two_servers_that_cannot_reach_each_other(cut: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The coordinator and the trainers reach both. One of the two is fenced, and never gets a slot again."""
+
+    def during(running: Cluster) -> None:
+        wait_until(lambda: "step 20 " in running.said("trainer-on-0"), LIMIT_S, "training")
+        one, other = [number for number in hosts_of_slots(running) if number != 4][:2]
+        running.hosts.cut_one_way(one, other)
+        if cut == "both ways":
+            running.hosts.cut_one_way(other, one)
+        assert all(process.poll() is None for process in running.trainers), "training was over before"
+        wait_until(lambda: bool(events_of(running, "cut")), LIMIT_S, "one is fenced")
+
+    found: list[Cluster] = []
+    assert (
+        trained(tmp_path / "cut", "sockets", lambda running: (found.append(running), during(running))[1]) == undisturbed
+    )
+    [cut_event] = events_of(found[0], "cut")
+    lost = events_of(found[0], "lost")
+    assert len(cut_event["fenced"]) == 1 and [event["member"] for event in lost] == cut_event["fenced"]
+    assert "cannot reach each other" in lost[0]["why"] and len(lost[0]["slots"]) == 1

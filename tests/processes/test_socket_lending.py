@@ -138,7 +138,7 @@ def test_one_without_shared_memory_gets_it_by_tcp(pair: Pair) -> None:
     sent = lent_tensor(4, 8)
     outcome = pair.call(parcel([sent]))
     assert isinstance(outcome, wire.Ok) and torch.equal(outcome.answer.parts[0], sent)
-    assert {channel._sock.family for channel in pair.a._channels.values()} == {socket.AF_INET}
+    assert {channel.sock.family for channel in pair.a._channels.values()} == {socket.AF_INET}
 
 
 def notes(*numbers: int) -> bytes:

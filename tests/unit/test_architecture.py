@@ -77,6 +77,8 @@ PURE = {
     "torch_ecrec.protocol.wire",
     "torch_ecrec.protocol.wellformed",
     "torch_ecrec.coordinator.admission",
+    "torch_ecrec.coordinator.suspicion",
+    "torch_ecrec.coordinator.domains",
     "torch_ecrec.coordinator.coordinator",
     "torch_ecrec.coordinator.departures",
     "torch_ecrec.coordinator.going_back",

@@ -16,6 +16,11 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
         {"event": "joined", "member": "trainer-1", "role": "trainer", "rank": 1, "pid": 7},
     ),
     (events.Back("server-0", 7), {"event": "back", "member": "server-0", "pid": 7}),
+    (
+        events.Cut([("server-0", "server-1")], ["server-0"], ""),
+        {"event": "cut", "pairs": [["server-0", "server-1"]], "fenced": ["server-0"], "why": ""},
+    ),
+    (events.AtRisk(["row1/rack3"]), {"event": "at_risk", "domains": ["row1/rack3"]}),
     (events.Left("server-0"), {"event": "left", "member": "server-0"}),
     (
         events.CheckpointBegun("000000000010-a-1", 10, ""),

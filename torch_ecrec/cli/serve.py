@@ -17,6 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--servers", type=int, metavar="S", help="insist on this number of slots")
     parser.add_argument("-k", type=int, help="insist on this k")
     parser.add_argument("-r", type=int, help="insist on this r")
+    parser.add_argument(
+        "--failure-domain",
+        metavar="PATH",
+        help="what it is lost together with, the widest first, e.g. row1/rack3/host17 (default: the host's name)",
+    )
     add_end_with_parent(parser)
 
 
@@ -25,5 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch_ecrec.processes.launch import run_server
 
     overrides: dict[str, Any] = {"join": arguments.join} if arguments.join else {}
+    if arguments.failure_domain is not None:
+        overrides["failure_domain"] = arguments.failure_domain
     wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}
     return run_server(Settings.from_environment(**overrides), wanted)

@@ -284,7 +284,9 @@ class Coordinator:
         if objection is not None:
             return objection
         self.on_heard(name, now_s, word.report if isinstance(word, (messages.Beat, messages.Leave)) else None)
-        if isinstance(word, OfSlot):
+        if isinstance(word, messages.Beat):
+            self._state.suspicion.on_beat(name, word.unreachable, self.members, now_s)
+        elif isinstance(word, OfSlot):
             self._on_slot(name, word)
         elif isinstance(word, messages.InGeneration):
             self._on_entered(name, word.generation, now_s)
@@ -341,6 +343,7 @@ class Coordinator:
         for member in state.members.silent(now_s):
             self._send(member.name, messages.Fatal("fenced", FENCED))  # when it wakes up
             self.on_lost(member.name, now_s, f"not heard of for {state.members.lease_s:g} s")
+        departures.act_on_complaints(state, now_s)
         state.world.give_up_late(now_s, state.table.placed)
         state.checkpointing.on_tick(now_s, state.whole)
         succession.go_on(state, now_s)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from torch_ecrec.coordinator.admission import FENCED
 from torch_ecrec.coordinator.state import ClusterState
+from torch_ecrec.coordinator.suspicion import Pair, smallest_cover
 from torch_ecrec.observe import events
 from torch_ecrec.protocol import messages
 
@@ -55,6 +57,43 @@ def lose_absent(state: ClusterState) -> None:
     slots = state.table.hosted_by_others({member.name for member in state.members.present("server")})
     if slots and state.job.fatal is None:
         state.table.lose(slots)
+
+
+def act_on_complaints(state: ClusterState, now_s: float) -> None:
+    """Members that cannot be reached are lost early; of two that cannot reach each other one is fenced."""
+    suspicion, known, table = state.suspicion, state.members.by_name, state.table
+    suspicion.forget_gone(known, now_s)
+    if state.regathering.active or state.job.fatal is not None:
+        return
+    for name, witness in suspicion.silent(known, now_s).items():
+        why = f"{witness} cannot reach it, and it was not heard of for {now_s - known[name].heard_s:.1f} s"
+        fence(state, name, now_s, why)
+    suspicion.forget_gone(known, now_s)
+    needed = set(table.needed())
+    cuts = [pair for pair in suspicion.cuts(known, now_s) if needed.issuperset(pair)]
+    among_servers = [pair for pair in cuts if any(map(table.hosted_by, pair))]
+    cover = smallest_cover(among_servers, lambda name: len(table.hosted_by(name)), table.may_lose)
+    if cover and suspicion.may_fence(now_s):
+        suspicion.fenced(now_s)
+        state.announce(events.Cut(among_servers, sorted(cover), ""))
+        for name in sorted(cover):
+            others = sorted({other for pair in among_servers if name in pair for other in pair} - {name})
+            fence(state, name, now_s, f"it and {', '.join(others)} cannot reach each other")
+    why = "" if cover or not among_servers else "more slots would be lost than can be repaired or find a host"
+    left = [pair for pair in cuts if pair not in among_servers or not cover]
+    _say_unresolved(state, left, why or "trainers cannot reach each other")
+
+
+def _say_unresolved(state: ClusterState, pairs: list[Pair], why: str) -> None:
+    if pairs and state.suspicion.unresolved != (pairs, why):
+        state.announce(events.Cut(pairs, [], why))
+    state.suspicion.unresolved = (pairs, why if pairs else "")
+
+
+def fence(state: ClusterState, name: str, now_s: float, why: str) -> None:
+    """A member is taken for lost, and told so, should it hear it."""
+    state.members.send(name, messages.Fatal("fenced", FENCED))
+    lose(state, name, now_s, why)
 
 
 def leave(state: ClusterState, name: str, now_s: float) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_ecrec.coordinator import domains
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
 
@@ -27,6 +28,8 @@ class MemberRecord:
 
     Attributes:
         birth: a word that only this process says (`messages.Entering`).
+        host: its address; "": it did not say.
+        domain: of a server, what it is lost together with; "": it did not say.
         generation: the last RPC world it said it is in.
         alive: not lost. `left`: it said that it is done.
     """
@@ -42,6 +45,8 @@ class MemberRecord:
     alive: bool = True
     left: bool = False
     report: dict[str, Any] = field(default_factory=dict)
+    host: str = ""
+    domain: str = ""
 
     @property
     def present(self) -> bool:
@@ -74,6 +79,10 @@ class Members:
     def present(self, role: str | None = None) -> list[MemberRecord]:
         """Members that are neither lost nor done. `role`: of this role only."""
         return [member for member in self.by_name.values() if member.present and role in (None, member.role)]
+
+    def domains(self) -> dict[str, domains.Domain]:
+        """Failure domains of the servers that are there, by name."""
+        return {member.name: domains.parse(member.name, member.domain) for member in self.present("server")}
 
     @property
     def trainers(self) -> list[MemberRecord]:
@@ -113,9 +122,11 @@ class Members:
 
     def add(self, name: str, entering: Entering, now_s: float, generation: int = 0) -> None:
         """A process has joined or rejoined under a name. `generation`: the RPC world that it is in."""
+        host = "" if entering.address is None else entering.address[0]
         self.by_name[name] = MemberRecord(
             name, entering.role, entering.rank, entering.pid, entering.birth, now_s, now_s, generation
         )
+        self.by_name[name].host, self.by_name[name].domain = host, entering.domain
 
     def heard(self, name: str, now_s: float, report: messages.Report | None = None) -> None:
         """A sign of life, with figures for `status`."""

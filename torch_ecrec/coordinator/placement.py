@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from torch_ecrec.coordinator import domains
 from torch_ecrec.coordinator.checkpointing import Checkpointing, Restorable
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair, layouts_of
+from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import layout_of
@@ -64,11 +66,15 @@ class SlotTable:
         eras: Eras,
         checkpointing: Checkpointing,
         partial: PartialRecovery,
+        suspicion: Suspicion,
         announce: Callable[[Event], None],
     ) -> None:
         self.without_spare = without_spare
         self._job, self._members, self._world, self._eras = job, members, world, eras
         self._checkpointing, self._partial, self._announce = checkpointing, partial, announce
+        self._suspicion = suspicion
+        self._said_at_risk: list[str] = []
+        self._at_risk: tuple[int, dict[str, tuple[list[int], str]]] | None = None  # as of an epoch
         self.epoch = 0
         self.slots: list[SlotPlace] = []
 
@@ -91,14 +97,62 @@ class SlotTable:
     def _spares(self) -> list[str]:
         return [server for server in self._world.servers() if self._load_of(server) == 0]
 
-    def _choose_host(self) -> str:
-        """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come)."""
+    def _choose_host(self, slot: int) -> str:
+        """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come).
+
+        Who could lately not reach all that it needs comes after all who could, spare or not; then who shares a failure
+        domain with slots of the same stripes comes after who does not.
+        """
         servers, spares = self._world.servers(), self._spares()
-        if spares:
-            return spares[0]
-        if self.without_spare == "wait" or not servers:
+        if self.without_spare == "wait":
+            servers = spares
+        if not servers:
             return NO_HOST
-        return min(servers, key=self._load_of)
+        where = self._members.domains()
+
+        def rank(server: str) -> tuple[int, tuple[int, ...], int]:
+            return self._troubles_of(server), self._shared(slot, server, where), self._load_of(server)
+
+        return min(servers, key=rank)
+
+    def _shared(self, slot: int, server: str, where: dict[str, domains.Domain]) -> tuple[int, ...]:
+        """What a slot would share on that server with those that it must not be lost with; see `domains.shared`."""
+        code = self._job.code
+        if not code.parities:
+            return ()
+        companions = set(layout_of(code.slots, code.k, code.parities, 1).companions(slot))
+        if slot <= code.parities:  # these keep the dense model
+            companions |= {*range(code.parities + 1)} - {slot}
+        others = [self.slots[i].server for i in sorted(companions) if i < len(self.slots)]
+        return domains.shared(server, others, where)
+
+    def at_risk(self) -> dict[str, tuple[list[int], str]]:
+        """Failure domains whose loss could not be repaired; see `domains.at_risk`."""
+        job, spec = self._job, self._job.spec
+        if not self.placed or spec is None or not job.code.parities:
+            return {}
+        if self._at_risk is None or self._at_risk[0] != self.epoch:
+            servers = [place.server for place in self.slots]
+            found = domains.at_risk(servers, self._members.domains(), lambda slots: data_loss(job.code, spec, slots))
+            self._at_risk = self.epoch, found
+        return self._at_risk[1]
+
+    def _troubles_of(self, server: str) -> int:
+        return self._suspicion.troubles(server, self.needed(), self._members.by_name)
+
+    def needed(self) -> list[str]:
+        """Members that must reach each other: hosts of slots, and trainers."""
+        hosts = [member.name for member in self._members.present("server") if self._load_of(member.name)]
+        return hosts + [member.name for member in self._members.present("trainer")]
+
+    def may_lose(self, servers: Collection[str]) -> bool:
+        """Whether the slots of all of these could be repaired now, and would find hosts."""
+        slots = {slot for server in servers for slot in self.hosted_by(server)}
+        rest = set(self._world.servers()) - set(servers)
+        hosts = rest & set(self._spares()) if self.without_spare == "wait" else rest
+        if self._job.spec is None or not hosts:
+            return False
+        return data_loss(self._job.code, self._job.spec, self._unhealthy() | slots) is None
 
     # slots find a host --------------------------------------------------------------------------
 
@@ -107,7 +161,11 @@ class SlotTable:
         servers = self._world.servers()
         if len(servers) < self._job.code.slots:
             return
-        self.slots = [SlotPlace(servers[i], 0, True) for i in range(self._job.code.slots)]
+        where = self._members.domains()
+        for slot in range(self._job.code.slots):
+            best = min(servers, key=lambda server: self._shared(slot, server, where))
+            servers.remove(best)
+            self.slots.append(SlotPlace(best, 0, True))
         self._partial.dense = set(range(len(self.slots)))
         self.new_epoch(events.Placed)
 
@@ -124,7 +182,7 @@ class SlotTable:
                 self._eras.begin(self._eras.going_back.keeps)
 
     def _place_anew(self, slot: int) -> None:
-        self.slots[slot] = SlotPlace(self._choose_host(), self.slots[slot].incarnation + 1, False)
+        self.slots[slot] = SlotPlace(self._choose_host(slot), self.slots[slot].incarnation + 1, False)
 
     def _unhealthy(self) -> set[int]:
         return {i for i, place in enumerate(self.slots) if not place.healthy} | self._partial.pending
@@ -184,22 +242,31 @@ class SlotTable:
         """Slots that wait for a process to come get it."""
         changed = False
         for i, place in enumerate(self.slots):
-            if place.server == NO_HOST and (host := self._choose_host()) != NO_HOST:
+            if place.server == NO_HOST and (host := self._choose_host(i)) != NO_HOST:
                 self.slots[i] = SlotPlace(host, place.incarnation, False)
                 changed = True
         if changed:
             self.new_epoch(events.PlacedAnew)
 
     def rebalance(self) -> None:
-        """A spare takes a slot from a server that holds several, once nothing is being rebuilt."""
-        spares = self._spares()
+        """A spare takes a slot from a server that holds several, or where it shares less, once nothing is rebuilt."""
+        spares = [spare for spare in self._spares() if not self._troubles_of(spare)]
         crowded = [i for i, place in enumerate(self.slots) if self._load_of(place.server) > 1]
-        if not spares or not crowded or self._unhealthy() or not self._job.code.parities:
+        if not self.placed or not spares or self._unhealthy() or not self._job.code.parities:
             return
         if self._eras.going_back is not None:  # later: a new host does not know how far to go back
             return
-        i = crowded[-1]
-        self.slots[i] = SlotPlace(spares[0], self.slots[i].incarnation + 1, False)
+        where = self._members.domains()
+        best = {i: min(spares, key=lambda spare: self._shared(i, spare, where)) for i in range(len(self.slots))}
+        closer = [
+            i
+            for i, place in enumerate(self.slots)
+            if place.server in where and self._shared(i, best[i], where) < self._shared(i, place.server, where)
+        ]
+        if not crowded and not closer:
+            return
+        i = crowded[-1] if crowded else closer[-1]
+        self.slots[i] = SlotPlace(best[i], self.slots[i].incarnation + 1, False)
         self.new_epoch(events.Moved)
 
     def take_back(self, epoch: int, slots: list[SlotPlace], kept: Mapping[tuple[int, int], bool]) -> None:
@@ -226,6 +293,14 @@ class SlotTable:
             self._checkpointing.on_placed_anew()
         for member in self._members.present():
             self.send_to(member.name)
+        self._say_at_risk()
+
+    def _say_at_risk(self) -> None:
+        """Where there are several hosts, and still one holds too much: a cluster on one host is no surprise."""
+        found = sorted(self.at_risk()) if len(set(self._members.domains().values())) > 1 else []
+        if found != self._said_at_risk:
+            self._announce(events.AtRisk(found))
+        self._said_at_risk = found
 
     def send_to(self, name: str) -> None:
         """Tells a member all that it needs to work with the slots."""

@@ -12,6 +12,7 @@ from torch_ecrec.coordinator.partial import PartialRecovery
 from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.regathering import Knowledge, Regathering
 from torch_ecrec.coordinator.settings import ClusterSettings
+from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol.messages import FromCoordinator
@@ -43,6 +44,7 @@ class ClusterState:
         self.partial = PartialRecovery(checkpoint.beyond == "partial", checkpoint.most_lost_samples)
         self.eras = Eras(self.job, self.members, self.partial, announce)
         self.checkpointing = Checkpointing(checkpoint, ledger, self.job, self.members, announce)
+        self.suspicion = Suspicion()
         self.table = SlotTable(
             settings.without_spare,
             self.job,
@@ -51,6 +53,7 @@ class ClusterState:
             self.eras,
             self.checkpointing,
             self.partial,
+            self.suspicion,
             announce,
         )
         self.regathering = Regathering()

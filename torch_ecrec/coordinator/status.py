@@ -49,6 +49,12 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
         "checkpoints": state.checkpointing.status(),
         "partial": partial_status(state),
         "restored": {"folder": job.restored.folder, "step": job.restored.done} if job.restored else None,
+        "unreachable": [
+            {"who": who, "whom": whom, "for_s": round(for_s, 3)}
+            for who, whom, for_s in state.suspicion.complaints(now_s)
+        ],
+        "at_risk": [{"domain": domain, "slots": slots, "why": why} for domain, (slots, why) in table.at_risk().items()],
+        "unresolved": {"pairs": state.suspicion.unresolved[0], "why": state.suspicion.unresolved[1]},
         "tables": len(job.spec.tables) if job.spec else 0,
         "slots": [
             {"slot": i, "server": p.server, "incarnation": p.incarnation, "healthy": p.healthy}

@@ -288,6 +288,12 @@ class Layout:
         first = int(self._group_first[slot])
         return tuple(range(first, first + int(self._group_size[slot])))
 
+    def companions(self, slot: int) -> tuple[int, ...]:
+        """Other slots with a member of a stripe that `slot` has one of, ascending; whatever the number of rows."""
+        self._check_slot(slot)
+        together = self.member_slot[(self.member_slot == slot).any(axis=1)]
+        return tuple(np.setdiff1d(together, [slot]).tolist())
+
     def runs(self, source: int, holder: int) -> tuple[SharedRun, ...]:
         """How changes on `source` reach the parity on `holder`, in order of position; ranks without records included.
 

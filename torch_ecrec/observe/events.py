@@ -57,6 +57,17 @@ class Lost(Event, frozen=True, tag="lost"):
     slots: list[int]
 
 
+class Cut(Event, frozen=True, tag="cut"):
+    """Members that the coordinator hears cannot reach each other. `pairs`: who complains of whom.
+
+    `fenced`: servers that are taken for lost, so that training goes on. Nobody: it cannot, and `why`.
+    """
+
+    pairs: list[tuple[str, str]]
+    fenced: list[str]
+    why: str
+
+
 class GenerationFormed(Event, frozen=True, tag="generation"):
     """All members of a generation have entered its world."""
 
@@ -110,6 +121,12 @@ class OfSlot(Event, frozen=True):
 
     slot: int
     incarnation: int
+
+
+class AtRisk(Event, frozen=True, tag="at_risk"):
+    """The servers of these failure domains host more together than the code repairs. None: that is over."""
+
+    domains: list[str]
 
 
 class Ready(OfSlot, frozen=True, tag="ready"):
@@ -226,6 +243,7 @@ AnyEvent = (
     | Back
     | Left
     | Lost
+    | Cut
     | GenerationFormed
     | Regathering
     | Regathered
@@ -234,6 +252,7 @@ AnyEvent = (
     | Moved
     | Kept
     | Rebuilt
+    | AtRisk
     | Ready
     | Rehosted
     | SlotRebuilt

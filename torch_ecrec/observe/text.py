@@ -52,6 +52,12 @@ def format_status(status: Message) -> str:
     ]
     if status["fatal"]:
         lines.append(f"STOPPED: {status['fatal']}")
+    for one in status.get("unreachable", []):
+        lines.append(f"CUT: {one['who']} cannot reach {one['whom']}, for {one['for_s']:.1f} s")
+    if status.get("unresolved", {}).get("pairs"):
+        lines.append(f"TRAINING CANNOT GO ON until they can: {status['unresolved']['why']}")
+    for one in status.get("at_risk", []):
+        lines.append(f"AT RISK: if {one['domain']} is lost, {one['why']}")
     if status.get("looks"):
         lines.append("looks for a checkpoint to begin with: whoever joins waits until it is found, or there is none")
     if status.get("partial"):

@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -106,7 +107,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
 
     member = Member(
         settings,
-        {"role": "server", "code": code or {}},
+        {"role": "server", "code": code or {}, "domain": settings.failure_domain or socket.gethostname()},
         make,
         on_control=lambda message: hosts[0].on_control(message),
         on_end=ends.put,

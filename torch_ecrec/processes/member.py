@@ -40,6 +40,7 @@ from torch_ecrec.transport.whereabouts import follow, reach, whereabouts
 
 log = logging.getLogger(__name__)
 
+BEAT_MOST_S = 0.25  # between two heartbeats; figures go with one in `heartbeat_s`
 CLOSE_S = 1.0  # how long a server that ends waits for a connection to say so
 FAREWELL_S = 30.0  # how long a trainer that is done stays for the coordinator, or the next one, to hear it
 
@@ -116,6 +117,7 @@ class Member:
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
         self._connected, self._cut = threading.Event(), threading.Event()
         self._why_cut = ""
+        self._beats = Heartbeats(settings.heartbeat_s)
         self._control: ControlClient | None = None
         self._leader: Leader | None = None  # whom the last connection is with
         self._sign: SignOfLife | None = None
@@ -304,8 +306,8 @@ class Member:
             self._connected.set()
 
     def _beat(self) -> None:
-        self.tell({"type": "beat", "report": {**self._report(), **figures_of(self.transport)}})
-        self._timers.later(self.settings.heartbeat_s, self._beat)
+        self.tell(self._beats.word(self.transport, self._report))
+        self._timers.later(self._beats.pause_s, self._beat)
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""
@@ -378,6 +380,24 @@ def by_kind(bytes_sent: Mapping[str, int]) -> dict[str, int]:
     for name, size in bytes_sent.items():
         kinds[KINDS.get(name, "other")] += size
     return kinds
+
+
+class Heartbeats:
+    """When they are due: several times a second, so that a silence is noticed; with figures once in `heartbeat_s`."""
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self.pause_s = min(heartbeat_s, BEAT_MOST_S)
+        self._heartbeat_s = heartbeat_s
+        self._due_s = 0.0
+
+    def word(self, transport: Transport | None, report: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The one that is due now."""
+        assert transport is not None
+        word, now_s = {"type": "beat", "unreachable": transport.unreachable()}, time.monotonic()
+        if now_s < self._due_s:
+            return word
+        self._due_s = now_s + self._heartbeat_s
+        return {**word, "report": {**report(), **figures_of(transport)}}
 
 
 class GenerationFollower:

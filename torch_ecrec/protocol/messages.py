@@ -143,6 +143,7 @@ class Entering(Said, frozen=True, kw_only=True):
         birth: a random word, the same for as long as this membership lasts, on however many connections.
         address: (host, port) where the process listens for as long as it lives, and closes what it accepts; None: it
             does not, and the end of its connection counts as its own.
+        domain: of a server, what it is lost together with (`coordinator/domains.py`); "": it does not say.
     """
 
     version: Text
@@ -151,6 +152,7 @@ class Entering(Said, frozen=True, kw_only=True):
     pid: Count
     birth: Birth
     address: Address | None = None
+    domain: Text = ""
     rank: Rank = -1
     job: JobSpec | None = None
 
@@ -234,7 +236,10 @@ class Stop(Said, frozen=True, tag="stop"):
 
 
 class Beat(Said, frozen=True, tag="beat"):
+    """`unreachable`: members of other hosts that this one cannot reach though it tries."""
+
     report: Report = Report()
+    unreachable: Names = []
 
 
 class Leave(Said, frozen=True, tag="leave"):

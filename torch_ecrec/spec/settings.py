@@ -43,6 +43,9 @@ def record_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
+DOMAIN_LEVELS_MOST, DOMAIN_MOST = 8, 200
+
+
 @dataclass(frozen=True)
 class Settings:
     """Time limits and sizes of one process. Seconds, bytes and steps as the names say.
@@ -59,8 +62,11 @@ class Settings:
         evaluation_wire: "int8" has rows travel quantised, a byte for each weight and 8 for each row, to lookups without
             gradients: those of a model in `eval()`, under `torch.no_grad()`. Each weight is within 1/510 of its row's
             range then. "wire": as to training.
-        heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost. When it
-            wakes up, nothing that it did since counts; a server comes back as a spare.
+        heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost (earlier
+            where others cannot reach its host). Figures for `status` come every `heartbeat_s`. When it wakes up,
+            nothing that it did since counts; a server comes back as a spare.
+        failure_domain: of a server, what it is lost together with, the widest first: "row1/rack3/host17". "": the name
+            of its host. Slots of one coding group are kept in different ones, where there are enough.
         shared_memory_bytes: most of the memory that this process shares with others of its host, which then read large
             tensors there rather than from a socket; 0: none. Of the socket transport, on Linux.
         keep_freed_bytes: memory that this process has freed and keeps for the next step, at most; 0 leaves the C
@@ -81,6 +87,7 @@ class Settings:
     evaluation_wire: str = "wire"
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
+    failure_domain: str = ""
     shared_memory_bytes: int = 2 << 30
     keep_freed_bytes: int = 1 << 30
     rebuild_chunk_bytes: int = 4 << 20
@@ -103,6 +110,12 @@ class Settings:
         )
         for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"):
             require(getattr(self, name) > 0, f"`{name}` must be positive, got {getattr(self, name)}")
+        levels = self.failure_domain.split("/") if self.failure_domain else ["host"]
+        require(
+            all(levels) and len(levels) <= DOMAIN_LEVELS_MOST and len(self.failure_domain) <= DOMAIN_MOST,
+            f"`failure_domain` must be at most {DOMAIN_LEVELS_MOST} names with / between them, of {DOMAIN_MOST}"
+            f" characters together, got {self.failure_domain!r}",
+        )
         require_int("shared_memory_bytes", self.shared_memory_bytes, 0)
         require_int("keep_freed_bytes", self.keep_freed_bytes, 0)
         require_int("rebuild_chunk_bytes", self.rebuild_chunk_bytes, 1)

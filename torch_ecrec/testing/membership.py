@@ -73,13 +73,24 @@ class VirtualProcess:
     run: str = ""
     dead: bool = False
     connection: VirtualConnection | None = None
+    predecessor: VirtualProcess | None = None
+
+    @property
+    def host(self) -> str:
+        """Where it runs: it has the name of the first process there."""
+        return self.name if self.predecessor is None else self.predecessor.host
+
+    @property
+    def machine(self) -> int:
+        """The same as a number."""
+        return self.number if self.predecessor is None else self.predecessor.machine
 
     @property
     def hello(self) -> Message:
         hello: Message = {
             "role": self.role,
             "birth": f"process {self.number}",
-            "address": ["127.0.0.1", 1 + self.number],
+            "address": [f"10.0.{self.machine >> 8}.{self.machine & 255}", 1 + self.number],
         }
         return hello if self.job is None else {**hello, "rank": self.rank, "job": self.job.to_json()}
 
@@ -123,7 +134,7 @@ class VirtualConnection:
     def send(self, message: Message) -> None:
         """To the process."""
         if self.open:
-            if not self.stalled:
+            if not self.stalled and self.plane.passes(self.process):
                 self._to.carry(lambda: self.plane.deliver(self, message))
             self.plane.count(self)
 
@@ -134,7 +145,7 @@ class VirtualConnection:
             self.plane.count(self)
 
     def _heard(self, message: Message) -> None:
-        if self.open and self.router is self.plane.router:
+        if self.open and self.router is self.plane.router and self.plane.passes(self.process):
             self.router.on_message(self, message, self.plane.clock.now_s)
 
     def admit(self) -> None:
@@ -186,6 +197,7 @@ class ControlPlane:
         self.random = random.Random(f"control {seed}")
         self.processes: list[VirtualProcess] = []
         self.late_probes = False
+        self.passes: Callable[[VirtualProcess], bool] = lambda process: True
         self.sent = 0
         self.connections = 0  # so far
         self.life = 0  # which coordinator it is
@@ -237,9 +249,11 @@ class ControlPlane:
 
     # processes ----------------------------------------------------------------------------------
 
-    def start(self, role: str, rank: int = -1, job: JobSpec | None = None) -> VirtualProcess:
-        """A process starts, and joins."""
-        process = VirtualProcess(role, rank, len(self.processes), job)
+    def start(
+        self, role: str, rank: int = -1, job: JobSpec | None = None, predecessor: VirtualProcess | None = None
+    ) -> VirtualProcess:
+        """A process starts, and joins. `predecessor`: one on whose host it runs; else it has one of its own."""
+        process = VirtualProcess(role, rank, len(self.processes), job, predecessor=predecessor)
         self.processes.append(process)
         self.connect(process)
         return process

@@ -111,9 +111,9 @@ class SimulatedCluster:
             self.run.coordinator_kills += 1
             self.plane.kill_coordinator()
 
-    def start_server(self) -> None:
-        """A server process starts, and joins."""
-        self.plane.start("server")
+    def start_server(self, predecessor: VirtualProcess | None = None) -> None:
+        """A server process starts, and joins. `predecessor`: one on whose host it runs."""
+        self.plane.start("server", predecessor=predecessor)
 
     def _start_trainers(self) -> None:
         """All of them, as torchrun does."""
@@ -156,7 +156,7 @@ class SimulatedCluster:
             self.plane.end(process)
             self.network.dead.add(process.name)
             if process.role == "server":
-                self.start_server()
+                self.start_server(process)
             else:
                 self._on_trainer_crash()
         elif message["kind"] == "trainers_lost":

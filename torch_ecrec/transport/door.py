@@ -181,10 +181,10 @@ class Door:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self._turn_away(stranger, error)
+            self._turn_away(stranger, error) if stranger.said else self._leave(stranger)
             return
-        if not said:
-            self._turn_away(stranger, "left without a hello")
+        if not said:  # who has said nothing has only tried whether it can come here (reachability.py)
+            self._turn_away(stranger, "left without a hello") if stranger.said else self._leave(stranger)
             return
         stranger.said += said
         if len(stranger.said) == HELLO.size:

@@ -80,6 +80,10 @@ class Way(ABC):
     def _end(self) -> None:
         """The transport is closed for good."""
 
+    def unreachable(self) -> list[str]:
+        """Members of other hosts that this one cannot reach though it tries, by name. Nobody over torch's RPC."""
+        return []
+
 
 class Transport(Way):
     """Calls to named processes of the current generation.

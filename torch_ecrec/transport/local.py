@@ -110,6 +110,7 @@ class LocalNetwork:
         noise: how often a request is dropped, its answer lost, or it arrives twice: a probability for each.
         late: how often a request or an answer takes much longer than others.
         sent: every request so far: (sender, receiver, class).
+        passes: whether anything passes from a sender to a receiver now.
         overdue: numbers of the requests whose time limit ran out although neither they nor their answer were lost and
             the receiver lives: it kept them waiting.
     """
@@ -118,6 +119,7 @@ class LocalNetwork:
     crash: Callable[[str], None] = lambda name: None
     may_crash: Callable[[str], bool] = lambda name: True
     crash_coordinator: Callable[[], None] = lambda: None
+    passes: Callable[[str, str], bool] = lambda sender, receiver: True
     faults: list[Fault] = field(default_factory=list)
     noise: float = 0.0
     late: float = LATE
@@ -168,12 +170,13 @@ class LocalNetwork:
                 done(outcome)
 
         def time_is_up() -> None:
-            if not ended and sender not in self.dead and not drop and not lose_answer and receiver not in self.dead:
+            way = self.passes(sender, receiver) and self.passes(receiver, sender)
+            if way and not ended and {sender, receiver}.isdisjoint(self.dead) and not drop and not lose_answer:
                 self.overdue.append(number)
             end(Unknown(f"no answer within {timeout_s:g} s"))
 
         def reply(answer: Any) -> None:  # `Node` looks whether it is one
-            if receiver not in self.dead and not lose_answer:
+            if receiver not in self.dead and not lose_answer and self.passes(receiver, sender):
                 self.clock.later(self.delay_s(late_answer), lambda: end(Ok(answer)))
 
         def arrive() -> None:
@@ -187,7 +190,7 @@ class LocalNetwork:
                 self.kill(receiver)
 
         self.clock.later(timeout_s, time_is_up)
-        if not drop:
+        if not drop and self.passes(sender, receiver):
             self.clock.later(self.delay_s(late), arrive)
             if duplicate:
                 self.clock.later(self.delay_s(late=True), arrive)

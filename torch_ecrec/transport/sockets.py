@@ -46,6 +46,7 @@ from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
 from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild
 from torch_ecrec.transport.generations import Handler, Transport
 from torch_ecrec.transport.lending import Lending
+from torch_ecrec.transport.reachability import Tries
 from torch_ecrec.transport.rendezvous import World, first_line
 
 log = logging.getLogger(__name__)
@@ -221,8 +222,8 @@ class Channel:
     def __init__(self, transport: SocketTransport, peer: str, address: Address, generation: int) -> None:
         self.peer = peer
         self._transport, self._address, self._generation = transport, address, generation
-        self._sock = address.dial_within_host() or socket.socket(address.family, socket.SOCK_STREAM)
-        self._connection = FrameConnection(self._sock, transport.sender)
+        self.sock = address.dial_within_host() or socket.socket(address.family, socket.SOCK_STREAM)
+        self._connection = FrameConnection(self.sock, transport.sender)
         self._lock = threading.Lock()  # guards all below
         self._calls: dict[int, tuple[float, Frame]] = {}  # ticket -> when its time is up, what is sent
         self._ended = ""  # why, once it has
@@ -255,15 +256,15 @@ class Channel:
         connected = False
         reason = "the connection ended"
         try:
-            if not _is_within_host(self._sock):
-                self._sock.settimeout(CONNECT_S)
-                self._sock.connect(self._address.place)
-                tune(self._sock)
-            self._sock.settimeout(None)
-            self._sock.sendall(HELLO.pack(MAGIC, self._address.key, self._transport.build.digest, self._generation))
+            if not _is_within_host(self.sock):
+                self.sock.settimeout(CONNECT_S)
+                self.sock.connect(self._address.place)
+                tune(self.sock)
+            self.sock.settimeout(None)
+            self.sock.sendall(HELLO.pack(MAGIC, self._address.key, self._transport.build.digest, self._generation))
             connected = True
             self._connection.start()
-            reader = FrameReader(self._sock, self._connection.lending)
+            reader = FrameReader(self.sock, self._connection.lending)
             while (answer := reader.read()) is not None:
                 self._on_answer(*answer)
                 del answer
@@ -369,6 +370,7 @@ class SocketTransport(Transport):
         self._addresses: dict[str, Address] = {}  # of the members
         self._channels: dict[str, Channel] = {}  # by callee; with the inbound ones guarded by _gate
         self._inbound: set[FrameConnection] = set()
+        self._tries = Tries()
         atexit.register(self.close)
         belongs_here(self)
         self._start(self.sender.run, "sender")  # last: it looks at all of this
@@ -410,6 +412,11 @@ class SocketTransport(Transport):
         now_s = time.monotonic()
         for channel in channels:
             channel.sweep(now_s)
+        self._tries.look([*(channel.sock for channel in channels), *(one.sock for one in inbound)], now_s)
+
+    def unreachable(self) -> list[str]:
+        """See `Transport`."""
+        return self._tries.unreachable()
 
     # from others ------------------------------------------------------------------------------------
 
@@ -478,6 +485,8 @@ class SocketTransport(Transport):
             self._addresses = {name: Address.parse(text) for name, text in zip(world.members, said, strict=True)}
         except ValueError as error:
             raise ClusterUnavailable(f"generation {world.generation}: a member told no address: {error}") from error
+        places = {name: address.place for name, address in self._addresses.items()}
+        self._tries.follow({name: place for name, place in places.items() if place[0] != self._address.place[0]})
 
     def _shut(self) -> None:
         with self._gate:
@@ -492,6 +501,7 @@ class SocketTransport(Transport):
         super().on_forked()
         atexit.unregister(self.close)
         self._door, self._channels, self._inbound, self._threads = None, {}, set(), set()
+        self._tries.close()
 
     def _end(self) -> None:
         self.sender.close()
@@ -502,6 +512,7 @@ class SocketTransport(Transport):
             threads = self._threads - {threading.current_thread()}
         for thread in threads:
             thread.join(max(until_s - time.monotonic(), 0))
+        self._tries.close()
         atexit.unregister(self.close)
 
 

@@ -1,0 +1,97 @@
+"""What the coordinator does about members that cannot reach each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator_harness import Harness, told
+
+from torch_ecrec.spec.job import CodeSpec
+
+
+def going_on(h: Harness, seconds: float, cuts: dict[str, list[str]], silent: tuple[str, ...] = ()) -> None:
+    """Everybody beats four times a second, with these complaints."""
+    for _ in range(round(4 * seconds)):
+        h.now_s += 0.25
+        for member in list(h.core.members.values()):
+            if member.present and member.name not in silent:
+                accused = [name for name in cuts.get(member.name, []) if name in h.core.members]
+                h.say(member.name, type="beat", unreachable=accused)
+        h.core.on_tick(h.now_s)
+
+
+def cut_events(h: Harness) -> list[dict[str, Any]]:
+    return [event for event in h.events if event["event"] == "cut"]
+
+
+def test_one_of_two_is_fenced_and_its_slot_goes_to_a_spare() -> None:
+    h = Harness().start()
+    going_on(h, 1.0, {"server-1": ["server-2"]})
+    assert not cut_events(h) and h.core.epoch == 1
+    going_on(h, 1.0, {"server-1": ["server-2"]})
+    assert [event["fenced"] for event in cut_events(h)] == [["server-1"]]
+    assert [word["kind"] for word in told(h, "server-1", "fatal")] == ["fenced"]
+    assert h.places == ["server-0", "server-3", "server-2"] and h.core.slots[1].incarnation == 1
+    h.rebuilt(1)
+    going_on(h, 60.0, {})
+    assert len(cut_events(h)) == 1 and h.core.slots[1].healthy
+
+
+def test_a_spare_that_cannot_reach_a_host_is_never_fenced_and_chosen_last() -> None:
+    h = Harness().start()
+    cut = {"server-0": ["server-3"], "server-3": ["server-0"]}
+    going_on(h, 20.0, cut)
+    assert not cut_events(h) and len([e for e in h.events if e["event"] == "lost"]) == 0
+    h.lose("server-1")
+    assert h.places == ["server-0", "server-0", "server-2"] or h.places == ["server-0", "server-2", "server-2"]
+    assert "server-3" not in h.places
+    h.rebuilt(1)
+    going_on(h, 5.0, cut)
+    assert "server-3" not in h.places, "nor is a slot moved to it"
+
+
+def test_more_than_can_be_repaired_is_said_and_not_guessed_at() -> None:
+    h = Harness().start()
+    cut = {"server-0": ["server-1", "server-2"], "server-1": ["server-2"]}
+    going_on(h, 10.0, cut)
+    [event] = cut_events(h)
+    assert event["fenced"] == [] and "repaired" in event["why"]
+    assert h.core.fatal is None and h.places == ["server-0", "server-1", "server-2"]
+    status = h.core.status(h.now_s)
+    assert len(status["unreachable"]) == 3 and "repaired" in status["unresolved"]["why"]
+    going_on(h, 1.0, {})
+    assert h.core.status(h.now_s)["unresolved"] == {"pairs": [], "why": ""}
+
+
+def test_a_server_that_a_trainer_cannot_reach_goes_and_trainers_never_do() -> None:
+    h = Harness().start()
+    going_on(h, 3.0, {"trainer-0": ["server-2", "trainer-1"]})
+    assert [event["fenced"] for event in cut_events(h)] == [["server-2"], []]
+    assert cut_events(h)[1]["pairs"] == [["trainer-0", "trainer-1"]] or cut_events(h)[1]["pairs"] == [
+        ("trainer-0", "trainer-1")
+    ]
+    assert not told(h, "trainer-0", "fatal") and not told(h, "trainer-1", "fatal")
+
+
+def test_a_host_that_is_silent_for_all_is_lost_before_its_lease_ends() -> None:
+    h = Harness(lease_s=10.0).start()
+    begin_s = h.now_s
+    while h.places[1] == "server-1":
+        going_on(h, 0.25, {"server-0": ["server-1"]} if h.now_s > begin_s + 1.5 else {}, silent=("server-1",))
+        assert h.now_s < begin_s + 2.5
+    h = Harness(lease_s=10.0).start()
+    going_on(h, 5.0, {}, silent=("server-1",))
+    assert h.places[1] == "server-1", "nobody complains: it hangs, or is slow, and has its lease"
+
+
+def test_nobody_is_fenced_whose_slot_would_find_no_host() -> None:
+    h = Harness(spares=0, without_spare="wait").start(servers=3)
+    going_on(h, 5.0, {"server-0": ["server-1"]})
+    assert [event["fenced"] for event in cut_events(h)] == [[]] and h.core.epoch == 1
+
+
+def test_two_are_fenced_where_the_code_allows_it() -> None:
+    h = Harness(CodeSpec(6, 2, 2), spares=2).start(servers=8)
+    going_on(h, 3.0, {"server-0": ["server-1"], "server-2": ["server-3"]})
+    assert [event["fenced"] for event in cut_events(h)] == [["server-0", "server-2"]]
+    assert h.core.fatal is None

@@ -1,0 +1,164 @@
+"""Who is taken for unreachable, who never is, and who goes when two cannot reach each other."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Collection
+
+import pytest
+from conftest import wait_until
+
+from torch_ecrec.coordinator.members import MemberRecord
+from torch_ecrec.coordinator.suspicion import (
+    CUT_S,
+    PAUSE_LEAST_S,
+    REMEMBERED_S,
+    SILENT_S,
+    Suspicion,
+    smallest_cover,
+)
+from torch_ecrec.transport import reachability
+from torch_ecrec.transport.reachability import Reachability, Tries, heard_s_ago
+
+LOOK_S = 0.1
+
+
+def silence(answers: list[float], until_s: float, delay_s: float = 0.0, looks: Collection[float] = ()) -> list[float]:
+    """When a host was unreachable, whose answers come at these times, or to each try after so long."""
+    hosts = Reachability()
+    hosts.keep(["x"], 0.0)
+    coming, found = sorted(answers), []
+    for now_s in looks or [i * LOOK_S for i in range(round(until_s / LOOK_S))]:
+        while coming and coming[0] <= now_s:
+            hosts.heard("x", coming.pop(0))
+        if hosts.due(now_s) and delay_s:
+            coming.append(now_s + delay_s)
+        found += [now_s] if hosts.silent(now_s) else []
+    return found
+
+
+def test_who_answers_is_never_unreachable_however_late() -> None:
+    for delay_s in (0.01, 0.3, 0.9, 1.3):
+        assert silence([], 60.0, delay_s) == []
+    assert silence([i * 1.2 for i in range(50)], 60.0) == [], "bytes that come now and then are enough"
+
+
+def test_who_says_nothing_is_unreachable_until_it_does() -> None:
+    found = silence([0.2, 5.0], 6.0)
+    assert found[0] == pytest.approx(0.5 + reachability.SILENT_S + LOOK_S) and found[-1] < 5.0
+    assert len(found) == round((found[-1] - found[0]) / LOOK_S) + 1, "without a break"
+
+
+def test_who_stood_still_itself_accuses_nobody_of_it() -> None:
+    before = [i * LOOK_S for i in range(7)]
+    assert silence([0.0], 0, looks=[*before, 10.6, 10.7, 10.8]) == []
+    assert silence([0.0], 0, looks=[*before, 10.6, *(10.6 + i * LOOK_S for i in range(1, 20))]), "but later, it does"
+
+
+def test_hosts_that_are_not_tried_any_more_are_forgotten() -> None:
+    hosts = Reachability()
+    hosts.keep(["x", "y"], 0.0)
+    assert hosts.due(0.0) == ["x", "y"] and hosts.due(0.1) == []
+    hosts.heard("nobody", 0.1)
+    hosts.keep(["y"], 0.5)
+    assert hosts.due(0.9) == ["y"] and hosts.silent(1.8) == ["y"]
+
+
+def test_a_large_cluster_is_tried_less_often() -> None:
+    hosts = Reachability()
+    hosts.keep([str(i) for i in range(400)], 0.0)
+    tries = sum(len(hosts.due(i * LOOK_S)) for i in range(100))
+    assert tries <= reachability.TRIES_A_SECOND * 10 + 400
+
+
+def test_a_host_answers_also_where_nobody_listens_or_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel does: a process that hangs, or is gone, is not unreachable."""
+    with socket.create_server(("127.0.0.1", 0)) as hangs, socket.create_server(("127.0.0.1", 0)) as gone:
+        places = [hangs.getsockname(), gone.getsockname()]
+        gone.close()
+        for place in places:
+            tries, heard = Tries(), []
+            monkeypatch.setattr(tries._hosts, "heard", lambda host, at_s, heard=heard: heard.append(host))
+            tries.follow({"server-1": place})
+            times = itertools.count(0, 0.01)
+            wait_until(lambda: (tries.look([], next(times)), bool(heard))[1], 60.0, "an answer")  # noqa: B023
+            assert tries.unreachable() == []
+            tries.close()
+
+
+def test_a_connection_says_when_something_came() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        found = heard_s_ago(one)
+        assert found is not None and found[0] == "127.0.0.1" and 0 <= found[1] < 60
+        assert heard_s_ago(server) is None, "it listens"
+    assert heard_s_ago(one) is None, "it is closed"
+    with socket.socketpair()[0] as within_host:
+        assert heard_s_ago(within_host) is None
+
+
+# the coordinator's side -----------------------------------------------------------------------------
+
+
+def members(*names: str, heard_s: float = 0.0) -> dict[str, MemberRecord]:
+    return {name: MemberRecord(name, "server", -1, 1, name, 0.0, heard_s, host=f"host of {name}") for name in names}
+
+
+def test_silence_needs_two_witnesses() -> None:
+    known, suspicion = members("a", "b", "c", heard_s=10.0), Suspicion()
+    known["b"].heard_s = 10.0 - SILENT_S
+    assert suspicion.silent(known, 10.0) == {}, "its lease decides"
+    suspicion.on_beat("a", ["b", "c"], known, 10.0)
+    assert suspicion.silent(known, 10.0) == {"b": "a"}, "c is heard"
+    known["a"].heard_s = 8.0
+    assert suspicion.silent(known, 10.0) == {}, "who complained is silent itself"
+    known["a"].heard_s = 10.0
+    suspicion.on_beat("a", [], known, 10.0)
+    assert suspicion.silent(known, 10.0) == {}, "it is reached again"
+
+
+def test_a_cut_is_one_when_it_lasts_and_both_are_heard() -> None:
+    known, suspicion = members("a", "b"), Suspicion()
+    for quarter in range(16):
+        now_s = quarter / 4
+        known["a"].heard_s = known["b"].heard_s = now_s
+        suspicion.on_beat("b", [] if quarter == 4 else ["a", "nobody", "b"], known, now_s)
+        assert suspicion.cuts(known, now_s) == ([("b", "a")] if now_s >= 1.25 + CUT_S else [])
+    known["a"].heard_s = now_s - 1.1
+    assert suspicion.cuts(known, now_s) == []
+    known["a"].alive = False
+    suspicion.forget_gone(known, now_s)
+    assert suspicion.complaints(now_s) == []
+
+
+def test_troubles_outlive_names_and_end() -> None:
+    known, suspicion = members("a", "b", "c"), Suspicion()
+    suspicion.on_beat("a", ["b"], known, 0.0)
+    known["d"] = MemberRecord("d", "server", -1, 1, "d", 1.0, 1.0, host="host of a")
+    assert suspicion.troubles("d", ["b", "c", "d"], known) == 1 == suspicion.troubles("b", ["a", "c"], known)
+    assert suspicion.troubles("d", ["c"], known) == 0
+    suspicion.forget_gone(known, REMEMBERED_S)
+    assert suspicion.troubles("d", ["b"], known) == 0
+
+
+def test_fences_become_rare() -> None:
+    suspicion, now_s, times = Suspicion(), 0.0, []
+    while now_s < 200:
+        if suspicion.may_fence(now_s):
+            suspicion.fenced(now_s)
+            times.append(now_s)
+        now_s += 0.25
+    assert len(times) == 7 and times[:3] == [0.0, PAUSE_LEAST_S, 3 * PAUSE_LEAST_S]
+
+
+def test_the_cover_is_the_least_of_all() -> None:
+    """Against every subset, for every graph of four servers and a trainer."""
+    names, slots = ["a", "b", "c", "d", "t"], {"a": 2, "b": 1, "c": 1, "d": 1, "t": 0}
+    every = list(itertools.combinations(names, 2))
+    for number in range(1, 1 << len(every)):
+        pairs = [pair for i, pair in enumerate(every) if number >> i & 1]
+        found = smallest_cover(pairs, slots.__getitem__, lambda some: sum(slots[s] for s in some) <= 2)
+        subsets = [set(s) for size in range(1, 4) for s in itertools.combinations("abcd", size)]
+        good = [s for s in subsets if all(s & set(p) for p in pairs) and sum(slots[n] for n in s) <= 2]
+        least = min((len(s), sum(slots[n] for n in s), sorted(s)) for s in good) if good else (0, 0, [])
+        assert (len(found), sum(slots[n] for n in found), sorted(found)) == least, pairs

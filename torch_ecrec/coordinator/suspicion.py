@@ -1,0 +1,128 @@
+"""Who cannot reach whom, as members complain of it, and what follows. Pure: the time is an argument.
+
+A *complaint* is a pair (who, whom) that `who` repeats with every heartbeat: it tries, and nothing comes back
+(`transport/reachability.py`). It is *fresh* while `who` itself is heard.
+
+- `silent`: a fresh complaint, and the coordinator does not hear of the accused either: its host is gone or cut off.
+  Two witnesses, so nobody waits for the end of its lease.
+- `cuts`: a fresh complaint that is `CUT_S` old, while both are heard all that time: the network between the two is cut.
+  If both are needed for training, one must go. `smallest_cover` says who.
+
+Example: slots 0, 1, 2 on a, b, c, with r = 1. a and b complain of each other: a is fenced (the first by name), and its
+slot goes to a spare. a joins again as d, and still cannot reach b; a spare is not needed, so that is no cut. Until
+`REMEMBERED_S` after the last complaint, d gets a slot only if all others have such troubles too (`troubles`).
+
+Whoever is fenced wrongly costs a repair and harms nothing: incarnations see to that (docs/protocol.md). The rules here
+only choose whom it costs least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from itertools import combinations
+
+from torch_ecrec.coordinator.members import MemberRecord
+
+HEARD_S = 1.0  # heard of within that: it is there
+SILENT_S = 1.5  # with a complaint, it is taken for lost; heartbeats come every 0.25 s
+CUT_S = 1.5
+REMEMBERED_S = 30.0
+PAUSE_LEAST_S, PAUSE_MOST_S = 3.0, 60.0  # between two that are fenced for cuts: twice as long each time
+COVER_MOST = 8  # servers that are fenced at once, at most
+
+Pair = tuple[str, str]
+
+
+def smallest_cover(
+    pairs: Collection[Pair], slots: Callable[[str], int], may: Callable[[Collection[str]], bool]
+) -> set[str]:
+    """The fewest servers without which no pair is left.
+
+    Args:
+        pairs: who cannot reach whom.
+        slots: how many slots a server hosts; 0: it is none that can be fenced.
+        may: whether these can be spared together.
+
+    Returns:
+        Of several the one with the fewest slots, then the first by name. Empty: there is none.
+    """
+    servers = sorted({name for pair in pairs for name in pair if slots(name)}, key=lambda name: (slots(name), name))
+    for size in range(1, min(len(servers), COVER_MOST) + 1):
+        found = [set(some) for some in combinations(servers, size) if all({*some} & {*pair} for pair in pairs)]
+        for some in sorted(found, key=lambda some: (sum(map(slots, some)), sorted(some))):
+            if may(some):
+                return some
+    return set()
+
+
+class Suspicion:
+    """Complaints of members about members.
+
+    Attributes:
+        unresolved: pairs that nothing can be done about, as the coordinator decided last, and why.
+    """
+
+    def __init__(self) -> None:
+        self.unresolved: tuple[list[Pair], str] = ([], "")
+        self._since: dict[Pair, float] = {}
+        self._troubles: dict[frozenset[str], float] = {}  # two hosts -> until when it is remembered
+        self._next_s = 0.0  # nobody is fenced before
+        self._pause_s = PAUSE_LEAST_S
+
+    def on_beat(self, who: str, unreachable: Iterable[str], known: dict[str, MemberRecord], now_s: float) -> None:
+        """A member says, or does not any more, whom it cannot reach."""
+        accused = {whom for whom in unreachable if whom != who and whom in known and known[whom].present}
+        for pair in [pair for pair in self._since if pair[0] == who and pair[1] not in accused]:
+            del self._since[pair]
+        for whom in accused:
+            self._since.setdefault((who, whom), now_s)
+            self._troubles[_hosts(known[who], known[whom])] = now_s + REMEMBERED_S
+
+    def forget_gone(self, known: dict[str, MemberRecord], now_s: float) -> None:
+        """What is over."""
+        gone = [pair for pair in self._since if not all(name in known and known[name].present for name in pair)]
+        for pair in gone:
+            del self._since[pair]
+        self._troubles = {hosts: until_s for hosts, until_s in self._troubles.items() if until_s > now_s}
+
+    def complaints(self, now_s: float) -> list[tuple[str, str, float]]:
+        """Who cannot reach whom, and for how long the coordinator has known."""
+        return [(who, whom, now_s - since_s) for (who, whom), since_s in self._since.items()]
+
+    def silent(self, known: dict[str, MemberRecord], now_s: float) -> dict[str, str]:
+        """Members that neither the coordinator hears of nor who is named beside them can reach."""
+        return {
+            whom: who
+            for who, whom in self._since
+            if now_s - known[who].heard_s <= HEARD_S and now_s - known[whom].heard_s >= SILENT_S
+        }
+
+    def cuts(self, known: dict[str, MemberRecord], now_s: float) -> list[Pair]:
+        """Pairs that are heard, both, and cannot reach each other."""
+        return sorted(
+            pair
+            for pair, since_s in self._since.items()
+            if now_s - since_s >= CUT_S and all(now_s - known[name].heard_s <= HEARD_S for name in pair)
+        )
+
+    def troubles(self, server: str, needed: Collection[str], known: dict[str, MemberRecord]) -> int:
+        """How many of those who are needed it could not reach lately, or could not reach it."""
+        others = [known[name] for name in needed if name != server and name in known]
+        return sum(_hosts(known[server], other) in self._troubles for other in others)
+
+    def may_fence(self, now_s: float) -> bool:
+        """Whether it is long enough ago that somebody was fenced for a cut."""
+        if now_s > self._next_s + PAUSE_MOST_S:
+            self._pause_s = PAUSE_LEAST_S
+        return now_s >= self._next_s
+
+    def fenced(self, now_s: float) -> None:
+        """Somebody is."""
+        self._next_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, PAUSE_MOST_S)
+
+
+def _hosts(one: MemberRecord, other: MemberRecord) -> frozenset[str]:
+    """Their hosts, which outlive names; their names where nobody knows better."""
+    if one.host and other.host and one.host != other.host:
+        return frozenset((one.host, other.host))
+    return frozenset((one.name, other.name))

@@ -1,0 +1,161 @@
+"""Which other hosts this process cannot reach: what it finds by trying, told to the coordinator with its heartbeat.
+
+A host is *tried* every `TRY_S`: a connection is asked for, and its kernel answers. It is *silent* since the first try
+that nothing came after, and *unreachable* once that is longer than `SILENT_S`. Any answer of its kernel counts, a
+refusal too, and so does what comes on connections that are there (`heard_s_ago`): so a process that is busy, stopped or
+gone, and a link that is slow, are never taken for a cut. Whether a process lives is for others to find out.
+
+    tried at 0.0; 0.5; 1.0; 1.5    nothing comes: unreachable after 1.5, until something does
+    tried at 0.0, heard at 1.2     silent for 1.2 s, now at most since the try after that
+
+Each way counts: without the way there nothing is answered, without the way back no answer comes.
+
+`Reachability` is pure. `Tries` has the sockets; all of it runs on one thread, but `follow` and `unreachable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import struct
+import time
+from collections.abc import Collection, Iterable, Mapping
+
+TRY_S = 0.5
+TRY_LIMIT_S = 1.0  # without an answer by then, it is asked for anew: the kernel would ask again only after a second
+SILENT_S = 1.5
+DOUBT_S = 0.3  # silent for longer: connections that are there are looked at
+TRIES_A_SECOND = 40.0  # at most: a large cluster is tried less often
+STALLED_S = 1.0  # between two looks: then this process stood still itself, and the others are given that time
+
+Place = tuple[str, int]  # host, port
+
+
+class Reachability:
+    """What the tries say. Pure: the time is an argument."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, float] = {}  # host -> when it is tried next
+        self._since: dict[str, float] = {}  # host -> the first try that nothing has come after
+        self._looked_s: float | None = None
+
+    def keep(self, hosts: Collection[str], now_s: float) -> None:
+        """These are tried from now on, and no others."""
+        self._next = {host: self._next.get(host, now_s) for host in hosts}
+        self._since = {host: since for host, since in self._since.items() if host in self._next}
+
+    def due(self, now_s: float) -> list[str]:
+        """Whom to try now; that counts as done. To be called several times a second."""
+        stalled_s = 0.0 if self._looked_s is None else now_s - self._looked_s
+        self._looked_s = now_s
+        if stalled_s > STALLED_S:
+            self._since = {host: since + stalled_s for host, since in self._since.items()}
+        due = [host for host, next_s in self._next.items() if next_s <= now_s]
+        for host in due:
+            self._next[host] = now_s + max(TRY_S, len(self._next) / TRIES_A_SECOND)
+            self._since.setdefault(host, now_s)
+        return due
+
+    def heard(self, host: str, at_s: float) -> None:
+        """Something of this host has come."""
+        if at_s >= self._since.get(host, at_s + 1.0):
+            del self._since[host]
+
+    def silent(self, now_s: float, limit_s: float = SILENT_S) -> list[str]:
+        """Hosts that nothing has come of for more than `limit_s`, though they were tried."""
+        return [host for host, since in self._since.items() if now_s - since > limit_s]
+
+
+class Tries:
+    """The tries themselves: sockets that connect, without waiting, and are closed as soon as they have."""
+
+    def __init__(self) -> None:
+        self._hosts = Reachability()
+        self._wanted: dict[str, Place] = {}  # by member; replaced as a whole
+        self._places: dict[str, Place] = {}  # by host
+        self._known: dict[str, Place] | None = None  # what `_places` was made of
+        self._under_way: dict[str, tuple[socket.socket, float]] = {}  # by host; until when
+        self._unreachable: frozenset[str] = frozenset()  # hosts
+
+    def follow(self, places: Mapping[str, Place]) -> None:
+        """Members of other hosts, and where each listens. From any thread."""
+        self._wanted = dict(places)
+
+    def unreachable(self) -> list[str]:
+        """Members that cannot be reached, in order of their names. From any thread."""
+        hosts = self._unreachable
+        return sorted(name for name, place in self._wanted.items() if place[0] in hosts)
+
+    def look(self, connections: Iterable[socket.socket], now_s: float) -> None:
+        """Goes on with the tries. `connections`: that are there, with whomever."""
+        if self._known is not self._wanted:
+            self._known = self._wanted
+            self._places = {place[0]: place for place in self._known.values()}
+            self._hosts.keep(self._places, now_s)
+        for host, (sock, until_s) in list(self._under_way.items()):
+            answered = _answered(sock, self._places.get(host))
+            if answered:
+                self._hosts.heard(host, now_s)
+            if answered is not None or now_s > until_s:
+                sock.close()
+                del self._under_way[host]
+        for host in self._hosts.due(now_s):
+            begun = _try(self._places[host]) if host not in self._under_way else None
+            if begun is not None:
+                self._under_way[host] = begun, now_s + TRY_LIMIT_S
+        if self._hosts.silent(now_s, DOUBT_S):
+            for connection in connections:
+                found = heard_s_ago(connection)
+                if found is not None:
+                    self._hosts.heard(found[0], time.monotonic() - found[1])
+        self._unreachable = frozenset(self._hosts.silent(now_s))
+
+    def close(self) -> None:
+        """No more tries. May be called again."""
+        self._wanted = {}
+        self._unreachable = frozenset()
+        for sock, _ in self._under_way.values():
+            sock.close()
+        self._under_way = {}
+
+
+def _try(place: Place) -> socket.socket | None:
+    """Asks for a connection. None: this process has no descriptors left, or no way there at all."""
+    try:
+        sock = socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:  # no more descriptors: nothing can be said of anybody, and the next try says it again
+        return None
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it leaves nothing behind
+    sock.connect_ex(place)
+    return sock
+
+
+def _answered(sock: socket.socket, place: Place | None) -> bool | None:
+    """True: the other host has answered; False: it will not; None: not yet."""
+    if place is None:
+        return False
+    found = sock.connect_ex(place)
+    if found in (errno.EINPROGRESS, errno.EALREADY):
+        return None
+    return found in (0, errno.EISCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED)
+
+
+_TCP_INFO_BYTES = 60  # of struct tcp_info (linux/tcp.h): its first byte is the state,
+_ESTABLISHED = 1
+_LAST_RECEIVED = struct.Struct("=II")  # at byte 52: milliseconds since data and since an acknowledgement came
+
+
+def heard_s_ago(sock: socket.socket) -> tuple[str, float] | None:
+    """The host at the other end of a TCP connection, and for how many seconds its kernel has sent nothing.
+
+    None: it is no such connection, not one any more, or the system does not tell.
+    """
+    if sock.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_INFO"):
+        return None
+    with contextlib.suppress(OSError):  # it has ended
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if len(info) == _TCP_INFO_BYTES and info[0] == _ESTABLISHED:
+            return str(sock.getpeername()[0]), min(_LAST_RECEIVED.unpack_from(info, 52)) / 1000.0
+    return None
