@@ -42,6 +42,9 @@ class Unprotected:
     def is_missing(self, positions: list[np.ndarray]) -> bool:
         return False
 
+    def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
+        return "there is no protection"
+
     def freeze(self) -> None:
         pass
 

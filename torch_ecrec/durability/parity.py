@@ -77,6 +77,10 @@ class Parity:
     def is_missing(self, positions: list[np.ndarray]) -> bool:
         return self.rebuild.is_missing(positions)
 
+    def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
+        self.rebuild.mend(slab, parity, positions)
+        return ""
+
     def freeze(self) -> None:
         """Nothing is sent any more, and what waits for its turn will not get it: those steps may be taken back."""
         if self.adoption.begun and not self.owner.ready and not self.owner.hopeless:
@@ -139,10 +143,16 @@ class Parity:
             case _:
                 assert_never(request)
 
-    def on_fetch(self, request: wire.Fetch, reply: Reply[wire.Records]) -> None:
+    def on_fetch(self, request: wire.Fetch, reply: Reply[wire.Records | wire.Damaged]) -> None:
         """Records of one member of some stripes (all with the same base) as of given steps."""
         held, positions = self.held, request.positions.numpy()
         slab, is_parity = request.slab, request.parity
+        if self.owner.ready:
+            self.owner.scrubber.look(slab, is_parity, positions)
+            damaged = held.missing.damaged.get((slab, is_parity))
+            if damaged and (places := [i for i, at in enumerate(positions.tolist()) if at in damaged]):
+                reply(wire.Damaged(torch.tensor(places)))
+                return
         if not self.owner.ready or held.missing.lacks(slab, is_parity, positions):
             reply(Refused("not rebuilt yet"))
             return

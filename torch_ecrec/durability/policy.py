@@ -78,8 +78,25 @@ class Peers(Asks, AsksOnce, Protocol):
         """Runs `effect` after the node's lock is released."""
 
 
+class Looks(Protocol):
+    """What looks for damage in a slot."""
+
+    def look(self, slab: int, parity: bool, positions_U: np.ndarray) -> None:
+        """Somebody relies on these records (or parities), (U,) int64: what is damaged becomes missing and is mended."""
+
+    def on_mended(self, count: int) -> None:
+        """So many records or parities that were damaged are what they should be."""
+
+    def on_beyond(self, slab: int, parity: bool, positions_M: np.ndarray) -> None:
+        """Nobody can give these records (M,) back: too much of their stripes is damaged or lost."""
+
+
 class Owner(Protocol):
     """A slot, as its policy knows it."""
+
+    @property
+    def scrubber(self) -> Looks:
+        """Looks for damage."""
 
     @property
     def ready(self) -> bool:
@@ -143,6 +160,19 @@ class Durability(Protocol):
 
         Args:
             positions: of each slab, (U,) int64.
+        """
+
+    def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
+        """These records (or parities) are damaged: brings back what they were.
+
+        Args:
+            slab: of which slab.
+            parity: whether they are parities.
+            positions: (U,) int64, ascending.
+
+        Returns:
+            "" if they are being repaired, and `Looks.on_mended` or `Looks.on_beyond` will be called; else why they
+            cannot be.
         """
 
     def freeze(self) -> None:

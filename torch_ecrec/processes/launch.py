@@ -260,6 +260,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     )
     on_signals(lambda *_: ends.put(KeyboardInterrupt()))
     log.info("%s joined %s (pid %d)", member.name, settings.join, os.getpid())
+    hosts[0].start_scrubbing()
     reason = _first_of(ends)
     on_signals(end_at_once)
     while not ends.empty():  # told to end just before, when the reason was another

@@ -292,7 +292,13 @@ class Versions(Request[VersionsAre]):
     """Which step of each source the parities of the addressed slot stand for."""
 
 
-class Fetch(Request[Records]):
+class Damaged(Answer):
+    """Some of the records that were asked for are not what they should be, and are being repaired themselves."""
+
+    places: Positions  # (M,) int64, ascending: which of those asked for
+
+
+class Fetch(Request[Records | Damaged]):
     """Records of a stripe's member as of given steps, to decode another member from."""
 
     slab: Count
