@@ -25,17 +25,12 @@ from random_models import (
     KINDS,
     LOADS,
     STARTS,
-    WAYS,
-    End,
     Model,
     Optimized,
     Part,
     Tables,
-    job_for,
-    restore,
-    save,
-    train,
 )
+from random_training import WAYS, End, job_for, restore, save, train
 from torch import Tensor
 from unsharded import Unsharded
 from virtual_trainers import Kill, Trainers
@@ -215,8 +210,6 @@ def models(draw: Any, most_parts: int = 3, most_tables: int = 4) -> Model:
     drawn = draw(st.lists(parts(most_tables, exact), min_size=1, max_size=most_parts))
     if given is not None:  # it says what all tables of bags have
         drawn = [of_sharder(part) if part.of_sharder else part for part in drawn]
-    if any(part.repeats and part.of_sharder for part in drawn):
-        clip = None  # it is what was pooled once that is clamped, and not each sample's
     return Model(
         parts=tuple(drawn),
         given=given,
@@ -229,6 +222,7 @@ def models(draw: Any, most_parts: int = 3, most_tables: int = 4) -> Model:
         looks=draw(st.frozensets(st.integers(1, steps), max_size=2)),
         snapshot_every=draw(st.sampled_from([1, 1, 2])),
         schedule=draw(st.booleans()),
+        output=draw(st.sampled_from(["float32", "float32", "float16", "bfloat16"])),
     )
 
 

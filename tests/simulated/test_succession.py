@@ -50,6 +50,19 @@ def test_a_slot_that_waits_for_a_host_gets_one_of_a_new_coordinator() -> None:
     assert "" not in after.places and after.core.slots[1].incarnation == 1 and after.core.fatal is None
 
 
+def test_a_server_with_two_slots_is_relieved_by_a_new_coordinator() -> None:
+    """The one before was gone when the slot was rebuilt, upon which it would have been moved to the spare."""
+    before, after = Harness().start(), Harness()
+    slots = [replace(p, server="server-0", incarnation=1) if i == 1 else p for i, p in enumerate(before.core.slots)]
+    crowded = Placement(before.core.epoch + 2, tuple(slots)).to_json()
+    for name in MEMBERS:
+        if name != "server-1":
+            world = [one for one in MEMBERS if one != "server-1"]
+            rejoin(after, known(before, name, placement=crowded, world=world))
+    assert sorted(set(after.places)) == ["server-0", "server-2", "server-3"] and after.core.fatal is None
+    assert [place.healthy for place in after.core.slots].count(False) == 1
+
+
 def test_a_life_that_only_others_know_of_is_not_given_again() -> None:
     """Slot 1 was placed anew, and its new host has told a holder so; neither the host nor its placement come back."""
     before, after = Harness().start(), Harness()

@@ -1,29 +1,24 @@
 """Random models of TorchRec, what trains them, and the same unsharded.
 
 model    one to twelve tables in modules of every kind (`Part`), their optimizers, batches and loads (`Model`)
-trained  (`train`) through our `DistributedModelParallel`, as a script does, in a trace that is attached
+trained  (`random_training.train`) through our `DistributedModelParallel`, as a script does, in a trace that is attached
 checked  (`Unsharded`) step by step against TorchRec's unsharded modules with torch's autograd, and the optimizers'
          formulas (`formulas.py`)
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from managed import POLICIES, hashed
-from models import CPU, META, dense_parameters, job_of
-from shards import changed, local
+from models import CPU, META
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -32,6 +27,7 @@ from torchrec import (
     KeyedJaggedTensor,
     PoolingType,
 )
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_configs import DataType
@@ -44,13 +40,8 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from torch_ecrec import checkpoint
-from torch_ecrec.nn.dense import Replicated
-from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.records.optimizers import optimizer
-from torch_ecrec.spec.job import JobSpec
 
 KINDS = (
     "bags",
@@ -152,6 +143,7 @@ class Model:
         looks: evaluations, after these steps.
         given: the optimizer that a sharder has for bags whose tables are `default`.
         clip: gradients of bags are clamped to it, as a sharder says.
+        output: the dtype that bags and sequences come out as, as sharders say.
     """
 
     parts: tuple[Part, ...]
@@ -165,17 +157,24 @@ class Model:
     schedule: bool = False
     given: Optimized | None = None
     clip: float | None = None
+    output: str = "float32"
 
     @property
     def sharders(self) -> list[Any]:
         """Those that a user gives."""
-        if self.given is None and self.clip is None:
-            return []
-        wishes: dict[str, Any] = {} if self.clip is None else {"gradient_clipping": True, "max_gradient": self.clip}
+        output: dict[str, Any] = {} if self.output == "float32" else {"output_dtype": DATA[self.output]}
+        made: list[Any] = [EmbeddingCollectionSharder(fused_params=dict(output))] if output else []
+        if self.given is None and self.clip is None and not output:
+            return made
+        wishes = output | ({} if self.clip is None else {"gradient_clipping": True, "max_gradient": self.clip})
         if self.given is not None:
             kind = EmbOptimType[optimizer(self.given.kind).types[0]]
             wishes |= {"optimizer": kind, "learning_rate": self.given.lr, **dict(self.given.fixed)}
-        return [EmbeddingBagCollectionSharder(fused_params=wishes)]
+        return [*made, EmbeddingBagCollectionSharder(fused_params=wishes)]
+
+    def output_of(self, part: Part) -> torch.dtype:
+        """What a lookup comes out as."""
+        return getattr(torch, self.output if part.of_sharder or part.kind == "sequences" else "float32")  # type: ignore[no-any-return]
 
     @property
     def exact(self) -> bool:
@@ -308,18 +307,17 @@ class Net(nn.Module):
                     seen.append(remapped.values())
                 if part.pools:
                     values = found.values()
-                    logits = torch.tanh(self.over[i](values)).squeeze(1)
                 else:
                     rows = found.wait() if isinstance(found, LazyAwaitable) else found
                     values = torch.cat([rows[key].values() for key in sorted(rows)])
-                    logits = None
                 seen.append(values)
                 if part.unused and ask == part.asks - 1:
                     continue
-                if logits is not None:
-                    total = total + logits
+                logits = torch.tanh(self.over[i](values.float()))
+                if part.pools:
+                    total = total + logits.squeeze(1)
                 else:
-                    more = more + torch.tanh(self.over[i](values)).square().sum() / len(batch.labels)
+                    more = more + logits.square().sum() / len(batch.labels)
         return (total - batch.labels).square().mean() + more, seen
 
 
@@ -395,194 +393,6 @@ def _one_sample_each(index: Tensor, bags: list[int], lengths: list[int]) -> tupl
             index[row, sample] = count if bag in seen else bag
             seen.add(bag)
     return index, counts, made
-
-
-# training -----------------------------------------------------------------------------------------
-
-
-class Trace(list[Any]):
-    """What a trainer has seen, step by step: attached, so that it goes back with a step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": list(self)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self[:] = state["seen"]
-
-
-def bytes_in(values: Sequence[Tensor]) -> list[Any]:
-    """As a snapshot keeps it, and compares exactly."""
-    return [value.detach().clone() for value in values]
-
-
-def job_for(model: Model) -> JobSpec:
-    made = job_of(Net(model), model.trainers, sharders=model.sharders)
-    return dataclasses.replace(made, seed=model.seed)
-
-
-def is_of_table(key: str) -> bool:
-    return key.endswith(".weight") and ("embedding_bags." in key or "embeddings." in key)
-
-
-def of_weights(values: Tensor) -> Tensor:
-    """What a load makes of weights."""
-    return (values.float() * 0.5 + 0.25).to(values.dtype)
-
-
-def of_state(values: Tensor) -> Tensor:
-    """What a load makes of optimizer state."""
-    return values * 0.5
-
-
-def is_some(key: str) -> bool:
-    """Whether the load of some tables has it."""
-    return int(key.split(".")[-2].removeprefix("t")) % 2 == 0
-
-
-def load(model: DistributedModelParallel, what: str) -> None:
-    """Loads something, in training; every trainer calls it."""
-    if what == "state":
-        state = model.fused_optimizer.state_dict()
-        for key, fields in state["state"].items():
-            state["state"][key] = {name: changed(value, of_state) for name, value in fields.items()}
-        model.fused_optimizer.load_state_dict(state)
-        return
-    if what == "whole":
-        sizes = {key: value.size() for key, value in model.state_dict().items() if is_of_table(key)}
-        full = model.full_state_dict()
-        if model.session.trainer:  # nobody looks at those
-            full = {key: torch.zeros(size) for key, size in sizes.items()}
-        model.load_state_dict({key: of_weights(full[key]) for key in sizes}, strict=False)
-        return
-    state = model.state_dict()
-    tables = [key for key in state if is_of_table(key)]
-    if what == "written":
-        for key in tables:
-            for values in local(state[key]):
-                values.copy_(of_weights(values))
-        model.flush()
-        return
-    keys = [key for key in tables if is_some(key)] if what == "some" else tables
-    new = {key: changed(state[key], of_weights) for key in keys}
-    model.load_state_dict(new if what == "some" else {**state, **new}, strict=what != "some")
-
-
-@dataclass
-class End:
-    """Of one trainer, after its last step."""
-
-    trace: list[Any]
-    digest: str
-    dense: dict[str, Tensor]
-    maps: dict[str, dict[str, Any]]  # by path of the module, and table
-    first: list[Tensor] | None = None
-    last: list[Tensor] | None = None
-
-
-def train(model: Model, session: Any, on_end: Callable[[int, End], None], looks: bool = False) -> None:
-    """A trainer's script.
-
-    Args:
-        looks: trainer 0 reads all records before training and after it.
-    """
-    rank = session.trainer
-    net = Net(model)
-    made = DistributedModelParallel(net, device=CPU, session=session, **how(model))
-    end = End([], "", {}, {})
-    dense = KeyedOptimizerWrapper(dense_parameters(made), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5))
-    together = CombinedOptimizer([made.fused_optimizer, dense])
-    schedulers = [StepLR(together, step_size=2, gamma=0.5)] if model.schedule else []
-    trace = Trace()
-    if looks:
-        made.flush()  # first weights are there
-        end.first = records_of_all(made) if rank == 0 else None
-    for at, what in model.loads:
-        if at == 0:
-            load(made, what)
-    batches = made.attach(optimizer=together, lr_scheduler=schedulers, reader=batches_of(model, rank), seen=trace)
-    for batch in batches:
-        number = len(trace) + 1
-        together.zero_grad()
-        before = bytes_in(list(dense_parameters(made).values()))
-        loss, seen = made(batch)
-        loss.backward()
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in dense_parameters(made).values()]
-        together.step()
-        for scheduler in schedulers:
-            scheduler.step()
-        looked = []
-        if number in model.looks:
-            made.eval()
-            with torch.no_grad():
-                _, looked = made(batch)
-            made.train()
-        trace.append([loss.detach().clone(), bytes_in(seen), before, bytes_in(grads), bytes_in(looked)])
-        for at, what in model.loads:
-            if at == number:
-                load(made, what)
-    made.flush()
-    end.trace = list(trace)
-    if rank == 0:
-        end.digest = made.digest()
-        if looks:
-            end.last = records_of_all(made)
-    end.dense = {name: value.detach().clone() for name, value in dense_parameters(made).items()}
-    end.maps = {
-        path: copy.deepcopy(module.replicated_state())
-        for path, module in made.module.named_modules()
-        if isinstance(module, Replicated)
-    }
-    on_end(rank, end)
-
-
-WAYS = ("dcp", "streamed", "saved streamed", "loaded streamed")
-
-
-def _state(model: DistributedModelParallel) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
-
-
-def save(model: Model, session: Any, folder: str, way: str, on_end: Callable[[int, list[Tensor]], None]) -> None:
-    """A trainer's script: trains all steps and saves."""
-    made = DistributedModelParallel(Net(model), device=CPU, session=session, **how(model))
-    for batch in batches_of(model, session.trainer):
-        made(batch)[0].backward()
-    if way in ("streamed", "saved streamed"):
-        checkpoint.save(made, folder)
-    else:
-        dcp.save(_state(made), checkpoint_id=folder)
-    made.flush()
-    on_end(session.trainer, records_of_all(made) if session.trainer == 0 else [])
-
-
-def restore(model: Model, session: Any, folder: str, way: str, on_end: Callable[[int, list[Tensor]], None]) -> None:
-    """A trainer's script, of another number of them: loads what `save` has saved, before a step or after one."""
-    made = DistributedModelParallel(Net(model), device=CPU, session=session, **how(model))
-    if model.seed % 2:
-        made(batches_of(model, session.trainer)[0])[0].backward()
-    if way in ("streamed", "loaded streamed"):
-        checkpoint.load(made, folder)
-    else:
-        state = _state(made)
-        dcp.load(state, checkpoint_id=folder)
-        made.load_state_dict(state["model"])
-        made.fused_optimizer.load_state_dict(state["optimizer"])
-    made.flush()
-    on_end(session.trainer, records_of_all(made) if session.trainer == 0 else [])
-
-
-def how(model: Model) -> dict[str, Any]:
-    """What a model is made with."""
-    return {"snapshot_every": model.snapshot_every, "sharders": model.sharders or None}
-
-
-def records_of_all(model: DistributedModelParallel) -> list[Tensor]:
-    """Of each slab, (rows, B) uint8."""
-    session = model.session
-    return [
-        session.read(number, torch.arange(slab.rows)).clone().view(torch.uint8)
-        for number, slab in enumerate(session.job.slabs)
-    ]
 
 
 def name_of(model: Model, part: int, table: int) -> str:

@@ -26,7 +26,9 @@ def go_on(state: ClusterState, now_s: float) -> None:
         _take_back(state, known, known.placement.epoch, now_s)
     state.form(now_s, even_if_complete=state.world.is_split)
     if known.placement is not None:
-        state.table.place_waiting()  # what waited for the end of a generation: there may be none that ends
+        # What waited for the end of a generation, or for a slot that was rebuilt meanwhile: neither may come again.
+        state.table.place_waiting()
+        state.table.rebalance()
 
 
 def _newest(state: ClusterState, known: Knowledge) -> Knowledge:
