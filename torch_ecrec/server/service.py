@@ -6,6 +6,7 @@ incarnation than the caller means is refused, which fences both stale callers an
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer, Malformed, Placement, Refused
 from torch_ecrec.server.checkpoints import Scribe
+from torch_ecrec.server.flipping import flip
 from torch_ecrec.server.renewing import CheckpointReader
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import JobSpec
@@ -257,6 +259,10 @@ class Host(Node):
         """From now on records and parities are looked at in the background. For who has a real clock; once."""
         if self.settings.record_checks != "none" and self.settings.scrub_bytes_per_s > 0:
             self.run(self._scrub_later)
+
+    def flip(self, parity: bool) -> None:
+        """A bit of a record, or of a parity, changes by itself: for `torch-ecrec chaos`."""
+        self.run(flip, list(self.slots.values()), parity, random.Random())
 
     def _scrub_later(self) -> None:
         self.later(SCRUB_EVERY_S, self._scrub)

@@ -19,6 +19,7 @@ _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
 WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no spare
 TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and servers
 CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
+FLIP_EVENTS = ("flip-record", "flip-parity")  # bits that flip in servers' memory
 BEYOND_EVENTS = ("kill-all", "kill-beyond-r")  # more than parity repairs: all go back to a checkpoint
 STORE_EVENTS = ("full-disk", "slow-store", "failing-store")  # of where checkpoints are kept
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
@@ -74,6 +75,8 @@ class Settings:
             reads or changes it, so that no step uses what is damaged. "none": no seals, and damage is not noticed.
         scrub_bytes_per_s: how much of its records and parities a server looks at in the background; 0: nothing, and
             damage is found where something is read for a repair or a checkpoint only.
+        flip_on_signal: of a server; for `torch-ecrec chaos`. 1: a bit of a record flips at SIGUSR1, and of a parity at
+            SIGUSR2.
         checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
     """
@@ -93,6 +96,7 @@ class Settings:
     rebuild_bytes_per_s: float = 100e6
     record_checks: str = "background"
     scrub_bytes_per_s: float = 20e6
+    flip_on_signal: int = 0
     checkpoint_memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
@@ -119,6 +123,7 @@ class Settings:
             self.record_checks in RECORD_CHECKS,
             f"`record_checks` must be one of {', '.join(RECORD_CHECKS)}, got {self.record_checks!r}",
         )
+        require(self.flip_on_signal in (0, 1), f"`flip_on_signal` must be 0 or 1, got {self.flip_on_signal}")
         require(self.scrub_bytes_per_s >= 0, f"`scrub_bytes_per_s` must not be negative, got {self.scrub_bytes_per_s}")
         require(
             self.rebuild_bytes_per_s >= 0, f"`rebuild_bytes_per_s` must not be negative, got {self.rebuild_bytes_per_s}"
