@@ -296,7 +296,7 @@ def dial(live: Live, rng: random.Random, within_host: bool) -> tuple[socket.sock
 
 def bytes_of(message: wire.Request) -> bytes:
     frame = Frame(7, WIRE.encode(message)[0])
-    frame._begin(None)
+    frame._begin(None, summed=True)
     return b"".join(frame._parts)
 
 
