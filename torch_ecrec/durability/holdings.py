@@ -163,7 +163,8 @@ class Holdings:
             Shard(slab.schema, layout.data_rows(index), layout.parity_rows(index), not fresh, sealed)
             for slab, layout in zip(job.slabs, layouts, strict=True)
         ]
-        self.log = DeltaLog(len(job.slabs))
+        self.sealed = sealed
+        self.log = self.new_log()
         self.missing = Missing(self.shards, fresh)
         if fresh:
             self._initialise_()
@@ -187,6 +188,17 @@ class Holdings:
                         initial.of(stripes * layout.k + member),
                         np.full(len(stripes), coefficient, dtype=np.uint8),
                     )
+
+    def new_log(self, floor: int = 0) -> DeltaLog:
+        """An empty log of the slot's own deltas, after a step."""
+        return DeltaLog(len(self.job.slabs), floor, self.sealed, lambda slab, at: self.name_of(self.index, slab, at))
+
+    def name_of(self, slot: int, slab: int, position: int) -> str:
+        """What a slot's record is called, for people."""
+        spec, layout = self.job.slabs[slab], self.layouts[slab]
+        row = int(layout.row_at(slot, np.array([position]))[0])
+        table = int(np.searchsorted(np.array(spec.first_rows), row, side="right")) - 1
+        return f"row {row - spec.first_rows[table]} of table {spec.tables[table].name} (slot {slot})"
 
     def initial(self, slab: int, positions_U: np.ndarray) -> np.ndarray:
         """(U, B) uint8, what some data records were before anything was loaded; positions (U,) int64."""

@@ -87,6 +87,9 @@ class Looks(Protocol):
     def on_mended(self, count: int) -> None:
         """So many records or parities that were damaged are what they should be."""
 
+    def on_log(self, what: str) -> None:
+        """A delta log is damaged, and what follows from that."""
+
     def on_beyond(self, slab: int, parity: bool, positions_M: np.ndarray) -> None:
         """Nobody can give these records (M,) back: too much of their stripes is damaged or lost."""
 

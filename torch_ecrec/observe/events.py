@@ -131,12 +131,12 @@ class Damaged(OfSlot, frozen=True, tag="damaged"):
     """Something that a slot keeps is not what it should be: bits of it have changed in memory, or on their way.
 
     Attributes:
-        what: a "record" or a "parity".
+        what: "record", "parity", "delta log" or "dense snapshot".
         places: (table, row, member of the stripe), of a parity with the stripe's first row; of many, the first ones.
         count: how many.
         used: so many of them a step may have used. Then the run may differ from an undisturbed one.
         step: of training, that the slot stands at.
-        reason: why they cannot be repaired; "": they are being repaired.
+        reason: why they cannot be repaired; "": they are being repaired. Of a log or a snapshot, what follows.
     """
 
     what: str

@@ -272,15 +272,15 @@ class Unrecoverable(OfSlot, frozen=True, tag="unrecoverable"):
 
 
 class Damaged(OfSlot, frozen=True, tag="damaged"):
-    """Records or parities do not fit their seals.
+    """Something that the slot keeps is not what it was.
 
     Attributes:
-        what: "record" or "parity".
+        what: "record", "parity", "delta log" or "dense snapshot".
         places: (table, row, member of the stripe) of each, `PLACES_MOST` at most; of a parity the stripe's first row.
         count: how many.
         used: so many of them a step may have used.
         step: of training, that the slot stands at.
-        reason: why they cannot be repaired; "": they are being repaired.
+        reason: why they cannot be repaired; "": they are being repaired. Of a log or a snapshot, what follows.
     """
 
     what: Text

@@ -28,6 +28,7 @@ from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Durability
 from torch_ecrec.protocol.messages import PLACES_MOST, TEXT_MOST
 from torch_ecrec.records.positions import Positions
+from torch_ecrec.server.checkpoints import SlotCheckpoints
 from torch_ecrec.server.reports import Reports
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class ScrubbedSlot(Protocol):
     """What this needs of its slot."""
 
     durability: Durability
+    checkpoints: SlotCheckpoints
     reports: Reports
     ready: bool
     dead: bool
@@ -145,6 +147,8 @@ class Scrubber:
         if not len(positions_M) or self.beyond:
             return
         self.damaged += len(positions_M)
+        if not parity:
+            self._slot.checkpoints.on_damage()
         used = int(self._used[slab][positions_M].sum()) if self._marks and not parity else 0
         reason = self._slot.durability.mend(slab, parity, positions_M)
         self._say(slab, parity, positions_M, used, reason)
@@ -155,6 +159,19 @@ class Scrubber:
         """So many of what was damaged are what they should be."""
         self.mended += count
         self._slot.tell("mended", count=count)
+
+    def on_log(self, what: str) -> None:
+        """A delta log is damaged, and what follows from that."""
+        self._tell_damaged("delta log", what)
+
+    def on_snapshot(self, step: int, trainer: int) -> None:
+        """A trainer's part of a dense snapshot is damaged; it is not kept any more."""
+        self._tell_damaged("dense snapshot", f"the part of trainer {trainer} of step {step}: other holders have it")
+
+    def _tell_damaged(self, what: str, reason: str) -> None:
+        log.warning("slot %d: damaged: %s: %s", self._held.index, what, reason)
+        step = self._slot.reports.trained(self._held.rule.applied)
+        self._slot.tell("damaged", what=what, places=[], count=1, used=0, step=step, reason=reason[:TEXT_MOST])
 
     def on_beyond(self, slab: int, parity: bool, positions_M: Positions) -> None:
         """Nobody can give these back, which were damaged, or lost."""

@@ -93,7 +93,7 @@ class Slot:
         self.going_back_to: int | None = None  # until that step is durable
         self.not_trained: int | None = None  # of the steps up to the last applied, as far as they are known
         self.reports = Reports(self)
-        self.snapshots = SnapshotStore(self, host, self.index, self.incarnation, self.job.trainers)
+        self.snapshots = SnapshotStore(self, host, self.index, self.incarnation, self.job.trainers, held.sealed)
         self.durability = policy(self, host, held, settings)
         self.scrubber = Scrubber(self, held, settings.record_checks == "use")
         self.applier = Applier(held, self.is_missing)
@@ -314,6 +314,7 @@ class Slot:
         self.applier.forget()
         self._refuse_all("the trainers were lost")
         self.durability.freeze()
+        self.snapshots.check()
         self.reports.reach()
 
     def go_back(self, step: int, done: int) -> None:
