@@ -28,7 +28,8 @@ def undisturbed(scenario: Scenario) -> SimulationResult:
 
 def check(cluster: Flipped) -> None:
     """The run is the undisturbed one, and each flip in a slot that lives was found once, named, and repaired."""
-    calm = dataclasses.replace(cluster.scenario, network_seed=0, random_kills=0, random_trainer_kills=0, reborn=False)
+    undo = {"random_kills": 0, "random_trainer_kills": 0, "reborn": False, "kills": (), "noise": 0.0}
+    calm = dataclasses.replace(cluster.scenario, network_seed=0, **undo)
     cluster.go().check_against(undisturbed(calm))
     assert cluster.flipped
     assert not any(event["used"] or event["reason"] for event in cluster.told("damaged"))
@@ -65,13 +66,21 @@ def test_flips_while_messages_are_late_repeated_and_dropped() -> None:
     check(Flipped(Scenario(CodeSpec(3, 2, 1), steps=8, network_seed=3, noise=0.03), OFTEN))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_parity_is_not_decoded_from(seed: int) -> None:
+    """Nobody looks in the background; who rebuilds a lost slot reads others, and is told which are damaged."""
+    scenario = Scenario(CodeSpec(6, 2, 2), steps=8, network_seed=seed, kills=((1, 3), (4, 5)))
+    check(Flipped(scenario, OFTEN, parity=1.0, checks="background", scrubs="last", crash_damaged=True))
+
+
 def test_flips_in_records_of_16_bits() -> None:
     check(Flipped(Scenario(tables=half_tables(), steps=5), OFTEN))
 
 
 def test_a_load_does_not_hide_a_flip() -> None:
     """What is written over would fit its seal, and its parity keep the damage: it is looked at before."""
-    check(Flipped(Scenario(steps=3, loads=LOADS), tuple(range(20, 900, 15))))
+    check(Flipped(Scenario(steps=3, loads=LOADS), range(20, 900, 15)))
+    check(Flipped(Scenario(steps=0, loads=LOADS), range(20, 900, 7), parity=0.0, checks="background"))
 
 
 def test_what_nobody_has_used_is_repaired_to_the_last_bit_in_the_background() -> None:
@@ -112,20 +121,7 @@ def advance(cluster: Flipped) -> None:
 
 def test_where_a_step_may_have_used_it_already_the_word_says_so() -> None:
     """A record that is read in every step flips, and nobody looks before its use."""
-    scenario = Scenario(steps=6, touch=1.0)
-
-    class Late(Flipped):
-        """Looks only once training is over."""
-
-        def on_event(self, number: int) -> None:
-            self.scrubs = self.scripts.done
-            super().on_event(number)
-
-        def settled(self) -> bool:
-            self.scrub(1000)
-            return super().settled()
-
-    cluster = Late(scenario, (150,), parity=0.0, checks="background")
+    cluster = Flipped(Scenario(steps=6, touch=1.0), (150,), parity=0.0, checks="background", scrubs="last")
     run = cluster.go()
     assert run.fatal is None and len(cluster.flipped) == 1
     (event,) = cluster.told("damaged")
@@ -167,7 +163,7 @@ def test_without_protection_a_flip_is_the_end_and_says_where() -> None:
 
 
 def test_when_it_is_switched_off_nothing_is_noticed() -> None:
-    cluster: Any = Flipped(Scenario(steps=6), (150,), checks="none", scrubs=True)
+    cluster: Any = Flipped(Scenario(steps=6), (150,), checks="none")
     with pytest.raises(AssertionError, match="not the code of its stripe"):  # the simulation sees it, from outside
         cluster.go()
     assert cluster.flipped and not cluster.told("damaged")

@@ -25,13 +25,21 @@ class Flipped(SimulatedCluster):
         flips: at which events.
         parity: the share of flips that are in parities.
         checks: `Settings.record_checks`.
-        scrubs: whether somebody looks in the background.
+        scrubs: whether somebody looks in the background: "always", "last" (when training is over) or "never".
+        crash_damaged: servers may die while something is damaged: the code must repair one more.
     """
 
     def __init__(
-        self, scenario: Scenario, flips: Sequence[int], parity: float = 0.3, checks: str = "use", scrubs: bool = True
+        self,
+        scenario: Scenario,
+        flips: Sequence[int],
+        parity: float = 0.3,
+        checks: str = "use",
+        scrubs: str = "always",
+        crash_damaged: bool = False,
     ) -> None:
         super().__init__(scenario)
+        self.crash_damaged = crash_damaged
         self.settings = dataclasses.replace(self.settings, record_checks=checks)
         self.due, self.share, self.scrubs = list(flips), parity, scrubs
         self.chance = random.Random(scenario.network_seed)
@@ -41,8 +49,12 @@ class Flipped(SimulatedCluster):
     def on_event(self, number: int) -> None:
         if self.due and number >= self.due[0] and self.flip():
             self.due.pop(0)
-        if self.scrubs and number % SCRUB_EVERY == 0:
+        if self.scrubbing and number % SCRUB_EVERY == 0:
             self.scrub(SCRUB_BYTES)
+
+    @property
+    def scrubbing(self) -> bool:
+        return self.scrubs == "always" or (self.scrubs == "last" and self.scripts.done)
 
     def scrub(self, most_bytes: int) -> None:
         """All servers look at some of what they have."""
@@ -77,10 +89,10 @@ class Flipped(SimulatedCluster):
         return not any(len(slot.shards[slab].broken_run(at, at + 1, parity)) for slot, slab, parity, at in living)
 
     def settled(self) -> bool:
-        return super().settled() and (self.all_mended() or not self.scrubs)
+        return super().settled() and (self.all_mended() or self.scrubs == "never")
 
     def may_crash(self, name: str) -> bool:
-        return super().may_crash(name) and self.all_mended()
+        return super().may_crash(name) and (self.crash_damaged or self.all_mended())
 
     def verify(self) -> None:
         if self.all_mended():

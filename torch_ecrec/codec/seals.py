@@ -154,13 +154,14 @@ def _times(product: Any, coefficient: Any, seal: Any) -> Any:
 
 
 @kernel()
-def _add(seals_N: Any, rows_U: Any, source_UW: Any, coefficients_U: Any, product: Any) -> None:
+def _add(seals_N1: Any, rows_U: Any, source_UW: Any, coefficients_U: Any, product: Any) -> None:
     start, words = source_UW.ctypes.data, source_UW.shape[1]
     for i in range(rows_U.shape[0]):
+        prefetch_row(seals_N1, rows_U, i)
         row = rows_U[i]
         if row >= 0:
             seal, coefficient = _seal(start + i * words * WORD_BYTES, words), coefficients_U[i]
-            seals_N[row] ^= seal if coefficient == 1 else _times(product, coefficient, seal)
+            seals_N1[row, 0] ^= seal if coefficient == 1 else _times(product, coefficient, seal)
 
 
 @kernel()
@@ -251,7 +252,7 @@ def add_(seals_N: SealsOf, rows_U: Rows, deltas_UB: Bytes, coefficients_U: Bytes
         raise ValueError(f"`deltas_UB` and `coefficients_U` must be one (uint8) for each of {len(rows_U)} rows: {got}")
     rows_U = _check_rows("rows_U", rows_U, -1, len(seals_N))
     if deltas_UW.size:
-        _add(seals_N, rows_U, deltas_UW, np.ascontiguousarray(coefficients_U), PRODUCT)
+        _add(seals_N.reshape(-1, 1), rows_U, deltas_UW, np.ascontiguousarray(coefficients_U), PRODUCT)
 
 
 def broken(rows_NB: Bytes, seals_N: SealsOf, positions_U: Rows) -> Rows:

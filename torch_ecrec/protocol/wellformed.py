@@ -207,6 +207,10 @@ class Judge:
     def _check_records(self, request: wire.Export | wire.Fetch, answer: wire.Records, lives: Lives) -> None:
         _check_shape("records", request.slab, answer.records, self._records(request.slab, request.positions))
 
+    def _check_damaged(self, request: wire.Fetch, answer: wire.Damaged, lives: Lives) -> None:
+        check(len(answer.places) > 0, "`places` must not be empty")
+        self._check_ascending(answer.places, 0, len(request.positions), "places")
+
     def _check_acknowledged(self, request: wire.Part, answer: wire.Acknowledged, lives: Lives) -> None:
         check(answer.step == request.step, f"`step` must be {request.step}, got {answer.step}")
 
@@ -297,6 +301,7 @@ _REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {
 _ANSWERS: dict[type[Answer], Callable[..., None]] = {
     wire.Rows: Judge._check_rows,
     wire.Records: Judge._check_records,
+    wire.Damaged: Judge._check_damaged,
     wire.Acknowledged: Judge._check_acknowledged,
     wire.Stored: Judge._check_stored,
     wire.CutLog: Judge._check_cut_log,
