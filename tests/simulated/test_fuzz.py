@@ -421,6 +421,7 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
         wire.Cut(slot, 0, source, 0, False, step),
         wire.Versions(slot, 0),
         wire.Fetch(slot, 0, 0, False, one, {slot: step}),
+        wire.FetchSeals(slot, 0, 0, one, step - 1),
         wire.FetchSnapshots(slot, 0, -1),
     ]
 

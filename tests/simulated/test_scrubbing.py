@@ -31,6 +31,7 @@ def check(cluster: Flipped) -> None:
     undo = {"random_kills": 0, "random_trainer_kills": 0, "reborn": False, "kills": (), "noise": 0.0}
     calm = dataclasses.replace(cluster.scenario, network_seed=0, **undo)
     cluster.go().check_against(undisturbed(calm))
+    advance(cluster)
     assert cluster.flipped
     assert not any(event["used"] or event["reason"] for event in cluster.told("damaged"))
     named = Counter(cluster.names())
@@ -192,3 +193,43 @@ def test_all_of_a_thousand_flips_are_found() -> None:
         found += len(flips)
     collect_again(cluster)
     run.check_against(undisturbed(Scenario(steps=2)))
+
+
+def stray(cluster: Flipped) -> tuple[str, int, int]:
+    """A delta that no step made is folded into a parity: its name. All seals fit."""
+    while True:
+        slot = cluster.chance.choice(cluster.slots())
+        slab = cluster.chance.randrange(len(slot.shards))
+        shard = slot.shards[slab]
+        if shard.parity_rows:
+            at = np.array([cluster.chance.randrange(shard.parity_rows)])
+            delta = np.zeros((1, shard.schema.nbytes), np.uint8)
+            delta[0, cluster.chance.randrange(shard.schema.nbytes)] = cluster.chance.randrange(1, 256)
+            shard.fold_(slot.code, at, delta, np.ones(1, np.uint8))
+            (place,) = slot.scrubber.places(slab, True, at)
+            return place
+
+
+@pytest.mark.parametrize("code", CODES, ids=str)
+def test_a_parity_that_is_not_the_code_of_its_stripe_is_found_and_encoded_again(code: CodeSpec) -> None:
+    cluster = Flipped(Scenario(code=code, steps=3), (), checks="background")
+    cluster.go()
+    assert not cluster.told("damaged"), "in a run without one"
+    wanted = []
+    for _ in range(12):
+        wanted.append(stray(cluster))
+        cluster.scrub(20_000)
+        advance(cluster)
+    check_parity(cluster.slots())
+    assert cluster.names() == [("mismatch", *place) for place in wanted]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_comparing_finds_nothing_where_nothing_is_wrong(seed: int) -> None:
+    """While steps are applied, folded, taken back and made again, servers lost and rebuilt."""
+    more = {"random_kills": 3, "reborn": True, "random_trainer_kills": 2, "trainers_return": True, "noise": 0.02}
+    cluster = Flipped(Scenario(CODES[seed % 3], steps=10, network_seed=seed, spares=2, **more), ())
+    run = cluster.go()
+    assert run.kills + run.trainer_kills and run.fatal is None and not cluster.told("damaged")
+    assert sum(slot.scrubber.rounds for slot in cluster.slots()) > 10
+    assert any(kind == "FetchSeals" for _, _, kind in cluster.network.sent)

@@ -13,7 +13,7 @@ from torch_ecrec.server.slot import Slot
 from torch_ecrec.testing.scenario import Scenario
 from torch_ecrec.testing.simulation import SimulatedCluster
 
-SCRUB_EVERY = 3  # events
+SCRUB_EVERY_S = 0.003  # virtual: a message takes about as long
 SCRUB_BYTES = 200
 
 
@@ -39,7 +39,7 @@ class Flipped(SimulatedCluster):
         crash_damaged: bool = False,
     ) -> None:
         super().__init__(scenario)
-        self.crash_damaged = crash_damaged
+        self.crash_damaged, self.next_s = crash_damaged, 0.0
         self.settings = dataclasses.replace(self.settings, record_checks=checks)
         self.due, self.share, self.scrubs = list(flips), parity, scrubs
         self.chance = random.Random(scenario.network_seed)
@@ -49,7 +49,9 @@ class Flipped(SimulatedCluster):
     def on_event(self, number: int) -> None:
         if self.due and number >= self.due[0] and self.flip():
             self.due.pop(0)
-        if self.scrubbing and number % SCRUB_EVERY == 0:
+        now_s = self.network.clock.now_s
+        if self.scrubbing and now_s >= self.next_s:
+            self.next_s = now_s + SCRUB_EVERY_S
             self.scrub(SCRUB_BYTES)
 
     @property

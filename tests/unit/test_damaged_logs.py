@@ -14,8 +14,12 @@ from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.server.snapshots import SnapshotStore
 
 
+def name_of(slab: int, position: int) -> str:
+    return f"row {position} of table {'ab'[slab]}"
+
+
 def log_of(steps: int, sealed: bool = True) -> DeltaLog:
-    rng, log = np.random.default_rng(0), DeltaLog(2, 3, sealed, lambda slab, at: f"row {at} of table {'ab'[slab]}")
+    rng, log = np.random.default_rng(0), DeltaLog(2, 3, sealed, name_of, MemoryDamaged)
     for step in range(4, 4 + steps):
         positions = [np.arange(0, 20, 2), np.array([1, 5, 9])]
         log.append(step, positions, [rng.integers(0, 256, (len(at), 12), np.uint8) for at in positions])

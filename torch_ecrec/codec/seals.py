@@ -255,6 +255,11 @@ def add_(seals_N: SealsOf, rows_U: Rows, deltas_UB: Bytes, coefficients_U: Bytes
         _add(seals_N.reshape(-1, 1), rows_U, deltas_UW, np.ascontiguousarray(coefficients_U), PRODUCT)
 
 
+def times(coefficient: int, seals_U: SealsOf) -> SealsOf:
+    """The seals of records that are `coefficient` (0 to 255) times those of these seals; (U,) uint32, fresh."""
+    return PRODUCT[coefficient, np.ascontiguousarray(seals_U).view(np.uint8)].view(np.uint32)
+
+
 def broken(rows_NB: Bytes, seals_N: SealsOf, positions_U: Rows) -> Rows:
     """Which of some rows do not fit their seals.
 

@@ -56,7 +56,11 @@ class Folds:
     def _new_log(self, source: int, floor: int) -> DeltaLog:
         held = self.held
         slabs = [slab for slab, runs in enumerate(self.runs[source]) for _ in runs]  # of each run
-        return DeltaLog(len(slabs), floor, held.sealed, lambda run, at: held.name_of(source, slabs[run], at))
+
+        def name_of(run: int, position: int) -> str:
+            return held.name_of(source, slabs[run], position)
+
+        return DeltaLog(len(slabs), floor, held.sealed, name_of, MemoryDamaged)
 
     # folds ----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.errors import MemoryDamaged
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol.step_rule import StepRule
 from torch_ecrec.records.delta_log import DeltaLog
@@ -191,7 +192,11 @@ class Holdings:
 
     def new_log(self, floor: int = 0) -> DeltaLog:
         """An empty log of the slot's own deltas, after a step."""
-        return DeltaLog(len(self.job.slabs), floor, self.sealed, lambda slab, at: self.name_of(self.index, slab, at))
+
+        def name_of(slab: int, position: int) -> str:
+            return self.name_of(self.index, slab, position)
+
+        return DeltaLog(len(self.job.slabs), floor, self.sealed, name_of, MemoryDamaged)
 
     def name_of(self, slot: int, slab: int, position: int) -> str:
         """What a slot's record is called, for people."""

@@ -45,6 +45,9 @@ class Unprotected:
     def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
         return "there is no protection"
 
+    def compare(self, slab: int, first: int, end: int) -> None:
+        """There are no parities."""
+
     def freeze(self) -> None:
         pass
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from torch_ecrec.durability.adoption import Adoption
+from torch_ecrec.durability.comparing import Comparisons
 from torch_ecrec.durability.folding import Folds
 from torch_ecrec.durability.holdings import Change, Holdings
 from torch_ecrec.durability.policy import Owner, PeerRequest, Peers, Reply
@@ -36,6 +37,7 @@ class Parity:
         }
         self.folds = Folds(owner, peers, held)
         self.adoption = Adoption(owner, peers, held)
+        self.comparisons = Comparisons(owner, peers, held)
         self.rebuild = Rebuild(owner, peers, held, self.folds, settings)
 
     @property
@@ -80,6 +82,10 @@ class Parity:
     def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
         self.rebuild.mend(slab, parity, positions)
         return ""
+
+    def compare(self, slab: int, first: int, end: int) -> None:
+        if not self.peers.frozen:
+            self.comparisons.begin(slab, first, end)
 
     def freeze(self) -> None:
         """Nothing is sent any more, and what waits for its turn will not get it: those steps may be taken back."""
@@ -140,6 +146,8 @@ class Parity:
                 reply(wire.VersionsAre(dict(self.held.rule.folded)))
             case wire.Fetch():
                 self.on_fetch(request, reply)
+            case wire.FetchSeals():
+                self.comparisons.on_fetch(request, reply)
             case _:
                 assert_never(request)
 

@@ -26,7 +26,7 @@ from torch_ecrec.spec.settings import Settings
 
 Reply = Callable[[A | Refused], None]
 # What slots ask each other for the sake of their steps' survival; a policy answers, see `Durability.handle`.
-PeerRequest = wire.Fold | wire.Attach | wire.Adopt | wire.Cut | wire.Versions | wire.Fetch
+PeerRequest = wire.Fold | wire.Attach | wire.Adopt | wire.Cut | wire.Versions | wire.Fetch | wire.FetchSeals
 
 
 class Pending(Protocol):
@@ -86,6 +86,9 @@ class Looks(Protocol):
 
     def on_mended(self, count: int) -> None:
         """So many records or parities that were damaged are what they should be."""
+
+    def on_mismatch(self, slab: int, positions_M: np.ndarray) -> None:
+        """These parities (M,), ascending, are not the code of their stripes, whose records fit their seals."""
 
     def on_log(self, what: str) -> None:
         """A delta log is damaged, and what follows from that."""
@@ -176,6 +179,14 @@ class Durability(Protocol):
         Returns:
             "" if they are being repaired, and `Looks.on_mended` or `Looks.on_beyond` will be called; else why they
             cannot be.
+        """
+
+    def compare(self, slab: int, first: int, end: int) -> None:
+        """Finds out whether parities are the code of their stripes; tells `Looks.on_mismatch` of those that are not.
+
+        Args:
+            slab: of which slab.
+            first, end: from one position to another, which is not one of them.
         """
 
     def freeze(self) -> None:

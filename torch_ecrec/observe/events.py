@@ -131,7 +131,8 @@ class Damaged(OfSlot, frozen=True, tag="damaged"):
     """Something that a slot keeps is not what it should be: bits of it have changed in memory, or on their way.
 
     Attributes:
-        what: "record", "parity", "delta log" or "dense snapshot".
+        what: "record", "parity", "mismatch" (a parity that is not the code of its stripe, though all fit their seals),
+            "delta log" or "dense snapshot".
         places: (table, row, member of the stripe), of a parity with the stripe's first row; of many, the first ones.
         count: how many.
         used: so many of them a step may have used. Then the run may differ from an undisturbed one.

@@ -275,7 +275,8 @@ class Damaged(OfSlot, frozen=True, tag="damaged"):
     """Something that the slot keeps is not what it was.
 
     Attributes:
-        what: "record", "parity", "delta log" or "dense snapshot".
+        what: "record", "parity", "mismatch" (a parity that is not the code of its stripe, though all fit their seals),
+            "delta log" or "dense snapshot".
         places: (table, row, member of the stripe) of each, `PLACES_MOST` at most; of a parity the stripe's first row.
         count: how many.
         used: so many of them a step may have used.

@@ -27,7 +27,6 @@ import numpy as np
 import xxhash
 
 from torch_ecrec.codec import seals
-from torch_ecrec.errors import MemoryDamaged
 from torch_ecrec.records.positions import Bytes, Positions, as_words, require_ascending
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.runtime.kernel_cache import kernel
@@ -90,10 +89,16 @@ class DeltaLog:
         floor: the step before the first that will be appended.
         sealed: what is damaged is found when it is used.
         name_of: what a position of a slab is called in errors.
+        error: what is raised of an entry that is damaged: below, `MemoryDamaged`.
     """
 
     def __init__(
-        self, slabs: int, floor: int = 0, sealed: bool = False, name_of: Callable[[int, int], str] = _plain_name
+        self,
+        slabs: int,
+        floor: int = 0,
+        sealed: bool = False,
+        name_of: Callable[[int, int], str] = _plain_name,
+        error: Callable[[str], Exception] = RuntimeError,
     ) -> None:
         require_int("slabs", slabs, 0)
         require_int("floor", floor, 0)
@@ -102,7 +107,7 @@ class DeltaLog:
         self._entries: deque[Entry] = deque()  # of the steps floor+1, floor+2, ...
         self._bytes = 0
         self._sealed: deque[Sealed] | None = deque() if sealed else None
-        self._name_of = name_of
+        self._name_of, self._error = name_of, error
 
     @property
     def floor(self) -> int:
@@ -193,14 +198,14 @@ class DeltaLog:
         for index in range(self._slabs) if slab is None else (slab,):
             (positions_U, deltas_UB), (seals_U, total) = entry[index], sealed[index]
             if _sum_of(positions_U) != total:
-                raise MemoryDamaged(f"positions in the delta log of step {step}, slab {index}, are damaged in memory")
+                raise self._error(f"positions in the delta log of step {step}, slab {index}, are damaged in memory")
             deltas_UB = np.ascontiguousarray(deltas_UB)
             rows = np.arange(len(positions_U)) if rows_M is None else rows_M
             broken_M = seals.broken(deltas_UB, seals_U, rows)
             if len(broken_M):
                 name = self._name_of(index, int(positions_U[rows[broken_M[0]]]))
                 many = f"{len(broken_M)} deltas of step {step} are damaged in memory"
-                raise MemoryDamaged(f"{many}, first that of {name}")
+                raise self._error(f"{many}, first that of {name}")
 
     def forget(self, through: int) -> None:
         """Drops the steps up to `through`, of those held; never lowers the floor."""

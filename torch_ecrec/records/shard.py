@@ -336,6 +336,12 @@ class Shard:
             return np.empty(0, np.int64)
         return seals.broken_run(self._of(parity), self._seals[parity], first, end)
 
+    def seals_at(self, positions_U: Positions, parity: bool = False) -> NDArray[np.uint32]:
+        """The seals of some records, (U,) uint32, fresh. Raises ValueError where none are kept."""
+        if self._seals is None:
+            raise ValueError("this shard keeps no seals")
+        return self._seals[parity][check_positions(positions_U, len(self._seals[parity]))]
+
     def flip_(self, position: int, bit: int, parity: bool = False) -> None:
         """Flips one bit of a record behind its seal's back, as failing memory does: for tests and `chaos`."""
         self._of(parity)[position, bit // 8] ^= np.uint8(1 << (bit % 8))

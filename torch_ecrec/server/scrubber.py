@@ -134,13 +134,18 @@ class Scrubber:
         found_M = self._held.shards[slab].broken_run(first, end, parity)
         if len(found_M):
             self._on_found(slab, parity, found_M)
-        if not parity and self._marks:
+        if parity:
+            self._slot.durability.compare(slab, first, end)
+        elif self._marks:
             self._used[slab][first:end] = False
 
     # what is found ------------------------------------------------------------------------------
 
-    def _on_found(self, slab: int, parity: bool, positions_M: Positions) -> None:
-        """These, ascending, do not fit their seals; of those that are missing anyway that says nothing."""
+    def _on_found(self, slab: int, parity: bool, positions_M: Positions, what: str = "") -> None:
+        """These, ascending, do not fit their seals; of those that are missing anyway that says nothing.
+
+        `what`: as the coordinator is told; "": a record or a parity.
+        """
         there_M = self._held.missing.present(slab, parity, positions_M)
         if there_M is not None:
             positions_M = positions_M[there_M]
@@ -151,7 +156,7 @@ class Scrubber:
             self._slot.checkpoints.on_damage()
         used = int(self._used[slab][positions_M].sum()) if self._marks and not parity else 0
         reason = self._slot.durability.mend(slab, parity, positions_M)
-        self._say(slab, parity, positions_M, used, reason)
+        self._say(slab, parity, positions_M, used, reason, what)
         if reason:
             self._give_up(slab, parity, positions_M, reason)
 
@@ -159,6 +164,10 @@ class Scrubber:
         """So many of what was damaged are what they should be."""
         self.mended += count
         self._slot.tell("mended", count=count)
+
+    def on_mismatch(self, slab: int, positions_M: Positions) -> None:
+        """These parities are not the code of their stripes, whose records fit their seals: they are encoded again."""
+        self._on_found(slab, True, positions_M, "mismatch")
 
     def on_log(self, what: str) -> None:
         """A delta log is damaged, and what follows from that."""
@@ -191,8 +200,8 @@ class Scrubber:
         if self.beyond:
             self._slot.tell("unrecoverable", reason=self.beyond)
 
-    def _say(self, slab: int, parity: bool, positions_M: Positions, used: int, reason: str) -> None:
-        what, index = "parity" if parity else "record", self._held.index
+    def _say(self, slab: int, parity: bool, positions_M: Positions, used: int, reason: str, what: str = "") -> None:
+        what, index = what or ("parity" if parity else "record"), self._held.index
         step = self._slot.reports.trained(self._held.rule.applied)
         places = self.places(slab, parity, positions_M[:PLACES_MOST])
         many, table, row, member = len(positions_M), *places[0]

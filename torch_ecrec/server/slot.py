@@ -134,7 +134,15 @@ class Slot:
                 self.reads.on_export(request, reply)
             case wire.FetchSnapshots():
                 self.snapshots.on_fetch(request, reply)
-            case wire.Fold() | wire.Attach() | wire.Adopt() | wire.Cut() | wire.Versions() | wire.Fetch():
+            case (
+                wire.Fold()
+                | wire.Attach()
+                | wire.Adopt()
+                | wire.Cut()
+                | wire.Versions()
+                | wire.Fetch()
+                | wire.FetchSeals()
+            ):
                 self.durability.handle(request, reply)
             case _:
                 raise TypeError(f"`request` must be one to a slot, got {type(request).__name__}")
