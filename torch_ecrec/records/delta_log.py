@@ -276,7 +276,7 @@ class DeltaLog:
 
 
 def _sum_of(positions_U: Positions) -> int:
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(positions_U).view(np.uint8))
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(positions_U).data)
 
 
 def _entry_bytes(entry: Entry) -> int:

@@ -201,7 +201,7 @@ class SlotCheckpoints:
             return
         marks, look = self._take_marks(order), self._slot.scrubber.look
         self._capture = capture = Capture(held, order.step, marks, lambda slab, at: look(slab, False, at))
-        if not self._slot.whole:  # something was damaged: it is being repaired
+        if held.missing.remaining:  # something was damaged: it is being repaired
             self.on_damage()
             return
         self._pinned = None

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import Peers, Policy, Reply
+from torch_ecrec.durability.policy import PeerRequest, Peers, Policy, Reply
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.protocol.wire import Answer, Refused
@@ -134,15 +134,7 @@ class Slot:
                 self.reads.on_export(request, reply)
             case wire.FetchSnapshots():
                 self.snapshots.on_fetch(request, reply)
-            case (
-                wire.Fold()
-                | wire.Attach()
-                | wire.Adopt()
-                | wire.Cut()
-                | wire.Versions()
-                | wire.Fetch()
-                | wire.FetchSeals()
-            ):
+            case _ if isinstance(request, PeerRequest):
                 self.durability.handle(request, reply)
             case _:
                 raise TypeError(f"`request` must be one to a slot, got {type(request).__name__}")

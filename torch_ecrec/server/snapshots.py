@@ -237,4 +237,4 @@ class SnapshotStore:
 
 
 def _sum_of(payload: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(payload.numpy())
+    return xxhash.xxh3_64_intdigest(payload.contiguous().numpy().data)
