@@ -72,6 +72,7 @@ setup(
         "gpu": ["fbgemm-gpu==1.8.0", "torchrec==1.8.0"],
         "demo": ["matplotlib", "psutil"],
         "s3": ["s3fs"],
+        "etcd": ["etcd3gw"],
         "dev": ["galois>=0.4.4", "hypothesis", "mypy", "py-spy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={"console_scripts": ["torch-ecrec = torch_ecrec.__main__:main"]},

@@ -14,7 +14,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +23,8 @@ import psutil
 import pytest
 from builds import BUILD
 from cluster_child import Orders
+from cluster_trainers import ENVIRONMENT, LIMIT_S, Child
 from conftest import ROOT, wait_until
-from places import SUPPORT
 
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.supervisor import Supervisor
@@ -33,65 +32,9 @@ from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import TRANSPORTS
 from torch_ecrec.transport.control import ControlClient, request
 
-LIMIT_S = 300.0  # for anything that is waited for: only a hang reaches it
 STEPS = 100
 TRAINERS = 2
-ENVIRONMENT = {"TORCH_ECREC_HEARTBEAT_S": "0.2", "TORCH_ECREC_GIVE_UP_S": "240", "OMP_NUM_THREADS": "1"}
-LEASE_S = 240.0  # nobody is taken for lost who is only slow
-ENVIRONMENT |= {"TORCH_ECREC_LEASE_S": str(LEASE_S)}
 Status = dict[str, Any]
-
-
-class Child:
-    """A trainer process."""
-
-    def __init__(self, orders: Orders, logs: Path) -> None:
-        with (logs / f"trainer-{orders.trainer}.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SUPPORT / "cluster_child.py"), json.dumps(vars(orders))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            )
-        self._said: queue.Queue[dict[str, Any] | None] = queue.Queue()  # None: no more
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._said.put(json.loads(line))
-        self._said.put(None)
-
-    def expect(self, kind: str) -> Any:
-        """The next thing it says, which must be of this kind."""
-        try:
-            message = self._said.get(timeout=LIMIT_S)
-        except queue.Empty:
-            pytest.fail(f"no {kind!r} of pid {self.process.pid} within {LIMIT_S:g} s")
-        assert message is not None, f"it ended with {self.process.wait(LIMIT_S)} instead of {kind!r}"
-        assert kind in message, f"{message} instead of {kind!r}"
-        return message[kind]
-
-    def tell(self, word: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(word.encode() + b"\n")
-        self.process.stdin.flush()
-
-    def result(self) -> dict[str, Any]:
-        """What it says when it is done; it then ends by itself."""
-        result: dict[str, Any] = self.expect("done")
-        assert self.process.wait(LIMIT_S) == 0
-        return result
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):  # what was not read any more
-                pipe.close()
 
 
 class Cluster:

@@ -20,7 +20,8 @@ from typing import Any
 import test_cluster
 from builds import BUILD
 from cluster_child import Orders
-from test_cluster import ENVIRONMENT, LEASE_S, LIMIT_S, STEPS, Child, Cluster
+from cluster_trainers import ENVIRONMENT, LEASE_S, LIMIT_S, Child
+from test_cluster import STEPS, Cluster
 
 from torch_ecrec.processes.launch import Supervisor
 from torch_ecrec.spec.job import CodeSpec

@@ -189,7 +189,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 def add_join(parser: argparse.ArgumentParser) -> None:
     """The cluster that a process is to talk to."""
-    parser.add_argument("--join", metavar="HOST:PORT", help="the coordinator (default: $TORCH_ECREC_JOIN)")
+    parser.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="the coordinator, or etcd://... for whichever leads (default: $TORCH_ECREC_JOIN)",
+    )
 
 
 def add_end_with_parent(parser: argparse.ArgumentParser) -> None:

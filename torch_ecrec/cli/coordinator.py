@@ -8,8 +8,9 @@ import sys
 
 from torch_ecrec.cli.arguments import add_checkpoints, add_code, add_end_with_parent, checkpoints_of, code_of, port
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.runtime.checks import require_int
+from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.spec.settings import Settings
+from torch_ecrec.transport.etcd import parse_place
 
 HELP = "the coordinator alone"
 
@@ -19,32 +20,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_code(parser)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=port, default=0)
+    parser.add_argument(
+        "--elect",
+        metavar="etcd://HOST:PORT[,...]/NAME",
+        default="",
+        help="of several coordinators one leads, and the others stand by: etcd decides; members and trainers join this"
+        " name (needs torch-ecrec[etcd])",
+    )
+    parser.add_argument(
+        "--leader-lease",
+        metavar="SECONDS",
+        type=int,
+        default=2,
+        help="so long after a leader is silent another leads (default 2, the least that etcd grants)",
+    )
     add_checkpoints(parser)
     add_end_with_parent(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs a coordinator in this process."""
-    from torch_ecrec.processes.launch import run_coordinator
+    from torch_ecrec.processes.coordination import Coordination, run_coordinator
 
     code, checkpoint = code_of(arguments), checkpoints_of(arguments)
     require_int("spares", arguments.spares, 0)
+    if arguments.elect:
+        _require_address(arguments.host)
+        parse_place(arguments.elect)
+        require_int("leader-lease", arguments.leader_lease, 2)
+    told = Coordination(
+        host=arguments.host,
+        port=arguments.port,
+        code=code,
+        spares=arguments.spares,
+        without_spare=arguments.without_spare,
+        settings=Settings.from_environment(),
+        checkpoint=checkpoint,
+        restore=arguments.restore,
+        again=arguments.again,
+        elect=arguments.elect,
+        leader_lease_s=arguments.leader_lease,
+    )
     try:
-        return run_coordinator(
-            arguments.host,
-            arguments.port,
-            code,
-            arguments.spares,
-            arguments.without_spare,
-            Settings.from_environment(),
-            sys.stdout,
-            checkpoint,
-            arguments.restore,
-            arguments.again,
-        )
+        return run_coordinator(told, sys.stdout)
     except (OSError, CheckpointError) as error:
         reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
         if not arguments.end_with_parent:
             raise type(error)(reason) from error
         print(json.dumps({"error": reason}), flush=True)  # for the supervisor, which says it
         return 2
+
+
+def _require_address(host: str) -> None:
+    """What is told to others must be an address that they reach."""
+    everywhere = host in ("", "0.0.0.0", "::")
+    require(not everywhere, f"--elect tells members where the coordinator is: --host must be its address, got {host!r}")

@@ -1,8 +1,8 @@
 """Membership and placement: who is there, which slot lives where, and what follows when a process comes or goes.
 
 `Coordinator` is a pure state machine: events in (`on_*`, with the time as an argument), messages out. No sockets, no
-clock, no threads: `launch.py` runs it behind a `ControlServer`, the simulated cluster behind virtual messages. It is
-never in the path of the data.
+clock, no threads: `coordination.py` runs it behind a `ControlServer`, the simulated cluster behind virtual messages. It
+is never in the path of the data.
 
 Terms: *member*: a server or trainer process that has joined. *generation*: a version of the RPC world, a list of
 members; a new one is formed when somebody joins who is not in it, never because somebody died. *epoch*: a version of

@@ -1,8 +1,8 @@
 """Who is on which connection, and what may be said on it: between the control channel and the `Coordinator`.
 
 Pure, as the coordinator is: connections are objects with `send`, `admit` and `close`; the time is an argument; whatever
-takes time (`probe`) is asked for, and answered by a call. The real process (`launch.run_coordinator`) and the simulated
-cluster run this very code.
+takes time (`probe`) is asked for, and answered by a call. The real process (`coordination.run_coordinator`) and the
+simulated cluster run this very code.
 
 Terms: *stranger*: a connection of nobody who has joined. *held*: a `join` that waits until members of a coordinator
 before have had the time to come back. *away*: a member whose connection has ended and whose end is not known.

@@ -1,6 +1,5 @@
-"""The composition root: coordinator, server and trainer processes.
+"""The composition root of servers and trainers; `coordination.py` has the coordinator's.
 
-run_coordinator   one process: membership behind a control server, and the store RPC generations meet at
 run_server        one process: a `Host` on the network
 connect           in a trainer: a `Session`, in the cluster named or in a local one of its own (`supervisor.py`)
 """
@@ -11,46 +10,35 @@ import atexit
 import contextlib
 import dataclasses
 import gc
-import json
 import logging
 import os
 import queue
 import shutil
-import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, cast
 
 from torch_ecrec import codec, records
 from torch_ecrec.client import pooling
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
-from torch_ecrec.coordinator.checkpoint_settings import NO_CHECKPOINTS, CheckpointSettings
-from torch_ecrec.coordinator.router import Router
-from torch_ecrec.coordinator.settings import ClusterSettings
-from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
+from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
-from torch_ecrec.processes.restoring import StoredCheckpoint, newest_of
-from torch_ecrec.processes.restoring import find as find_checkpoint
-from torch_ecrec.processes.scribe import FileLedger, FileScribe
-from torch_ecrec.processes.supervisor import START_S, Supervisor
-from torch_ecrec.protocol.messages import TransportName
+from torch_ecrec.processes.restoring import StoredCheckpoint
+from torch_ecrec.processes.scribe import FileScribe
+from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.runtime import allocator, byte_sums
-from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, on_signals
+from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, freeze, on_signals
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings, restarts
 from torch_ecrec.storage import quantised, seen
-from torch_ecrec.transport.control import ControlServer, raise_descriptors
 from torch_ecrec.transport.node import Node
 
 log = logging.getLogger(__name__)
@@ -77,139 +65,6 @@ def warm() -> None:
     byte_sums.warm()
 
 
-# coordinator ------------------------------------------------------------------------------------------
-
-
-def _freeze() -> None:
-    """Spares the interpreter's end the look at all objects of torch: 0.7 s of a core, and Ctrl-C ends many processes.
-
-    For processes of our own only: garbage that exists now is never collected.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-def _begin_looking(*where: Any) -> None:
-    threading.Thread(target=_look_for, args=where, name="look for a checkpoint", daemon=True).start()
-
-
-def _look_for(checkpoint: CheckpointSettings, restore: str, router: Router, server: ControlServer) -> None:
-    """A thread of a coordinator that takes the place of one that died: finds what the cluster begins with if nobody is
-    left who trains. A store that cannot be read is tried again: training does not need it."""
-    while True:
-        try:
-            found, life = newest_of(checkpoint.run, checkpoint.url)
-            begins = find_checkpoint(restore, checkpoint.url) if found is None and restore else found
-        except CheckpointError as error:
-            log.warning("is there a checkpoint to begin with, if nobody is left who trains? %s", error)
-            time.sleep(LOOK_AGAIN_S)
-            continue
-        break
-    server.call_soon(lambda: router.begin_with(begins, life, time.monotonic()))
-
-
-def run_coordinator(
-    host: str,
-    port: int,
-    code: CodeSpec,
-    spares: int,
-    without_spare: str,
-    settings: Settings,
-    out: IO[str],
-    checkpoint: CheckpointSettings = NO_CHECKPOINTS,
-    restore: str = "",
-    again: bool = False,
-) -> int:
-    """Runs the coordinator until it is told to stop; prints its address to `out` as a line of JSON once it listens.
-
-    Args:
-        checkpoint: which checkpoints are written.
-        restore: the checkpoint that the cluster begins with (`restoring.find`); "": none.
-        again: it takes the place of one that died. If everybody else died, too, and more losses than parity repairs are
-            not to end the job, it begins with the newest checkpoint of the run.
-
-    Raises:
-        OSError: the port is in use.
-        CheckpointError: the checkpoint to begin with is not there, or there is no such place.
-    """
-    looks = again and checkpoint.beyond != "stop"
-    begins = find_checkpoint(restore, checkpoint.url) if restore and not looks else None
-    ledger: FileLedger | None = None
-    if checkpoint.url:
-        ledger = FileLedger(checkpoint, lambda: router.core.job, lambda act: server.call_soon(act))
-    raise_descriptors()
-    store = _store_on(host)
-
-    def probe(name: str, number: int, address: tuple[str, int]) -> None:
-        server.probe(address, lambda found: router.on_probed(name, number, found, time.monotonic()))
-
-    server = ControlServer(
-        host,
-        port,
-        on_message=lambda connection, message: router.on_message(connection, message, time.monotonic()),
-        on_closed=lambda connection: router.on_closed(connection, time.monotonic()),
-        on_bad_line=lambda connection, reason: router.refuse(connection, reason, time.monotonic()),
-    )
-    transport = cast(TransportName, settings.transport)
-    where = host, store.port
-    router = Router(
-        ClusterSettings(code, spares, where, without_spare, settings.lease_s, transport, checkpoint, begins),
-        ledger=ledger,
-        probe=probe,
-        announce=_announce,
-        stop=lambda: server.call_later(0.2, server.close),
-        stamp=lambda message: {**message, "time_s": time.time()},
-        joins_from_s=time.monotonic() + JOINS_HELD_S,
-        looks=looks,
-    )
-    if looks:
-        _begin_looking(checkpoint, restore, router, server)
-    _coordinate(server, router, settings.heartbeat_s, out)
-    return 0
-
-
-def _announce(event: dict[str, Any]) -> None:
-    """To the log: louder what is not exact."""
-    log.log(logging.WARNING if event["event"] == "recovered_partly" else logging.INFO, "%s", json.dumps(event))
-
-
-def _coordinate(server: ControlServer, router: Router, heartbeat_s: float, out: IO[str]) -> None:
-    """Until it is told to stop."""
-
-    def tick() -> None:
-        router.on_tick(time.monotonic())
-        server.call_later(heartbeat_s / 4, tick)
-
-    def end() -> None:
-        if router.core.fatal is None:
-            router.core.stop("the coordinator was told to end", "stopped")  # nobody waits for another then
-        server.close()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.call_soon(end))
-    print(json.dumps({"address": list(server.address)}), file=out, flush=True)
-    _freeze()
-    server.call_later(0.0, tick)
-    server.call_later(JOINS_HELD_S, lambda: router.on_tick(time.monotonic()))  # those who wait are let in
-    server.serve_forever()
-
-
-def _store_on(host: str) -> Any:
-    """A TCPStore that listens at `host`. Left to itself, torch's listens on every interface."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    listener = socket.create_server((host, 0), backlog=1024)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=START_S),
-        master_listen_fd=listener.detach(),  # the store's from now on
-    )
-
-
 # server -----------------------------------------------------------------------------------------------
 
 
@@ -227,7 +82,7 @@ def run_server(settings: Settings, code: dict[str, int | None] | None = None) ->
     """
     allocator.keep_freed(settings.keep_freed_bytes)
     warm()
-    _freeze()
+    freeze()
     while isinstance(reason := _serve_once(settings, code), Fenced):
         log.warning("%s; joins again", reason)
         gc.collect()  # the slots of before

@@ -28,13 +28,15 @@ from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.control import ControlClient, parse_address
+from torch_ecrec.transport.control import ControlClient
+from torch_ecrec.transport.etcd import Leader
 from torch_ecrec.transport.generations import Transport
 from torch_ecrec.transport.liveness import SignOfLife
 from torch_ecrec.transport.node import COMPLAINTS, Node
 from torch_ecrec.transport.rpc import RpcTransport
 from torch_ecrec.transport.sockets import SocketTransport
 from torch_ecrec.transport.timers import Timers
+from torch_ecrec.transport.whereabouts import follow, reach, whereabouts
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ class Member:
         known: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         if settings.join is None:
-            raise ValueError("no cluster named: `settings.join` (TORCH_ECREC_JOIN) must be HOST:PORT")
+            raise ValueError("no cluster named: `settings.join` (TORCH_ECREC_JOIN) must be HOST:PORT or etcd://...")
         self.settings, self._on_control, self._on_end, self._report = settings, on_control, on_end, report
         self._make_node, self._known = make_node, known
         self.name = ""
@@ -110,16 +112,19 @@ class Member:
         self._gone = ""  # why the connection ended, before the coordinator had answered
         self._ended = self._leaving = False
         self._lock = threading.Lock()  # guards _ended and _leaving
+        self._over = threading.Event()  # the membership
         self._parted = threading.Event()  # the coordinator has heard that this trainer is done, or all has ended
         self._generations: GenerationFollower | None = None
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
         self._connected, self._cut = threading.Event(), threading.Event()
         self._why_cut = ""
         self._control: ControlClient | None = None
+        self._leader: Leader | None = None  # whom the last connection is with
         self._sign: SignOfLife | None = None
         self._hello = {**hello, "birth": uuid.uuid4().hex}
         try:
-            self._address = parse_address(settings.join)
+            self._where = whereabouts(settings.join)
+            follow(self._where, self._over, self._connected_with, self._on_closed)
             generations = self._join()
         except BaseException:
             self.close()
@@ -157,7 +162,7 @@ class Member:
             if time.monotonic() + pause_s > deadline_s:
                 raise ClusterUnavailable(f"{where} ended before it answered: {gone}")
             log.warning("%s is gone before it answered (%s); joins again", where, gone)
-            # nothing of the connection before comes any more
+            control.close()  # nothing of it comes any more
             self._answered.clear()
             self._cut.clear()
             self._gone = ""
@@ -182,7 +187,14 @@ class Member:
     # the coordinator ----------------------------------------------------------------------------
 
     def _connect(self, limit_s: float) -> ControlClient:
-        return ControlClient(*self._address, self._on_message, self._on_closed, limit_s, on_bad_line=self._on_nonsense)
+        def connect(*where: Any) -> ControlClient:
+            return ControlClient(where[0], where[1], self._on_message, self._on_closed, where[2], self._on_nonsense)
+
+        control, self._leader = reach(self._where, limit_s, connect)
+        return control
+
+    def _connected_with(self) -> Leader | None:
+        return self._leader if self._connected.is_set() else None
 
     def _on_message(self, message: dict[str, Any]) -> None:
         try:
@@ -190,10 +202,7 @@ class Member:
         except BadMessage as error:
             self._on_nonsense(f"the coordinator sent what cannot be: {error}")
         except Exception as error:  # the seam: it is raised where the process joins, or ends its membership
-            if self._answered.is_set():
-                self.on_error(error)
-            else:
-                self._fail_to_join(error)
+            (self.on_error if self._answered.is_set() else self._fail_to_join)(error)
 
     def _take(self, word: messages.FromCoordinator, message: dict[str, Any]) -> None:
         if isinstance(word, messages.Welcome):
@@ -237,10 +246,7 @@ class Member:
 
     def _on_nonsense(self, reason: str) -> None:
         """What arrived is no message of this protocol: whoever sent it is not the coordinator of this cluster."""
-        if self._answered.is_set():
-            self.end(ClusterUnavailable(reason))
-        else:
-            self._fail_to_join(ClusterUnavailable(reason))
+        (self.end if self._answered.is_set() else self._fail_to_join)(ClusterUnavailable(reason))
 
     def _on_closed(self, reason: str) -> None:
         self._why_cut = reason
@@ -300,21 +306,13 @@ class Member:
             self._connected.set()
 
     def _beat(self) -> None:
-        self.tell({"type": "beat", "report": {**self._report(), **self._figures()}})
+        self.tell({"type": "beat", "report": {**self._report(), **figures_of(self.transport)}})
         self._timers.later(self.settings.heartbeat_s, self._beat)
-
-    def _figures(self) -> dict[str, Any]:
-        assert self.transport is not None
-        refused = sum(self.transport.complaints.counts.values()) + sum(COMPLAINTS.counts.values())
-        return {"bytes_sent": self.bytes_sent(), "refused_messages": refused}
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""
         assert self.transport is not None
-        kinds = dict.fromkeys([*KINDS.values(), "other"], 0)
-        for name, size in self.transport.bytes_sent.items():
-            kinds[KINDS.get(name, "other")] += size
-        return kinds
+        return by_kind(self.transport.bytes_sent)
 
     # the end ------------------------------------------------------------------------------------
 
@@ -329,6 +327,7 @@ class Member:
                 return
             self._ended = True
             leaving = self._leaving
+        self._over.set()
         if self._generations is not None:
             self._generations.end()
         self._parted.set()
@@ -352,6 +351,7 @@ class Member:
                 log.warning("%s: no coordinator has heard within %g s that it is done", self.name, limit_s)
         with self._lock:
             self._ended = True
+        self._over.set()
         if self._generations is not None:
             self._generations.end()
         self._timers.close()
@@ -364,7 +364,22 @@ class Member:
             self._sign.close()
 
     def _say_leave(self) -> None:
-        self.tell({"type": "leave", "report": self._figures()})
+        self.tell({"type": "leave", "report": figures_of(self.transport)})
+
+
+def figures_of(transport: Transport | None) -> dict[str, Any]:
+    """What every member reports."""
+    assert transport is not None
+    refused = sum(transport.complaints.counts.values()) + sum(COMPLAINTS.counts.values())
+    return {"bytes_sent": by_kind(transport.bytes_sent), "refused_messages": refused}
+
+
+def by_kind(bytes_sent: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by what they were for, of those by the name of a message."""
+    kinds = dict.fromkeys([*KINDS.values(), "other"], 0)
+    for name, size in bytes_sent.items():
+        kinds[KINDS.get(name, "other")] += size
+    return kinds
 
 
 class GenerationFollower:

@@ -20,6 +20,7 @@ from pathlib import Path
 from torch_ecrec.processes.children import FRESH_STORE
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.transport.control import parse_address
+from torch_ecrec.transport.whereabouts import require_whereabouts
 
 MEETING_PORT = 29500
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -128,7 +129,7 @@ def become_torchrun(nodes: Nodes, join: str, script: Sequence[str]) -> None:
 
     Args:
         nodes: where trainers run.
-        join: HOST:PORT of the coordinator; "": a variable names it, or each job has a cluster of its own.
+        join: HOST:PORT of the coordinator, or etcd://...; "": a variable names it, or each job has its own cluster.
         script: as torchrun takes it.
 
     Raises:
@@ -138,6 +139,6 @@ def become_torchrun(nodes: Nodes, join: str, script: Sequence[str]) -> None:
     if script and not script[0].startswith("-"):
         require(Path(script[0]).exists(), f"there is no script {script[0]}")
     if join:
-        parse_address(join)
+        require_whereabouts(join)
     command, joins = nodes.command(script), {"TORCH_ECREC_JOIN": join} if join else {}
     os.execve(command[0], command, {**nodes.environment(), **os.environ, **joins})

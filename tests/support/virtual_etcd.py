@@ -1,0 +1,242 @@
+"""etcd as the coordinators of a cluster see it, on a virtual clock, with candidates that run beside each other.
+
+    run = Elections(candidates=2, faults={7: Fault("unanswered")})
+    run.until(30.0)
+
+Each call of a candidate is a moment: it may fail before it is done or after, be done late, or take long, and the other
+candidates go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
+from torch_ecrec.transport.etcd import EtcdUnavailable, Last, Leader
+
+T = TypeVar("T")
+TTL_S = 2
+CALL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens at a call.
+
+    Args:
+        kind: "refused": nothing is done, and an error comes. "unanswered": it is done, and an error comes. "late": an
+            error comes, and it is done after `seconds`. "slow": it takes so long, half of it before it is done.
+            "outage": etcd answers nobody for so long, and no lease ends.
+        seconds: see there.
+    """
+
+    kind: str
+    seconds: float = 0.0
+
+
+class Etcd:
+    """Its state: two keys, leases, a revision."""
+
+    def __init__(self) -> None:
+        self.revision, self.leases = 10, dict[int, tuple[float, float]]()  # id: how long, until when
+        self.leader: Leader | None = None
+        self.last = Last()
+        self._next = 1
+
+    def expire(self, now_s: float) -> None:
+        for lease, (_, until_s) in list(self.leases.items()):
+            if until_s <= now_s:
+                self._drop(lease)
+
+    def _drop(self, lease: int) -> None:
+        self.leases.pop(lease, None)
+        if self.leader is not None and self.leader.lease == lease:
+            self.leader = None
+
+    def grant(self, ttl_s: int, now_s: float) -> int:
+        self._next += 1
+        self.leases[self._next] = (ttl_s, now_s + ttl_s)
+        return self._next
+
+    def renew(self, lease: int, now_s: float) -> bool:
+        if lease not in self.leases:
+            return False
+        ttl_s, _ = self.leases[lease]
+        self.leases[lease] = (ttl_s, now_s + ttl_s)
+        return True
+
+    def revoke(self, lease: int) -> None:
+        self._drop(lease)
+
+    def take(self, me: str, run: str, address: tuple[str, int], lease: int, last: Last) -> bool:
+        if lease not in self.leases:
+            raise EtcdUnavailable("requested lease not found")
+        if self.leader is not None or self.last.revision != last.revision:
+            return False
+        self.revision += 1
+        self.leader = Leader(address, self.revision, me, lease)
+        self.last = Last(me, run, self.revision)
+        return True
+
+
+class Caller:
+    """The `Keys` of one candidate."""
+
+    def __init__(self, run: Elections, number: int) -> None:
+        self._run, self._number = run, number
+
+    def _call(self, do: Callable[[], T]) -> T:
+        return self._run.call(self._number, do)
+
+    def leader(self) -> Leader | None:
+        return self._call(lambda: self._run.etcd.leader)
+
+    def last(self) -> Last:
+        return self._call(lambda: self._run.etcd.last)
+
+    def grant(self, ttl_s: int) -> int:
+        return self._call(lambda: self._run.etcd.grant(ttl_s, self._run.now_s))
+
+    def renew(self, lease: int) -> bool:
+        return self._call(lambda: self._run.etcd.renew(lease, self._run.now_s))
+
+    def revoke(self, lease: int) -> None:
+        try:
+            self._call(lambda: self._run.etcd.revoke(lease))
+        except EtcdUnavailable:
+            return
+
+    def take(self, me: str, run: str, address: tuple[str, int], lease: int, last: Last) -> bool:
+        return self._call(lambda: self._run.etcd.take(me, run, address, lease, last))
+
+
+class Elections:
+    """Candidates beside each other.
+
+    Args:
+        candidates: how many.
+        faults: by the number of the call, of all candidates together.
+        pauses: (candidate, from, to): it does nothing then.
+        replaced: a candidate that is fenced is followed by another, as its process would be.
+
+    Attributes:
+        calls: made so far.
+        fired: faults that were.
+        led: ids of who has led, in order.
+        disturbed_s: until when there were faults and pauses.
+    """
+
+    def __init__(
+        self,
+        candidates: int = 2,
+        faults: Mapping[int, Fault] | None = None,
+        pauses: tuple[tuple[int, float, float], ...] = (),
+        replaced: bool = True,
+    ) -> None:
+        self.now_s, self.etcd, self.calls = 0.0, Etcd(), 0
+        self.fired: list[Fault] = []
+        self.led: list[str] = []
+        self.disturbed_s = max((until_s for _, _, until_s in pauses), default=0.0)
+        self._faults, self._pauses, self._replaced = dict(faults or {}), pauses, replaced
+        self._later: list[tuple[float, Callable[[], Any]]] = []
+        self._out_until_s = 0.0
+        self.candidates = [self._candidate(i) for i in range(candidates)]
+        self._due = [0.1 * i for i in range(candidates)]
+        self._busy: set[int] = set()
+
+    def _candidate(self, number: int) -> Candidate:
+        return Candidate(Caller(self, number), (f"host{number}", 1), TTL_S, f"run{number}", lambda: self.now_s)
+
+    def until(self, end_s: float) -> Elections:
+        """Lets time pass."""
+        while self.now_s < end_s:
+            self.pass_to(min(self.now_s + CALL_S, end_s))
+        return self
+
+    def pass_to(self, now_s: float) -> None:
+        """Time passes, and whoever is not in the middle of a call does what is due."""
+        while (number := self._next(now_s)) is not None:
+            self.now_s = max(self.now_s, self._due[number])
+            self._look()
+            self._step(number)
+        self.now_s = max(self.now_s, now_s)
+        self._look()
+
+    def _next(self, now_s: float) -> int | None:
+        free = [i for i in range(len(self.candidates)) if i not in self._busy and self._due[i] <= now_s]
+        return min(free, key=lambda i: self._due[i], default=None)
+
+    def _step(self, number: int) -> None:
+        for who, from_s, to_s in self._pauses:
+            if who == number and from_s <= self.now_s < to_s:
+                self._due[number] = to_s
+                return
+        self._busy.add(number)
+        try:
+            wait_s = self.candidates[number].step()
+        except EtcdUnavailable:
+            wait_s = RETRY_S
+        self._busy.discard(number)
+        self._due[number] = self.now_s + max(wait_s, CALL_S)
+        if self.candidates[number].standing is Standing.FENCED and self._replaced:
+            self.candidates[number] = self._candidate(number)
+
+    def call(self, number: int, do: Callable[[], T]) -> T:
+        """A call of a candidate."""
+        self.calls += 1
+        fault = self._faults.get(self.calls, Fault("none"))
+        if fault.kind != "none":
+            self.fired.append(fault)
+            self.disturbed_s = max(self.disturbed_s, self.now_s + fault.seconds)
+        if fault.kind == "outage":
+            self._out_until_s = self.now_s + fault.seconds
+            kept = {lease: (ttl_s, until_s + fault.seconds) for lease, (ttl_s, until_s) in self.etcd.leases.items()}
+            self.etcd.leases = kept
+        self.pass_to(self.now_s + (fault.seconds / 2 if fault.kind == "slow" else CALL_S / 2))
+        if fault.kind in ("refused", "late") or self.now_s < self._out_until_s:
+            if fault.kind == "late":
+                self._later.append((self.now_s + fault.seconds, do))
+            raise EtcdUnavailable(fault.kind)
+        found = do()
+        self._look()
+        self.pass_to(self.now_s + (fault.seconds / 2 if fault.kind == "slow" else CALL_S / 2))
+        if fault.kind == "unanswered":
+            raise EtcdUnavailable(fault.kind)
+        return found
+
+    def _look(self) -> None:
+        """Whoever acts is who etcd says, and nobody acts again after another has."""
+        for at_s, do in list(self._later):
+            if at_s <= self.now_s:
+                self._later.remove((at_s, do))
+                try:
+                    do()
+                except EtcdUnavailable:
+                    continue
+        self.etcd.expire(self.now_s)
+        holding = [one for one in self.candidates if one.holds]
+        for one in holding:
+            leader = self.etcd.leader
+            assert leader is not None and leader.id == one.id, f"{one.id} acts, and {leader} leads"
+            if not self.led or self.led[-1] != one.id:
+                assert one.id not in self.led, "who was followed by another acts again"
+                assert one.again or not self.led, "somebody has led before"
+                self.led.append(one.id)
+        assert len({one.run for one in holding} | ({self.run} if self.led else set())) <= 1, "the word of the run"
+
+    @property
+    def run(self) -> str:
+        return self.etcd.last.run
+
+
+def faults() -> list[Fault]:
+    """Every kind, short and longer than a lease."""
+    plain = [Fault("refused"), Fault("unanswered")]
+    return plain + [Fault(kind, seconds) for kind in ("late", "slow", "outage") for seconds in (0.3, 1.9, 2.5, 7.0)]
+
+
+def describe(fault: Fault) -> str:
+    return " ".join(map(str, dataclasses.astuple(fault)))

@@ -1,0 +1,190 @@
+"""Which of several coordinators leads: a fault at every call, pauses, and outages of etcd.
+
+`Elections` itself asserts at every moment that whoever acts is who etcd says, and that nobody acts after another has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_etcd import TTL_S, Elections, Fault, describe, faults
+
+from torch_ecrec.coordinator import election
+from torch_ecrec.coordinator.election import Candidate, Standing
+from torch_ecrec.transport.etcd import Last, parse_place
+
+SOON_S = 2.5 * TTL_S  # for one to lead, once nothing is disturbed any more
+SWEPT = 45  # calls
+
+
+def check(run: Elections) -> Elections:
+    """It goes on until after all faults: then one leads, and goes on to."""
+    run.until(15.0)
+    while run.now_s < run.disturbed_s + SOON_S:
+        run.until(run.disturbed_s + SOON_S)
+    assert sum(one.holds for one in run.candidates) == 1
+    led, fired = run.led[-1], len(run.fired)
+    run.until(run.now_s + 3 * TTL_S)
+    assert fired < len(run.fired) or (run.led[-1] == led and sum(one.holds for one in run.candidates) == 1)
+    return run
+
+
+def test_one_leads_and_the_others_stand_by() -> None:
+    run = check(Elections(3))
+    assert run.led == [run.candidates[0].id]
+    assert [one.standing for one in run.candidates[1:]] == [Standing.STANDBY] * 2
+    assert run.candidates[1].leads is not None and run.candidates[1].leads.address == ("host0", 1)
+
+
+@pytest.mark.parametrize("fault", faults(), ids=describe)
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_a_fault_at_every_call(candidates: int, fault: Fault) -> None:
+    for call in range(1, SWEPT):
+        run = check(Elections(candidates, {call: fault}))
+        assert run.fired == [fault], f"call {call}"
+
+
+def pairs() -> Iterator[dict[int, Fault]]:
+    """What is done late, and what is to undo it is not."""
+    for late_s in (0.22, 1.9):
+        for call in range(1, SWEPT):
+            for gap in (1, 2, 3):
+                yield {call: Fault("late", late_s), call + gap: Fault("refused")}
+    for hundredths in range(95, 115):  # between a look at who leads and the next attempt
+        yield {4: Fault("late", hundredths / 100), **{4 + i: Fault("refused") for i in (1, 2, 3, 4, 7)}}
+
+
+def test_two_faults_beside_each_other() -> None:
+    for moments in pairs():
+        check(Elections(2, moments))
+        check(Elections(1, moments))
+
+
+def test_a_leader_that_is_stopped_is_followed_and_never_acts_again() -> None:
+    run = Elections(2, pauses=((0, 3.0, 9.0),), replaced=False)
+    run.until(2.9)
+    first, second = run.candidates
+    assert first.holds
+    run.until(3.0 + 1.5 * TTL_S)
+    assert second.holds and second.again and second.run == first.run == "run0"
+    assert not first.holds and first.standing is Standing.LEADING, "it does not know yet"
+    run.until(12.0)
+    assert first.standing is Standing.FENCED and second.holds
+
+
+def test_a_leader_alone_that_was_stopped_leads_again() -> None:
+    """Nobody has led meanwhile: all that it knows is as it was."""
+    run = Elections(1, pauses=((0, 3.0, 9.0),), replaced=False)
+    run.until(8.0)
+    assert not run.candidates[0].holds and run.etcd.leader is None
+    run.until(10.0)
+    assert run.candidates[0].holds and len(run.led) == 1
+
+
+def test_an_outage_of_etcd_is_no_change() -> None:
+    run = Elections(3, {40: Fault("outage", 30.0)})
+    run.until(60.0)
+    assert run.fired and len(run.led) == 1 and run.candidates[0].holds
+
+
+def test_standbys_end_with_the_run() -> None:
+    run = Elections(2, pauses=((0, 3.0, 99.0),), replaced=False)
+    run.until(3.0)
+    while run.candidates[0].holds:
+        run.until(run.now_s + 0.01)
+    run.etcd.leader, run.etcd.last = None, Last()  # as `EtcdKeys.end` does, of a leader that then ends
+    run.until(run.now_s + 0.5)
+    assert run.candidates[1].standing is Standing.OVER
+
+
+MOMENTS = st.dictionaries(st.integers(1, 150), st.sampled_from(faults()), max_size=6)
+PAUSES = st.lists(
+    st.tuples(st.integers(0, 2), st.floats(0.0, 12.0), st.floats(0.1, 9.0)).map(lambda p: (p[0], p[1], p[1] + p[2])),
+    max_size=4,
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.integers(1, 3), MOMENTS, PAUSES)
+def test_any_faults_and_pauses(
+    candidates: int, moments: dict[int, Fault], pauses: list[tuple[int, float, float]]
+) -> None:
+    check(Elections(candidates, moments, tuple(pauses)))
+
+
+# mutations ----------------------------------------------------------------------------------------
+
+
+def counts_from_the_answer(patch: pytest.MonkeyPatch) -> None:
+    """The lease is taken to begin when etcd has answered."""
+    lead = Candidate._lead
+    patch.setattr(Candidate, "_lead", lambda self, asked_s: lead(self, self._clock()))
+
+
+def acts_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(election, "MARGIN", 1000.0)
+
+
+def forgets_who_was_last(patch: pytest.MonkeyPatch) -> None:
+    """A leader whose lease has ended leads again, whoever has led since."""
+
+    def keep(self: Candidate) -> float:
+        asked_s = self._clock()
+        if self._has_it and self._keys.renew(self._lease):
+            return self._lead(asked_s)
+        self.leads = self._keys.leader()
+        if self.leads is None:
+            self._ask_for_it(self._keys.last())
+        return self._lead(self._asked_s) if self._has_it else election.RETRY_S
+
+    patch.setattr(Candidate, "_keep", keep)
+
+
+def believes_any_lease(patch: pytest.MonkeyPatch) -> None:
+    """It takes a key of its own for one that its lease keeps."""
+    patch.setattr(Candidate, "_has_it", property(lambda self: self.leads is not None and self.leads.id == self.id))
+
+
+MUTATIONS = [counts_from_the_answer, acts_for_ever, forgets_who_was_last, believes_any_lease]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_mutation_is_found(mutate, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(Elections(2, pauses=((0, 3.0, 9.0), (1, 7.5, 13.0)), replaced=False))
+        for moments in [*({call: fault} for fault in faults() for call in range(1, SWEPT)), *pairs()]:
+            check(Elections(2, moments))
+            check(Elections(1, moments))
+
+
+# names --------------------------------------------------------------------------------------------
+
+
+def test_places() -> None:
+    found = parse_place("etcd://10.0.0.1:2379,10.0.0.2/ads-1")
+    assert found.protocol == "http" and found.name == "ads-1"
+    assert found.addresses == (("10.0.0.1", 2379), ("10.0.0.2", 2379))
+    assert parse_place("etcds://etcd.example:1/a").protocol == "https"
+    assert parse_place("etcds://e/a?ca=/etc/ca.pem&key=k&cert=c").tls == ("/etc/ca.pem", "c", "k")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "etcd://10.0.0.1:2379",
+        "etcd:///a",
+        "etcd://a:b/c",
+        "http://a/b",
+        "etcd://a/b/c",
+        "etcd://a:0/b",
+        "etcd://a/b?ca=c",
+    ]
+    + ["etcds://a/b?other=1", "etcds://a/b?ca"],
+)
+def test_no_places(text: str) -> None:
+    with pytest.raises(ValueError, match="etcd must be named as etcd://"):
+        parse_place(text)

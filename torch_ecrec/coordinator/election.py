@@ -1,0 +1,150 @@
+"""One of several coordinators of a cluster: when it leads, and until when it may.
+
+Pure but for `Keys`, which asks etcd (`transport/etcd.py`); the clock is given. Each `step` is one thing to do next.
+
+Invariants.
+- *One leads.* A leader acts while `holds` alone: until `MARGIN` of its lease is over, counted from before it asked for
+  it, so that it stops before etcd can give the lease to another. A process that was stopped, or cannot reach etcd,
+  finds its time over by its own clock before it does anything.
+- *An outage of etcd is no change.* A leader whose lease has ended leads again, as it is, if nobody has led since: the
+  key `last` says so. Otherwise it is fenced, for ever.
+- What was asked and not answered may have been done: it is found out before anything is asked again.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+from torch_ecrec.transport.etcd import Last, Leader
+
+POLL_S = 0.2  # between two looks of a standby
+RETRY_S = 0.2  # after etcd did not answer
+RENEWS = 4  # times in a lease
+MARGIN = 0.9  # of a lease in which its owner acts
+
+
+class Keys(Protocol):
+    """What etcd has of a cluster; see `transport/etcd.py:EtcdKeys`."""
+
+    def leader(self) -> Leader | None: ...
+
+    def last(self) -> Last: ...
+
+    def grant(self, ttl_s: int) -> int: ...
+
+    def renew(self, lease: int) -> bool: ...
+
+    def revoke(self, lease: int) -> None: ...
+
+    def take(self, me: str, run: str, address: tuple[str, int], lease: int, last: Last) -> bool: ...
+
+
+class Standing(Enum):
+    """What a candidate is. It only goes forward."""
+
+    STANDBY = "standby"
+    LEADING = "leading"
+    FENCED = "fenced"  # another has led since it did
+    OVER = "over"  # a standby: the run that it stood by has ended
+
+
+class Candidate:
+    """One of them.
+
+    Args:
+        keys: what etcd has.
+        address: where it listens, once it leads.
+        ttl_s: of its lease.
+        run: the word of the run, if it is the first to lead; else the run has one.
+        clock: seconds, which never go back.
+
+    Attributes:
+        standing: what it is.
+        again: somebody has led before it.
+        leads: who leads, as it has seen last.
+    """
+
+    def __init__(self, keys: Keys, address: tuple[str, int], ttl_s: int, run: str, clock: Callable[[], float]) -> None:
+        self._keys, self._address, self._ttl_s, self._clock = keys, address, ttl_s, clock
+        self.id, self.run = uuid.uuid4().hex, run
+        self.standing = Standing.STANDBY
+        self.again = False
+        self.leads: Leader | None = None
+        self._lease, self._asked_s, self._until_s = 0, 0.0, 0.0
+        self._stood_by = False  # there was a leader
+
+    @property
+    def holds(self) -> bool:
+        """It may act: it leads, and nobody else can."""
+        return self.standing is Standing.LEADING and self._clock() < self._until_s
+
+    def step(self) -> float:
+        """Does the next thing; returns after how many seconds it is to be called again.
+
+        Raises:
+            EtcdUnavailable: etcd does not answer; likewise after `RETRY_S`.
+        """
+        if self.standing is Standing.STANDBY:
+            return self._campaign()
+        if self.standing is Standing.LEADING:
+            return self._keep()
+        return POLL_S
+
+    def _campaign(self) -> float:
+        self.leads = self._keys.leader()
+        if self.leads is None:
+            last = self._keys.last()
+            if self._stood_by and not last.id:
+                self.standing = Standing.OVER
+                return POLL_S
+            if last.id != self.id:
+                self.run, self.again = last.run or self.run, bool(last.id)
+            self._ask_for_it(last)
+        return self._lead(self._asked_s) if self._has_it else POLL_S
+
+    def _keep(self) -> float:
+        asked_s = self._clock()
+        if self._has_it and self._keys.renew(self._lease):
+            return self._lead(asked_s)
+        self.leads = None
+        last = self._keys.last()
+        if last.id != self.id:
+            self.standing = Standing.FENCED
+            return POLL_S
+        self.leads = self._keys.leader()
+        if self.leads is None:
+            self._ask_for_it(last)
+        return self._lead(self._asked_s) if self._has_it else RETRY_S
+
+    @property
+    def _has_it(self) -> bool:
+        """The key is this one's, by the lease that it renews."""
+        leads = self.leads
+        self._stood_by = self._stood_by or leads is not None
+        return leads is not None and leads.id == self.id and leads.lease == self._lease
+
+    def _ask_for_it(self, last: Last) -> None:
+        before, self._lease = self._lease, 0
+        if before:  # of an attempt that was not answered, or one that has ended
+            self._keys.revoke(before)
+        asked_s = self._clock()
+        self._lease = self._keys.grant(self._ttl_s)
+        self._asked_s = asked_s
+        if not self._keys.take(self.id, self.run, self._address, self._lease, last):
+            refused, self._lease = self._lease, 0
+            self._keys.revoke(refused)
+        self.leads = self._keys.leader()
+
+    def resign(self) -> None:
+        """Another may lead at once. Nothing else may be asked of this one."""
+        if self.standing is Standing.LEADING:
+            self.standing = Standing.FENCED
+            if self._lease:
+                self._keys.revoke(self._lease)
+
+    def _lead(self, asked_s: float) -> float:
+        self.standing, self._until_s = Standing.LEADING, asked_s + MARGIN * self._ttl_s
+        return self._ttl_s / RENEWS

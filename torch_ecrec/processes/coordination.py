@@ -1,0 +1,245 @@
+"""The composition root of a coordinator: membership behind a control server, and the store RPC generations meet at."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import IO, Any, cast
+
+from torch_ecrec.coordinator.checkpoint_settings import NO_CHECKPOINTS, CheckpointSettings
+from torch_ecrec.coordinator.election import Standing
+from torch_ecrec.coordinator.router import Router
+from torch_ecrec.coordinator.settings import ClusterSettings
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.processes.leadership import Acting, Office
+from torch_ecrec.processes.restoring import find as find_checkpoint
+from torch_ecrec.processes.restoring import newest_of
+from torch_ecrec.processes.scribe import FileLedger
+from torch_ecrec.processes.supervisor import START_S
+from torch_ecrec.protocol.messages import TransportName
+from torch_ecrec.runtime.lifetime import freeze
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import Settings
+from torch_ecrec.transport.control import ControlServer, raise_descriptors
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 2.0  # before a store that could not be read is read again
+JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
+SIGNALS = signal.SIGTERM, signal.SIGINT
+
+
+@dataclass(frozen=True)
+class Coordination:
+    """What a coordinator is told.
+
+    Args:
+        host, port: where it listens; port 0 takes any that is free.
+        code, spares, without_spare, checkpoint: see `ClusterSettings`.
+        settings: of the process.
+        restore: the checkpoint that the cluster begins with (`restoring.find`); "": none.
+        again: it takes the place of one that died. If everybody else died, too, and more losses than parity repairs are
+            not to end the job, it begins with the newest checkpoint of the run.
+        elect: `etcd://...`, where it is decided which of several coordinators leads; "": it is the only one.
+        leader_lease_s: of the one that leads; see `Office`.
+    """
+
+    host: str
+    port: int
+    code: CodeSpec
+    spares: int
+    without_spare: str
+    settings: Settings
+    checkpoint: CheckpointSettings = NO_CHECKPOINTS
+    restore: str = ""
+    again: bool = False
+    elect: str = ""
+    leader_lease_s: int = 2
+
+
+def run_coordinator(told: Coordination, out: IO[str]) -> int:
+    """Runs a coordinator until it is told to end; prints its address to `out` as a line of JSON once it listens.
+
+    Of several, one leads and the others stand by. One that finds that another has led in its place stands by again; one
+    that is told to end leaves the lead to another, unless the run is over.
+
+    Raises:
+        OSError: the port is in use.
+        CheckpointError: the checkpoint to begin with is not there, or there is no such place.
+        ClusterError: as `Office`.
+    """
+    raise_descriptors()
+    while _Coordinator(told, out).run():
+        log.warning("another coordinator has led in the place of this one: it stands by")
+    return 0
+
+
+class _Coordinator:
+    """One, from its start to its end."""
+
+    def __init__(self, told: Coordination, out: IO[str]) -> None:
+        self._told, self._out = told, out
+        self._fenced = self._over = False
+        self._server = ControlServer(
+            told.host,
+            told.port,
+            on_message=lambda peer, message: self._do(lambda: self._router.on_message(peer, message, time.monotonic())),
+            on_closed=lambda peer: self._do(lambda: self._router.on_closed(peer, time.monotonic())),
+            on_bad_line=lambda peer, reason: self._do(lambda: self._router.refuse(peer, reason, time.monotonic())),
+        )
+        self._office: Office | None = None
+        if told.elect:
+            self._office = Office(told.elect, self._server.address, told.leader_lease_s, told.checkpoint.run)
+        office = self._office
+        self._acting = Acting(lambda: office is None or office.holds)
+        self._router: Router
+
+    def _do(self, action: Callable[[], None]) -> None:
+        self._acting.do(action)
+
+    def _do_soon(self, action: Callable[[], None]) -> None:
+        """From any thread."""
+        self._server.call_soon(lambda: self._do(action))
+
+    def run(self) -> bool:
+        """Until its end; returns whether another has led in its place."""
+        checkpoint, again = self._told.checkpoint, self._told.again
+        if self._office is not None:
+            if not self._stand(self._office):
+                self._server.close()
+                return False
+            checkpoint = dataclasses.replace(checkpoint, run=self._office.run)
+            again = again or self._office.again
+        try:
+            self._begin(checkpoint, again)
+            self._serve()
+        finally:
+            if self._office is not None:
+                self._office.close(self._over)
+        return self._fenced
+
+    def _stand(self, office: Office) -> bool:
+        """Whether it leads."""
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: office.withdraw())
+        print(json.dumps({"stands_by": list(self._server.address)}), file=self._out, flush=True)
+        standing = office.stand()
+        if standing is Standing.OVER:
+            log.info("the run is over")
+        if standing is not Standing.LEADING:
+            office.close(over=False)
+        return standing is Standing.LEADING
+
+    def _begin(self, checkpoint: CheckpointSettings, again: bool) -> None:
+        told = self._told
+        looks = again and checkpoint.beyond != "stop"
+        begins = find_checkpoint(told.restore, checkpoint.url) if told.restore and not looks else None
+        ledger = FileLedger(checkpoint, lambda: self._router.core.job, self._do_soon) if checkpoint.url else None
+        self._store = _store_on(told.host)
+        settings = told.settings
+        transport, where = cast(TransportName, settings.transport), (told.host, self._store.port)
+        self._router = Router(
+            ClusterSettings(
+                told.code, told.spares, where, told.without_spare, settings.lease_s, transport, checkpoint, begins
+            ),
+            ledger=ledger,
+            probe=self._probe,
+            announce=_announce,
+            stop=self._stop,
+            stamp=lambda message: {**message, "time_s": time.time()},
+            joins_from_s=time.monotonic() + JOINS_HELD_S,
+            looks=looks,
+        )
+        if looks:
+            threading.Thread(
+                target=self._look_for, args=(checkpoint,), name="look for a checkpoint", daemon=True
+            ).start()
+        if self._office is not None:
+            self._office.keep(lambda: self._server.call_soon(self._give_way))
+
+    def _look_for(self, checkpoint: CheckpointSettings) -> None:
+        """A thread of one that takes the place of another: finds what the cluster begins with if nobody is left who
+        trains. A store that cannot be read is tried again: training does not need it."""
+        while True:
+            try:
+                found, life = newest_of(checkpoint.run, checkpoint.url)
+                restore = self._told.restore
+                begins = find_checkpoint(restore, checkpoint.url) if found is None and restore else found
+            except CheckpointError as error:
+                log.warning("is there a checkpoint to begin with, if nobody is left who trains? %s", error)
+                time.sleep(LOOK_AGAIN_S)
+                continue
+            break
+        self._do_soon(lambda: self._router.begin_with(begins, life, time.monotonic()))
+
+    def _probe(self, name: str, number: int, address: tuple[str, int]) -> None:
+        def on_probed(found: str) -> None:
+            self._do(lambda: self._router.on_probed(name, number, found, time.monotonic()))
+
+        self._server.probe(address, on_probed)
+
+    # its end ------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """The cluster was told to."""
+        self._over = True
+        self._server.call_later(0.2, self._server.close)
+
+    def _give_way(self) -> None:
+        """Another has led: whoever is still connected looks for it."""
+        self._fenced = True
+        self._server.close()
+
+    def _end(self) -> None:
+        """This process is told to."""
+        if self._router.core.fatal is not None:
+            self._over = True
+        elif self._office is None:
+            self._router.core.stop("the coordinator was told to end", "stopped")  # nobody waits for another then
+        self._server.close()
+
+    def _serve(self) -> None:
+        server = self._server
+
+        def tick() -> None:
+            if self._acting.go_on():
+                self._router.on_tick(time.monotonic())
+            server.call_later(self._told.settings.heartbeat_s / 4, tick)
+
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: server.call_soon(self._end))
+        print(json.dumps({"address": list(server.address)}), file=self._out, flush=True)
+        freeze()
+        server.call_later(0.0, tick)
+        # Those who wait are let in.
+        server.call_later(JOINS_HELD_S, lambda: self._do(lambda: self._router.on_tick(time.monotonic())))
+        server.serve_forever()
+
+
+def _announce(event: dict[str, Any]) -> None:
+    """To the log: louder what is not exact."""
+    log.log(logging.WARNING if event["event"] == "recovered_partly" else logging.INFO, "%s", json.dumps(event))
+
+
+def _store_on(host: str) -> Any:
+    """A TCPStore that listens at `host`. Left to itself, torch's listens on every interface."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server((host, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=START_S),
+        master_listen_fd=listener.detach(),  # the store's from now on
+    )

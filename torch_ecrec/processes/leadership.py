@@ -1,0 +1,137 @@
+"""What lets a coordinator act: that it is the only one, or that it leads among several.
+
+`Office` stands for the lead of a cluster, in etcd, and keeps it on a thread of its own. `Acting` keeps what arrives
+while it is not certain that the process leads, and does it in order once it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, parse_place
+
+log = logging.getLogger(__name__)
+
+
+class Acting:
+    """Does things, in order, while a condition holds. On one thread.
+
+    Args:
+        holds: the condition.
+    """
+
+    def __init__(self, holds: Callable[[], bool]) -> None:
+        self._holds = holds
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Does it now, or as soon as what came before is done and the condition holds."""
+        self._waiting.append(action)
+        self.go_on()
+
+    def go_on(self) -> bool:
+        """Does what waits; returns whether nothing does any more, and the condition holds."""
+        while self._waiting and self._holds():
+            self._waiting.popleft()()
+        return not self._waiting and self._holds()
+
+
+class Office:
+    """The lead of a cluster.
+
+    Args:
+        elect: `etcd://...`.
+        address: where this coordinator listens.
+        lease_s: of its lease: so long after its end another leads. At least what etcd grants, by default 2.
+        run: the word of the run, if it is the first to lead.
+
+    Raises:
+        ValueError: `elect` has not that form.
+        ClusterError: the package for etcd is not installed.
+    """
+
+    def __init__(self, elect: str, address: tuple[str, int], lease_s: int, run: str) -> None:
+        self._elect = elect
+        # Several addresses and a renewal must fit into the lease.
+        place = parse_place(elect)
+        self._keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)))
+        self._candidate = Candidate(self._keys, address, lease_s, run, time.monotonic)
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._told: dict[int, str] = {}  # by level, what was told last
+
+    @property
+    def run(self) -> str:
+        """The word of the run."""
+        return self._candidate.run
+
+    @property
+    def again(self) -> bool:
+        """Somebody has led before it."""
+        return self._candidate.again
+
+    @property
+    def holds(self) -> bool:
+        """It leads, and nobody else can."""
+        return self._candidate.holds
+
+    def stand(self) -> Standing:
+        """Stands by until it leads, or the run is over, or `withdraw` is called."""
+        while self._candidate.standing is Standing.STANDBY and not self._ends.is_set():
+            wait_s = self._step()
+            leads = self._candidate.leads
+            if self._candidate.standing is Standing.STANDBY and leads is not None:
+                self._tell(f"stands by at {self._elect}: {leads.address[0]}:{leads.address[1]} leads")
+                self._ends.wait(wait_s)
+        if self._candidate.standing is Standing.LEADING:
+            self._tell(f"leads at {self._elect}")
+        return self._candidate.standing
+
+    def keep(self, on_fenced: Callable[[], None]) -> None:
+        """Renews the lease from now on. `on_fenced`: on another thread, once, when another has led."""
+
+        def keep() -> None:
+            while not self._ends.wait(self._step()):
+                if self._candidate.standing is Standing.FENCED:
+                    on_fenced()
+                    return
+
+        self._thread = threading.Thread(target=keep, name="lead", daemon=True)
+        self._thread.start()
+
+    def _step(self) -> float:
+        try:
+            wait_s = self._candidate.step()
+        except EtcdUnavailable as error:
+            self._tell(str(error), logging.WARNING)
+            return RETRY_S
+        if self._candidate.standing is Standing.LEADING:
+            self._tell(f"leads at {self._elect}")
+        return wait_s
+
+    def _tell(self, what: str, level: int = logging.INFO) -> None:
+        """To the log; the same thing once."""
+        if what != self._told.get(level):
+            self._told[level] = what
+            log.log(level, "%s", what)
+
+    def withdraw(self) -> None:
+        """`stand` and `keep` end, soon. From any thread, and from a signal."""
+        self._ends.set()
+
+    def close(self, over: bool) -> None:
+        """Another may lead at once, or (`over`) nobody any more: those who stand by end, too."""
+        self.withdraw()
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            if over:
+                self._keys.end(self._candidate.id)
+        except EtcdUnavailable as error:
+            log.warning("those who stand by at %s are not told that the run is over: %s", self._elect, error)
+        self._candidate.resign()

@@ -1,0 +1,214 @@
+"""Which of several coordinators leads, as etcd has it.
+
+A cluster has a name, and in etcd two keys under it:
+
+    /torch-ecrec/NAME/leader    where the leader listens, and its id; with a lease: it goes when its owner is silent
+    /torch-ecrec/NAME/last      who has led last, and the word of the run; it stays
+
+The revision at which `leader` was made tells one leader from the next: it only grows. Every call is one transaction of
+etcd, asks one address after the other, and takes `timeout_s` at most for each.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl
+
+from torch_ecrec.errors import ClusterError
+from torch_ecrec.runtime.checks import require
+
+if TYPE_CHECKING:
+    from etcd3gw.client import Etcd3Client
+
+T = TypeVar("T")
+FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME, or etcds://...[?ca=FILE&cert=FILE&key=FILE] for TLS"
+PORT = 2379
+_SHAPE = re.compile(r"(etcds?)://([^/]+)/([A-Za-z0-9._-]+)(?:\?(.*))?")
+_TLS = "ca", "cert", "key"
+
+
+class EtcdUnavailable(ClusterError):
+    """No address of etcd has answered, or none that has a majority behind it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What `etcd://...` says.
+
+    Args:
+        protocol: "http" or "https".
+        addresses: of etcd.
+        name: of the cluster.
+        tls: files: the authority's certificate, one's own, and its key; None: not given.
+    """
+
+    protocol: str
+    addresses: tuple[tuple[str, int], ...]
+    name: str
+    tls: tuple[str | None, ...] = (None, None, None)
+
+
+def parse_place(text: str) -> Place:
+    """Raises ValueError where it has not that form."""
+    found = _SHAPE.fullmatch(text)
+    wanted = f"etcd must be named as {FORM}, got {text!r}"
+    require(found is not None, wanted)
+    assert found is not None
+    try:
+        more = dict(parse_qsl(found[4] or "", keep_blank_values=True, strict_parsing=bool(found[4])))
+    except ValueError:
+        raise ValueError(wanted) from None
+    require(not more or (found[1] == "etcds" and more.keys() <= set(_TLS)), wanted)
+    addresses = []
+    for one in found[2].split(","):
+        host, colon, port = one.rpartition(":")
+        host, port = (host, port) if colon else (one, str(PORT))
+        require(bool(host) and port.isdigit() and 0 < int(port) < 65536, wanted)
+        addresses.append((host, int(port)))
+    protocol, tls = "https" if found[1] == "etcds" else "http", tuple(more.get(name) for name in _TLS)
+    return Place(protocol, tuple(addresses), found[3], tls)
+
+
+@dataclass(frozen=True)
+class Leader:
+    """Who leads: its address, and the revision since when. `id`: made up by its process; `lease`: what the key has."""
+
+    address: tuple[str, int]
+    revision: int
+    id: str = ""
+    lease: int = 0
+
+
+@dataclass(frozen=True)
+class Last:
+    """Who has led last. `run`: the word of the run; `revision`: of what etcd has of it, 0 if nothing."""
+
+    id: str = ""
+    run: str = ""
+    revision: int = 0
+
+
+class EtcdKeys:
+    """The two keys of a cluster.
+
+    Args:
+        place: where.
+        timeout_s: for each address.
+
+    Raises:
+        ClusterError: the package for etcd is not installed.
+
+    Every method raises EtcdUnavailable where etcd does not answer; what was asked may have been done all the same.
+    """
+
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        try:
+            from etcd3gw.client import Etcd3Client
+        except ImportError as error:
+            raise ClusterError("etcd needs a package: pip install torch-ecrec[etcd]") from error
+        authority, certificate, key = place.tls
+        self._clients = [
+            Etcd3Client(host, port, place.protocol, authority, key, certificate, timeout_s, "/v3/")
+            for host, port in place.addresses
+        ]
+        self._leader, self._last = (f"/torch-ecrec/{place.name}/{key}" for key in ("leader", "last"))
+
+    def _ask(self, do: Callable[[Etcd3Client], T]) -> T:
+        import requests
+        from etcd3gw.exceptions import Etcd3Exception
+
+        reasons = []
+        for _ in range(len(self._clients)):
+            client = self._clients[0]
+            try:
+                return do(client)
+            except (Etcd3Exception, requests.RequestException, ValueError) as error:
+                reasons.append(f"{client.host}:{client.port}: {_said(error)}")
+                self._clients.append(self._clients.pop(0))  # the next one is asked first from now on
+        raise EtcdUnavailable(f"etcd does not answer ({'; '.join(reasons)})")
+
+    def leader(self) -> Leader | None:
+        """Who leads."""
+        found = self._ask(lambda client: client.get(self._leader, metadata=True))
+        if not found:
+            return None
+        value, about = found[0]
+        said = json.loads(value)
+        host, port = said["address"]
+        return Leader((host, int(port)), int(about["create_revision"]), said["id"], said["lease"])
+
+    def last(self) -> Last:
+        """Who has led last."""
+        found = self._ask(lambda client: client.get(self._last, metadata=True))
+        if not found:
+            return Last()
+        value, about = found[0]
+        said = json.loads(value)
+        return Last(said["id"], said["run"], int(about["mod_revision"]))
+
+    def grant(self, ttl_s: int) -> int:
+        """A lease of so many seconds."""
+        return int(self._ask(lambda client: client.lease(ttl_s)).id)
+
+    def renew(self, lease: int) -> bool:
+        """Whether the lease was still there."""
+        from etcd3gw.lease import Lease
+
+        return self._ask(lambda client: Lease(lease, client).refresh()) > 0
+
+    def revoke(self, lease: int) -> None:
+        """Gives a lease back, with what hangs on it; if etcd does not answer, it ends by itself."""
+        from etcd3gw.lease import Lease
+
+        with contextlib.suppress(EtcdUnavailable):
+            self._ask(lambda client: Lease(lease, client).revoke())
+
+    def take(self, me: str, run: str, address: tuple[str, int], lease: int, last: Last) -> bool:
+        """Leads, if nobody does and who has led last is who it was."""
+        key, of_last = _encoded(self._leader), _encoded(self._last)
+        said = _encoded(json.dumps({"id": me, "address": list(address), "lease": lease}))
+        return self._txn(
+            [
+                {"key": key, "result": "EQUAL", "target": "CREATE", "create_revision": 0},
+                {"key": of_last, "result": "EQUAL", "target": "MOD", "mod_revision": last.revision},
+            ],
+            [
+                {"request_put": {"key": key, "value": said, "lease": lease}},
+                {"request_put": {"key": of_last, "value": _encoded(json.dumps({"id": me, "run": run}))}},
+            ],
+        )
+
+    def end(self, me: str) -> bool:
+        """The run is over: nobody leads, and nobody has; if it was this one. The next of this name is another run."""
+        compare = {"key": _encoded(self._last), "result": "EQUAL", "target": "MOD"}
+        last = self.last()
+        if last.id != me:
+            return False
+        keys = [{"request_delete_range": {"key": _encoded(key)}} for key in (self._leader, self._last)]
+        return self._txn([{**compare, "mod_revision": last.revision}], keys)
+
+    def _txn(self, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
+        asked = {"compare": compare, "success": success, "failure": []}
+        return bool(self._ask(lambda client: client.transaction(asked)).get("succeeded", False))
+
+
+def _said(error: Exception) -> str:
+    """For people: what urllib3 says of a connection that is refused is several lines long."""
+    from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError
+
+    if isinstance(error, ConnectionTimeoutError):
+        return "no answer in time"
+    if isinstance(error, ConnectionFailedError) and "onnection" in str(error.detail_text):
+        return "no connection"
+    return str(getattr(error, "detail_text", None) or error)
+
+
+def _encoded(text: str) -> str:
+    """As the gateway wants keys and values."""
+    return base64.b64encode(text.encode()).decode()

@@ -1,0 +1,156 @@
+"""Where the coordinator is, from what a user has named: `HOST:PORT`, or `etcd://...` for whichever leads.
+
+    where = whereabouts("etcd://10.0.0.1:2379/ads")
+    leader = where.find(10.0)           # as soon as somebody leads, if that takes no longer than so many seconds
+
+One that was named is where it was named. Whoever leads may change: `look` tells at once what etcd has, and `revision`
+of `Leader` grows from one leader to the next; a member never goes back to one before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.transport.control import parse_address
+from torch_ecrec.transport.etcd import FORM, EtcdKeys, EtcdUnavailable, Leader, parse_place
+
+C = TypeVar("C")
+LOOK_S = 0.25  # between two looks at who leads
+ATTEMPT_S = 1.0  # for a connection, where another may lead meanwhile
+ASK_S = 1.0  # of each address of etcd
+
+
+class Whereabouts(Protocol):
+    """Where the coordinator is.
+
+    Attributes:
+        changes: it may become another.
+    """
+
+    changes: bool
+
+    def find(self, limit_s: float) -> Leader:
+        """Who is the coordinator.
+
+        Raises:
+            ClusterUnavailable: nobody within `limit_s`.
+        """
+
+    def look(self) -> Leader | None:
+        """Who is at this moment; None: nobody, or it cannot be known."""
+
+
+class Named:
+    """At an address, for good."""
+
+    changes = False
+
+    def __init__(self, text: str) -> None:
+        self._leader = Leader(parse_address(text), 0)
+
+    def find(self, limit_s: float) -> Leader:
+        return self._leader
+
+    def look(self) -> Leader | None:
+        return self._leader
+
+
+class Elected:
+    """Whoever leads. From any thread."""
+
+    changes = True
+
+    def __init__(self, text: str) -> None:
+        self._text, self._keys = text, EtcdKeys(parse_place(text), ASK_S)
+        self._lock = threading.Lock()  # of a session of HTTP
+        self._newest = 0
+        self._why = ""
+
+    def look(self) -> Leader | None:
+        with self._lock:
+            try:
+                found = self._keys.leader()
+            except EtcdUnavailable as error:
+                self._why = str(error)
+                return None
+            self._why = "nobody leads"
+            if found is None or found.revision < self._newest:
+                return None
+            self._newest = found.revision
+            return found
+
+    def find(self, limit_s: float) -> Leader:
+        deadline_s = time.monotonic() + limit_s
+        while (found := self.look()) is None:
+            if time.monotonic() + LOOK_S > deadline_s:
+                raise ClusterUnavailable(f"no coordinator of {self._text} within {limit_s:g} s: {self._why}")
+            time.sleep(LOOK_S)
+        return found
+
+
+def whereabouts(text: str) -> Whereabouts:
+    """Of `HOST:PORT` or `etcd://...`.
+
+    Raises:
+        ValueError: it is neither.
+        ClusterError: the package for etcd is not installed.
+    """
+    if text.startswith(("etcd://", "etcds://")):
+        return Elected(text)
+    try:
+        return Named(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or {FORM}") from None
+
+
+def require_whereabouts(text: str) -> None:
+    """Raises ValueError where that names no coordinator; asks nobody."""
+    if text.startswith(("etcd://", "etcds://")):
+        parse_place(text)
+    else:
+        whereabouts(text)
+
+
+def reach(where: Whereabouts, limit_s: float, connect: Callable[[str, int, float], C]) -> tuple[C, Leader]:
+    """A connection with the coordinator, and who that is.
+
+    Args:
+        connect: `connect(host, port, seconds)`; raises ClusterUnavailable where nobody answers in so many.
+
+    Raises:
+        ClusterUnavailable: not within `limit_s`.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        leader = where.find(max(deadline_s - time.monotonic(), 0.0))
+        left_s = max(deadline_s - time.monotonic(), 0.0)
+        try:
+            return connect(*leader.address, min(left_s, ATTEMPT_S) if where.changes else left_s), leader
+        except ClusterUnavailable:
+            if not where.changes or time.monotonic() > deadline_s:
+                raise
+
+
+def follow(
+    where: Whereabouts, over: threading.Event, connected: Callable[[], Leader | None], on_other: Callable[[str], None]
+) -> None:
+    """On a thread of its own, until it is over: where another leads than a connection is with, says so. The host of one
+    that led may be gone, or its process may hang: neither ends a connection.
+
+    Args:
+        connected: with whom there is a connection; None: there is none.
+        on_other: gets the reason to give it up.
+    """
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            leads, mine = where.look(), connected()
+            if leads is not None and mine is not None and leads.revision > mine.revision:
+                on_other(f"the coordinator at {leads.address[0]}:{leads.address[1]} leads now")
+
+    if where.changes:
+        threading.Thread(target=watch, name="leader", daemon=True).start()
