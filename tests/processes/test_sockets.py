@@ -118,7 +118,7 @@ def test_who_has_not_got_the_key_or_the_generation_is_not_heard(pair: Pair, hand
         reply(wire.VersionsAre({0: 1}))
 
     pair.handle = handle
-    request = as_bytes(Frame(7, plain(["Versions", 0, 0, 0])))
+    request = as_bytes(Frame(7, plain(["Versions", 0, 0, 0])), summed=True)
     hellos: list[dict[str, Any]] = [{}] if handled else [{"key": bytes(16)}, {"generation": pair.generation + 1}]
     for hello in hellos:
         with pair.connect(**hello) as sock:

@@ -296,7 +296,7 @@ def dial(live: Live, rng: random.Random, within_host: bool) -> tuple[socket.sock
 
 def bytes_of(message: wire.Request) -> bytes:
     frame = Frame(7, WIRE.encode(message)[0])
-    frame._begin(None)
+    frame._begin(None, summed=True)
     return b"".join(frame._parts)
 
 
@@ -421,6 +421,7 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
         wire.Cut(slot, 0, source, 0, False, step),
         wire.Versions(slot, 0),
         wire.Fetch(slot, 0, 0, False, one, {slot: step}),
+        wire.FetchSeals(slot, 0, 0, one, step - 1),
         wire.FetchSnapshots(slot, 0, -1),
     ]
 

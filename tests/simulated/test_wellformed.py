@@ -70,6 +70,7 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
         "Cut": wire.Cut(SLOT, 0, SOURCE, 0, False, step),
         "Versions": wire.Versions(SLOT, 0),
         "Fetch": wire.Fetch(SLOT, 0, 0, True, ones(0), sources),
+        "FetchSeals": wire.FetchSeals(SLOT, 0, 0, ones(0), step - 1),
         "FetchSnapshots": wire.FetchSnapshots(SLOT, 0, -1, 2, 0),
     }
 
@@ -145,6 +146,9 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("Fetch", {"positions": ones(77)}, "position 77 of slab 0"),
     ("Fetch", {"as_of": {}}, "`as_of` must have a step of slots"),
     ("Fetch", {"parity": False, "as_of": {2: 3}}, r"`as_of` must have a step of slots \[1\]"),
+    ("FetchSeals", {"slab": 5}, "`slab` must be"),
+    ("FetchSeals", {"positions": ones(77)}, "position 77 of slab 0"),
+    ("FetchSeals", {"step": -1}, "`step` must not be negative"),
     ("FetchSnapshots", {"holder": 3}, "`holder` must be another slot"),
     ("FetchSnapshots", {"holder_incarnation": HUGE}, "`holder_incarnation` must be"),
 ]

@@ -144,8 +144,9 @@ def read_end(sock: socket.socket) -> bytes:
     return got
 
 
-def as_bytes(frame: Frame) -> bytes:
-    frame._begin(None)
+def as_bytes(frame: Frame, summed: bool = False) -> bytes:
+    """What travels; `summed` as on a connection to another host."""
+    frame._begin(None, summed)
     return b"".join(frame._parts)
 
 

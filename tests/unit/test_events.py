@@ -71,6 +71,21 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
     (events.EraBegun(1, ["trainer-0_2"]), {"event": "era", "era": 1, "trainers": ["trainer-0_2"]}),
     (events.GoingBack(1, 5, 6), {"event": "going back", "era": 1, "step": 5, "applied": 6}),
     (events.Resumable(1, 5), {"event": "resumable", "era": 1, "step": 5}),
+    (
+        events.Damaged(1, 2, "record", [("a", 3, 0)], 1, 0, 7, ""),
+        {
+            "event": "damaged",
+            "slot": 1,
+            "incarnation": 2,
+            "what": "record",
+            "places": [["a", 3, 0]],
+            "count": 1,
+            "used": 0,
+            "step": 7,
+            "reason": "",
+        },
+    ),
+    (events.Mended(1, 2, 3), {"event": "mended", "slot": 1, "incarnation": 2, "count": 3}),
     (events.Fatal("data_loss", "gone"), {"event": "fatal", "kind": "data_loss", "reason": "gone"}),
     (
         events.Refused("127.0.0.1:9", "no type", 3),

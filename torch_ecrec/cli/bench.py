@@ -13,6 +13,7 @@ BENCHMARKS = {
     "checkpoint": "training while checkpoints are written, their bytes, and restores; beside TorchRec's",
     "codec": "encode, fold and decode, beside memcpy and ISA-L",
     "optimizers": "a step of each sparse optimizer, beside memcpy and a scattered copy",
+    "seals": "what seals cost a step, a fold and a log of it; how fast a scrubber reads",
     "operators": "pooling, routing and rounding of a batch, beside FBGEMM and torch",
     "messages": "a push as a message: written, read, sent",
     "storage": "a part of a checkpoint, written and read: raw, quantised, compressed",

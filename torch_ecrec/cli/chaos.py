@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from torch_ecrec.cli.arguments import add_code, add_data, add_training, checkpoint_arguments, interval
-from torch_ecrec.spec.settings import BEYOND_EVENTS, CHAOS_EVENTS, STORE_EVENTS, CheckpointPolicy
+from torch_ecrec.spec.settings import BEYOND_EVENTS, CHAOS_EVENTS, FLIP_EVENTS, STORE_EVENTS, CheckpointPolicy
 
 HELP = "kills and hangs at random while it trains: does one bit differ?"
 
@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: text.split(","),
         default=list(CHAOS_EVENTS),
         metavar="EVENT,...",
-        help=f"of {', '.join(CHAOS_EVENTS)} (default: all of these); and of {', '.join(BEYOND_EVENTS + STORE_EVENTS)},"
+        help=f"of {', '.join(CHAOS_EVENTS)} (default: all of these); of {', '.join(FLIP_EVENTS)}, bits that change in"
+        f" servers' memory; and of {', '.join(BEYOND_EVENTS + STORE_EVENTS)},"
         " with which the cluster writes checkpoints to a file system in the memory of this host",
     )
     parser.add_argument(

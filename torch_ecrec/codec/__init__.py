@@ -1,6 +1,14 @@
-"""Bytes and coefficients: the field's kernels (`field`) and the systematic (k, r) code over it (`linear`)."""
+"""Bytes and coefficients: the field's kernels (`field`), the (k, r) code over it (`linear`), seals (`seals`)."""
 
-from torch_ecrec.codec.field import fold_rows_, warm, xor_rows_
+from torch_ecrec.codec import field, seals
+from torch_ecrec.codec.field import fold_rows_, xor_rows_
 from torch_ecrec.codec.linear import LinearCode
+
+
+def warm() -> None:
+    """Compiles or loads every kernel."""
+    field.warm()
+    seals.warm()
+
 
 __all__ = ["LinearCode", "fold_rows_", "warm", "xor_rows_"]

@@ -313,6 +313,11 @@ class Coordinator:
             table.on_rebuilt(word.slot, word.incarnation, word.renewals)
         elif isinstance(word, messages.Unrecoverable):
             table.on_unrecoverable(word.slot, word.reason)
+        elif isinstance(word, messages.Damaged):
+            more = {field: getattr(word, field) for field in word.__struct_fields__}
+            self._announce(events.Damaged(**more))
+        elif isinstance(word, messages.Mended):
+            self._announce(events.Mended(word.slot, word.incarnation, word.count))
         elif isinstance(word, messages.Reach):
             eras.on_reach(word)
         elif isinstance(word, messages.Durable) and eras.on_durable(word):

@@ -340,8 +340,10 @@ class SlotTable:
         self.rebalance()
 
     def on_unrecoverable(self, slot: int, reason: str) -> None:
-        """A new host found that nobody has what it needs; `reason`: not even a checkpoint."""
+        """A host found that nobody has what it needs; `reason`: not even a checkpoint, or records are damaged."""
         if slot in self._partial.reading:
             self._job.lose(f"{self._partial.why}; the newest checkpoint cannot be read: {reason}")
+        elif reason and self._job.fatal is None:
+            self._lose({slot}, reason)
         elif not self._stop_if_lost({slot} | self._unhealthy(), {slot}) and self._job.fatal is None:
             self._lose({slot}, f"slot {slot} is lost: no holder of its parities has caught up with it")

@@ -9,6 +9,10 @@ The schedule stays within the contract: an event comes once all that former ones
 at most r servers are hit, with any number of trainers, and the coordinator. A process that is stopped (SIGSTOP) goes on
 (SIGCONT) after 1, 5 or 20 s; who is silent for a lease (`TORCH_ECREC_LEASE_S`, 10 s) is taken for lost meanwhile.
 
+Events of `FLIP_EVENTS` come alone: a bit of a record or a parity flips in the memory of a server that hosts a slot
+(SIGUSR1, SIGUSR2). The next instant comes once it was found and repaired; a flip that nobody found fails the run. So
+that no bit may differ at the end, servers look at records whenever they use them then, and faster in the background.
+
 With events of `BEYOND_EVENTS` or `STORE_EVENTS` the cluster writes checkpoints, to a `TroubledStore`. What is beyond
 parity comes once a checkpoint counts, alone, and while the store is well. Trouble of the store lasts until it was felt
 (a checkpoint was void by that very error, or opens had to wait); other events go on meanwhile, but the coordinator is
@@ -49,13 +53,20 @@ from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun
 from torch_ecrec.demo.troubled_store import TroubledStore
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
+from torch_ecrec.observe import events
 from torch_ecrec.processes.children import descendants
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import BEYOND_EVENTS, CHAOS_EVENTS, STORE_EVENTS, Settings
+from torch_ecrec.spec.settings import BEYOND_EVENTS, CHAOS_EVENTS, FLIP_EVENTS, STORE_EVENTS, Settings
 
-EVERY_KIND = CHAOS_EVENTS + BEYOND_EVENTS + STORE_EVENTS
+EVERY_KIND = CHAOS_EVENTS + FLIP_EVENTS + BEYOND_EVENTS + STORE_EVENTS
+FLIP_SIGNALS = {"flip-record": signal.SIGUSR1, "flip-parity": signal.SIGUSR2}
+FLIPPED = {  # the settings of servers whose bits flip
+    "TORCH_ECREC_FLIP_ON_SIGNAL": "1",
+    "TORCH_ECREC_RECORD_CHECKS": "use",
+    "TORCH_ECREC_SCRUB_BYTES_PER_S": "100e6",
+}
 STOPS_S = (1.0, 5.0, 20.0)
 PAUSE_S = (0.3, 4.0)  # between two instants, at least and at most, once the cluster is whole
 WHOLE_LIMIT_S = 120.0  # to be whole again after an event
@@ -114,6 +125,8 @@ class ChaosRun(DemoRun):
         checkpoints: Sequence[str] = (),
     ) -> None:
         super().__init__(arguments, code, [], logs, terminal, checkpoints)
+        if set(arguments.events) & set(FLIP_EVENTS):
+            self.environment.update(FLIPPED)
         self._store = store
         self._trouble: Trouble | None = None
         self._lease_s = Settings.from_environment().lease_s
@@ -136,6 +149,7 @@ class ChaosRun(DemoRun):
         with self._lock:
             step, begun = self.record.step, self.record.step_times[:1]
             whole = self.record.settled and len(self.record.trainers) == self.arguments.trainers
+            whole = whole and self.record.mended >= len(self._flips())
         if not begun:
             self._waiting_since_s = now_s
             return
@@ -168,6 +182,8 @@ class ChaosRun(DemoRun):
                     self._trouble_store(kind, now_s, since_s)
                 elif kind in BEYOND_EVENTS:
                     self._go_beyond(kind, since_s)
+                elif kind in FLIP_EVENTS:
+                    self._flip(kind, since_s)
                 else:
                     self._do(kind, since_s, alone="kill-coordinator" in kinds)
 
@@ -224,6 +240,22 @@ class ChaosRun(DemoRun):
         for pid in pids:
             _send(pid, signal.SIGKILL)
 
+    def _flips(self) -> list[dict[str, Any]]:
+        return [entry for entry in self.schedule if entry["event"] in FLIP_EVENTS]
+
+    def _flip(self, kind: str, since_s: float) -> None:
+        """A bit flips in the memory of a server with a slot; alone."""
+        with self._lock:
+            number = self._random.randrange(self.code.slots)
+            member = self.record.target("server", number)
+            if member is None:
+                return
+            pid, step = self.record.pids[member], self.record.step
+            entry = {"s": since_s, "event": kind, "role": "server", "number": number, "member": member, "pid": pid}
+            self.schedule.append({**entry, "seconds": 0.0, "step": step})
+            self._news.append(f"step {step}: {kind} {number} ({member}, pid {pid})")
+        _send(pid, FLIP_SIGNALS[kind])
+
     def _trouble_store(self, kind: str, now_s: float, since_s: float) -> None:
         """Trouble of the store begins; training goes on, and so do other events."""
         assert self._store is not None
@@ -257,6 +289,12 @@ class ChaosRun(DemoRun):
                 found.append(f"{at}: nobody went back to a checkpoint")
             if entry["event"] in STORE_EVENTS and not entry["felt"]:
                 found.append(f"{at}: nobody felt it")
+        flips, damaged = len(self._flips()), sum(event.count for event in self.record.damaged)
+        if not flips == damaged == self.record.mended:
+            found.append(f"{flips} bits were flipped, {damaged} found and {self.record.mended} repaired")
+        used = sum(event.used for event in self.record.damaged)
+        if used:
+            found.append(f"{used} damaged records may have been used")
         came = {entry["event"] for entry in self.schedule}
         wanted = [kind for kind in self.arguments.events if kind not in CHAOS_EVENTS and kind not in came]
         return found + [f"{kind} never came: `--minutes` must be more" for kind in wanted]
@@ -353,6 +391,8 @@ def assemble(
         "not_effective": run.not_effective(),
         "checkpoints": [asdict(one) for one in run.record.checkpoints],
         "checkpoints_void": [asdict(one) for one in run.record.void],
+        "damaged": [events.json_of(event) for event in run.record.damaged],
+        "mended": run.record.mended,
         "went_back": [asdict(one) for one in run.record.went_back],
         "trained": run.record.trained,
         "threads": [thread.name for thread in threading.enumerate()],
@@ -392,7 +432,7 @@ def prepare_store(arguments: argparse.Namespace) -> tuple[TroubledStore | None, 
     Raises:
         ValueError: no event would be left.
     """
-    if set(arguments.events) <= set(CHAOS_EVENTS):
+    if set(arguments.events) <= set(CHAOS_EVENTS + FLIP_EVENTS):
         return None, {}
     store = TroubledStore(arguments.out / "disk")
     left_out = {kind: reason for kind, reason in store.left_out.items() if kind in arguments.events}

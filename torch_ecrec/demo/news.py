@@ -23,6 +23,11 @@ def _of_member(event: AnyEvent, record: Record) -> str:
             return f"  slot {event.slot} serves again, on {record.places[event.slot][0]}; rebuild begins"
         case events.SlotRebuilt():
             return f"  slot {event.slot} is rebuilt"
+        case events.Damaged():
+            first = ", ".join(f"{table}, row {row}, member {member}" for table, row, member in event.places[:3])
+            then = event.reason or "being repaired"
+            used = f"; A STEP MAY HAVE USED {event.used}" if event.used else ""
+            return f"  slot {event.slot}: damaged {event.what}, {event.count}: {first}: {then}{used}"
         case events.Resumable():
             return f"  servers have gone back to step {event.step}; torchrun starts all trainers again"
         case events.Regathered():

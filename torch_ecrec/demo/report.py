@@ -201,6 +201,8 @@ class Record:
         self.void: list[Void] = []
         self.went_back: list[WentBack] = []
         self.recovered_partly: list[Partly] = []
+        self.damaged: list[events.Damaged] = []
+        self.mended = 0  # records and parities
         self.kills: list[Kill] = []
         self.may_be_lost: set[str] = set()  # members that we stopped for so long that they may be taken for lost
         self.unexpected: list[str] = []  # losses that are not our doing
@@ -268,6 +270,10 @@ class Record:
                 if incarnation > self.places[slot][1]:
                     self.healthy[slot], self.rebuilt[slot] = isinstance(event, events.Placed), 0.0
                 self.places[slot] = (server, incarnation)
+        elif isinstance(event, events.Damaged):
+            self.damaged.append(event)
+        elif isinstance(event, events.Mended):
+            self.mended += event.count
         elif isinstance(event, events.Lost):
             self._on_lost(event, time_s)
         elif isinstance(event, (events.Rehosted, events.SlotRebuilt)):

@@ -107,7 +107,7 @@ class Adoption:
             self.owner.give_up()
             return
         floor = min(cut, max(log.floor for log in logs.values()))
-        own = DeltaLog(len(held.shards), floor=floor)
+        own = held.new_log(floor)
         for step in range(floor + 1, cut + 1):
             at = [(h, log, log.steps.index(step)) for h, log in logs.items()]
             positions, deltas = [], []

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from torch_ecrec.durability.holdings import Change, Holdings, with_coefficient
-from torch_ecrec.durability.policy import Reply
+from torch_ecrec.durability.policy import Looks, Reply
+from torch_ecrec.errors import MemoryDamaged
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.step_rule import FoldVerdict
@@ -33,6 +34,10 @@ class FoldsHost(Protocol):
 class FoldsOwner(Protocol):
     """What folds need of the slot."""
 
+    @property
+    def scrubber(self) -> Looks:
+        """Is told of damage."""
+
     def check_rebuilt(self) -> None:
         """More is caught up with."""
 
@@ -49,7 +54,13 @@ class Folds:
         self.attached: dict[int, int] = {}  # source -> its incarnation that attached last; only grows
 
     def _new_log(self, source: int, floor: int) -> DeltaLog:
-        return DeltaLog(sum(len(runs) for runs in self.runs[source]), floor=floor)
+        held = self.held
+        slabs = [slab for slab, runs in enumerate(self.runs[source]) for _ in runs]  # of each run
+
+        def name_of(run: int, position: int) -> str:
+            return held.name_of(source, slabs[run], position)
+
+        return DeltaLog(len(slabs), floor, held.sealed, name_of, MemoryDamaged)
 
     # folds ----------------------------------------------------------------------------------------
 
@@ -172,6 +183,14 @@ class Folds:
             return
         self.undo_after(lost, request.cut)
         steps = list(range(log.floor + 1, log.last + 1))
+        for step in reversed(steps):
+            try:
+                log.check(step)
+            except MemoryDamaged as damage:  # nobody needs it at once: the new host goes back less far
+                self.owner.scrubber.on_log(f"{damage}; the log of slot {lost} begins after step {step} now")
+                log.forget(step)
+                steps = steps[steps.index(step) + 1 :]
+                break
         entries = [log.get(step) for step in steps]
         reply(
             wire.CutLog(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.errors import MemoryDamaged
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.protocol.step_rule import StepRule
 from torch_ecrec.records.delta_log import DeltaLog
@@ -31,7 +32,7 @@ def with_coefficient(part: tuple[np.ndarray, np.ndarray], coefficient: int) -> C
 
 
 class Missing:
-    """Which records and parities are missing. They only get fewer while the slot lives, but for `lose`.
+    """Which records and parities are missing. They only get fewer while the slot lives, but for `lose` and `damage`.
 
     Args:
         shards: of the slot, one of each slab.
@@ -42,6 +43,7 @@ class Missing:
         self._flags: dict[tuple[int, bool], np.ndarray] = {}
         self._shards = shards
         self.total = self.remaining = 0  # records and parities
+        self.damaged: dict[tuple[int, bool], set[int]] = {}  # of those that are missing: they were here, and damaged
         if not whole:
             self._count(True)
             self.remaining = self.total
@@ -73,9 +75,19 @@ class Missing:
         """(U,) bool, whether each of these is there; None if nothing of the slot is missing."""
         return None if self.remaining == 0 else ~self._flags[slab, parity][positions_U]
 
-    def on_installed(self, count: int) -> None:
-        """So many are there now; `Shard.install_` has cleared their flags."""
+    def on_installed(self, slab: int, parity: bool, positions_U: np.ndarray, count: int) -> int:
+        """These are there, so many of them since now; `Shard.install_` has cleared their flags.
+
+        Returns:
+            How many of them had been damaged.
+        """
         self.remaining -= count
+        damaged = self.damaged.get((slab, parity))
+        if not damaged:
+            return 0
+        mended = damaged.intersection(positions_U.tolist())
+        damaged -= mended
+        return len(mended)
 
     @property
     def has_all_data(self) -> bool:
@@ -89,13 +101,18 @@ class Missing:
                 self.remaining -= int(flags_P.sum())
                 flags_P[:] = False
 
-    def lose(self, slab: int, positions_U: np.ndarray) -> None:
-        """These parities, (U,) int64 without duplicates, stand for nothing any more."""
+    def lose(self, slab: int, positions_U: np.ndarray, parity: bool = True) -> None:
+        """These parities (or records), (U,) int64 without duplicates, stand for nothing any more."""
         if not self._flags:
             self._count(False)
-        flags_P = self._flags[slab, True]
+        flags_P = self._flags[slab, parity]
         self.remaining += int((~flags_P[positions_U]).sum())
         flags_P[positions_U] = True
+
+    def damage(self, slab: int, parity: bool, positions_U: np.ndarray) -> None:
+        """These records or parities, (U,) int64 without duplicates, are not what they should be."""
+        self.lose(slab, positions_U, parity)
+        self.damaged.setdefault((slab, parity), set()).update(positions_U.tolist())
 
 
 class Holdings:
@@ -110,6 +127,7 @@ class Holdings:
         incarnations: the incarnation of every slot, known from birth.
         fresh: true at the start of a job: records get their initial values, parities encode them. False on the new
             host of a lost slot: everything is missing.
+        sealed: every record and parity has a seal, by which damage to it is found.
 
     Attributes:
         shards: records and parities, one `Shard` per slab.
@@ -127,6 +145,7 @@ class Holdings:
         incarnation: int,
         incarnations: Sequence[int],
         fresh: bool,
+        sealed: bool = True,
     ) -> None:
         self.job, self.code, self.layouts = job, code, layouts
         self.index, self.incarnation = index, incarnation
@@ -142,10 +161,11 @@ class Holdings:
             catch_up=dict.fromkeys(sources, 0) if fresh else {},
         )
         self.shards = [
-            Shard(slab.schema, layout.data_rows(index), layout.parity_rows(index), scattered=not fresh)
+            Shard(slab.schema, layout.data_rows(index), layout.parity_rows(index), not fresh, sealed)
             for slab, layout in zip(job.slabs, layouts, strict=True)
         ]
-        self.log = DeltaLog(len(job.slabs))
+        self.sealed = sealed
+        self.log = self.new_log()
         self.missing = Missing(self.shards, fresh)
         if fresh:
             self._initialise_()
@@ -169,6 +189,21 @@ class Holdings:
                         initial.of(stripes * layout.k + member),
                         np.full(len(stripes), coefficient, dtype=np.uint8),
                     )
+
+    def new_log(self, floor: int = 0) -> DeltaLog:
+        """An empty log of the slot's own deltas, after a step."""
+
+        def name_of(slab: int, position: int) -> str:
+            return self.name_of(self.index, slab, position)
+
+        return DeltaLog(len(self.job.slabs), floor, self.sealed, name_of, MemoryDamaged)
+
+    def name_of(self, slot: int, slab: int, position: int) -> str:
+        """What a slot's record is called, for people."""
+        spec, layout = self.job.slabs[slab], self.layouts[slab]
+        row = int(layout.row_at(slot, np.array([position]))[0])
+        table = int(np.searchsorted(np.array(spec.first_rows), row, side="right")) - 1
+        return f"row {row - spec.first_rows[table]} of table {spec.tables[table].name} (slot {slot})"
 
     def initial(self, slab: int, positions_U: np.ndarray) -> np.ndarray:
         """(U, B) uint8, what some data records were before anything was loaded; positions (U,) int64."""

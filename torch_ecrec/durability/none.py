@@ -42,6 +42,12 @@ class Unprotected:
     def is_missing(self, positions: list[np.ndarray]) -> bool:
         return False
 
+    def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
+        return "there is no protection"
+
+    def compare(self, slab: int, first: int, end: int) -> None:
+        """There are no parities."""
+
     def freeze(self) -> None:
         pass
 

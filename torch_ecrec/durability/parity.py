@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from torch_ecrec.durability.adoption import Adoption
+from torch_ecrec.durability.comparing import Comparisons
 from torch_ecrec.durability.folding import Folds
 from torch_ecrec.durability.holdings import Change, Holdings
 from torch_ecrec.durability.policy import Owner, PeerRequest, Peers, Reply
@@ -36,6 +37,7 @@ class Parity:
         }
         self.folds = Folds(owner, peers, held)
         self.adoption = Adoption(owner, peers, held)
+        self.comparisons = Comparisons(owner, peers, held)
         self.rebuild = Rebuild(owner, peers, held, self.folds, settings)
 
     @property
@@ -76,6 +78,14 @@ class Parity:
 
     def is_missing(self, positions: list[np.ndarray]) -> bool:
         return self.rebuild.is_missing(positions)
+
+    def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
+        self.rebuild.mend(slab, parity, positions)
+        return ""
+
+    def compare(self, slab: int, first: int, end: int) -> None:
+        if not self.peers.frozen:
+            self.comparisons.begin(slab, first, end)
 
     def freeze(self) -> None:
         """Nothing is sent any more, and what waits for its turn will not get it: those steps may be taken back."""
@@ -136,13 +146,21 @@ class Parity:
                 reply(wire.VersionsAre(dict(self.held.rule.folded)))
             case wire.Fetch():
                 self.on_fetch(request, reply)
+            case wire.FetchSeals():
+                self.comparisons.on_fetch(request, reply)
             case _:
                 assert_never(request)
 
-    def on_fetch(self, request: wire.Fetch, reply: Reply[wire.Records]) -> None:
+    def on_fetch(self, request: wire.Fetch, reply: Reply[wire.Records | wire.Damaged]) -> None:
         """Records of one member of some stripes (all with the same base) as of given steps."""
         held, positions = self.held, request.positions.numpy()
         slab, is_parity = request.slab, request.parity
+        if self.owner.ready:
+            self.owner.scrubber.look(slab, is_parity, positions)
+            damaged = held.missing.damaged.get((slab, is_parity))
+            if damaged and (places := [i for i, at in enumerate(positions.tolist()) if at in damaged]):
+                reply(wire.Damaged(torch.tensor(places)))
+                return
         if not self.owner.ready or held.missing.lacks(slab, is_parity, positions):
             reply(Refused("not rebuilt yet"))
             return

@@ -26,7 +26,7 @@ from torch_ecrec.spec.settings import Settings
 
 Reply = Callable[[A | Refused], None]
 # What slots ask each other for the sake of their steps' survival; a policy answers, see `Durability.handle`.
-PeerRequest = wire.Fold | wire.Attach | wire.Adopt | wire.Cut | wire.Versions | wire.Fetch
+PeerRequest = wire.Fold | wire.Attach | wire.Adopt | wire.Cut | wire.Versions | wire.Fetch | wire.FetchSeals
 
 
 class Pending(Protocol):
@@ -78,8 +78,31 @@ class Peers(Asks, AsksOnce, Protocol):
         """Runs `effect` after the node's lock is released."""
 
 
+class Looks(Protocol):
+    """What looks for damage in a slot."""
+
+    def look(self, slab: int, parity: bool, positions_U: np.ndarray) -> None:
+        """Somebody relies on these records (or parities), (U,) int64: what is damaged becomes missing and is mended."""
+
+    def on_mended(self, count: int) -> None:
+        """So many records or parities that were damaged are what they should be."""
+
+    def on_mismatch(self, slab: int, positions_M: np.ndarray) -> None:
+        """These parities (M,), ascending, are not the code of their stripes, whose records fit their seals."""
+
+    def on_log(self, what: str) -> None:
+        """A delta log is damaged, and what follows from that."""
+
+    def on_beyond(self, slab: int, parity: bool, positions_M: np.ndarray) -> None:
+        """Nobody can give these records (M,) back: too much of their stripes is damaged or lost."""
+
+
 class Owner(Protocol):
     """A slot, as its policy knows it."""
+
+    @property
+    def scrubber(self) -> Looks:
+        """Looks for damage."""
 
     @property
     def ready(self) -> bool:
@@ -143,6 +166,27 @@ class Durability(Protocol):
 
         Args:
             positions: of each slab, (U,) int64.
+        """
+
+    def mend(self, slab: int, parity: bool, positions: np.ndarray) -> str:
+        """These records (or parities) are damaged: brings back what they were.
+
+        Args:
+            slab: of which slab.
+            parity: whether they are parities.
+            positions: (U,) int64, ascending.
+
+        Returns:
+            "" if they are being repaired, and `Looks.on_mended` or `Looks.on_beyond` will be called; else why they
+            cannot be.
+        """
+
+    def compare(self, slab: int, first: int, end: int) -> None:
+        """Finds out whether parities are the code of their stripes; tells `Looks.on_mismatch` of those that are not.
+
+        Args:
+            slab: of which slab.
+            first, end: from one position to another, which is not one of them.
         """
 
     def freeze(self) -> None:

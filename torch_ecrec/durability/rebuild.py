@@ -26,7 +26,7 @@ import torch
 
 from torch_ecrec.durability.folding import Folds
 from torch_ecrec.durability.holdings import Change, Holdings
-from torch_ecrec.durability.policy import AsksOnce
+from torch_ecrec.durability.policy import AsksOnce, Looks
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import StripeGroup
 from torch_ecrec.protocol import wire
@@ -59,6 +59,10 @@ class RebuildOwner(Protocol):
     @property
     def dead(self) -> bool:
         """This life has been replaced."""
+
+    @property
+    def scrubber(self) -> Looks:
+        """Looks for damage."""
 
     def progress(self) -> None:
         """Records are there again that somebody waits for."""
@@ -108,9 +112,28 @@ class Rebuild:
 
     def begin_anew(self) -> None:
         """More is missing than before: the background goes through all of it once more, when it is started."""
+        self._note_kinds()
+        self.portions = deque(self._portions())
+
+    def _note_kinds(self) -> None:
         for kind in self.missing.kinds:
             self.state.setdefault(kind, np.full(len(self.missing.of(*kind)), NOBODY, dtype=np.uint8))
-        self.portions = deque(self._portions())
+
+    def mend(self, slab: int, parity: bool, positions: np.ndarray) -> None:
+        """These are damaged: from now on they are missing, and their repair starts at once.
+
+        Args:
+            slab: of which slab.
+            parity: whether they are parities.
+            positions: (U,) int64, ascending.
+        """
+        self.missing.damage(slab, parity, positions)
+        self._note_kinds()
+        state = self.state[slab, parity]
+        new = positions[state[positions] == NOBODY]
+        state[positions] = AWAITED
+        for group in self.held.layouts[slab].group(self.held.index, parity, new):
+            _Repair(self, slab, parity, new[group.where], group)
 
     # repair -------------------------------------------------------------------------------------
 
@@ -169,7 +192,9 @@ class Rebuild:
         state = self.state[slab, parity]
         is_awaited = bool((state[positions] == AWAITED).any())
         state[positions] = NOBODY
-        self.missing.on_installed(count)
+        mended = self.missing.on_installed(slab, parity, positions, count)
+        if mended:
+            self.owner.scrubber.on_mended(mended)
         if is_awaited or self.missing.remaining == 0:
             self.owner.progress()
         self.owner.check_rebuilt()
@@ -194,14 +219,16 @@ class _Repair:
         self.width = self.held.shards[slab].schema.nbytes
         self.failures = 0
         self.attempt = 0
+        self.damaged: dict[int, np.ndarray] = {}  # member -> (U,) of which stripes it is damaged, as its host said last
         self.begin()
 
     def begin(self) -> None:
         if self.owner.dead:
             return
         self.attempt += 1
-        host = self.host
-        self.plan = repair.plan_repair(self.layout, self.group.base, self.group.member, host.unhealthy_slots())
+        host, base = self.host, self.group.base
+        doubtful = {*host.unhealthy_slots(), *(int(self.layout.member_slot[base, member]) for member in self.damaged)}
+        self.plan = repair.plan_repair(self.layout, base, self.group.member, doubtful)
         self.rebuild.unpaid_bytes += self.plan.read_bytes(len(self.positions), self.width)
         self.folded: dict[int, wire.VersionsAre] = {}
         self.records: dict[int, wire.Records] = {}
@@ -229,10 +256,26 @@ class _Repair:
         if len(self.folded) == len(self.plan.parities):
             self._fetch()
 
-    def _on_records(self, member: int, answer: wire.Records) -> None:
+    def _on_records(self, member: int, answer: wire.Records | wire.Damaged) -> None:
+        if isinstance(answer, wire.Damaged):
+            self._on_damaged(member, answer)
+            return
+        self.damaged.pop(member, None)
         self.records[member] = answer
         if len(self.records) == len(self.plan.reads):
             self._install()
+
+    def _on_damaged(self, member: int, answer: wire.Damaged) -> None:
+        """A member is being repaired itself. With others that are, it may be more than the code repairs."""
+        exists = np.flatnonzero(self.layout.exists(self.group.base, member, self.group.rotations))
+        self.damaged[member] = np.isin(np.arange(len(self.positions)), exists[answer.places.numpy()])
+        gone = np.sum(list(self.damaged.values()), axis=0) + 1 > self.layout.n - self.layout.k
+        still = self.held.missing.of(self.slab, self.parity)[self.positions]
+        if (gone & still).any():
+            self.attempt += 1
+            self.owner.scrubber.on_beyond(self.slab, self.parity, self.positions[gone & still])
+        else:
+            self._again()
 
     def _again(self) -> None:
         """What it read did not fit together or was not there: a new attempt, a little later."""

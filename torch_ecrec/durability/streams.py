@@ -89,6 +89,8 @@ class FoldStream:
     def _part(self, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The deltas of a step whose parities the holder has: views of the log."""
         positions, deltas = [], []
+        if step < self.held.rule.applied:  # it has waited; what was applied a moment ago is as it was made
+            self.held.log.check(step)
         for runs, (positions_U, deltas_UB) in zip(self.runs, self.held.log.get(step), strict=True):
             for run in runs:
                 begin, end = np.searchsorted(positions_U, (run.first, run.end))

@@ -141,6 +141,36 @@ class SlotRebuilt(OfSlot, frozen=True, tag="slot rebuilt"):
     """All records of a slot are there again."""
 
 
+# damage ---------------------------------------------------------------------------------------------
+
+
+class Damaged(OfSlot, frozen=True, tag="damaged"):
+    """Something that a slot keeps is not what it should be: bits of it have changed in memory, or on their way.
+
+    Attributes:
+        what: "record", "parity", "mismatch" (a parity that is not the code of its stripe, though all fit their seals),
+            "delta log" or "dense snapshot".
+        places: (table, row, member of the stripe), of a parity with the stripe's first row; of many, the first ones.
+        count: how many.
+        used: so many of them a step may have used. Then the run may differ from an undisturbed one.
+        step: of training, that the slot stands at.
+        reason: why they cannot be repaired; "": they are being repaired. Of a log or a snapshot, what follows.
+    """
+
+    what: str
+    places: list[tuple[str, int, int]]
+    count: int
+    used: int
+    step: int
+    reason: str
+
+
+class Mended(OfSlot, frozen=True, tag="mended"):
+    """So many records and parities of a slot that were damaged have been repaired."""
+
+    count: int
+
+
 # lost trainers ----------------------------------------------------------------------------------------
 
 
@@ -256,6 +286,8 @@ AnyEvent = (
     | Ready
     | Rehosted
     | SlotRebuilt
+    | Damaged
+    | Mended
     | EraBegun
     | GoingBack
     | Resumable

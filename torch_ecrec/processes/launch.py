@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -116,6 +117,10 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     )
     on_signals(lambda *_: ends.put(KeyboardInterrupt()))
     log.info("%s joined %s (pid %d)", member.name, settings.join, os.getpid())
+    hosts[0].start_scrubbing()
+    if settings.flip_on_signal:
+        signal.signal(signal.SIGUSR1, lambda *_: hosts[0].flip(parity=False))
+        signal.signal(signal.SIGUSR2, lambda *_: hosts[0].flip(parity=True))
     reason = _first_of(ends)
     on_signals(end_at_once)
     while not ends.empty():  # told to end just before, when the reason was another

@@ -56,6 +56,8 @@ KINDS = {
     "Versions": "rebuild",
     "VersionsAre": "rebuild",
     "Fetch": "rebuild",
+    "FetchSeals": "scrubbing",
+    "Seals": "scrubbing",
     "Records": "rebuild",
     "CutLog": "rebuild",
     "Snapshots": "rebuild",

@@ -39,6 +39,7 @@ MESSAGES_MOST = 1000
 RENEWALS_MOST = 10_000
 FIGURES_MOST = 40  # in a progress report
 TEXT_MOST = 200
+PLACES_MOST = 100  # that are named of what is damaged
 SHOWN_MOST = 200  # characters of a reason
 
 Count = Annotated[int, Meta(ge=0, le=COUNT_MOST)]
@@ -275,6 +276,33 @@ class Unrecoverable(OfSlot, frozen=True, tag="unrecoverable"):
     reason: Text = ""
 
 
+class Damaged(OfSlot, frozen=True, tag="damaged"):
+    """Something that the slot keeps is not what it was.
+
+    Attributes:
+        what: "record", "parity", "mismatch" (a parity that is not the code of its stripe, though all fit their seals),
+            "delta log" or "dense snapshot".
+        places: (table, row, member of the stripe) of each, `PLACES_MOST` at most; of a parity the stripe's first row.
+        count: how many.
+        used: so many of them a step may have used.
+        step: of training, that the slot stands at.
+        reason: why they cannot be repaired; "": they are being repaired. Of a log or a snapshot, what follows.
+    """
+
+    what: Text
+    places: Annotated[list[tuple[Text, Count, Count]], Meta(max_length=PLACES_MOST)]
+    count: Count
+    used: Count
+    step: Count
+    reason: Text = ""
+
+
+class Mended(OfSlot, frozen=True, tag="mended"):
+    """So many of what was damaged are what they should be."""
+
+    count: Count
+
+
 class Reach(OfSlot, frozen=True, tag="reach"):
     """Which steps a slot can go back to. `done`: steps of training until `applied`; None: it does not know."""
 
@@ -468,7 +496,19 @@ class Fatal(Said, frozen=True, tag="fatal"):
 
 OfCheckpoint = Due | Shown | Written | Unwritten
 OfMember = (
-    Beat | Leave | InGeneration | Ready | Rebuilt | Unrecoverable | Reach | Durable | Loaded | Progress | OfCheckpoint
+    Beat
+    | Leave
+    | InGeneration
+    | Ready
+    | Rebuilt
+    | Unrecoverable
+    | Damaged
+    | Mended
+    | Reach
+    | Durable
+    | Loaded
+    | Progress
+    | OfCheckpoint
 )
 FromMember = Join | Rejoin | Status | Watch | Stop | OfMember
 FromCoordinator = (

@@ -194,6 +194,9 @@ class Judge:
         lacking = [source for source in sources if request.as_of.get(source, -1) < 0]
         check(not lacking, f"`as_of` must have a step of slots {lacking}")
 
+    def _check_fetch_seals(self, request: wire.FetchSeals) -> None:
+        self._check_inside(request.slab, request.slot, request.positions)
+
     # answers ----------------------------------------------------------------------------------------
 
     def _check_rows(self, request: wire.Lookup, answer: wire.Rows, lives: Lives) -> None:
@@ -206,6 +209,14 @@ class Judge:
 
     def _check_records(self, request: wire.Export | wire.Fetch, answer: wire.Records, lives: Lives) -> None:
         _check_shape("records", request.slab, answer.records, self._records(request.slab, request.positions))
+
+    def _check_seals(self, request: wire.FetchSeals, answer: wire.Seals, lives: Lives) -> None:
+        wanted = len(request.positions)
+        check(len(answer.seals) == wanted, f"`seals` must be {wanted}, got {len(answer.seals)}")
+
+    def _check_damaged(self, request: wire.Fetch, answer: wire.Damaged, lives: Lives) -> None:
+        check(len(answer.places) > 0, "`places` must not be empty")
+        self._check_ascending(answer.places, 0, len(request.positions), "places")
 
     def _check_acknowledged(self, request: wire.Part, answer: wire.Acknowledged, lives: Lives) -> None:
         check(answer.step == request.step, f"`step` must be {request.step}, got {answer.step}")
@@ -293,10 +304,13 @@ _REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {
     wire.Export: Judge._check_export,
     wire.Fold: Judge._check_fold,
     wire.Fetch: Judge._check_fetch,
+    wire.FetchSeals: Judge._check_fetch_seals,
 }
 _ANSWERS: dict[type[Answer], Callable[..., None]] = {
     wire.Rows: Judge._check_rows,
     wire.Records: Judge._check_records,
+    wire.Damaged: Judge._check_damaged,
+    wire.Seals: Judge._check_seals,
     wire.Acknowledged: Judge._check_acknowledged,
     wire.Stored: Judge._check_stored,
     wire.CutLog: Judge._check_cut_log,

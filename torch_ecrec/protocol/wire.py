@@ -63,11 +63,13 @@ if TYPE_CHECKING:
     Weights: TypeAlias = Tensor
     RecordBytes: TypeAlias = Tensor
     Payload: TypeAlias = Tensor
+    Words: TypeAlias = Tensor
 else:
     Positions = TensorOf("Positions", 1, (torch.int64,))  # (U,)
     Values = TensorOf("Values", 2, (torch.float32, torch.bfloat16))  # (U, D)
     Weights = TensorOf("Weights", 2, (torch.float32, torch.bfloat16, torch.uint8))  # (U, D), or (U, D + 8) of uint8
     RecordBytes = TensorOf("RecordBytes", 2, (torch.uint8,))  # (U, B)
+    Words = TensorOf("Words", 1, (torch.int32,))  # (U,), of 4 bytes each
     Payload = TensorOf("Payload", 1, (torch.uint8,))  # (bytes,)
 
 
@@ -292,13 +294,31 @@ class Versions(Request[VersionsAre]):
     """Which step of each source the parities of the addressed slot stand for."""
 
 
-class Fetch(Request[Records]):
+class Damaged(Answer):
+    """Some of the records that were asked for are not what they should be, and are being repaired themselves."""
+
+    places: Positions  # (M,) int64, ascending: which of those asked for
+
+
+class Fetch(Request[Records | Damaged]):
     """Records of a stripe's member as of given steps, to decode another member from."""
 
     slab: Count
     parity: bool
     positions: Positions  # (U,) int64
     as_of: dict[Count, Count]  # source -> step; for data: the slot's own step
+
+
+class Seals(Answer):
+    seals: Words  # (U,)
+
+
+class FetchSeals(Request[Seals]):
+    """The seals of some data records as of a step, to compare those of parities with."""
+
+    slab: Count
+    positions: Positions  # (U,) int64
+    step: Count
 
 
 class Snapshots(Answer):

@@ -5,6 +5,10 @@ new of the record bytes. The log holds the steps floor+1 .. last without a gap. 
 with the deltas of all steps after t. Example: a byte is 5 as of step 7; step 8 made it 4 (delta 1), step 9 made it 6
 (delta 2). `changes(after=7, through=9)` is 1 ^ 2 = 3, and 6 ^ 3 = 5.
 
+A sealed log keeps the seal of each delta (`codec/seals.py`) and a sum of each entry's positions, made when the entry
+was appended, and looks at them whenever an entry is used. A delta is what nobody else may have, so one that is damaged
+is an error: the slot's next host has the records from elsewhere, and needs no such log.
+
 Invariants. `floor <= last`. `floor` only rises; `last` rises by one with `append` and falls by one with `pop`. Arrays
 are kept, not copied, and never written.
 
@@ -16,16 +20,23 @@ Does not know records, parities or peers, and does not lock: its owner does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
 
+from torch_ecrec.codec import seals
 from torch_ecrec.records.positions import Bytes, Positions, as_words, require_ascending
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.runtime.kernel_cache import kernel
 
 Entry = tuple[tuple[Positions, Bytes], ...]
+Sealed = tuple[tuple[seals.SealsOf, int], ...]  # of an entry: for each slab the seals of its deltas, a sum of positions
+
+
+def _plain_name(slab: int, position: int) -> str:
+    return f"position {position} of slab {slab}"
 
 
 @kernel()
@@ -76,15 +87,27 @@ class DeltaLog:
     Args:
         slabs: number of slabs of each entry.
         floor: the step before the first that will be appended.
+        sealed: what is damaged is found when it is used.
+        name_of: what a position of a slab is called in errors.
+        error: what is raised of an entry that is damaged: below, `MemoryDamaged`.
     """
 
-    def __init__(self, slabs: int, floor: int = 0) -> None:
+    def __init__(
+        self,
+        slabs: int,
+        floor: int = 0,
+        sealed: bool = False,
+        name_of: Callable[[int, int], str] = _plain_name,
+        error: Callable[[str], Exception] = RuntimeError,
+    ) -> None:
         require_int("slabs", slabs, 0)
         require_int("floor", floor, 0)
         self._slabs = slabs
         self._floor = floor  # only grows
         self._entries: deque[Entry] = deque()  # of the steps floor+1, floor+2, ...
         self._bytes = 0
+        self._sealed: deque[Sealed] | None = deque() if sealed else None
+        self._name_of, self._error = name_of, error
 
     @property
     def floor(self) -> int:
@@ -126,6 +149,8 @@ class DeltaLog:
                 )
         entry = tuple(zip(positions, deltas, strict=True))
         self._entries.append(entry)
+        if self._sealed is not None:
+            self._sealed.append(tuple((seals.seals_of(deltas), _sum_of(positions)) for positions, deltas in entry))
         self._bytes += _entry_bytes(entry)
 
     def pop(self) -> Entry:
@@ -133,10 +158,14 @@ class DeltaLog:
 
         Raises:
             LookupError: the log is empty.
+            MemoryDamaged: the entry is not what was appended.
         """
         if not self._entries:
             raise LookupError(f"the log holds no step after {self._floor}")
+        self.check(self.last)
         entry = self._entries.pop()
+        if self._sealed is not None:
+            self._sealed.pop()
         self._bytes -= _entry_bytes(entry)
         return entry
 
@@ -150,10 +179,40 @@ class DeltaLog:
             raise LookupError(f"step {step} is not in the log, which holds {self._floor + 1}..{self.last}")
         return self._entries[step - self._floor - 1]
 
+    def check(self, step: int, slab: int | None = None, rows_M: Positions | None = None) -> None:
+        """Looks whether an entry is what was appended.
+
+        Args:
+            step: which.
+            slab: this one only.
+            rows_M: (M,) int64, which of its deltas; all of them without.
+
+        Raises:
+            LookupError: the step is not held.
+            MemoryDamaged: it is not.
+        """
+        entry = self.get(step)
+        if self._sealed is None:
+            return
+        sealed = self._sealed[step - self._floor - 1]
+        for index in range(self._slabs) if slab is None else (slab,):
+            (positions_U, deltas_UB), (seals_U, total) = entry[index], sealed[index]
+            if _sum_of(positions_U) != total:
+                raise self._error(f"positions in the delta log of step {step}, slab {index}, are damaged in memory")
+            deltas_UB = np.ascontiguousarray(deltas_UB)
+            rows = np.arange(len(positions_U)) if rows_M is None else rows_M
+            broken_M = seals.broken(deltas_UB, seals_U, rows)
+            if len(broken_M):
+                name = self._name_of(index, int(positions_U[rows[broken_M[0]]]))
+                many = f"{len(broken_M)} deltas of step {step} are damaged in memory"
+                raise self._error(f"{many}, first that of {name}")
+
     def forget(self, through: int) -> None:
         """Drops the steps up to `through`, of those held; never lowers the floor."""
         while self._entries and self._floor < through:
             self._bytes -= _entry_bytes(self._entries.popleft())
+            if self._sealed is not None:
+                self._sealed.popleft()
             self._floor += 1
 
     def parts(self, slab: int, positions_Q: Positions, after: int, through: int) -> list[tuple[Positions, Bytes]]:
@@ -187,6 +246,7 @@ class DeltaLog:
         Raises:
             ValueError: `slab` or `positions_Q` does not fit.
             LookupError: the log does not reach back to `after`, or forward to `through`.
+            MemoryDamaged: a delta of them is not what was appended.
         """
         result: Bytes | None = None
         for index_Q, deltas_UB in self._matches(slab, positions_Q, after, through):
@@ -211,7 +271,12 @@ class DeltaLog:
         for step in range(after + 1, through + 1):
             positions_U, deltas_UB = self.get(step)[slab]
             if _match(np.ascontiguousarray(positions_U), positions_Q, index_Q):
+                self.check(step, slab, index_Q[index_Q >= 0])
                 yield index_Q, deltas_UB
+
+
+def _sum_of(positions_U: Positions) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(positions_U).data)
 
 
 def _entry_bytes(entry: Entry) -> int:

@@ -2,8 +2,13 @@
 
 A parity record has the length of a data record but is bytes only: XORs of records are no numbers.
 
+Each record and parity has a *seal* (`codec/seals.py`), which every verb keeps up by what it changes: a record that was
+changed in any other way does not fit it. Seals lie beside the records, in memory of their own, so that records, deltas
+and messages are what they would be without, and a page that is lost takes no record and its seal together.
+
 Invariants. Only this object touches the memory of its records: others use the verbs. Positions are checked before
-anything is read or written. Bytes move unchanged, NaNs included.
+anything is read or written. Bytes move unchanged, NaNs included. A verb adds the seal of what it changes, and never
+makes a seal anew from a record that was there before: damage stays visible.
 
 Shapes: P data records, Q parity records, W numbers and B bytes in a record, D weights, U positions asked for.
 
@@ -18,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_ecrec.codec import seals
 from torch_ecrec.codec.field import xor_rows_
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.records import quantised
@@ -74,15 +80,24 @@ class Shard:
         data_rows: number of data records.
         parity_rows: number of parity records.
         scattered: records are first written here and there; `merge_pages` is called before many in a row are.
+        sealed: seals are kept.
     """
 
-    def __init__(self, schema: Schema, data_rows: int, parity_rows: int, scattered: bool = False) -> None:
+    def __init__(
+        self, schema: Schema, data_rows: int, parity_rows: int, scattered: bool = False, sealed: bool = True
+    ) -> None:
         require_int("data_rows", data_rows, 0)
         require_int("parity_rows", parity_rows, 0)
         self.schema, self.data_rows, self.parity_rows = schema, data_rows, parity_rows
         self._memories = [Memory(rows * schema.nbytes, scattered) for rows in (data_rows, parity_rows)]
         self._data_PB, self._parity_QB = (memory.array.reshape(-1, schema.nbytes) for memory in self._memories)
         self._records_PW: Floats = self._data_PB.view(np.float32)
+        self._seals = [np.zeros(rows, np.uint32) for rows in (data_rows, parity_rows)] if sealed else None
+
+    @property
+    def sealed(self) -> bool:
+        """Whether seals are kept."""
+        return self._seals is not None
 
     @property
     def data_bytes(self) -> int:
@@ -106,18 +121,23 @@ class Shard:
             rows_P: (P,) int64, the slab row of each data record.
             initial: of this slab.
         """
-        if not self.schema.halves:
-            initial.fill_(self._records_PW, rows_P)
-            return
+        require(len(rows_P) == self.data_rows, f"`rows_P` must name {self.data_rows} rows, got {len(rows_P)}")
         for first in range(0, len(rows_P), INITIAL_AT_ONCE):
             some = slice(first, first + INITIAL_AT_ONCE)
-            self._data_PB[some] = initial.of(rows_P[some])
+            if self.schema.halves:
+                self._data_PB[some] = initial.of(rows_P[some])
+            else:
+                initial.fill_(self._records_PW[some], rows_P[some])
+            if self._seals is not None:
+                self._seals[False][some] = seals.seals_of(self._data_PB[some])
 
     def apply_(
         self, optimizer: SparseOptimizer, merged: Merged, lr: float, iteration: int, fixed: Mapping[str, float]
     ) -> Bytes:
         """One step of an optimizer; see `SparseOptimizer.update_`, whose result this is."""
-        return optimizer.update_(self._records_PW, merged, lr, iteration, fixed, weights=self.schema.weights)
+        deltas_VB = optimizer.update_(self._records_PW, merged, lr, iteration, fixed, weights=self.schema.weights)
+        self._add_seals(False, merged.positions, deltas_VB)
+        return deltas_VB
 
     def undo_(self, positions_U: Positions, deltas_UB: Bytes) -> None:
         """Takes back what `apply_` or `overwrite_` has changed.
@@ -131,6 +151,7 @@ class Shard:
             IndexError: a position is out of range. Nothing was changed then.
         """
         xor_rows_(self._data_PB, positions_U, deltas_UB)
+        self._add_seals(False, positions_U, deltas_UB)
 
     def fold_(
         self, code: LinearCode, positions_U: Positions, deltas_UB: Bytes, coefficients_U: Bytes, parity: bool = True
@@ -148,6 +169,7 @@ class Shard:
             As `LinearCode.fold_`.
         """
         code.fold_(self._of(parity), positions_U, deltas_UB, coefficients_U)
+        self._add_seals(parity, positions_U, deltas_UB, coefficients_U)
 
     def install_(
         self,
@@ -174,7 +196,12 @@ class Shard:
         Raises:
             As `LinearCode.decode_rows_`.
         """
-        return code.decode_rows_(self._of(parity), positions_U, missing_P, have, values, want)
+        target_PB = self._of(parity)
+        installed_U = positions_U[missing_P[positions_U]] if self._seals is not None else positions_U[:0]
+        count = code.decode_rows_(target_PB, positions_U, missing_P, have, values, want)
+        if self._seals is not None:
+            self._seals[parity][installed_U] = seals.seals_of(target_PB[installed_U])
+        return count
 
     # memory -------------------------------------------------------------------------------------
 
@@ -257,6 +284,8 @@ class Shard:
             f"`values_UB` must be uint8 of shape {shape}, got {values_UB.dtype} of {values_UB.shape}",
         )
         scatter(target_PB.view(np.uint32), positions_U, as_words(values_UB))
+        if self._seals is not None:
+            self._seals[parity][positions_U] = seals.seals_of(values_UB)
 
     def overwrite_(self, positions_U: Positions, values_UB: Bytes) -> Bytes:
         """Overwrites some data records, in place; returns what that changed, as an optimizer's step does.
@@ -275,6 +304,47 @@ class Shard:
         self.scatter_(positions_U, values_UB)
         np.bitwise_xor(deltas_UB, values_UB, out=deltas_UB)
         return deltas_UB
+
+    # seals --------------------------------------------------------------------------------------
+
+    def _add_seals(
+        self, parity: bool, positions_U: Positions, deltas_UB: Bytes, coefficients_U: Bytes | None = None
+    ) -> None:
+        if self._seals is not None:
+            seals.add_(self._seals[parity], positions_U, deltas_UB, coefficients_U)
+
+    def broken(self, positions_U: Positions, parity: bool = False) -> Positions:
+        """Which of some records do not fit their seals; none, where none are kept.
+
+        Args:
+            positions_U: (U,) int64.
+            parity: whether they are parities.
+
+        Returns:
+            (M,) int64, ascending indices into `positions_U`.
+
+        Raises:
+            IndexError: a position is out of range.
+        """
+        if self._seals is None:
+            return np.empty(0, np.int64)
+        return seals.broken(self._of(parity), self._seals[parity], positions_U)
+
+    def broken_run(self, first: int, end: int, parity: bool = False) -> Positions:
+        """The same of all from `first` to `end`: (M,) int64, ascending positions."""
+        if self._seals is None:
+            return np.empty(0, np.int64)
+        return seals.broken_run(self._of(parity), self._seals[parity], first, end)
+
+    def seals_at(self, positions_U: Positions, parity: bool = False) -> NDArray[np.uint32]:
+        """The seals of some records, (U,) uint32, fresh. Raises ValueError where none are kept."""
+        if self._seals is None:
+            raise ValueError("this shard keeps no seals")
+        return self._seals[parity][check_positions(positions_U, len(self._seals[parity]))]
+
+    def flip_(self, position: int, bit: int, parity: bool = False) -> None:
+        """Flips one bit of a record behind its seal's back, as failing memory does: for tests and `chaos`."""
+        self._of(parity)[position, bit // 8] ^= np.uint8(1 << (bit % 8))
 
 
 def warm() -> None:

@@ -8,7 +8,8 @@ Shape legend: U records, B record bytes; lists hold one array per slab.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -20,15 +21,21 @@ from torch_ecrec.runtime.tensors import as_array
 Changed = tuple[list[np.ndarray], list[np.ndarray]]  # by a step, per slab: (U,) positions and (U, B) deltas
 
 
+class IsMissing(Protocol):
+    """Whether any of some data records, (U,) int64 positions of each slab, is missing; with `looked`, or damaged."""
+
+    def __call__(self, positions: list[np.ndarray], looked: bool = False) -> bool: ...
+
+
 class Applier:
     """Applies steps to the records of one slot.
 
     Args:
         held: of the slot.
-        is_missing: whether any of some data records, (U,) int64 positions of each slab, is missing.
+        is_missing: see above.
     """
 
-    def __init__(self, held: Holdings, is_missing: Callable[[list[np.ndarray]], bool]) -> None:
+    def __init__(self, held: Holdings, is_missing: IsMissing) -> None:
         self.held, self.is_missing = held, is_missing
         self._merged: tuple[int, list[merge.Merged]] | None = None  # of a step that waits for records
 
@@ -66,7 +73,7 @@ class Applier:
         for slab in range(len(held.shards)):
             mine = [load.positions.numpy() for load in loads if load.slab == slab]
             positions.append(np.unique(np.concatenate(mine)) if mine else np.empty(0, dtype=np.int64))
-        if self.is_missing(positions):
+        if self.is_missing(positions, looked=True):  # what is written over would hide it, and its parity keep it
             return None
         deltas = []
         for slab, (positions_U, shard) in enumerate(zip(positions, held.shards, strict=True)):

@@ -15,7 +15,7 @@ Shapes: P records of a slab, U of them changed by a step, N in a portion, B reco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +68,7 @@ class Capture:
         held: of the slot. Nothing of it is missing, and its log reaches back to `step`.
         step: which.
         marks: of the records that are wanted. Mutated.
+        look: told of records (slab, (U,) int64 positions) before what they hold is taken: whether they are damaged.
 
     Attributes:
         kept_bytes: memory of what was kept, which is the price of not pausing.
@@ -76,14 +77,18 @@ class Capture:
         LookupError: the log does not reach back to `step`.
     """
 
-    def __init__(self, held: Holdings, step: int, marks: Marks) -> None:
+    def __init__(
+        self, held: Holdings, step: int, marks: Marks, look: Callable[[int, Positions], None] = lambda slab, at: None
+    ) -> None:
         self.step, self.kept_bytes = step, 0
+        self._look = look
         self._held, self._marks = held, marks
         self._slab = self._next = 0  # where the scan is
         self._kept: list[list[tuple[Positions, Bytes]]] = [[] for _ in marks]
         for later in range(step + 1, held.rule.applied + 1):
             for slab, (positions_U, _) in enumerate(held.log.get(later)):
                 wanted_U = positions_U[marks[slab][positions_U] == MARKED]
+                look(slab, wanted_U)
                 self._keep(slab, wanted_U, held.records_as_of(slab, wanted_U, step))
 
     def before_forgetting(self, positions: Sequence[Positions], deltas: Sequence[Bytes]) -> None:
@@ -95,6 +100,7 @@ class Capture:
                 wanted_U &= positions_U >= self._next
             at = np.flatnonzero(wanted_U)
             if len(at):
+                self._look(slab, positions_U[at])
                 old_UB = self._held.shards[slab].gather(positions_U[at])
                 np.bitwise_xor(old_UB, deltas[slab][at], out=old_UB)
                 self._keep(slab, positions_U[at], old_UB)
@@ -119,6 +125,7 @@ class Capture:
         slab, first = self._slab, self._next
         end = min(shards[slab].data_rows, first + max(1, most_bytes // shards[slab].schema.nbytes))
         wanted_N = first + np.flatnonzero(self._marks[slab][first:end]).astype(np.int64, copy=False)
+        self._look(slab, wanted_N)
         records_NB = shards[slab].gather(wanted_N)
         for positions_U, kept_UB in self._kept[slab]:
             low, high = np.searchsorted(positions_U, (first, end))

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.durability.policy import Looks
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
@@ -82,6 +83,10 @@ class CheckpointedSlot(Protocol):
     @property
     def whole(self) -> bool:
         """It serves, and nothing is missing."""
+
+    @property
+    def scrubber(self) -> Looks:
+        """Looks for damage; tells `on_damage` of it."""
 
     def tell(self, kind: str, **more: object) -> None:
         """Tells the coordinator something of this incarnation."""
@@ -189,17 +194,22 @@ class SlotCheckpoints:
         if scribe is None or not self._slot.whole or not held.log.floor <= order.step <= held.rule.applied:
             self._tell_unwritten(order.checkpoint, "this slot cannot show that step (any more)")
             return
+        self._snapshots.check([order.step])
         dense = [item for item in sorted(self._snapshots.parts.items()) if item[0][0] == order.step]
         if order.dense_of == held.index and len(dense) != held.job.trainers:
             self._tell_unwritten(order.checkpoint, "this slot has not (any more) every trainer's part of that step")
             return
-        self._capture = Capture(held, order.step, self._take_marks(order))
+        marks, look = self._take_marks(order), self._slot.scrubber.look
+        self._capture = capture = Capture(held, order.step, marks, lambda slab, at: look(slab, False, at))
+        if held.missing.remaining:  # something was damaged: it is being repaired
+            self.on_damage()
+            return
         self._pinned = None
         self._writing = scribe.write(
             order,
             held.index,
             held.job.slabs,
-            self._capture.next_portion,
+            capture.next_portion,
             dense if order.dense_of == held.index else (),
             lambda part: self._on_written(order.checkpoint, part),
             lambda reason: self._on_failed(order.checkpoint, reason),
@@ -256,6 +266,11 @@ class SlotCheckpoints:
         if checkpoint == self._surveyed and self._capture is not None:
             self._capture = self._writing = None
             self._say("written", checkpoint=checkpoint, part=part)
+
+    def on_damage(self) -> None:
+        """Records are damaged: until they are repaired nobody can say what they were after a step."""
+        if self._capture is not None:
+            self._give_up("records are damaged, and being repaired; the next checkpoint has them")
 
     def _on_failed(self, checkpoint: int, reason: str) -> None:
         if checkpoint == self._surveyed and self._capture is not None:

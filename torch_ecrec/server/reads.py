@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import Reply
+from torch_ecrec.durability.policy import Looks, Reply
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Answer
 from torch_ecrec.records.halves import numbers_of
@@ -30,8 +30,13 @@ class ReadersSlot(Protocol):
     def whole(self) -> bool:
         """It serves, and nothing is missing."""
 
-    def is_missing(self, positions: list[np.ndarray]) -> bool:
-        """Whether any of these data records, (U,) int64 positions of each slab, is missing; if so, they come next."""
+    @property
+    def scrubber(self) -> Looks:
+        """Looks for damage."""
+
+    def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
+        """Whether any of these data records, (U,) int64 positions of each slab, is missing; if so, they come next.
+        With `looked`, whether any is damaged, too."""
 
     def park(self, attempt: Callable[[], Answer | None], reply: Reply[Any]) -> None:
         """Answers now if `attempt` yields an answer, else when it first does."""
@@ -76,12 +81,13 @@ class Reads:
 
         def attempt() -> wire.Records | wire.Forgotten | None:
             if request.parity:
+                self.slot.scrubber.look(request.slab, True, positions)
                 whole = self.slot.whole and all(step >= request.step for step in rule.folded.values())
                 parity = held.shards[request.slab].gather(positions, parity=True) if whole else None
                 return None if parity is None else wire.Records(torch.from_numpy(parity))
             if request.step < held.log.floor and request.step < rule.applied:
                 return self._forgotten(request.step)
-            if rule.applied < request.step or self.slot.is_missing(asked):
+            if rule.applied < request.step or self.slot.is_missing(asked, looked=True):
                 return None
             return wire.Records(torch.from_numpy(held.records_as_of(request.slab, positions, request.step)))
 

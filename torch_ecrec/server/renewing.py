@@ -155,7 +155,7 @@ class Renewing:
         if not self._read or self._slot.ready or self._slot.dead or host.frozen:
             return
         cut, floor = host.resume_step, host.floor
-        log = DeltaLog(len(held.shards), floor=floor)
+        log = held.new_log(floor)
         for step in range(floor + 1, cut + 1):
             nothing = [np.empty((0, shard.schema.nbytes), np.uint8) for shard in held.shards]
             log.append(step, [np.empty(0, np.int64) for _ in held.shards], nothing)

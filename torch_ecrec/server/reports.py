@@ -36,6 +36,18 @@ class ReportingHost(Protocol):
         """Slots that began anew, in this run."""
 
 
+class Looks(Protocol):
+    """What looks for damage."""
+
+    scrubbed_bytes: int
+    rounds: int
+    damaged: int
+    mended: int
+
+    def tell_beyond(self) -> None:
+        """Says that the slot has given up, if it has."""
+
+
 class ReportedSlot(Protocol):
     """What this needs of its slot: it reads that, and changes nothing."""
 
@@ -52,6 +64,10 @@ class ReportedSlot(Protocol):
     durability: Durability
     checkpoints: SlotCheckpoints
     renewing: Renewing | None
+
+    @property
+    def scrubber(self) -> Looks:
+        """Looks for what is damaged."""
 
     @property
     def host(self) -> ReportingHost:
@@ -99,6 +115,7 @@ class Reports:
     def again(self) -> None:
         """Everything the coordinator should know of this incarnation."""
         slot = self._slot
+        slot.scrubber.tell_beyond()
         if slot.ready:
             self.ready()
             if slot.reported:
@@ -109,7 +126,7 @@ class Reports:
         elif slot.hopeless:
             slot.give_up(slot.renewing.failed if slot.renewing is not None else "")
 
-    def _trained(self, step: int) -> int:
+    def trained(self, step: int) -> int:
         """Steps of training up to a step near the last applied; one that loads, in between, counts as one, too."""
         slot = self._slot
         others = slot.host.origin if slot.not_trained is None else slot.not_trained
@@ -122,13 +139,17 @@ class Reports:
             "slot": slot.index,
             "incarnation": slot.incarnation,
             "ready": slot.ready,
-            "step": self._trained(rule.applied),
-            "acknowledged": self._trained(rule.acknowledged),
-            "watermark": self._trained(rule.watermark),
+            "step": self.trained(rule.applied),
+            "acknowledged": self.trained(rule.acknowledged),
+            "watermark": self.trained(rule.watermark),
             "rebuilt": slot.missing.done_fraction,
             "record_bytes": sum(shard.data_bytes for shard in slot.shards),
             "parity_bytes": sum(shard.parity_bytes for shard in slot.shards),
             "log_bytes": slot.log.bytes + slot.durability.log_bytes,
             "snapshot_bytes": slot.snapshots.bytes,
             "checkpoint_bytes": slot.checkpoints.kept_bytes,
+            "scrubbed_bytes": slot.scrubber.scrubbed_bytes,
+            "scrub_rounds": slot.scrubber.rounds,
+            "damaged": slot.scrubber.damaged,
+            "mended": slot.scrubber.mended,
         }

@@ -6,6 +6,7 @@ incarnation than the caller means is refused, which fences both stale callers an
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,14 @@ from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer, Malformed, Placement, Refused
 from torch_ecrec.server.checkpoints import Scribe
+from torch_ecrec.server.flipping import flip
 from torch_ecrec.server.renewing import CheckpointReader
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import COMPLAINTS, Node, Port
 
+SCRUB_EVERY_S = 0.05  # with 20 MB/s 1 MB at a time: the node is busy for a tenth of a millisecond
 FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
 TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Pass, wire.Export)
 
@@ -202,7 +205,8 @@ class Host(Node):
                     slot.reports.reach()
 
     def _new_slot(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool) -> Slot:
-        held = Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh)
+        sealed = self.settings.record_checks != "none"
+        held = Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed)
         renewal = self._renewal_of(index, incarnation)
         return Slot(self, held, POLICIES[job.code.protection], self.settings, fresh, renewal)
 
@@ -248,6 +252,27 @@ class Host(Node):
             if source is not None and folded > source.rule.applied:
                 fault = f"step {folded} of slot {request.source} is folded, which has applied {source.rule.applied}"
         return fault
+
+    # looking for damage -------------------------------------------------------------------------
+
+    def start_scrubbing(self) -> None:
+        """From now on records and parities are looked at in the background. For who has a real clock; once."""
+        if self.settings.record_checks != "none" and self.settings.scrub_bytes_per_s > 0:
+            self.run(self._scrub_later)
+
+    def flip(self, parity: bool) -> None:
+        """A bit of a record, or of a parity, changes by itself: for `torch-ecrec chaos`."""
+        self.run(flip, list(self.slots.values()), parity, random.Random())
+
+    def _scrub_later(self) -> None:
+        self.later(SCRUB_EVERY_S, self._scrub)
+
+    def _scrub(self) -> None:
+        """What is due since the last time: a share of it for each slot."""
+        due = self.settings.scrub_bytes_per_s * SCRUB_EVERY_S
+        for slot in list(self.slots.values()):
+            slot.scrubber.scrub(max(1, int(due) // len(self.slots)))
+        self._scrub_later()
 
     # for slots ----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     checkpoints   its part in checkpoints (`checkpoints.py`)
     renewing      how it begins anew from one, if it was lost beyond repair (`renewing.py`)
     reports       what the coordinator is told of it (`reports.py`)
+    scrubber      looks for records and parities that are damaged (`scrubber.py`)
 
 None of these knows the slot: each says in a port what it needs of it.
 
@@ -29,7 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.durability.policy import Peers, Policy, Reply
+from torch_ecrec.durability.policy import PeerRequest, Peers, Policy, Reply
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.protocol.wire import Answer, Refused
@@ -40,6 +41,7 @@ from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.server.reads import Reads
 from torch_ecrec.server.renewing import Renewing, RenewingHost
 from torch_ecrec.server.reports import Reports
+from torch_ecrec.server.scrubber import Scrubber
 from torch_ecrec.server.snapshots import SnapshotHost, SnapshotStore
 from torch_ecrec.spec.settings import Settings
 
@@ -91,8 +93,9 @@ class Slot:
         self.going_back_to: int | None = None  # until that step is durable
         self.not_trained: int | None = None  # of the steps up to the last applied, as far as they are known
         self.reports = Reports(self)
-        self.snapshots = SnapshotStore(self, host, self.index, self.incarnation, self.job.trainers)
+        self.snapshots = SnapshotStore(self, host, self.index, self.incarnation, self.job.trainers, held.sealed)
         self.durability = policy(self, host, held, settings)
+        self.scrubber = Scrubber(self, held, settings.record_checks == "use")
         self.applier = Applier(held, self.is_missing)
         self.reads = Reads(self, held)
         self.checkpoints = SlotCheckpoints(self, host, held, self.snapshots, settings.checkpoint_memory_bytes)
@@ -131,7 +134,7 @@ class Slot:
                 self.reads.on_export(request, reply)
             case wire.FetchSnapshots():
                 self.snapshots.on_fetch(request, reply)
-            case wire.Fold() | wire.Attach() | wire.Adopt() | wire.Cut() | wire.Versions() | wire.Fetch():
+            case _ if isinstance(request, PeerRequest):
                 self.durability.handle(request, reply)
             case _:
                 raise TypeError(f"`request` must be one to a slot, got {type(request).__name__}")
@@ -153,13 +156,15 @@ class Slot:
         for attempt, reply in waiting:
             self.park(attempt, reply)
 
-    def is_missing(self, positions: list[np.ndarray]) -> bool:
-        """Whether any of these data records is missing; if so, they are brought back next.
+    def is_missing(self, positions: list[np.ndarray], looked: bool = False) -> bool:
+        """Whether any of these data records is missing (with `looked`, or damaged); if so, they are brought back next.
 
         Args:
-            positions: of each slab, (U,) int64.
+            positions: of each slab, (U,) int64. They are used next, if none is.
+            looked: it is looked for damage, whatever the settings say.
         """
-        return self.durability.is_missing(positions)
+        self.scrubber.on_use(positions, looked)
+        return self.scrubber.beyond != "" or self.durability.is_missing(positions)
 
     def _refuse_all(self, reason: str) -> None:
         replies = [reply for _, reply in self.waiting] + [r for rs in self.push_replies.values() for r in rs]
@@ -309,6 +314,7 @@ class Slot:
         self.applier.forget()
         self._refuse_all("the trainers were lost")
         self.durability.freeze()
+        self.snapshots.check()
         self.reports.reach()
 
     def go_back(self, step: int, done: int) -> None:

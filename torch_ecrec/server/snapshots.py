@@ -5,11 +5,18 @@ part is there. The new host of a slot copies them from another holder, one that 
 lacks a part of the snapshot that training starts again from.
 
 Steps before the watermark are forgotten: nobody goes back further.
+
+Of each part a sum of its bytes is kept, made when it came, and compared before anybody relies on it. A part that is
+damaged is not kept any more: another holder's counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
+
+import xxhash
+from torch import Tensor
 
 from torch_ecrec.durability.policy import AsksOnce, Reply
 from torch_ecrec.protocol import wire
@@ -30,6 +37,13 @@ class SnapshotHost(AsksOnce, Protocol):
         """The step that training begins after; None: initial values are being loaded."""
 
 
+class SnapshotsDamaged(Protocol):
+    """Who is told of damage."""
+
+    def on_snapshot(self, step: int, trainer: int) -> None:
+        """A trainer's part of a dense snapshot is damaged; it is not kept any more."""
+
+
 class SnapshotSlot(Protocol):
     """What a store needs of its slot."""
 
@@ -40,6 +54,10 @@ class SnapshotSlot(Protocol):
     @property
     def dead(self) -> bool:
         """This life has been replaced."""
+
+    @property
+    def scrubber(self) -> SnapshotsDamaged:
+        """Is told of damage."""
 
     def known_incarnations(self) -> list[int]:
         """Of every slot, the life that this one listens to."""
@@ -62,12 +80,23 @@ class SnapshotStore:
         host: reaches other slots.
         index, incarnation: of the slot.
         trainers: how many parts a whole snapshot has.
+        summed: sums of them are kept.
     """
 
-    def __init__(self, slot: SnapshotSlot, host: SnapshotHost, index: int, incarnation: int, trainers: int) -> None:
+    def __init__(
+        self,
+        slot: SnapshotSlot,
+        host: SnapshotHost,
+        index: int,
+        incarnation: int,
+        trainers: int,
+        summed: bool = True,
+    ) -> None:
         self.slot, self.host = slot, host
         self.index, self.incarnation, self.trainers = index, incarnation, trainers
         self.parts: dict[Key, Part] = {}
+        self._summed = summed
+        self._sums: dict[Key, int] = {}  # of some parts that are not kept any more, too
         self.lacks_all = False  # what other holders have is not here yet
         self.most: int | None = None  # the trainers start again after this step: later ones are not taken from others
         self._asking = False
@@ -91,6 +120,7 @@ class SnapshotStore:
     def forget(self, watermark: int) -> None:
         for key in [key for key in self.parts if key[0] < watermark]:
             del self.parts[key]
+            self._sums.pop(key, None)
 
     def go_back(self, step: int) -> None:
         """Training starts again after `step`: drops what came later, gets what is missing of that step."""
@@ -99,11 +129,25 @@ class SnapshotStore:
         if not self.complete:
             self._copy()
 
+    def check(self, steps: Iterable[int] | None = None) -> None:
+        """Lets go of parts (of these steps, or of all) that are damaged."""
+        wanted = None if steps is None else set(steps)
+        for key, (_, payload) in list(self.parts.items()):
+            known = self._sums.get(key)
+            if known is not None and (wanted is None or key[0] in wanted) and _sum_of(payload) != known:
+                del self.parts[key], self._sums[key]
+                self.slot.scrubber.on_snapshot(*key)
+
+    def _put(self, key: Key, part: Part) -> None:
+        self.parts[key] = part
+        if self._summed:
+            self._sums[key] = _sum_of(part[1])
+
     # requests -----------------------------------------------------------------------------------
 
     def on_snapshot(self, request: wire.Snapshot, reply: Reply[wire.Stored]) -> None:
         self.most = None
-        self.parts[request.step, request.trainer] = (request.header, request.payload)
+        self._put((request.step, request.trainer), (request.header, request.payload))
         reply(wire.Stored(request.step, self.slot.known_incarnations()))
         self.slot.on_snapshot_kept(request.step, request.header[0])
 
@@ -111,6 +155,9 @@ class SnapshotStore:
         if request.holder >= 0:
             # From now on this slot tells trainers that an earlier life of the holder counts for nothing.
             self.slot.meet(request.holder, request.holder_incarnation)
+        self.check(None if request.of < 0 else [request.of])
+        if not self.complete:
+            self._copy()
         lacks_some = self.lacks_all if request.of < 0 else request.holder < 0 and not self.is_whole(request.of)
         if len(request.begin) not in (0, 3):
             reply(Malformed(f"`begin` must be 3 integers or none, got {request.begin}"))
@@ -184,5 +231,10 @@ class SnapshotStore:
     def _keep(self, got: Gathering) -> None:
         for (step, trainer), part in got.parts.items():
             if self.most is None or step <= self.most:
-                self.parts.setdefault((step, trainer), part)
+                if (step, trainer) not in self.parts:
+                    self._put((step, trainer), part)
         self.lacks_all &= got.of >= 0
+
+
+def _sum_of(payload: Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(payload.contiguous().numpy().data)

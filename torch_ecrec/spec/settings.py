@@ -19,11 +19,13 @@ _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
 WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no spare
 TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and servers
 CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
+FLIP_EVENTS = ("flip-record", "flip-parity")  # bits that flip in servers' memory
 BEYOND_EVENTS = ("kill-all", "kill-beyond-r")  # more than parity repairs: all go back to a checkpoint
 STORE_EVENTS = ("full-disk", "slow-store", "failing-store")  # of where checkpoints are kept
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
 Beyond = Literal["stop", "checkpoint", "partial"]  # what follows when more is lost than can be repaired
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
+RECORD_CHECKS = ("background", "use", "none")  # when a server looks for damage to its records
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
 
 
@@ -74,6 +76,13 @@ class Settings:
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
         rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each that was lost; 0 for
             none. What a request waits for counts, but is never delayed.
+        record_checks: of a server. "background": every record and parity has a seal, 4 bytes by which damage to it is
+            found, and is looked at now and then (`scrub_bytes_per_s`). "use": also whenever a step or an evaluation
+            reads or changes it, so that no step uses what is damaged. "none": no seals, and damage is not noticed.
+        scrub_bytes_per_s: how much of its records and parities a server looks at in the background; 0: nothing, and
+            damage is found where something is read for a repair or a checkpoint only.
+        flip_on_signal: of a server; for `torch-ecrec chaos`. 1: a bit of a record flips at SIGUSR1, and of a parity at
+            SIGUSR2.
         checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
     """
@@ -92,6 +101,9 @@ class Settings:
     keep_freed_bytes: int = 1 << 30
     rebuild_chunk_bytes: int = 4 << 20
     rebuild_bytes_per_s: float = 100e6
+    record_checks: str = "background"
+    scrub_bytes_per_s: float = 20e6
+    flip_on_signal: int = 0
     checkpoint_memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
@@ -120,6 +132,12 @@ class Settings:
         require_int("keep_freed_bytes", self.keep_freed_bytes, 0)
         require_int("rebuild_chunk_bytes", self.rebuild_chunk_bytes, 1)
         require_int("checkpoint_memory_bytes", self.checkpoint_memory_bytes, 0)
+        require(
+            self.record_checks in RECORD_CHECKS,
+            f"`record_checks` must be one of {', '.join(RECORD_CHECKS)}, got {self.record_checks!r}",
+        )
+        require(self.flip_on_signal in (0, 1), f"`flip_on_signal` must be 0 or 1, got {self.flip_on_signal}")
+        require(self.scrub_bytes_per_s >= 0, f"`scrub_bytes_per_s` must not be negative, got {self.scrub_bytes_per_s}")
         require(
             self.rebuild_bytes_per_s >= 0, f"`rebuild_bytes_per_s` must not be negative, got {self.rebuild_bytes_per_s}"
         )

@@ -167,6 +167,9 @@ class SimulatedCluster:
     def on_sent(self, number: int, connection: VirtualConnection) -> None:
         """Message `number` of the control channel is on its way: nothing happens, unless a test says so."""
 
+    def on_event(self, number: int) -> None:
+        """Event `number` of the run is next: nothing happens, unless a test says so."""
+
     def kill(self, process: VirtualProcess) -> None:
         """The process is gone, whether it has a name or not."""
         if process.name:
@@ -287,6 +290,7 @@ class SimulatedCluster:
         """Runs to the end; raises RuntimeError, with the state of every slot, if it gets stuck."""
         random_kills, trainer_kills = self.scenario.random_kills, self.scenario.random_trainer_kills
         for event in range(EVENT_LIMIT):
+            self.on_event(event)
             done = self._run_trainers()
             placed = self.slots_known
             if self.run.fatal is not None:

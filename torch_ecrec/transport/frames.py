@@ -2,7 +2,11 @@
 
     frame   24 bytes (magic, bytes of the notes, of the table and of the message, ticket), notes, the table (dtype and
             shape of each tensor), the message without its tensors (`encoding.py`), then the tensors' bytes one behind
-            the other, from the sender's tensors and into the receiver's, with no copy of ours between
+            the other, from the sender's tensors and into the receiver's, with no copy of ours between; and, unless the
+            connection is within a host, a checksum of all of it (xxh3, 8 bytes)
+
+A frame whose checksum is another is not handed on: its connection ends, with that reason, and what was asked on it is
+asked again. TCP's own sum is of 16 bits, and does not see what happens in switches, cards and their drivers.
 
 Within a host large tensors are left out: their reader finds them in the sender's memory, and notes go with the message
 (lending.py). A frame without a message is there for its notes alone. A frame can be read whatever its message says:
@@ -20,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -29,9 +34,10 @@ from torch_ecrec.runtime.tensors import as_array, as_tensor
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Places, byte_view
 from torch_ecrec.transport.rendezvous import first_line
 
-MAGIC = b"ECR4"  # another one for every change to what is said here
+MAGIC = b"ECR5"  # another one for every change to what is said here
 OTHER_BUILD = b"ECR?"  # in its place: the message is the build of who listens, and nothing else comes (door.py)
 HEADER = struct.Struct("<4sIIIQ")  # magic, bytes of the notes, of the table and of the message, ticket
+CHECKSUM_BYTES = 8
 MESSAGE_MOST_BYTES = 64 << 20  # without tensors, and as much for notes and for the table
 RANK_MOST = 32
 BUFFER_BYTES = 1 << 14
@@ -60,6 +66,10 @@ _CONTROL_BYTES = socket.CMSG_SPACE(FILES_MOST * _FILE.size)
 
 class TooLarge(ValueError):
     """A message that nobody would read."""
+
+
+class Spoilt(ValueError):
+    """What arrived is not what was sent."""
 
 
 class OtherBuild(ValueError):
@@ -98,7 +108,7 @@ class Frame:
         self._shows: list[Segment] = []  # their files go with the first byte
         self.begun = False
 
-    def _begin(self, lending: Lending | None) -> None:
+    def _begin(self, lending: Lending | None, summed: bool = False) -> None:
         sent, notes = self._tensors, b""
         if lending is not None:
             loan = lending.lend()
@@ -108,13 +118,18 @@ class Frame:
         head = HEADER.pack(MAGIC, len(notes), len(self._table), len(self._body), self._ticket) + notes + self._table
         self._parts.extend((memoryview(head), memoryview(self._body)) if self._body else (memoryview(head),))
         self._parts.extend(_memory(tensor) for tensor in sent if tensor.numel())
+        if summed:
+            checksum = xxhash.xxh3_64()
+            for part in self._parts:
+                checksum.update(part)
+            self._parts.append(memoryview(checksum.digest()))
         self._tensors, self._body = [], b""  # what is lent, the notes keep
         self.begun = True
 
     def send_to(self, sock: socket.socket, lending: Lending | None = None) -> bool:
         """Sends as much as goes without waiting. True: all of it. Raises OSError."""
         if not self.begun:
-            self._begin(lending)
+            self._begin(lending, is_summed(sock))
         while self._parts:
             control = []
             if self._shows:
@@ -140,6 +155,8 @@ class FrameReader:
         self._sock, self._lending = sock, lending
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0  # what of the buffer has come and is not used
+        self._summed = is_summed(sock)
+        self._checksum = xxhash.xxh3_64()  # of the frame so far
 
     def read(self) -> tuple[int, Encoded] | None:
         """The next ticket and message; waits for it. None when the connection has ended between two frames.
@@ -147,10 +164,12 @@ class FrameReader:
         Raises:
             OSError: it ended within one.
             OtherBuild: who listens has said so.
+            Spoilt: its checksum is another.
             ValueError: what arrives is not a frame.
         """
         while self._have(HEADER.size):
-            magic, of_notes, of_table, of_body, ticket = HEADER.unpack(self._take(HEADER.size))
+            self._checksum.reset()
+            magic, of_notes, of_table, of_body, ticket = HEADER.unpack(self._take(HEADER.size, summed=True))
             too_large = max(of_notes, of_table, of_body) > MESSAGE_MOST_BYTES
             if magic not in (MAGIC, OTHER_BUILD) or too_large or of_table % 8:
                 raise ValueError("not a frame")
@@ -162,12 +181,21 @@ class FrameReader:
             if of_notes:
                 if self._lending is None:
                     raise ValueError("notes, but nothing is lent on this connection")
-                places = self._lending.take_notes(bytes(self._take(of_notes)))
-            table = struct.unpack(f"<{of_table // 8}Q", self._take(of_table)) if of_table else ()
+                places = self._lending.take_notes(bytes(self._take(of_notes, summed=True)))
+            table = struct.unpack(f"<{of_table // 8}Q", self._take(of_table, summed=True)) if of_table else ()
+            body = bytes(self._take(of_body, summed=True))
+            tensors = self._tensors(table, places) if table else []
+            if self._summed:
+                self._compare()
             if of_body:
-                body = bytes(self._take(of_body))
-                return ticket, (body, self._tensors(table, places) if table else [])
+                return ticket, (body, tensors)
         return None
+
+    def _compare(self) -> None:
+        if not self._have(CHECKSUM_BYTES):
+            raise ConnectionError("the connection ended")
+        if bytes(self._take(CHECKSUM_BYTES)) != self._checksum.digest():
+            raise Spoilt("a message was spoilt on its way: its checksum is another")
 
     def _tensors(self, table: tuple[int, ...], places: Places) -> list[Tensor]:
         """Each tensor in its place, with its values."""
@@ -189,7 +217,10 @@ class FrameReader:
                 else:
                     tensor = self._within(*place, sizes, _NUMPY[code], borrowed)
                 tensors.append(tensor)
-            self._fill([_memory(tensor) for tensor in empty if tensor.numel()])
+            memories = [_memory(tensor) for tensor in empty if tensor.numel()]
+            self._fill(memories)
+            for memory in memories if self._summed else ():
+                self._checksum.update(memory)
         except (IndexError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
             raise ValueError(f"not a tensor: {first_line(error)}") from error
         return tensors
@@ -231,8 +262,10 @@ class FrameReader:
         self._buffer[: len(rest)] = rest
         self._begin, self._end = 0, len(rest)
 
-    def _take(self, size: int) -> memoryview:
+    def _take(self, size: int, summed: bool = False) -> memoryview:
         taken = self._buffer[self._begin : self._begin + size]
+        if summed and self._summed:
+            self._checksum.update(taken)
         self._begin += size
         if self._begin == self._end:
             self._begin = self._end = 0
@@ -264,6 +297,11 @@ class FrameReader:
                 for (fd,) in _FILE.iter_unpack(data[:whole]):
                     self._lending.take_file(fd)
         return got
+
+
+def is_summed(sock: socket.socket) -> bool:
+    """Whether frames on it have checksums: not within a host, where no bit has a way to go."""
+    return sock.family != socket.AF_UNIX
 
 
 def _table_of(tensors: Sequence[Tensor]) -> bytes:

@@ -1,0 +1,105 @@
+"""Checksums of frames: a bit that flips between hosts ends the connection, with that reason, and does nothing else."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import wait_until
+from socket_pair import WAIT_S, Pair, Parcels, as_bytes, pair_of, parcel, tensors
+
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.encoding import WIRE
+from torch_ecrec.transport import frames
+from torch_ecrec.transport.frames import CHECKSUM_BYTES, Frame, FrameReader, Spoilt
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with pair_of(request) as pair:
+        yield pair
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname(), WAIT_S)
+        there, _ = server.accept()
+    there.settimeout(WAIT_S)
+    return here, there
+
+
+def message() -> wire.Records:
+    return wire.Records(torch.arange(240, dtype=torch.uint8).reshape(6, 40))
+
+
+def test_no_flipped_bit_gets_through() -> None:
+    """Of the header, the table, the message, the tensors or the checksum itself."""
+    sent, rng = as_bytes(Frame(7, WIRE.encode(message())[0]), summed=True), random.Random(0)
+    bits = range(8 * len(sent)) if len(sent) < 100 else sorted(rng.sample(range(8 * len(sent)), 400))
+    reasons = set()
+    for bit in bits:
+        spoilt = bytearray(sent)
+        spoilt[bit // 8] ^= 1 << (bit % 8)
+        here, there = tcp_pair()
+        with here, there:
+            here.sendall(spoilt)
+            here.shutdown(socket.SHUT_WR)
+            with pytest.raises((ValueError, ConnectionError)) as raised:
+                FrameReader(there).read()
+            reasons.add(type(raised.value))
+    assert Spoilt in reasons
+
+
+def test_the_checksum_is_no_part_of_what_is_read() -> None:
+    here, there = tcp_pair()
+    with here, there:
+        plain, summed = (as_bytes(Frame(7, WIRE.encode(message())[0]), summed) for summed in (False, True))
+        assert summed[: len(plain)] == plain and len(summed) == len(plain) + CHECKSUM_BYTES
+        reader = FrameReader(there)
+        for _ in range(3):
+            here.sendall(summed)
+            got = reader.read()
+            assert got is not None and got[0] == 7
+            answer = WIRE.decode_answer(got[1], wire.Fetch)
+            assert isinstance(answer, wire.Records) and torch.equal(answer.records, message().records)
+
+
+def test_within_a_host_there_is_none() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        assert not frames.is_summed(here)
+        assert Frame(7, WIRE.encode(message())[0]).send_to(here)
+        assert len(there.recv(10_000)) == len(as_bytes(Frame(7, WIRE.encode(message())[0])))
+
+
+@pytest.mark.parametrize("spoils", ["the request", "the answer"])
+def test_who_asked_asks_again(pair: Pair, spoils: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bit of a tensor flips once, after its checksum was made."""
+    begin, turn, flips = Frame._begin, [0], []
+
+    def spoil(self: Frame, lending: object, summed: bool = False) -> None:
+        begin(self, lending, summed)  # type: ignore[arg-type]
+        if not summed:
+            return
+        turn[0] += 1
+        if turn[0] == (1 if spoils == "the request" else 2):
+            part = self._parts[2]
+            changed = bytearray(part)
+            changed[100] ^= 4
+            self._parts[2] = memoryview(changed)
+            flips.append(turn[0])
+
+    pair.handle = lambda request, reply: reply(Parcels(request.parts))
+    monkeypatch.setattr(Frame, "_begin", spoil)
+    sent = tensors(1, 1000)
+    outcome = pair.call(parcel(sent))
+    assert isinstance(outcome, wire.Unknown) and flips, "it may have been handled: whoever asked asks again"
+    complaints = (pair.b if spoils == "the request" else pair.a).complaints
+    what = "a caller's connection is closed" if spoils == "the request" else "a connection to b is closed"
+    wait_until(lambda: complaints.counts[what] == 1, WAIT_S, what)
+    again = pair.call(parcel(sent))
+    assert isinstance(again, wire.Ok) and isinstance(again.answer, Parcels)
+    assert torch.equal(again.answer.parts[0], sent[0])

@@ -1,0 +1,115 @@
+"""Simulated clusters in whose servers' memory bits flip."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torch_ecrec.server.slot import Slot
+from torch_ecrec.testing.scenario import Scenario
+from torch_ecrec.testing.simulation import SimulatedCluster
+
+SCRUB_EVERY_S = 0.003  # virtual: a message takes about as long
+SCRUB_BYTES = 200
+
+
+class Flipped(SimulatedCluster):
+    """A cluster in which bits flip.
+
+    Args:
+        scenario: what runs.
+        flips: at which events.
+        parity: the share of flips that are in parities.
+        checks: `Settings.record_checks`.
+        scrubs: whether somebody looks in the background: "always", "last" (when training is over) or "never".
+        crash_damaged: servers may die while something is damaged: the code must repair one more.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        flips: Sequence[int],
+        parity: float = 0.3,
+        checks: str = "use",
+        scrubs: str = "always",
+        crash_damaged: bool = False,
+    ) -> None:
+        super().__init__(scenario)
+        self.crash_damaged, self.next_s = crash_damaged, 0.0
+        self.settings = dataclasses.replace(self.settings, record_checks=checks)
+        self.due, self.share, self.scrubs = list(flips), parity, scrubs
+        self.chance = random.Random(scenario.network_seed)
+        self.flipped: list[tuple[Slot, int, bool, int]] = []
+        self.stripes: set[tuple[int, int]] = set()  # that have something damaged
+
+    def on_event(self, number: int) -> None:
+        if self.due and number >= self.due[0] and self.flip():
+            self.due.pop(0)
+        now_s = self.network.clock.now_s
+        if self.scrubbing and now_s >= self.next_s:
+            self.next_s = now_s + SCRUB_EVERY_S
+            self.scrub(SCRUB_BYTES)
+
+    @property
+    def scrubbing(self) -> bool:
+        return self.scrubs == "always" or (self.scrubs == "last" and self.scripts.done)
+
+    def scrub(self, most_bytes: int) -> None:
+        """All servers look at some of what they have."""
+        for slot in self.slots():
+            self.hosts[self.slots_known[slot.index].server].run(slot.scrubber.scrub, most_bytes)
+
+    def flip(self) -> bool:
+        """A bit, of a stripe that has nothing damaged or lost; false if there is none now."""
+        if not self.whole() or not self.slots():
+            return False
+        slot = self.chance.choice(self.slots())
+        slab, parity = self.chance.randrange(len(slot.shards)), self.chance.random() < self.share
+        shard, layout = slot.shards[slab], slot.layouts[slab]
+        rows = shard.parity_rows if parity else shard.data_rows
+        if not rows or not slot.ready:
+            return False
+        position = self.chance.randrange(rows)
+        (group,) = layout.group(slot.index, parity, np.array([position]))
+        stripe = (slab, int(group.rotations[0]) * layout.slots + group.base)
+        if self.all_mended():
+            self.stripes.clear()
+        if stripe in self.stripes or slot.missing.lacks(slab, parity, np.array([position])):
+            return False
+        self.stripes.add(stripe)
+        shard.flip_(position, self.chance.randrange(8 * shard.schema.nbytes), parity)
+        self.flipped.append((slot, slab, parity, position))
+        return True
+
+    def all_mended(self) -> bool:
+        """Nothing is damaged in a slot that lives."""
+        living = [flip for flip in self.flipped if flip[0] in self.slots()]
+        return not any(len(slot.shards[slab].broken_run(at, at + 1, parity)) for slot, slab, parity, at in living)
+
+    def settled(self) -> bool:
+        return super().settled() and (self.all_mended() or self.scrubs == "never")
+
+    def may_crash(self, name: str) -> bool:
+        return super().may_crash(name) and (self.crash_damaged or self.all_mended())
+
+    def verify(self) -> None:
+        if self.all_mended():
+            super().verify()
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        """What the coordinator has announced."""
+        return [event for event in self.run.events if event["event"] == kind]
+
+    def names(self) -> list[tuple[str, str, int, int]]:
+        """Of all that was damaged: what it is, table, row, member."""
+        return [(event["what"], *place) for event in self.told("damaged") for place in event["places"]]
+
+
+def name_of(slot: Slot, slab: int, parity: bool, position: int) -> tuple[str, str, int, int]:
+    """What a record or parity is called."""
+    (place,) = slot.scrubber.places(slab, parity, np.array([position]))
+    return ("parity" if parity else "record", *place)

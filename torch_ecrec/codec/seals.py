@@ -1,0 +1,303 @@
+"""Seals: 4 bytes of a record or a parity that a flipped bit does not fit, and that deltas carry forward.
+
+A record is W words of 4 bytes. Its seal is one word, byte by byte a sum over GF(2^8):
+
+    seal = sum over i of c(i) * word(i)          c(i) not 0, and other for each word of up to 900 bytes
+
+So the seal is linear over the field, as the code is: that of `a XOR b` is the XOR of their seals, that of `c * a` is c
+times the seal of a. Hence what a delta adds to a record's seal is the delta's own seal, and the seal of a parity is the
+code of its stripe's seals. A record that was changed behind its seal's back stays visibly wrong, whatever deltas are
+added later: record and seal differ by the seal of the damage.
+
+What is found: each of the four bytes of a seal is the check symbol of a Reed-Solomon code over every fourth byte of the
+record. Damage to one byte of every four, so any flipped bit, is always found. More than one damaged byte among the same
+fourth escapes once in 255 times, all of them together, at random, once in 2^32.
+
+How. 16 words at a time, as Horner's rule does it: all sums times the generator 2, plus the next 16 words. At the end
+lane l counts 2^(16 l) times. What is left of a record, fewer than 16 words, goes into fixed lanes in pieces of 8, 4, 2
+and 1. A CRC, which processors have an instruction for, is linear over bits only: not under the coefficients of a
+parity.
+
+Shapes: N rows of a target, U rows of a source, B bytes in a row (a multiple of 4), W words.
+
+Does not know codes, slots or steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from torch_ecrec.codec.field import POLYNOMIAL, PRODUCT, WORD_BYTES
+from torch_ecrec.runtime.kernel_cache import kernel
+from torch_ecrec.runtime.kernels import first_outside, prefetch_row
+
+SEAL_BYTES = 4
+LANES = 16  # words at a time: 64 bytes
+
+Bytes = NDArray[np.uint8]
+Rows = NDArray[np.int64]
+SealsOf = NDArray[np.uint32]
+
+
+def _powers() -> list[int]:
+    """Powers of the generator 2, from the 0th to the 254th."""
+    found, element = [], 1
+    for _ in range(255):
+        found.append(element)
+        element = int(PRODUCT[2, element])
+    return found
+
+
+POWERS = _powers()
+
+_tools: Any = cgutils  # untyped
+_ir: Any = _tools.ir
+_I8, _I32, _I64 = _ir.IntType(8), _ir.IntType(32), _ir.IntType(64)
+_WORDS, _BYTES = _ir.VectorType(_I32, LANES), _ir.VectorType(_I8, LANES * WORD_BYTES)
+
+
+def _each(value: int) -> Any:
+    """A vector of 64 times the same byte."""
+    return _ir.Constant(_BYTES, [_I8(value)] * _BYTES.count)
+
+
+def _doubled(builder: Any, words: Any) -> Any:
+    """2 * every byte of 16 words."""
+    vector = builder.bitcast(words, _BYTES)
+    carried = builder.select(builder.icmp_signed("<", vector, _each(0)), _each(POLYNOMIAL & 0xFF), _each(0))
+    return builder.bitcast(builder.xor(builder.add(vector, vector), carried), _WORDS)
+
+
+def _weighed(builder: Any, words: Any) -> Any:
+    """Every byte of lane l times 2^(16 l)."""
+    vector, total = builder.bitcast(words, _BYTES), _each(0)
+    for bit in range(8):
+        counts = [_I8(POWERS[(16 * lane + bit) % 255]) for lane in range(LANES) for _ in range(WORD_BYTES)]
+        is_set = builder.icmp_unsigned("!=", builder.and_(vector, _each(1 << bit)), _each(0))
+        total = builder.xor(total, builder.select(is_set, _ir.Constant(_BYTES, counts), _each(0)))
+    return builder.bitcast(total, _WORDS)
+
+
+def _summed(builder: Any, words: Any) -> Any:
+    """The XOR of all 16 words, an i32."""
+    count = LANES
+    while count > 1:
+        count //= 2
+        halves = [
+            builder.shuffle_vector(words, words, _ir.Constant(_ir.VectorType(_I32, count), [_I32(i) for i in places]))
+            for places in (range(count), range(count, 2 * count))
+        ]
+        words = builder.xor(*halves)
+    return builder.extract_element(words, _I32(0))
+
+
+def _type_seal(context: Any, source: Any, words: Any) -> Any:
+    """The intrinsic `seal(source, words)`: the seal, uint32, of so many words at an address."""
+
+    def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, words = args
+
+        def load(offset: Any, kind: Any) -> Any:
+            place = builder.inttoptr(builder.add(source, builder.shl(offset, _I64(2))), kind.as_pointer())
+            return builder.load(place, align=WORD_BYTES)
+
+        total, rest = _tools.alloca_once(builder, _WORDS), _tools.alloca_once(builder, _WORDS)
+        for place in (total, rest):
+            builder.store(_ir.Constant(_WORDS, None), place)
+        whole = builder.and_(words, _I64(-LANES))
+        with _tools.for_range_slice(builder, _I64(0), whole, _I64(LANES)) as (offset, _):
+            doubled = _doubled(builder, builder.load(total))
+            builder.store(builder.xor(doubled, load(offset, _WORDS)), total)
+        offset, count = whole, LANES // 2
+        while count:
+            left = builder.and_(words, _I64(count))
+            with builder.if_then(builder.icmp_unsigned("!=", left, _I64(0))):
+                kind = _ir.VectorType(_I32, count)
+                first = LANES - 2 * count
+                places = [lane - first if first <= lane < first + count else count for lane in range(LANES)]
+                mask = _ir.Constant(_WORDS, [_I32(place) for place in places])
+                piece = builder.shuffle_vector(load(offset, kind), _ir.Constant(kind, None), mask)
+                builder.store(builder.xor(builder.load(rest), piece), rest)
+            offset, count = builder.add(offset, left), count // 2
+        both = builder.xor(_doubled(builder, builder.load(total)), builder.load(rest))
+        return _summed(builder, _weighed(builder, both))
+
+    return types.uint32(types.intp, types.intp), generate
+
+
+_seal: Any = intrinsic(_type_seal)
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@kernel()
+def _seal_rows(rows_UW: Any, seals_U: Any) -> None:
+    start, words = rows_UW.ctypes.data, rows_UW.shape[1]
+    for i in range(rows_UW.shape[0]):
+        seals_U[i] = _seal(start + i * words * WORD_BYTES, words)
+
+
+@kernel()
+def _times(product: Any, coefficient: Any, seal: Any) -> Any:
+    """c times a seal, byte by byte. `product` is the table of the field."""
+    result = np.uint32(0)
+    for shift in (0, 8, 16, 24):
+        byte = product[coefficient, (seal >> np.uint32(shift)) & np.uint32(0xFF)]
+        result |= np.uint32(byte) << np.uint32(shift)
+    return result
+
+
+@kernel()
+def _add(seals_N1: Any, rows_U: Any, source_UW: Any, coefficients_U: Any, product: Any) -> None:
+    start, words = source_UW.ctypes.data, source_UW.shape[1]
+    for i in range(rows_U.shape[0]):
+        prefetch_row(seals_N1, rows_U, i)
+        row = rows_U[i]
+        if row >= 0:
+            seal, coefficient = _seal(start + i * words * WORD_BYTES, words), coefficients_U[i]
+            seals_N1[row, 0] ^= seal if coefficient == 1 else _times(product, coefficient, seal)
+
+
+@kernel()
+def _broken(rows_NW: Any, seals_N: Any, positions_U: Any, broken_U: Any) -> Any:
+    """broken[i] = whether row positions[i] does not fit its seal; returns how many."""
+    start, words, count = rows_NW.ctypes.data, rows_NW.shape[1], 0
+    for i in range(positions_U.shape[0]):
+        prefetch_row(rows_NW, positions_U, i)
+        row = positions_U[i]
+        broken_U[i] = _seal(start + row * words * WORD_BYTES, words) != seals_N[row]
+        count += broken_U[i]
+    return count
+
+
+@kernel()
+def _broken_run(rows_NW: Any, seals_N: Any, first: Any, broken_U: Any) -> Any:
+    """The same for the rows from `first` on, as many as `broken_U` has."""
+    start, words, count = rows_NW.ctypes.data, rows_NW.shape[1], 0
+    for i in range(broken_U.shape[0]):
+        broken_U[i] = _seal(start + (first + i) * words * WORD_BYTES, words) != seals_N[first + i]
+        count += broken_U[i]
+    return count
+
+
+def _words(name: str, values_UB: Bytes) -> NDArray[np.uint32]:
+    """As 4-byte words; copied only where it is not contiguous or not aligned."""
+    if values_UB.ndim != 2 or values_UB.dtype != np.uint8 or values_UB.shape[1] % WORD_BYTES:
+        wanted = f"`{name}` must be 2-D uint8 of rows of a multiple of {WORD_BYTES} bytes"
+        raise ValueError(f"{wanted}, got {values_UB.dtype} of {values_UB.shape}")
+    if not values_UB.flags.c_contiguous or not values_UB.view(np.uint32).flags.aligned:
+        values_UB = np.array(values_UB, order="C")
+    return values_UB.view(np.uint32)
+
+
+def _check_seals(seals_N: SealsOf, count: int) -> None:
+    if seals_N.dtype != np.uint32 or seals_N.shape != (count,):
+        raise ValueError(f"`seals_N` must be uint32 of shape {(count,)}, got {seals_N.dtype} of {seals_N.shape}")
+
+
+def _check_rows(name: str, rows_U: Rows, low: int, limit: int) -> Rows:
+    if rows_U.ndim != 1 or rows_U.dtype != np.int64:
+        raise ValueError(f"`{name}` must be a 1-D int64 array, got {rows_U.ndim}-D {rows_U.dtype}")
+    rows_U = np.ascontiguousarray(rows_U)
+    outside = first_outside(rows_U, low, limit)
+    if outside >= 0:
+        raise IndexError(f"`{name}[{outside}]` must be in {low}..{limit - 1}, got {rows_U[outside]}")
+    return rows_U
+
+
+def seals_of(values_UB: Bytes) -> SealsOf:
+    """The seal of every row.
+
+    Args:
+        values_UB: (U, B) uint8.
+
+    Returns:
+        (U,) uint32, fresh.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+    words_UW = _words("values_UB", values_UB)
+    seals_U = np.zeros(len(words_UW), np.uint32)
+    if words_UW.size:
+        _seal_rows(words_UW, seals_U)
+    return seals_U
+
+
+def add_(seals_N: SealsOf, rows_U: Rows, deltas_UB: Bytes, coefficients_U: Bytes | None = None) -> None:
+    """seals[rows[i]] ^= coefficients[i] * the seal of deltas[i], in place: as `fold_rows_` does it to the rows.
+
+    Args:
+        seals_N: (N,) uint32. Mutated.
+        rows_U: (U,) int64, in 0..N-1; -1 skips one.
+        deltas_UB: (U, B) uint8.
+        coefficients_U: (U,) uint8; all 1 without.
+
+    Raises:
+        ValueError: a shape or a dtype does not fit.
+        IndexError: a row is out of range. Nothing was changed then.
+    """
+    _check_seals(seals_N, len(seals_N))
+    deltas_UW = _words("deltas_UB", deltas_UB)
+    if coefficients_U is None:
+        coefficients_U = np.ones(len(rows_U), np.uint8)
+    if len(deltas_UW) != len(rows_U) or coefficients_U.shape != rows_U.shape or coefficients_U.dtype != np.uint8:
+        got = f"{len(deltas_UW)} and {coefficients_U.dtype} of {coefficients_U.shape}"
+        raise ValueError(f"`deltas_UB` and `coefficients_U` must be one (uint8) for each of {len(rows_U)} rows: {got}")
+    rows_U = _check_rows("rows_U", rows_U, -1, len(seals_N))
+    if deltas_UW.size:
+        _add(seals_N.reshape(-1, 1), rows_U, deltas_UW, np.ascontiguousarray(coefficients_U), PRODUCT)
+
+
+def times(coefficient: int, seals_U: SealsOf) -> SealsOf:
+    """The seals of records that are `coefficient` (0 to 255) times those of these seals; (U,) uint32, fresh."""
+    return PRODUCT[coefficient, np.ascontiguousarray(seals_U).view(np.uint8)].view(np.uint32)
+
+
+def broken(rows_NB: Bytes, seals_N: SealsOf, positions_U: Rows) -> Rows:
+    """Which of some rows do not fit their seals.
+
+    Args:
+        rows_NB: (N, B) uint8, contiguous.
+        seals_N: (N,) uint32, theirs.
+        positions_U: (U,) int64, in 0..N-1.
+
+    Returns:
+        (M,) int64, ascending indices into `positions_U`, fresh.
+
+    Raises:
+        ValueError: a shape or a dtype does not fit.
+        IndexError: a position is out of range.
+    """
+    _check_seals(seals_N, len(rows_NB))
+    positions_U = _check_rows("positions_U", positions_U, 0, len(rows_NB))
+    broken_U = np.zeros(len(positions_U), np.bool_)
+    if len(positions_U) and _broken(_words("rows_NB", rows_NB), seals_N, positions_U, broken_U):
+        return np.flatnonzero(broken_U).astype(np.int64, copy=False)
+    return np.empty(0, np.int64)
+
+
+def broken_run(rows_NB: Bytes, seals_N: SealsOf, first: int, end: int) -> Rows:
+    """The same for the rows from `first` to `end`, which is not one of them: (M,) int64, ascending rows, fresh."""
+    _check_seals(seals_N, len(rows_NB))
+    if not 0 <= first <= end <= len(rows_NB):
+        raise IndexError(f"rows {first}..{end} of {len(rows_NB)}")
+    broken_U = np.zeros(end - first, np.bool_)
+    if end > first and _broken_run(_words("rows_NB", rows_NB), seals_N, first, broken_U):
+        return first + np.flatnonzero(broken_U).astype(np.int64, copy=False)
+    return np.empty(0, np.int64)
+
+
+def warm() -> None:
+    """Compiles or loads every kernel of this module."""
+    rows_NB, positions_U = np.ones((2, 4), np.uint8), np.zeros(1, np.int64)
+    seals_N = seals_of(rows_NB)
+    add_(seals_N, positions_U, rows_NB[:1], np.full(1, 2, np.uint8))
+    broken(rows_NB, seals_N, positions_U)
+    broken_run(rows_NB, seals_N, 0, 1)

@@ -1,0 +1,228 @@
+"""Looks for records and parities of one slot that are damaged: that do not fit their seals (`codec/seals.py`).
+
+In the background it goes through all of them, round after round, some bytes at a time (`scrub`); and it looks at those
+that are about to be relied on (`look`). What is damaged is named to the coordinator (table, row, member of the stripe),
+counts as missing from then on, and is repaired as what is lost with a host is: from k others of its stripe, all as of
+one vector of steps. Who needs it waits meanwhile.
+
+A repair gives back what the record would be without the damage, as long as no step has made anything of it. So it is
+kept in mind which records were used since they were last seen whole; of those the word says that a step may have used
+them, and that the run may differ from an undisturbed one from then on. With `Settings.record_checks` "use" records are
+looked at whenever they are used, and no step ever uses what is damaged.
+
+Where a stripe is damaged or lost in more than r members, or there is no protection, it says so, and the slot gives up.
+
+Pure: no threads, no clock; who has one calls `scrub`.
+
+Shapes: P records of a slab, U of them asked for, M of them damaged.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import numpy as np
+
+from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.durability.policy import Durability
+from torch_ecrec.protocol.messages import PLACES_MOST, TEXT_MOST
+from torch_ecrec.records.positions import Positions
+from torch_ecrec.server.checkpoints import SlotCheckpoints
+from torch_ecrec.server.reports import Reports
+
+log = logging.getLogger(__name__)
+
+Place = tuple[str, int, int]  # table, its row (of a parity: the first row of the stripe), member of the stripe
+
+
+class ScrubbedSlot(Protocol):
+    """What this needs of its slot."""
+
+    durability: Durability
+    checkpoints: SlotCheckpoints
+    reports: Reports
+    ready: bool
+    dead: bool
+
+    def tell(self, kind: str, **more: object) -> None:
+        """Tells the coordinator something of this incarnation."""
+
+
+class Scrubber:
+    """Of one life of a slot.
+
+    Args:
+        slot: see above.
+        held: of it.
+        each_use: records are looked at whenever a step or an evaluation uses them.
+
+    Attributes:
+        scrubbed_bytes: looked at in the background, all rounds together.
+        rounds: how often it has been through all.
+        damaged, mended: records and parities.
+        beyond: why the slot has given up; "": it has not.
+    """
+
+    def __init__(self, slot: ScrubbedSlot, held: Holdings, each_use: bool) -> None:
+        self._slot, self._held, self._each_use = slot, held, each_use
+        self._kinds = [(slab, parity) for slab in range(len(held.shards)) for parity in (False, True)]
+        self._kind = self._next = 0  # where the round is
+        self._used = [np.zeros(shard.data_rows if self._marks else 0, np.bool_) for shard in held.shards]
+        self.scrubbed_bytes = self.rounds = self.damaged = self.mended = 0
+        self.beyond = ""
+
+    @property
+    def _sealed(self) -> bool:
+        return self._held.shards[0].sealed
+
+    @property
+    def _marks(self) -> bool:
+        """Whether it is kept in mind what was used."""
+        return self._sealed and not self._each_use
+
+    # looking ------------------------------------------------------------------------------------
+
+    def on_use(self, positions: list[Positions], looked: bool) -> None:
+        """Data records are about to be used by a step, or read as they are.
+
+        Args:
+            positions: of each slab, (U,) int64.
+            looked: whether to look at them in any case.
+        """
+        if not self._sealed:
+            return
+        for slab, positions_U in enumerate(positions):
+            if looked or self._each_use:
+                self.look(slab, False, positions_U)
+            if self._marks:
+                self._used[slab][positions_U] = not looked  # what is whole now was whole whenever it was used before
+
+    def look(self, slab: int, parity: bool, positions_U: Positions) -> None:
+        """Of these records (or parities), (U,) int64, those that are damaged become missing, and are repaired."""
+        places_M = self._held.shards[slab].broken(positions_U, parity)
+        if len(places_M):
+            self._on_found(slab, parity, np.unique(positions_U[places_M]))
+
+    def scrub(self, most_bytes: int) -> int:
+        """Looks at the next records or parities: so many bytes at most, but at least one.
+
+        Returns:
+            How many bytes it was.
+        """
+        if not self._sealed or not self._slot.ready or self._slot.dead or self.beyond:
+            return 0
+        left = most_bytes
+        for _ in range(len(self._kinds) + 1):  # each once, and the first one again from its beginning
+            slab, parity = self._kinds[self._kind]
+            shard = self._held.shards[slab]
+            width, rows = shard.schema.nbytes, shard.parity_rows if parity else shard.data_rows
+            end = min(rows, self._next + max(left // width, 1 if left == most_bytes else 0))
+            self._look_at_run(slab, parity, self._next, end)
+            left -= (end - self._next) * width
+            self._next = end
+            if end < rows:
+                break
+            self._kind, self._next = (self._kind + 1) % len(self._kinds), 0
+            if self._kind == 0:
+                self.rounds += 1
+                break
+        self.scrubbed_bytes += most_bytes - left
+        return most_bytes - left
+
+    def _look_at_run(self, slab: int, parity: bool, first: int, end: int) -> None:
+        found_M = self._held.shards[slab].broken_run(first, end, parity)
+        if len(found_M):
+            self._on_found(slab, parity, found_M)
+        if parity:
+            self._slot.durability.compare(slab, first, end)
+        elif self._marks:
+            self._used[slab][first:end] = False
+
+    # what is found ------------------------------------------------------------------------------
+
+    def _on_found(self, slab: int, parity: bool, positions_M: Positions, what: str = "") -> None:
+        """These, ascending, do not fit their seals; of those that are missing anyway that says nothing.
+
+        `what`: as the coordinator is told; "": a record or a parity.
+        """
+        there_M = self._held.missing.present(slab, parity, positions_M)
+        if there_M is not None:
+            positions_M = positions_M[there_M]
+        if not len(positions_M) or self.beyond:
+            return
+        self.damaged += len(positions_M)
+        if not parity:
+            self._slot.checkpoints.on_damage()
+        used = int(self._used[slab][positions_M].sum()) if self._marks and not parity else 0
+        reason = self._slot.durability.mend(slab, parity, positions_M)
+        self._say(slab, parity, positions_M, used, reason, what)
+        if reason:
+            self._give_up(slab, parity, positions_M, reason)
+
+    def on_mended(self, count: int) -> None:
+        """So many of what was damaged are what they should be."""
+        self.mended += count
+        self._slot.tell("mended", count=count)
+
+    def on_mismatch(self, slab: int, positions_M: Positions) -> None:
+        """These parities are not the code of their stripes, whose records fit their seals: they are encoded again."""
+        self._on_found(slab, True, positions_M, "mismatch")
+
+    def on_log(self, what: str) -> None:
+        """A delta log is damaged, and what follows from that."""
+        self._tell_damaged("delta log", what)
+
+    def on_snapshot(self, step: int, trainer: int) -> None:
+        """A trainer's part of a dense snapshot is damaged; it is not kept any more."""
+        self._tell_damaged("dense snapshot", f"the part of trainer {trainer} of step {step}: other holders have it")
+
+    def _tell_damaged(self, what: str, reason: str) -> None:
+        log.warning("slot %d: damaged: %s: %s", self._held.index, what, reason)
+        step = self._slot.reports.trained(self._held.rule.applied)
+        self._slot.tell("damaged", what=what, places=[], count=1, used=0, step=step, reason=reason[:TEXT_MOST])
+
+    def on_beyond(self, slab: int, parity: bool, positions_M: Positions) -> None:
+        """Nobody can give these back, which were damaged, or lost."""
+        reason = "too much of their stripes is damaged or lost"
+        if not self.beyond:
+            self._say(slab, parity, positions_M, 0, reason)
+            self._give_up(slab, parity, positions_M, reason)
+
+    def _give_up(self, slab: int, parity: bool, positions_M: Positions, reason: str) -> None:
+        table, row, _ = self.places(slab, parity, positions_M[:1])[0]
+        first = f"{len(positions_M)} damaged or lost, first row {row} of table {table}"
+        self.beyond = f"{'parities' if parity else 'records'} of slot {self._held.index}: {first}: {reason}"[:TEXT_MOST]
+        self.tell_beyond()
+
+    def tell_beyond(self) -> None:
+        """Says that the slot has given up, if it has."""
+        if self.beyond:
+            self._slot.tell("unrecoverable", reason=self.beyond)
+
+    def _say(self, slab: int, parity: bool, positions_M: Positions, used: int, reason: str, what: str = "") -> None:
+        what, index = what or ("parity" if parity else "record"), self._held.index
+        step = self._slot.reports.trained(self._held.rule.applied)
+        places = self.places(slab, parity, positions_M[:PLACES_MOST])
+        many, table, row, member = len(positions_M), *places[0]
+        more = f"; {used} of them were used since they were last seen whole" if used else ""
+        first = f"first member {member} of the stripe of row {row} of table {table}"
+        log.warning("slot %d, step %d: damaged: %d (%s), %s%s", index, step, many, what, first, more)
+        self._slot.tell(
+            "damaged", what=what, places=places, count=many, used=used, step=step, reason=reason[:TEXT_MOST]
+        )
+
+    def places(self, slab: int, parity: bool, positions_U: Positions) -> list[Place]:
+        """The names of some records or parities, (U,) int64, for people."""
+        held, spec = self._held, self._held.job.slabs[slab]
+        layout = held.layouts[slab]
+        rows_U, members_U = np.empty(len(positions_U), np.int64), np.empty(len(positions_U), np.int64)
+        for group in layout.group(held.index, parity, positions_U):
+            stripes = group.rotations * layout.slots + group.base
+            rows_U[group.where] = stripes * layout.k + (0 if parity else group.member)
+            members_U[group.where] = group.member
+        tables_U = np.searchsorted(np.array(spec.first_rows), rows_U, side="right") - 1
+        return [
+            (spec.tables[table].name[:TEXT_MOST], row - spec.first_rows[table], member)
+            for table, row, member in zip(tables_U.tolist(), rows_U.tolist(), members_U.tolist(), strict=True)
+        ]
