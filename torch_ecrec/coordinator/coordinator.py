@@ -280,8 +280,7 @@ class Coordinator:
         if self.regathering and not isinstance(word, (messages.Beat, messages.Leave)):
             self.on_heard(name, now_s)
             return None  # it will be said again
-        objection = admission.objection(self._state, self.members[name], word)
-        if objection is not None:
+        if (objection := admission.objection(self._state, self.members[name], word)) is not None:
             return objection
         self.on_heard(name, now_s, word.report if isinstance(word, (messages.Beat, messages.Leave)) else None)
         if isinstance(word, messages.Beat):
@@ -314,8 +313,7 @@ class Coordinator:
         elif isinstance(word, messages.Unrecoverable):
             table.on_unrecoverable(word.slot, word.reason)
         elif isinstance(word, messages.Damaged):
-            more = {field: getattr(word, field) for field in word.__struct_fields__}
-            self._announce(events.Damaged(**more))
+            self._announce(events.Damaged(**{name: getattr(word, name) for name in word.__struct_fields__}))
         elif isinstance(word, messages.Mended):
             self._announce(events.Mended(word.slot, word.incarnation, word.count))
         elif isinstance(word, messages.Reach):

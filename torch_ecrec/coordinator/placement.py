@@ -71,8 +71,12 @@ class SlotTable:
     ) -> None:
         self.without_spare = without_spare
         self._job, self._members, self._world, self._eras = job, members, world, eras
-        self._checkpointing, self._partial, self._announce = checkpointing, partial, announce
-        self._suspicion = suspicion
+        self._checkpointing, self._partial, self._suspicion, self._announce = (
+            checkpointing,
+            partial,
+            suspicion,
+            announce,
+        )
         self._said_at_risk: list[str] = []
         self._at_risk: tuple[int, dict[str, tuple[list[int], str]]] | None = None  # as of an epoch
         self.epoch = 0
@@ -190,8 +194,7 @@ class SlotTable:
     def _stop_if_lost(self, gone: Collection[int], lost: Collection[int]) -> bool:
         """Whether the code cannot repair these slots, `lost` the last of them: then follows what is to follow."""
         assert self._job.spec is not None
-        reason = data_loss(self._job.code, self._job.spec, gone)
-        if reason is not None:
+        if (reason := data_loss(self._job.code, self._job.spec, gone)) is not None:
             self._lose(lost, reason)
         return reason is not None
 

@@ -56,6 +56,7 @@ class VirtualProcess:
         run: as it was told.
         restarted: a trainer: the cluster has trained before, as the coordinator said.
         dead: it has ended.
+        domain: of a server; see `coordinator/domains.py`.
     """
 
     role: str
@@ -74,6 +75,7 @@ class VirtualProcess:
     dead: bool = False
     connection: VirtualConnection | None = None
     predecessor: VirtualProcess | None = None
+    domain: str = ""
 
     @property
     def host(self) -> str:
@@ -91,6 +93,7 @@ class VirtualProcess:
             "role": self.role,
             "birth": f"process {self.number}",
             "address": [f"10.0.{self.machine >> 8}.{self.machine & 255}", 1 + self.number],
+            "domain": self.domain,
         }
         return hello if self.job is None else {**hello, "rank": self.rank, "job": self.job.to_json()}
 
@@ -250,10 +253,20 @@ class ControlPlane:
     # processes ----------------------------------------------------------------------------------
 
     def start(
-        self, role: str, rank: int = -1, job: JobSpec | None = None, predecessor: VirtualProcess | None = None
+        self,
+        role: str,
+        rank: int = -1,
+        job: JobSpec | None = None,
+        predecessor: VirtualProcess | None = None,
+        domain: str = "",
     ) -> VirtualProcess:
-        """A process starts, and joins. `predecessor`: one on whose host it runs; else it has one of its own."""
-        process = VirtualProcess(role, rank, len(self.processes), job, predecessor=predecessor)
+        """A process starts, and joins.
+
+        Args:
+            predecessor: one on whose host it runs; else it has one of its own.
+            domain: of a server, what it says of that.
+        """
+        process = VirtualProcess(role, rank, len(self.processes), job, predecessor=predecessor, domain=domain)
         self.processes.append(process)
         self.connect(process)
         return process

@@ -124,6 +124,7 @@ class Scenario:
         touch: how many of all rows a trainer touches in a step, as a share.
         verify_every: how many events lie between two looks of the verifiers.
         checkpoint: which checkpoints are written (`testing/checkpoints.py`).
+        domains: failure domains of server processes, in the order in which they start, again and again.
         restore: the checkpoint that the cluster begins with, and the job that it is of.
     """
 
@@ -136,6 +137,7 @@ class Scenario:
     network_seed: int = 0
     kills: tuple[tuple[int, int], ...] = ()
     settle_first: bool = True
+    domains: tuple[str, ...] = ()
     reborn: bool = False
     trainer_kills: tuple[tuple[int, int], ...] = ()
     random_trainer_kills: int = 0

@@ -86,6 +86,7 @@ class SimulatedCluster:
         self.ending = False  # a trainer died: the others are being ended, and all started again
         self.random_coordinator_kills = scenario.random_coordinator_kills
         self.placed: list[SlotPlace] = []  # as the coordinator knew them last
+        self.servers_started = 0
         for _ in range(scenario.code.slots + scenario.spares):
             self.start_server()
         self.ranks: list[VirtualProcess] = []  # the trainers, by rank
@@ -113,7 +114,10 @@ class SimulatedCluster:
 
     def start_server(self, predecessor: VirtualProcess | None = None) -> None:
         """A server process starts, and joins. `predecessor`: one on whose host it runs."""
-        self.plane.start("server", predecessor=predecessor)
+        domains = self.scenario.domains or ("",)
+        domain = domains[self.servers_started % len(domains)] if predecessor is None else predecessor.domain
+        self.plane.start("server", predecessor=predecessor, domain=domain)
+        self.servers_started += 1
 
     def _start_trainers(self) -> None:
         """All of them, as torchrun does."""

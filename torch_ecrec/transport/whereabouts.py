@@ -129,7 +129,7 @@ def reach(where: Whereabouts, limit_s: float, connect: Callable[[str, int, float
         leader = where.find(max(deadline_s - time.monotonic(), 0.0))
         left_s = max(deadline_s - time.monotonic(), 0.0)
         try:
-            return connect(*leader.address, min(left_s, ATTEMPT_S) if where.changes else left_s), leader
+            return connect(*leader.address, min(left_s, ATTEMPT_S) if where.changes else limit_s), leader
         except ClusterUnavailable:
             if not where.changes or time.monotonic() > deadline_s:
                 raise
