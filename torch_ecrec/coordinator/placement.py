@@ -162,10 +162,9 @@ class SlotTable:
 
     def place_all(self) -> None:
         """Every slot gets a server of its own, for the first time."""
-        servers = self._world.servers()
+        servers, where = self._world.servers(), self._members.domains()
         if len(servers) < self._job.code.slots:
             return
-        where = self._members.domains()
         for slot in range(self._job.code.slots):
             best = min(servers, key=lambda server: self._shared(slot, server, where))
             servers.remove(best)
