@@ -54,3 +54,30 @@ def at_risk(
 
 def _widths(domain: Domain) -> range:
     return range(1, len(domain) + 1)
+
+
+class Risks:
+    """Domains that must not be lost, worked out once for each placement."""
+
+    def __init__(self) -> None:
+        self._epoch, self._found = -1, dict[str, tuple[list[int], str]]()
+        self._said: list[str] = []
+
+    def look(
+        self,
+        epoch: int,
+        servers: Sequence[str],
+        domains: Mapping[str, Domain],
+        loss: Callable[[set[int]], str | None],
+    ) -> dict[str, tuple[list[int], str]]:
+        """As `at_risk`. `epoch`: of the placement."""
+        if epoch != self._epoch:
+            self._epoch, self._found = epoch, at_risk(servers, domains, loss)
+        return self._found
+
+    def news(self, domains: Mapping[str, Domain]) -> list[str] | None:
+        """What is to be said of those that were found last, if it is not what was said before: where there are several
+        hosts, and still one holds too much. (A cluster on one host is no surprise.)"""
+        found = sorted(self._found) if len(set(domains.values())) > 1 else []
+        before, self._said = self._said, found
+        return found if found != before else None

@@ -77,8 +77,7 @@ class SlotTable:
             suspicion,
             announce,
         )
-        self._said_at_risk: list[str] = []
-        self._at_risk: tuple[int, dict[str, tuple[list[int], str]]] | None = None  # as of an epoch
+        self._risks = domains.Risks()
         self.epoch = 0
         self.slots: list[SlotPlace] = []
 
@@ -135,11 +134,8 @@ class SlotTable:
         job, spec = self._job, self._job.spec
         if not self.placed or spec is None or not job.code.parities:
             return {}
-        if self._at_risk is None or self._at_risk[0] != self.epoch:
-            servers = [place.server for place in self.slots]
-            found = domains.at_risk(servers, self._members.domains(), lambda slots: data_loss(job.code, spec, slots))
-            self._at_risk = self.epoch, found
-        return self._at_risk[1]
+        servers, where = [place.server for place in self.slots], self._members.domains()
+        return self._risks.look(self.epoch, servers, where, lambda slots: data_loss(job.code, spec, slots))
 
     def _troubles_of(self, server: str) -> int:
         return self._suspicion.troubles(server, self.needed(), self._members.by_name)
@@ -295,14 +291,9 @@ class SlotTable:
             self._checkpointing.on_placed_anew()
         for member in self._members.present():
             self.send_to(member.name)
-        self._say_at_risk()
-
-    def _say_at_risk(self) -> None:
-        """Where there are several hosts, and still one holds too much: a cluster on one host is no surprise."""
-        found = sorted(self.at_risk()) if len(set(self._members.domains().values())) > 1 else []
-        if found != self._said_at_risk:
-            self._announce(events.AtRisk(found))
-        self._said_at_risk = found
+        self.at_risk()
+        if (risks := self._risks.news(self._members.domains())) is not None:
+            self._announce(events.AtRisk(risks))
 
     def send_to(self, name: str) -> None:
         """Tells a member all that it needs to work with the slots."""
