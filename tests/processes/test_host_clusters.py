@@ -132,7 +132,7 @@ def test_hosts_die_and_nothing_differs(transport: str, undisturbed: list[dict[st
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
-@pytest.mark.parametrize("cut", ["both ways", "one way"])
+@pytest.mark.parametrize("cut", ["both ways", pytest.param("one way", marks=pytest.mark.slow)])
 def test_two_servers_that_cannot_reach_each_other(cut: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
     """The coordinator and the trainers reach both. One of the two is fenced, and never gets a slot again."""
 

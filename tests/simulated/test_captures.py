@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -334,7 +335,14 @@ def marks_begin_at_the_capture(patch: pytest.MonkeyPatch) -> None:
 
 def marks_of_a_void_one_are_lost(patch: pytest.MonkeyPatch) -> None:
     """What a checkpoint that came to nothing had taken is not in the next one."""
-    patch.setattr(checkpoints_module.np, "maximum", lambda a, b, out: out)
+
+    class Numpy:
+        maximum = staticmethod(lambda a, b, out: out)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(np, name)
+
+    patch.setattr(checkpoints_module, "np", Numpy())
 
 
 @pytest.mark.parametrize(

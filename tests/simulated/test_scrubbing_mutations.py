@@ -21,6 +21,7 @@ from torch_ecrec.server.slot import Slot
 from torch_ecrec.testing import simulation
 from torch_ecrec.testing.scenario import LOADS, Scenario
 
+pytestmark = pytest.mark.slow
 LIMIT_S = 4.0  # virtual; a run that ends takes half of it
 Patch = Callable[[pytest.MonkeyPatch], None]
 

@@ -160,7 +160,7 @@ class Checkpointing:
         self._members.send(name, messages.Checkpointing(settings.every_steps, settings.policy != "full"))
         if self._released is not None:
             self._members.send(name, self._released)
-        if running is not None:
+        if running is not None and not running.committing:  # a new host must not write what the manifest is made of
             self._members.send(name, running.order or messages.Survey(running.number))
 
     # when -----------------------------------------------------------------------------------------

@@ -117,7 +117,8 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     )
     on_signals(lambda *_: ends.put(KeyboardInterrupt()))
     log.info("%s joined %s (pid %d)", member.name, settings.join, os.getpid())
-    hosts[0].start_scrubbing()
+    for host in hosts:
+        host.start_scrubbing()
     if settings.flip_on_signal:
         signal.signal(signal.SIGUSR1, lambda *_: hosts[0].flip(parity=False))
         signal.signal(signal.SIGUSR2, lambda *_: hosts[0].flip(parity=True))
