@@ -17,16 +17,7 @@ SIX = CodeSpec(6, 2, 1)
 
 def started(where: list[str], code: CodeSpec | None = None, spares: int = 1, **options: object) -> Harness:
     """A cluster whose servers say that they are there, in this order."""
-    h = Harness(code, spares=spares, **options)
-    for domain in where:
-        h.join(role="server", domain=domain)
-    for rank in range(h.job.trainers):
-        h.trainer(rank)
-    h.now_s += 10
-    h.core.on_tick(h.now_s)
-    h.enter()
-    assert h.core.epoch == 1
-    return h
+    return Harness(code, spares=spares, **options).start(domains=where)
 
 
 def hosts(h: Harness) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -82,9 +83,10 @@ class Harness:
         assert isinstance(word, messages.OfMember)
         return self.core.on_message(name, word, self.now_s)
 
-    def start(self, servers: int = 4) -> Harness:
-        for _ in range(servers):
-            self.server()
+    def start(self, servers: int = 4, domains: Sequence[str] = ()) -> Harness:
+        """All have joined and entered. `domains`: of the servers, in the order in which they come."""
+        for domain in domains or [""] * servers:
+            self.join(role="server", domain=domain)
         for rank in range(self.job.trainers):
             self.trainer(rank)
         self.now_s += 10

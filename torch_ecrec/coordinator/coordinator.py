@@ -40,7 +40,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_ecrec.coordinator import admission, departures, succession
-from torch_ecrec.coordinator.admission import FENCED
 from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
 from torch_ecrec.coordinator.going_back import GoingBack
 from torch_ecrec.coordinator.members import MemberRecord
@@ -344,8 +343,7 @@ class Coordinator:
         state = self._state
         state.members.forget_gone()
         for member in state.members.silent(now_s):
-            self._send(member.name, messages.Fatal("fenced", FENCED))  # when it wakes up
-            self.on_lost(member.name, now_s, f"not heard of for {state.members.lease_s:g} s")
+            departures.fence(state, member.name, now_s, f"not heard of for {state.members.lease_s:g} s")
         departures.act_on_complaints(state, now_s)
         state.world.give_up_late(now_s, state.table.placed)
         state.checkpointing.on_tick(now_s, state.whole)

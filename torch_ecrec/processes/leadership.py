@@ -87,9 +87,8 @@ class Office:
             leads = self._candidate.leads
             if self._candidate.standing is Standing.STANDBY and leads is not None:
                 self._tell(f"stands by at {self._elect}: {leads.address[0]}:{leads.address[1]} leads")
+            if self._candidate.standing is Standing.STANDBY:
                 self._ends.wait(wait_s)
-        if self._candidate.standing is Standing.LEADING:
-            self._tell(f"leads at {self._elect}")
         return self._candidate.standing
 
     def keep(self, on_fenced: Callable[[], None]) -> None:
