@@ -25,7 +25,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -35,6 +35,7 @@ from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import A, Answer, Failed, Malformed, Outcome, Refused, Request, Unknown
 from torch_ecrec.transport.complaints import Complaints
+from torch_ecrec.transport.reachability import Place, Tries
 from torch_ecrec.transport.rendezvous import LEAST_TIMEOUT_S, Rendezvous, World, check_name, first_line, remaining
 
 Handler = Callable[[Request[Any], Callable[[Answer], None]], None]
@@ -80,10 +81,6 @@ class Way(ABC):
     def _end(self) -> None:
         """The transport is closed for good."""
 
-    def unreachable(self) -> list[str]:
-        """Members of other hosts that this one cannot reach though it tries, by name. Nobody over torch's RPC."""
-        return []
-
 
 class Transport(Way):
     """Calls to named processes of the current generation.
@@ -125,11 +122,13 @@ class Transport(Way):
         self._calls: dict[int, _Call] = {}
         self._next_call = 0
         self._bytes_sent: dict[str, int] = {}
+        self._tries = Tries()  # looked at several times a second, by a thread of the subclass
 
     def on_forked(self) -> None:
         """In a forked child, which is in no world: closed."""
         self._joining, self._gate = threading.Lock(), threading.Condition()
         self._world, self._serving, self._inside, self._closed, self._calls = None, 0, 0, True, {}
+        self._tries.close()
 
     @property
     def generation(self) -> int:
@@ -148,6 +147,10 @@ class Transport(Way):
         """Bytes of tensors sent so far, by class name of the request or answer."""
         with self._gate:
             return dict(self._bytes_sent)
+
+    def unreachable(self) -> list[str]:
+        """Members of other hosts that this one cannot reach though it tries, by name."""
+        return self._tries.unreachable()
 
     # calls ------------------------------------------------------------------------------------------
 
@@ -367,12 +370,18 @@ class Transport(Way):
             self._leave()
             self._rendezvous.close()
             self._end()
+            self._tries.close()
 
     def _check_wanted(self, generation: int) -> None:
         if self._closed:
             raise ClusterUnavailable("the transport was closed")
         if generation < self._wanted:
             raise ClusterUnavailable(f"generation {generation} was overtaken by {self._wanted}")
+
+    def _try_to_reach(self, places: Mapping[str, Place]) -> None:
+        """Members, and where each listens: those of other hosts are tried from now on."""
+        host, _ = places[self.name]
+        self._tries.follow({name: place for name, place in places.items() if place[0] != host})
 
     def _leave(self) -> None:
         with self._gate:
