@@ -83,9 +83,9 @@ class Tries:
         self._under_way: dict[str, tuple[socket.socket, float]] = {}  # by host; until when
         self._unreachable: frozenset[str] = frozenset()  # hosts
 
-    def follow(self, places: Mapping[str, Place]) -> None:
-        """Members of other hosts, and where each listens. From any thread."""
-        self._wanted = dict(places)
+    def follow(self, places: Mapping[str, Place], own_host: str = "") -> None:
+        """Members, and where each listens; those of this process's own host are not tried. From any thread."""
+        self._wanted = {name: place for name, place in places.items() if place[0] != own_host}
 
     def unreachable(self) -> list[str]:
         """Members that cannot be reached, in order of their names. From any thread."""

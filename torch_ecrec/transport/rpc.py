@@ -11,7 +11,6 @@ What is sent is a message's bytes and its tensors (`encoding.py`); torch moves t
 from __future__ import annotations
 
 import atexit
-import os
 import socket
 import threading
 import time
@@ -38,6 +37,7 @@ from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import Ok, Refused
 from torch_ecrec.runtime.addresses import interface_of
 from torch_ecrec.runtime.lifetime import belongs_here
+from torch_ecrec.spec.settings import set_unless_set
 from torch_ecrec.transport.generations import Handler, Transport
 from torch_ecrec.transport.reachability import Place, open_sockets, refusing
 from torch_ecrec.transport.rendezvous import POLL_LEAST_S, POLL_MOST_S, World
@@ -70,10 +70,10 @@ def _listen_at(host: str) -> None:
 
     It looks at this once in a process, when the first one is made. Of a host with an IPv6 address it is left alone.
     """
-    if INTERFACE in os.environ or ":" in host:
+    if ":" in host:
         return
     try:
-        os.environ[INTERFACE] = interface_of(host)
+        set_unless_set(INTERFACE, lambda: interface_of(host))
     except OSError as error:  # the second address of an interface
         raise ClusterUnavailable(f"{error}: say in {INTERFACE} which interface torch's RPC is to listen at") from error
 
@@ -189,7 +189,8 @@ class RpcTransport(Transport):
         agent = TensorPipeAgent(self._polling, name, rank, len(world.members), options, {}, [])
         _set_and_start_rpc_agent(agent)
         self._workers = {member: agent.get_worker_info(torch_name(member, generation)) for member in world.members}
-        self._try_to_reach({name: place_of(text) for name, text in zip(world.members, said, strict=True)})
+        places = {name: place_of(text) for name, text in zip(world.members, said, strict=True)}
+        self._tries.follow(places, places[self.name][0])
         if self._looks is None:
             self._looks = threading.Thread(target=self._look, name="tries", daemon=True)
             self._looks.start()

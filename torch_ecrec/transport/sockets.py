@@ -467,7 +467,7 @@ class SocketTransport(Transport):
             self._addresses = {name: Address.parse(text) for name, text in zip(world.members, said, strict=True)}
         except ValueError as error:
             raise ClusterUnavailable(f"generation {world.generation}: a member told no address: {error}") from error
-        self._try_to_reach({name: address.place for name, address in self._addresses.items()})
+        self._tries.follow({name: address.place for name, address in self._addresses.items()}, self._address.place[0])
 
     def _shut(self) -> None:
         with self._gate:
