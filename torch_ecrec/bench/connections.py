@@ -191,10 +191,17 @@ def run(arguments: argparse.Namespace) -> int:
     require_int("at-once", arguments.at_once, 1)
     for size in arguments.bytes:
         require_int("bytes", size, 1)
-    with OnHosts(2) if arguments.hosts else Here() as place, Pair(place) as pair:
+    require(arguments.link_gbit >= 0, f"`--link-gbit` must not be negative, got {arguments.link_gbit}")
+    require(arguments.hosts or not arguments.link_gbit, "`--link-gbit` goes with `--hosts`")
+    with OnHosts(2, 1e9 * arguments.link_gbit) if arguments.hosts else Here() as place, Pair(place) as pair:
         rows = measure(pair, arguments.bytes, arguments.at_once, arguments.repeats)
     print(record.table(rows))
-    more = {"hosts": arguments.hosts, "at_once": arguments.at_once, "repeats": arguments.repeats}
+    more = {
+        "hosts": arguments.hosts,
+        "link_gbit": arguments.link_gbit,
+        "at_once": arguments.at_once,
+        "repeats": arguments.repeats,
+    }
     record.write(arguments.out, "connections", {"header": record.header(), **more}, rows)
     return 0
 
@@ -206,6 +213,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at-once", type=int, default=3, metavar="N", help="calls under way (default 3)")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="blocks of each size (default 7)")
     parser.add_argument("--hosts", action="store_true", help="on two hosts of network namespaces (needs root)")
+    parser.add_argument(
+        "--link-gbit", type=float, default=0.0, metavar="G", help="rate of their links (default: no limit)"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/connections"), metavar="DIR")
 
 
