@@ -302,7 +302,10 @@ class FrameReader:
         while left:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(left, AWAIT_MOST_BYTES))
             arrived.poll()
-            got = self._receive(_at_once(rest), _NO_WAIT)
+            try:
+                got = self._receive(_at_once(rest), _NO_WAIT)
+            except BlockingIOError:  # the kernel may wake for nothing
+                continue
             if got == 0:
                 raise ConnectionError("the connection ended")
             _advance(rest, got)
