@@ -281,6 +281,7 @@ def test_a_checkpoint_that_does_not_fit_is_skipped(tmp_path: Path, monkeypatch: 
 # --- a real run ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_real_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--gigabytes",

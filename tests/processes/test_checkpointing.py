@@ -202,7 +202,15 @@ def all_servers_and_a_trainer(running: Supervisor, trainers: Trainers) -> None:
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
-@pytest.mark.parametrize("who", [everything, two_servers, all_servers_and_a_trainer], ids=lambda who: who.__name__)
+@pytest.mark.parametrize(
+    "who",
+    [
+        everything,
+        pytest.param(two_servers, marks=pytest.mark.slow),
+        pytest.param(all_servers_and_a_trainer, marks=pytest.mark.slow),
+    ],
+    ids=lambda who: who.__name__,
+)
 def test_beyond_parity_all_go_back_to_a_checkpoint_by_themselves(
     who: Callable[[Supervisor, Trainers], None], tmp_path: Path
 ) -> None:
@@ -227,6 +235,7 @@ def recovered(running: Supervisor) -> Any:
     return status["partial"] if whole and len({slot["server"] for slot in status["slots"]}) == 3 else None
 
 
+@pytest.mark.slow  # test_partial.py has the protocol
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_beyond_parity_the_lost_slots_alone_go_back_and_training_goes_on(tmp_path: Path) -> None:
     store = tmp_path / "store"
@@ -252,6 +261,7 @@ def test_beyond_parity_the_lost_slots_alone_go_back_and_training_goes_on(tmp_pat
         assert recovered(running) is None or recovered(running)["lost_steps"] == told["lost_steps"]
 
 
+@pytest.mark.slow  # test_restores.py has the protocol
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_a_coordinator_is_lost_while_the_store_cannot_be_read(tmp_path: Path) -> None:
     """The next one would begin with a checkpoint if nobody were left; all are, and need none."""

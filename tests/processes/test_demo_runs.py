@@ -132,6 +132,7 @@ def goes_back(folder: Path, *kills: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow  # test_checkpointing.py has the same without a demo
 def test_everything_is_killed_at_once_and_comes_back_to_the_same_bits(tmp_path: Path) -> None:
     (kill,) = goes_back(tmp_path, "all@25")["kills"]
     assert (kill["role"], kill["slots_lost"], kill["pid"]) == ("all", [0, 1, 2], None)

@@ -29,10 +29,9 @@ def test_every_example_is_run() -> None:
     assert scripts == set(REHEARSED)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(4 * LIMIT_S)
-@pytest.mark.parametrize(
-    "script", [pytest.param(one, marks=[] if one == "sequential.py" else pytest.mark.slow) for one in sorted(REHEARSED)]
-)
+@pytest.mark.parametrize("script", sorted(REHEARSED))
 def test_an_example_goes_on_bit_for_bit(
     script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

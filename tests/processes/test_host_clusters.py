@@ -131,8 +131,9 @@ def test_hosts_die_and_nothing_differs(transport: str, undisturbed: list[dict[st
     assert trained(tmp_path / "disturbed", transport, both) == undisturbed
 
 
+@pytest.mark.slow  # test_links.py has the protocol, test_hosts.py the tries
 @pytest.mark.timeout(3 * LIMIT_S)
-@pytest.mark.parametrize("cut", ["both ways", pytest.param("one way", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cut", ["both ways", "one way"])
 def test_two_servers_that_cannot_reach_each_other(cut: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
     """The coordinator and the trainers reach both. One of the two is fenced, and never gets a slot again."""
 

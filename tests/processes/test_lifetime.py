@@ -215,7 +215,7 @@ def test_workers_do_not_hold_a_cluster_of_their_trainer() -> None:
                     os.kill(process, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("local", [False, True], ids=["cluster", "local cluster"])
+@pytest.mark.parametrize("local", [False, pytest.param(True, marks=SLOW)], ids=["cluster", "local cluster"])
 def test_a_forked_child_ends_in_order(request: pytest.FixtureRequest, local: bool) -> None:
     """With everything that is done at an interpreter's end, and without harm to its parent; it has no session."""
     trainer = Trainer("plain_forks", None if local else request.getfixturevalue("patient")[0].join)

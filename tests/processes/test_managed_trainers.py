@@ -87,5 +87,6 @@ def differ(model: torch.nn.Module, rank: int) -> None:
             model(batch_of(4, 200 + 20 * seed))
 
 
+@pytest.mark.slow  # test_models.py has managed tables with up to three trainers
 def test_two_trainers_remap_as_one_process_with_both_batches(tmp_path: Path) -> None:
     spawn(two_trainers, 2, str(tmp_path), limit_s=240)

@@ -64,28 +64,29 @@ def train(way: str, out: Path, kill_after: int = 0) -> list[dict[str, Any]]:
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow  # a minute each; test_loops.py has every loop in memory, test_cluster.py a real one
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize(
     ("way", "step"),
     [
         ("rollback", 8),  # where one has just been
-        pytest.param("checkpoint", 8, marks=pytest.mark.slow),
-        pytest.param("checkpoint", 5, marks=pytest.mark.slow),
-        pytest.param("plain", 8, marks=pytest.mark.slow),
-        pytest.param("rollback", 5, marks=pytest.mark.slow),
-        pytest.param("rollback", 12, marks=pytest.mark.slow),
-        pytest.param("pipeline", 6, marks=pytest.mark.slow),
-        pytest.param("plain", 6, marks=pytest.mark.slow),
-        pytest.param("plain", 13, marks=pytest.mark.slow),
-        pytest.param("workers", 8, marks=pytest.mark.slow),
-        pytest.param("torchdata", 12, marks=pytest.mark.slow),
-        pytest.param("pipeline", 17, marks=pytest.mark.slow),
-        pytest.param("accumulate", 7, marks=pytest.mark.slow),
-        pytest.param("managed", 7, marks=pytest.mark.slow),  # ids wait for the next change of the map
-        pytest.param("managed", 8, marks=pytest.mark.slow),
+        ("checkpoint", 8),
+        ("checkpoint", 5),
+        ("plain", 8),
+        ("rollback", 5),
+        ("rollback", 12),
+        ("pipeline", 6),
+        ("plain", 6),
+        ("plain", 13),
+        ("workers", 8),
+        ("torchdata", 12),
+        ("pipeline", 17),
+        ("accumulate", 7),
+        ("managed", 7),  # ids wait for the next change of the map
+        ("managed", 8),
         ("mixed", 8),
-        pytest.param("mixed", 13, marks=pytest.mark.slow),
-        pytest.param("mixed-pipeline", 7, marks=pytest.mark.slow),
+        ("mixed", 13),
+        ("mixed-pipeline", 7),
     ],
 )
 def test_a_loop_with_a_trainer_and_a_server_lost_sees_and_learns_the_same(way: str, step: int, tmp_path: Path) -> None:

@@ -395,6 +395,7 @@ def test_a_good_script_is_equal(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (code, text) == (0, "EQUAL: 12 steps of 1 trainer, 1 restart (killed in step 4)\n")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 def test_a_script_that_counts_for_itself_is_different(tmp_path: Path) -> None:
     """The runs alone, without a third one that looks whether the script is deterministic."""

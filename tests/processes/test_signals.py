@@ -7,6 +7,7 @@ made, members joined. What is slow on one machine and quick on another is waited
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -71,6 +72,25 @@ def check(started: Command, numbers: list[signal.Signals], codes: set[int]) -> N
     assert not left, f"left running after {END_S:g} s: {left}"
     assert started.wait() in codes, started.err
     assert not [line for line in started.err if "Traceback" in line], started.err
+
+
+@pytest.mark.parametrize("number", SIGNALS["both"])
+def test_the_exit_code_is_kept_while_the_interpreter_ends(number: signal.Signals) -> None:
+    """Told to end when the modules are taken down, where Python has no handlers any more."""
+    program = """
+import os, signal, sys
+from torch_ecrec.runtime import lifetime
+lifetime.on_signals(lifetime.end_at_once)
+lifetime.keep_exit_code()
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=int(sys.argv[1]), write=os.write):
+        kill(pid, number)
+        write(1, b"told")
+last = Last()
+sys.exit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(int(number))], capture_output=True, timeout=END_S)
+    assert (done.returncode, done.stdout) == (3, b"told"), done.stderr
 
 
 @cases(MOMENTS)

@@ -24,7 +24,10 @@ SMALL = {
 HEARD_LATE = Exploration(1, Budget(leases=1), frozenset({"Folded", "placement to server"}))
 
 
-@pytest.mark.parametrize("name", SMALL)
+LONG = ("a server, pushes late", "a zombie")  # half a minute
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else []) for name in SMALL])
 def test_all_states_hold(name: str) -> None:
     found, line = exploration.explore(SMALL[name])
     print(line)

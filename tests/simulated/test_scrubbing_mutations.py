@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import test_scrubbing
 from flipped_runs import Flipped
+from schedules import first_failure
 
 from torch_ecrec.codec import seals
 from torch_ecrec.durability.holdings import Missing
@@ -117,25 +118,15 @@ MUTATIONS: list[Patch] = [
 ]
 
 
-def first_failure() -> str:
-    """What the first schedule that fails says; "" if none does."""
-    for name, schedule in SCHEDULES.items():
-        try:
-            schedule()
-        except Exception as error:  # whatever it is: a rule is missed by an error, a wrong bit or by no end
-            return f"{name}: {type(error).__name__}: {str(error)[:200]}"
-    return ""
-
-
 def test_all_schedules_are_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "LIMIT_S", LIMIT_S)
-    assert first_failure() == ""
+    assert first_failure(SCHEDULES) == ""
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_a_rule_is_missed(mutation: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "LIMIT_S", LIMIT_S)
     mutation(monkeypatch)
-    failure = first_failure()
+    failure = first_failure(SCHEDULES)
     print(mutation.__name__, failure)
     assert failure != ""

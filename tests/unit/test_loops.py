@@ -27,6 +27,7 @@ from loops import (
     same,
     undisturbed,
 )
+from thinned import thinned
 
 pytestmark = [
     pytest.mark.usefixtures("process_group"),
@@ -55,8 +56,7 @@ def check(loop: Loop) -> None:
     COUNTED["lives"] += len(steps)
 
 
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize(("reader", "driver"), thinned(READERS, DRIVERS, 3))
 def test_every_reader_in_every_driver(reader: str, driver: str) -> None:
     check(Loop(reader=reader, driver=driver, schedule=frozenset({"step", "pass"}), draws=frozenset({"after", "pass"})))
 
@@ -139,7 +139,7 @@ PARTS = 10
 SWEEP = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [pytest.param(i, marks=pytest.mark.slow if i > 3 else []) for i in range(PARTS)])
 def test_any_loop_goes_on_bit_for_bit(part: int) -> None:
     """The same in every run: a hundred, in parts."""
 

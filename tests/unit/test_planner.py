@@ -65,6 +65,27 @@ def test_it_is_proposed_beside_torchrecs_own_types() -> None:
     assert 0 < in_trainers < whole.total_storage.ddr / 100, "tables on the servers are none of the trainers' memory"
 
 
+@pytest.mark.parametrize("by_constraint", [True, False])
+def test_half_as_wide_embeddings_take_half_the_room(by_constraint: bool) -> None:
+    """Of what is pooled and its gradients; a plan's word counts, and that of the arguments without one."""
+
+    def storage(dtype: DataType | None, attached: DataType | None = None) -> int:
+        module = two()
+        if attached is not None:
+            for parameter in module.parameters():
+                for kwargs in getattr(parameter, "_optimizer_kwargs", []):
+                    kwargs["output_dtype"] = attached
+        constraints = {"users": ParameterConstraints(sharding_types=["erasure_coded"], output_dtype=dtype)}
+        planner = planner_of(constraints=constraints)
+        options = planner._enumerator.enumerate(module, get_default_sharders())
+        (option,) = (option for option in options if option.name == "users")
+        return int(option.shards[0].storage.ddr)
+
+    halved = storage(DataType.FP16) if by_constraint else storage(None, DataType.BF16)
+    assert storage(None) - halved == 512 * 64 * 2 * 2  # samples, numbers, bytes less, twice
+    assert storage(DataType.FP32, DataType.FP16) == storage(None)
+
+
 def test_what_fits_in_the_trainers_is_cheaper_there_and_what_does_not_goes_to_the_servers() -> None:
     found = types(two(), planner_of(unprotected="allow", ddr=GB // 2))
     assert {found["users"], found["goods"]} == {"erasure_coded"}

@@ -44,7 +44,11 @@ def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     fsspec.filesystem("s3").clear_instance_cache()
 
 
-@pytest.mark.parametrize("test", [chains, files, cleaning, keeping], ids=["chains", "files", "cleaning", "keeping"])
+@pytest.mark.parametrize(
+    "test",
+    [pytest.param(chains, marks=pytest.mark.slow), files, cleaning, keeping],
+    ids=["chains", "files", "cleaning", "keeping"],
+)
 def test_as_in_a_folder(bucket: str, tmp_path, test) -> None:
     test(tmp_path, lambda folder: bucket)
 

@@ -9,7 +9,8 @@ Systems
     k2r1, k4r1 ...  our servers with that code, as many as a stripe has members
     k2r1@6          on six servers; none@6 likewise
 Each of ours without the dense snapshot; with "+snap" with one after every step. ":bf16" sends rows and gradients as
-bfloat16. "torchrec:tuned" has the setting of glibc's malloc that our processes give themselves (allocator.py).
+bfloat16; ":unscrubbed" does not look through records in the background, ":unsealed" keeps no seals either.
+"torchrec:tuned" has the setting of glibc's malloc that our processes give themselves (allocator.py).
 ":pipeline" trains in TorchRec's `TrainPipelineSparseDist`.
 
 All systems are started, then take turns: one block of steps each, again and again, while the others wait. So noise
@@ -53,6 +54,8 @@ VARIANTS = {
     ":bf16": {"TORCH_ECREC_WIRE": "bfloat16"},
     ":rpc": {"TORCH_ECREC_TRANSPORT": "rpc"},
     ":tcp": {"TORCH_ECREC_SHARED_MEMORY_BYTES": "0"},
+    ":unscrubbed": {"TORCH_ECREC_SCRUB_BYTES_PER_S": "0"},
+    ":unsealed": {"TORCH_ECREC_RECORD_CHECKS": "none"},
 }
 DEFAULT = "torchrec,torchrec+ckpt,none,none+snap,k2r1,k2r1+snap,k4r1,k4r1+snap,k4r2,k4r2+snap"
 DEFAULT_OF_SEQUENCES = "torch,none,k2r1,k2r1+snap,k4r2,k4r2+snap"

@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, 1 failed, 2 bad arguments or refused by the cluster, 3 data lost beyond what the code repairs, 4 the
 cluster cannot be reached or did not answer, 5 another trainer was lost, 6 this process was taken for lost, 7 a
-checkpoint cannot be written or read, 130 interrupted.
+checkpoint cannot be written or read, 8 this process's memory was damaged, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 import torch_ecrec
 from torch_ecrec.cli import bench, chaos, checkpoints, coordinator, demo, plan, rehearse, run, serve, status, up, warm
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.runtime.lifetime import INTERRUPTED, end_at_once, end_with_parent, on_signals
+from torch_ecrec.runtime.lifetime import INTERRUPTED, end_at_once, end_with_parent, keep_exit_code, on_signals
 
 
 class Command(Protocol):
@@ -66,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     arguments = parser(bench.named_in(words)).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    if argv is None:
+        keep_exit_code()
     if argv is None and hasattr(arguments, "end_with_parent"):
         on_signals(end_at_once)  # until they have something to leave in order: loading torch alone takes seconds
     if getattr(arguments, "end_with_parent", False):

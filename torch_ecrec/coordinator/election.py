@@ -94,7 +94,7 @@ class Candidate:
         return POLL_S
 
     def _campaign(self) -> float:
-        self.leads = self._keys.leader()
+        self._look()
         if self.leads is None:
             last = self._keys.last()
             if self._stood_by and not last.id:
@@ -114,7 +114,7 @@ class Candidate:
         if last.id != self.id:
             self.standing = Standing.FENCED
             return POLL_S
-        self.leads = self._keys.leader()
+        self._look()
         if self.leads is None:
             self._ask_for_it(last)
         return self._lead(self._asked_s) if self._has_it else RETRY_S
@@ -123,8 +123,11 @@ class Candidate:
     def _has_it(self) -> bool:
         """The key is this one's, by the lease that it renews."""
         leads = self.leads
-        self._stood_by = self._stood_by or leads is not None
         return leads is not None and leads.id == self.id and leads.lease == self._lease
+
+    def _look(self) -> None:
+        self.leads = self._keys.leader()
+        self._stood_by = self._stood_by or self.leads is not None
 
     def _ask_for_it(self, last: Last) -> None:
         before, self._lease = self._lease, 0
@@ -136,7 +139,7 @@ class Candidate:
         if not self._keys.take(self.id, self.run, self._address, self._lease, last):
             refused, self._lease = self._lease, 0
             self._keys.revoke(refused)
-        self.leads = self._keys.leader()
+        self._look()
 
     def resign(self) -> None:
         """Another may lead at once. Nothing else may be asked of this one."""

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -33,7 +34,8 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torch_ecrec.nn.coverage import ERASURE_CODED, UNPROTECTED, coverage_of, is_inside, several_sides
-from torch_ecrec.nn.sharder import all_table_specs, job_names
+from torch_ecrec.nn.outputs import as_output_dtype
+from torch_ecrec.nn.sharder import all_table_specs, job_names, output_dtypes
 from torch_ecrec.nn.unsharded import configs_of
 from torch_ecrec.planner.estimates import CALL_MS, Cost, Servers, cost_of
 from torch_ecrec.runtime.checks import require
@@ -44,10 +46,11 @@ KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 
 @dataclass(frozen=True)
 class Served:
-    """A table as the servers would have it."""
+    """A table as the servers would have it, and what its embeddings come out as."""
 
     table: TableSpec
     cost: Cost
+    output: torch.dtype = torch.float32
 
 
 class Enumerator(EmbeddingEnumerator):
@@ -100,8 +103,11 @@ class Enumerator(EmbeddingEnumerator):
         ours: list[ShardingOption] = []
         self.served = {}
         for option in theirs:
-            if (spec := specs.get(option.fqn)) is not None and option.fqn not in self.served:
-                self.served[option.fqn] = Served(spec, self._cost(option, spec))
+            if option.fqn in specs and option.fqn not in self.served:
+                spec, output = specs[option.fqn]
+                if option.output_dtype is not None:  # a constraint's, which the plan will have
+                    output = as_output_dtype(option.output_dtype)
+                self.served[option.fqn] = Served(spec, self._cost(option, spec), output)
                 ours.append(self._option(option))
         allowed = [
             option
@@ -137,20 +143,23 @@ class Enumerator(EmbeddingEnumerator):
         return {True} if self._unprotected == "refuse" else {True, False}
 
     @staticmethod
-    def _specs(module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> dict[str, TableSpec]:
+    def _specs(
+        module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]
+    ) -> dict[str, tuple[TableSpec, torch.dtype]]:
         """By `fqn` of an option: of a table, under the path of what TorchRec shards, the collection or its wrapper."""
         covered = coverage_of(module, None, sharders)
         names = job_names(covered.served)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tables without an optimizer: the model says so
             specs = {spec.name: spec for spec in all_table_specs(module, covered.served, names, sharders)}
+        outputs = output_dtypes(module, covered.served, sharders)
         kinds = {sharder.module_type for sharder in sharders}
         shards = [path for path, child in module.named_modules() if type(child) in kinds]
         found = {}
         for path, collection in covered.served.items():
             around = min((p for p in shards if is_inside(path, [p])), key=len, default=path)
             for config in configs_of(collection):
-                found[f"{around}.{config.name}"] = specs[names[path][config.name]]
+                found[f"{around}.{config.name}"] = (specs[names[path][config.name]], outputs[path][config.name])
         return found
 
     def _ids(self, option: ShardingOption) -> float:
@@ -192,7 +201,8 @@ class Enumerator(EmbeddingEnumerator):
         cost, topology, trainers = self.served[option.fqn].cost, self._topology, self._world_size
         ids, width = self._ids(option), 4 * option.tensor.shape[1]
         outputs = option.batch_size * option.num_inputs if option.is_pooled else ids
-        pooled = 2 * math.ceil(outputs) * width  # and its gradients
+        number = self.served[option.fqn].output.itemsize
+        pooled = 2 * math.ceil(outputs) * number * option.tensor.shape[1]  # and its gradients
         on_host = topology.compute_device == "cpu"
         storage = Storage(hbm=0 if on_host else pooled, ddr=cost.trainer + (pooled if on_host else 0))
         calls = CALL_MS * self._servers.code.slots / len(self.served)  # one for all tables

@@ -2,6 +2,7 @@
 
     end_with_parent    ends this process when the supervisor that started it is gone, however that ended
     end_at_once        handles SIGTERM and SIGINT while there is nothing to be left in order
+    keep_exit_code     whoever is told to end once more while the interpreter ends has the exit code that it had
     belongs_here       what a forked child lets go of
     end_if_it_hangs    ends it, in the end, if its thread waits for a process that will never answer
 
@@ -14,6 +15,7 @@ Without imports that take time: a process whose parent dies while it starts shou
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -45,7 +47,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+def on_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
     """Handles what tells a process to end: SIGTERM and SIGINT. On the main thread only."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handler)
@@ -54,6 +56,15 @@ def on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """A handler for a process with nothing to leave in order: an exception may get lost in an import, this does not."""
     os._exit(INTERRUPTED)
+
+
+def keep_exit_code() -> None:
+    """Ignores SIGTERM and SIGINT behind everything that is left in order.
+
+    The interpreter takes its handlers away some 10 ms before the process ends; a signal in between would end it as one
+    that has none. What is ignored stays ignored.
+    """
+    atexit.register(on_signals, signal.SIG_IGN)
 
 
 # forked children --------------------------------------------------------------------------------------
