@@ -133,8 +133,11 @@ def test_hosts_die_and_nothing_differs(transport: str, undisturbed: list[dict[st
 
 @pytest.mark.slow  # test_links.py has the protocol, test_hosts.py the tries
 @pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.parametrize("transport", ["sockets", "rpc"])
 @pytest.mark.parametrize("cut", ["both ways", "one way"])
-def test_two_servers_that_cannot_reach_each_other(cut: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_two_servers_that_cannot_reach_each_other(
+    cut: str, transport: str, undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """The coordinator and the trainers reach both. One of the two is fenced, and never gets a slot again."""
 
     def during(running: Cluster) -> None:
@@ -148,7 +151,7 @@ def test_two_servers_that_cannot_reach_each_other(cut: str, undisturbed: list[di
 
     found: list[Cluster] = []
     assert (
-        trained(tmp_path / "cut", "sockets", lambda running: (found.append(running), during(running))[1]) == undisturbed
+        trained(tmp_path / "cut", transport, lambda running: (found.append(running), during(running))[1]) == undisturbed
     )
     [cut_event] = events_of(found[0], "cut")
     lost = events_of(found[0], "lost")

@@ -8,6 +8,7 @@ import pytest
 
 from torch_ecrec.processes import nodes
 from torch_ecrec.processes.nodes import Nodes
+from torch_ecrec.runtime import addresses
 
 
 def test_one_host_needs_nothing() -> None:
@@ -20,7 +21,8 @@ def test_one_host_needs_nothing() -> None:
 
 
 def test_the_host_where_all_meet_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "interfaces", lambda: [("lo", "127.0.0.1"), ("eth0", "10.0.0.1")])
+    for module in (nodes, addresses):
+        monkeypatch.setattr(module, "interfaces", lambda: [("lo", "127.0.0.1"), ("eth0", "10.0.0.1")])
     for meet, is_host in (("10.0.0.1:7", "is_host=1"), ("127.0.0.1:7", "is_host=1"), ("10.0.0.2:7", "is_host=0")):
         words = Nodes(2, meet=meet, address="10.0.0.1").command(["train.py"])
         assert is_host in words and words[words.index("--rdzv-endpoint") + 1] == meet
@@ -32,7 +34,7 @@ def test_the_host_where_all_meet_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_addresses_are_those_of_this_host() -> None:
     assert nodes.address_towards("127.0.0.1") == "127.0.0.1" and nodes.is_mine("localhost")
-    assert nodes.interface_of("127.0.0.1") in {name for _, name in socket.if_nameindex()}
+    assert addresses.interface_of("127.0.0.1") in {name for _, name in socket.if_nameindex()}
 
 
 @pytest.mark.parametrize(

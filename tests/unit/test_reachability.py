@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 from collections.abc import Collection
 
@@ -18,8 +19,10 @@ from torch_ecrec.coordinator.suspicion import (
     Suspicion,
     smallest_cover,
 )
+from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import reachability
-from torch_ecrec.transport.reachability import Reachability, Tries, heard_s_ago
+from torch_ecrec.transport.reachability import Reachability, Tries, heard_s_ago, refusing
+from torch_ecrec.transport.rpc import place_of
 
 LOOK_S = 0.1
 
@@ -95,6 +98,37 @@ def test_a_connection_says_when_something_came() -> None:
     assert heard_s_ago(one) is None, "it is closed"
     with socket.socketpair()[0] as within_host:
         assert heard_s_ago(within_host) is None
+
+
+def test_sockets_of_this_process_are_found_and_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        for _ in range(2):  # the copies are closed, and nothing else
+            names = [sock.getsockname() for sock in reachability.open_sockets() if sock.family == socket.AF_INET]
+            assert one.getsockname() in names and server.getsockname() in names
+        before = len(os.listdir("/proc/self/fd"))
+        found = [heard_s_ago(sock) for sock in reachability.open_sockets()]
+        assert "127.0.0.1" in [host for host, _ in filter(None, found)]
+        assert len(os.listdir("/proc/self/fd")) == before
+        one.sendall(b"there")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_that_refuses_is_tried_and_answers(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with refusing((host, 9)) as sock:
+        place = sock.getsockname()[:2]
+        tries, heard = Tries(), []
+        monkeypatch.setattr(tries._hosts, "heard", lambda host, at_s: heard.append(host))
+        tries.follow({"server-1": place_of(f"{place[0]} {place[1]}")})
+        times = itertools.count(0, 0.01)
+        wait_until(lambda: (tries.look([], next(times)), bool(heard))[1], 60.0, "an answer")
+        tries.close()
+        assert heard[0] == host
+
+
+@pytest.mark.parametrize("said", ["", "host", "host ", " 12", "host 99999", "host 0", "host -1"])
+def test_what_is_no_place_is_refused(said: str) -> None:
+    with pytest.raises(ClusterUnavailable, match="a member told no place"):
+        place_of(said)
 
 
 # the coordinator's side -----------------------------------------------------------------------------

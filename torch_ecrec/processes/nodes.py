@@ -7,24 +7,22 @@ each). All of it follows from the address from which this host reaches the one w
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ecrec.processes.children import FRESH_STORE
+from torch_ecrec.runtime.addresses import interface_of, interfaces
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.transport.control import parse_address
 from torch_ecrec.transport.whereabouts import require_whereabouts
 
 MEETING_PORT = 29500
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address; Linux
 
 
 @dataclass(frozen=True)
@@ -102,26 +100,6 @@ def is_mine(host: str) -> bool:
     (*_, where), *_ = socket.getaddrinfo(host, None, socket.AF_INET)
     address = ipaddress.ip_address(str(where[0]))
     return address.is_loopback or str(address) in {own for _, own in interfaces()}
-
-
-def interface_of(address: str) -> str:
-    """The interface that has an address. Raises OSError if none has."""
-    found = {own: name for name, own in interfaces()}
-    if address not in found:
-        known = ", ".join(f"{own} ({name})" for own, name in found.items())
-        raise OSError(f"this host has no address {address}; it has {known or 'none'}")
-    return found[address]
-
-
-def interfaces() -> Iterable[tuple[str, str]]:
-    """Name and IPv4 address of each interface that has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                said = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            yield name, socket.inet_ntoa(said[20:24])
 
 
 def become_torchrun(nodes: Nodes, join: str, script: Sequence[str]) -> None:

@@ -45,6 +45,12 @@ def record_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
+def set_unless_set(name: str, value: Callable[[], str]) -> None:
+    """A variable that a library reads in this process, where the user has said nothing of it."""
+    if name not in os.environ:
+        os.environ[name] = value()
+
+
 DOMAIN_LEVELS_MOST, DOMAIN_MOST = 8, 200
 
 

@@ -25,6 +25,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import A, Answer, Failed, Malformed, Outcome, Refused, Request, Unknown
 from torch_ecrec.transport.complaints import Complaints
+from torch_ecrec.transport.reachability import Tries
 from torch_ecrec.transport.rendezvous import LEAST_TIMEOUT_S, Rendezvous, World, check_name, first_line, remaining
 
 Handler = Callable[[Request[Any], Callable[[Answer], None]], None]
@@ -45,6 +47,13 @@ log = logging.getLogger(__name__)
 
 class Way(ABC):
     """How messages travel: what a subclass of `Transport` fills in. `_open` and `_shut` are never called at once."""
+
+    def __init__(self) -> None:
+        self._tries = Tries()  # a thread of the subclass looks at them, several times a second
+
+    def unreachable(self) -> list[str]:
+        """Members of other hosts that this one cannot reach though it tries, by name."""
+        return self._tries.unreachable()
 
     @abstractmethod
     def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
@@ -80,10 +89,6 @@ class Way(ABC):
     def _end(self) -> None:
         """The transport is closed for good."""
 
-    def unreachable(self) -> list[str]:
-        """Members of other hosts that this one cannot reach though it tries, by name. Nobody over torch's RPC."""
-        return []
-
 
 class Transport(Way):
     """Calls to named processes of the current generation.
@@ -105,6 +110,7 @@ class Transport(Way):
         on_error: Callable[[BaseException], None] | None = None,
         vocabulary: Vocabulary = WIRE,
     ) -> None:
+        super().__init__()
         check_name("name", name)
         self.name = name
         self._handle = handle
@@ -124,12 +130,13 @@ class Transport(Way):
         self._inside = 0  # threads that send
         self._calls: dict[int, _Call] = {}
         self._next_call = 0
-        self._bytes_sent: dict[str, int] = {}
+        self._bytes_sent: Counter[str] = Counter()
 
     def on_forked(self) -> None:
         """In a forked child, which is in no world: closed."""
         self._joining, self._gate = threading.Lock(), threading.Condition()
         self._world, self._serving, self._inside, self._closed, self._calls = None, 0, 0, True, {}
+        self._tries.close()
 
     @property
     def generation(self) -> int:
@@ -177,7 +184,7 @@ class Transport(Way):
                 ticket = self._next_call
                 self._next_call += 1
                 self._calls[ticket] = kind, done
-                self._count(kind.__name__, size)
+                self._bytes_sent[kind.__name__] += size
                 self._inside += 1
         if world is None or not known:
             reason = "between generations" if world is None else f"{peer} is not in generation {world.generation}"
@@ -268,7 +275,7 @@ class Transport(Way):
         with self._gate:
             if generation != self._serving:
                 return
-            self._count(type(answer).__name__, size)
+            self._bytes_sent[type(answer).__name__] += size
             self._inside += 1
         try:
             way(encoded)
@@ -277,9 +284,6 @@ class Transport(Way):
             way(self.vocabulary.encode(Refused(f"internal: {reason}"))[0])
         finally:
             self._step_out()
-
-    def _count(self, kind: str, size: int) -> None:
-        self._bytes_sent[kind] = self._bytes_sent.get(kind, 0) + size
 
     def _step_out(self) -> None:
         with self._gate:
@@ -367,6 +371,7 @@ class Transport(Way):
             self._leave()
             self._rendezvous.close()
             self._end()
+            self._tries.close()
 
     def _check_wanted(self, generation: int) -> None:
         if self._closed:

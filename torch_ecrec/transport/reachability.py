@@ -10,17 +10,22 @@ gone, and a link that is slow, are never taken for a cut. Whether a process live
 
 Each way counts: without the way there nothing is answered, without the way back no answer comes.
 
-`Reachability` is pure. `Tries` has the sockets; all of it runs on one thread, but `follow` and `unreachable`.
+`Reachability` is pure. `Tries` has the sockets; all of it runs on one thread, but `follow` and `unreachable`, and
+`close` when that thread has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
+import stat
 import struct
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from torch_ecrec.runtime.addresses import family_of, own_host
 
 TRY_S = 0.5
 TRY_LIMIT_S = 1.0  # without an answer by then, it is asked for anew: the kernel would ask again only after a second
@@ -78,9 +83,9 @@ class Tries:
         self._under_way: dict[str, tuple[socket.socket, float]] = {}  # by host; until when
         self._unreachable: frozenset[str] = frozenset()  # hosts
 
-    def follow(self, places: Mapping[str, Place]) -> None:
-        """Members of other hosts, and where each listens. From any thread."""
-        self._wanted = dict(places)
+    def follow(self, places: Mapping[str, Place], own_host: str = "") -> None:
+        """Members, and where each listens; those of this process's own host are not tried. From any thread."""
+        self._wanted = {name: place for name, place in places.items() if place[0] != own_host}
 
     def unreachable(self) -> list[str]:
         """Members that cannot be reached, in order of their names. From any thread."""
@@ -120,10 +125,25 @@ class Tries:
         self._under_way = {}
 
 
+def refusing(store: Place) -> socket.socket:
+    """A port that nobody listens at, and nobody else gets: this host's kernel refuses whoever tries it.
+
+    For where the program's own port would take a try for a caller. Raises OSError.
+    """
+    host = own_host(store)
+    sock = socket.socket(family_of(host), socket.SOCK_STREAM)
+    try:
+        sock.bind((host, 0))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 def _try(place: Place) -> socket.socket | None:
     """Asks for a connection. None: this process has no descriptors left, or no way there at all."""
     try:
-        sock = socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET, socket.SOCK_STREAM)
+        sock = socket.socket(family_of(place[0]), socket.SOCK_STREAM)
     except OSError:  # no more descriptors: nothing can be said of anybody, and the next try says it again
         return None
     sock.setblocking(False)
@@ -140,6 +160,22 @@ def _answered(sock: socket.socket, place: Place | None) -> bool | None:
     if found in (errno.EINPROGRESS, errno.EALREADY):
         return None
     return found in (0, errno.EISCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED)
+
+
+def open_sockets() -> Iterator[socket.socket]:
+    """Those of this process, whoever has opened them; each is a copy, which is closed when the next is asked for."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            copy = os.dup(int(name))
+            try:
+                sock = socket.socket(fileno=copy)
+            except OSError:  # meanwhile something else
+                os.close(copy)
+                raise
+            with sock:
+                yield sock
 
 
 _TCP_INFO_BYTES = 60  # of struct tcp_info (linux/tcp.h): its first byte is the state,

@@ -11,6 +11,8 @@ What is sent is a message's bytes and its tensors (`encoding.py`); torch moves t
 from __future__ import annotations
 
 import atexit
+import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,8 +35,11 @@ from torch.futures import Future
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import Ok, Refused
+from torch_ecrec.runtime.addresses import interface_of
 from torch_ecrec.runtime.lifetime import belongs_here
+from torch_ecrec.spec.settings import set_unless_set
 from torch_ecrec.transport.generations import Handler, Transport
+from torch_ecrec.transport.reachability import Place, open_sockets, refusing
 from torch_ecrec.transport.rendezvous import POLL_LEAST_S, POLL_MOST_S, World
 
 # What is sent goes through the socket. On one host torch prefers that the receiver reads the sender's memory ("cma"):
@@ -42,6 +47,9 @@ from torch_ecrec.transport.rendezvous import POLL_LEAST_S, POLL_MOST_S, World
 CHANNELS = ["basic"]
 SPARE_STORAGE = 1.25  # of a tensor its whole storage is sent: beyond this factor a copy is cheaper
 TRANSPORTS = ["uv"]  # sockets. torch's choice on one host is "shm", whose thread polls: a full core per idle process
+INTERFACE = "TP_SOCKET_IFNAME"  # whose address an agent takes
+LOOK_S = 0.1  # how often tries to reach other hosts are looked at
+END_S = 5.0  # for the thread that does
 
 # the callee's side ----------------------------------------------------------------------------------
 
@@ -55,6 +63,19 @@ def _prepare_process() -> None:
         _prepared = True
         init_autograd(0)  # torch's agent insists, though distributed autograd is not used here
         atexit.register(_close_active)
+
+
+def _listen_at(host: str) -> None:
+    """Torch's agent would take the address of the host's name, which may be a loopback one: others would not get there.
+
+    It looks at this once in a process, when the first one is made. Of a host with an IPv6 address it is left alone.
+    """
+    if ":" in host:
+        return
+    try:
+        set_unless_set(INTERFACE, lambda: interface_of(host))
+    except OSError as error:  # the second address of an interface
+        raise ClusterUnavailable(f"{error}: say in {INTERFACE} which interface torch's RPC is to listen at") from error
 
 
 def _close_active() -> None:
@@ -114,6 +135,9 @@ class RpcTransport(Transport):
         self._threads = threads
         self._polling: Store | None = None  # of the agent, which may ask it as long as it lives
         self._workers: dict[str, WorkerInfo] = {}
+        self._refusing: socket.socket | None = None  # an agent that is tried at its own port hears nobody from then on
+        self._ended = threading.Event()
+        self._looks: threading.Thread | None = None  # at the tries; from the first generation on
         belongs_here(self)
 
     def on_forked(self) -> None:
@@ -128,12 +152,31 @@ class RpcTransport(Transport):
             _active = self
         if _active is not self:
             raise RuntimeError("torch.distributed.rpc is in use in this process already")
-        return ""
+        if self._refusing is None:
+            try:
+                self._refusing = refusing(store)
+            except OSError as error:
+                raise ClusterUnavailable(f"there is no port for other hosts to try: {error}") from error
+        host, port = self._refusing.getsockname()[:2]
+        _listen_at(host)
+        return f"{host} {port}"
 
     def _end(self) -> None:
         global _active
         if _active is self:
             _active = None
+        self._ended.set()
+        if self._looks is not None and self._looks is not threading.current_thread():
+            self._looks.join(LOOK_S + END_S)
+        if self._refusing is not None:
+            self._refusing.close()
+
+    def _look(self) -> None:
+        try:
+            while not self._ended.wait(LOOK_S):
+                self._tries.look(open_sockets(), time.monotonic())
+        except Exception as error:  # the seam: it would vanish with this thread
+            self._report(error)
 
     def _open(self, world: World, shared: Store, said: Sequence[str], deadline_s: float) -> None:
         generation, rank = world.generation, world.members.index(self.name)
@@ -146,6 +189,11 @@ class RpcTransport(Transport):
         agent = TensorPipeAgent(self._polling, name, rank, len(world.members), options, {}, [])
         _set_and_start_rpc_agent(agent)
         self._workers = {member: agent.get_worker_info(torch_name(member, generation)) for member in world.members}
+        places = {name: place_of(text) for name, text in zip(world.members, said, strict=True)}
+        self._tries.follow(places, places[self.name][0])
+        if self._looks is None:
+            self._looks = threading.Thread(target=self._look, name="tries", daemon=True)
+            self._looks.start()
 
     def _shut(self) -> None:
         if _active is self and _is_current_rpc_agent_set():
@@ -155,6 +203,18 @@ class RpcTransport(Transport):
         future = rpc_async(self._workers[peer], _serve, args=(world.generation, _compact(encoded)), timeout=timeout_s)
         decode = self.vocabulary.decode_answer
         future.add_done_callback(lambda ended: self._settle(ticket, lambda kind: Ok(decode(ended.value(), kind))))
+
+
+def place_of(said: str) -> Place:
+    """Of what a member has told: where it is to be tried.
+
+    Raises:
+        ClusterUnavailable: it is no place.
+    """
+    host, _, port = said.partition(" ")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ClusterUnavailable(f"a member told no place: {said!r}")
+    return host, int(port)
 
 
 class _PollingStore(Store):  # type: ignore[misc]

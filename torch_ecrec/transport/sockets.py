@@ -40,13 +40,13 @@ from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.protocol.encoding import WIRE, Encoded, Vocabulary
 from torch_ecrec.protocol.wire import Failed, Ok, Unknown
 from torch_ecrec.runtime import shared
+from torch_ecrec.runtime.addresses import family_of, own_host
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
 from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild
 from torch_ecrec.transport.generations import Handler, Transport
 from torch_ecrec.transport.lending import Lending
-from torch_ecrec.transport.reachability import Tries
 from torch_ecrec.transport.rendezvous import World, first_line
 
 log = logging.getLogger(__name__)
@@ -310,7 +310,7 @@ class Address:
 
     def __init__(self, host: str, port: int, key: bytes, name: str) -> None:
         self.place, self.key, self.name = (host, port), key, name
-        self.family = _family(host)
+        self.family = family_of(host)
 
     def __str__(self) -> str:
         return f"{self.place[0]} {self.place[1]} {self.key.hex()} {self.name}"
@@ -339,19 +339,6 @@ def _is_within_host(sock: socket.socket) -> bool:
     return sock.family == socket.AF_UNIX
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _own_host(store: tuple[str, int]) -> str:
-    """The address from which this host reaches the store. Nothing is sent."""
-    family, kind, protocol, _, place = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(place)
-        host: str = probe.getsockname()[0]
-    return host
-
-
 class SocketTransport(Transport):
     """See `Transport`."""
 
@@ -370,7 +357,6 @@ class SocketTransport(Transport):
         self._addresses: dict[str, Address] = {}  # of the members
         self._channels: dict[str, Channel] = {}  # by callee; with the inbound ones guarded by _gate
         self._inbound: set[FrameConnection] = set()
-        self._tries = Tries()
         atexit.register(self.close)
         belongs_here(self)
         self._start(self.sender.run, "sender")  # last: it looks at all of this
@@ -413,10 +399,6 @@ class SocketTransport(Transport):
         for channel in channels:
             channel.sweep(now_s)
         self._tries.look([*(channel.sock for channel in channels), *(one.sock for one in inbound)], now_s)
-
-    def unreachable(self) -> list[str]:
-        """See `Transport`."""
-        return self._tries.unreachable()
 
     # from others ------------------------------------------------------------------------------------
 
@@ -463,8 +445,8 @@ class SocketTransport(Transport):
             name = NO_NAME if shared.pool() is None else f"torch_ecrec-{secrets.token_hex(KEY_BYTES)}"
             listeners: list[socket.socket] = []
             try:
-                host = _own_host(store)
-                listeners.append(socket.create_server((host, 0), family=_family(host), backlog=BACKLOG))
+                host = own_host(store)
+                listeners.append(socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG))
                 if name != NO_NAME:
                     within_host = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                     listeners.append(within_host)
@@ -485,8 +467,7 @@ class SocketTransport(Transport):
             self._addresses = {name: Address.parse(text) for name, text in zip(world.members, said, strict=True)}
         except ValueError as error:
             raise ClusterUnavailable(f"generation {world.generation}: a member told no address: {error}") from error
-        places = {name: address.place for name, address in self._addresses.items()}
-        self._tries.follow({name: place for name, place in places.items() if place[0] != self._address.place[0]})
+        self._tries.follow({name: address.place for name, address in self._addresses.items()}, self._address.place[0])
 
     def _shut(self) -> None:
         with self._gate:
@@ -501,7 +482,6 @@ class SocketTransport(Transport):
         super().on_forked()
         atexit.unregister(self.close)
         self._door, self._channels, self._inbound, self._threads = None, {}, set(), set()
-        self._tries.close()
 
     def _end(self) -> None:
         self.sender.close()
@@ -512,7 +492,6 @@ class SocketTransport(Transport):
             threads = self._threads - {threading.current_thread()}
         for thread in threads:
             thread.join(max(until_s - time.monotonic(), 0))
-        self._tries.close()
         atexit.unregister(self.close)
 
 
