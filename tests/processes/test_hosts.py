@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,6 +100,20 @@ def test_hosts_reach_each_other_and_have_names(hosts: Hosts) -> None:
     assert float(call(hosts, STREAM, 0, 1, 1 << 20)) > 0
     name = hosts[2].start(["hostname"], stdout=subprocess.PIPE, text=True).communicate(timeout=LIMIT_S)[0]
     assert name.strip() == hosts[2].name
+
+
+def test_a_function_runs_as_on_a_host_and_what_leaves_it_is_counted(hosts: Hosts) -> None:
+    echo(hosts, 1)
+    before = hosts[0].bytes_sent(), hosts[2].bytes_sent()
+    with hosts[0].within(lambda: socket.create_connection((hosts[1].address, 7000), LIMIT_S)) as connection:
+        connection.sendall(bytes(100_000))
+        got = 0
+        while got < 100_000:
+            got += len(connection.recv(1 << 16))
+    assert 100_000 <= hosts[0].bytes_sent() - before[0] < 200_000, "and headers"
+    assert hosts[2].bytes_sent() - before[1] < 50_000
+    with pytest.raises(ZeroDivisionError):
+        hosts[0].within(lambda: 1 // 0)
 
 
 def test_a_cut_is_silent_and_in_the_direction_that_was_meant(hosts: Hosts) -> None:

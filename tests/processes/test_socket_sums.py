@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+import struct
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -65,6 +67,64 @@ def test_the_checksum_is_no_part_of_what_is_read() -> None:
             assert got is not None and got[0] == 7
             answer = WIRE.decode_answer(got[1], wire.Fetch)
             assert isinstance(answer, wire.Records) and torch.equal(answer.records, message().records)
+
+
+def large(size: int) -> bytes:
+    torch.manual_seed(size)
+    records = torch.randint(0, 256, (size // 64, 64), dtype=torch.uint8)
+    return as_bytes(Frame(size, WIRE.encode(wire.Records(records))[0]), summed=True)
+
+
+@pytest.mark.parametrize("at_once", [1 << 12, frames.AWAIT_MOST_BYTES])
+@pytest.mark.parametrize("piece", [1447, 64 << 10, 4 << 20])
+def test_large_messages_come_whole_however_they_are_cut(
+    piece: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones behind them are not waited for longer: the socket wakes for any byte again."""
+    monkeypatch.setattr(frames, "AWAIT_MOST_BYTES", at_once)
+    sizes = [64, frames.AWAIT_LEAST_BYTES, 64, 3 << 20, 256, (1 << 20) + 64, 64]
+    here, there = tcp_pair()
+    sent = b"".join(map(large, sizes))
+
+    def send() -> None:
+        for begin in range(0, len(sent), piece):
+            here.sendall(sent[begin : begin + piece])
+
+    with here, there:
+        there.settimeout(None)
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        reader = FrameReader(there)
+        for size in sizes:
+            got = reader.read()
+            assert got is not None and got[0] == size
+            assert as_bytes(Frame(size, got[1]), summed=True) == large(size)
+            assert there.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+        sender.join(WAIT_S)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_connection_that_ends_within_a_large_message_is_noticed(resets: bool) -> None:
+    here, there = tcp_pair()
+    sent = large(2 << 20)
+    with here, there:
+        there.settimeout(None)
+        read: list[object] = []
+
+        def reads() -> None:
+            try:
+                read.append(FrameReader(there).read())
+            except OSError as error:
+                read.append(error)
+
+        reader = threading.Thread(target=reads, daemon=True)
+        reader.start()
+        here.sendall(sent[: len(sent) // 2])
+        if resets:
+            here.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        here.close()
+        reader.join(WAIT_S)
+        assert len(read) == 1 and isinstance(read[0], ConnectionError)
 
 
 def test_within_a_host_there_is_none() -> None:

@@ -15,7 +15,8 @@ bfloat16; ":unscrubbed" does not look through records in the background, ":unsea
 
 All systems are started, then take turns: one block of steps each, again and again, while the others wait. So noise
 that comes and goes meets all of them, and ratios hold where times do not. CPU seconds are user + system time of all
-processes of a system. Bytes on the wire are what passes the loopback interface while a block runs.
+processes of a system. Bytes on the wire are what passes the loopback interface while a block runs, or, with `--hosts`,
+what leaves the hosts (places.py).
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ import psutil
 import torch
 
 from torch_ecrec.bench import record, workload
+from torch_ecrec.bench.places import Here, OnHosts, require_hosts
 from torch_ecrec.bench.worker import Assignment
-from torch_ecrec.processes.children import await_end, descendants, free_port
+from torch_ecrec.processes.children import await_end, descendants
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.runtime import allocator
 from torch_ecrec.runtime.checks import require, require_int
@@ -122,6 +124,7 @@ class Group:
         device: of the dense model: "cpu", or "cuda" for ours.
         coordinator: more arguments of the coordinator's command line.
         pool: batches that each trainer draws, and uses in turn.
+        place: where they run; None: here.
 
     Attributes:
         started_s: when the trainers' processes were started, by `time.time()`.
@@ -138,8 +141,9 @@ class Group:
         device: str = "cpu",
         coordinator: Sequence[str] = (),
         pool: int = workload.POOL,
+        place: Here | None = None,
     ) -> None:
-        self.device, self.coordinator, self.pool = device, coordinator, pool
+        self.device, self.coordinator, self.pool, self.place = device, coordinator, pool, place or Here()
         self.started_s = 0.0
         self.ready: list[dict[str, Any]] = []
         self.system, self.shape, self.trainers, self.seed, self.folder = system, shape, trainers, seed, folder
@@ -159,14 +163,11 @@ class Group:
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if system.code is not None:
-            self.cluster = Supervisor(
-                system.code, logs=self.folder, environment=system.settings, coordinator=self.coordinator
-            )
+            self.cluster = self.place.cluster(system.code, self.folder, system.settings, self.coordinator)
             environment.update(system.settings, TORCH_ECREC_JOIN=self.cluster.join)
         elif system.group.endswith(":tuned"):
             environment.update(allocator.environment(Settings().keep_freed_bytes))
-        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(self.trainers))
-        environment["LOCAL_WORLD_SIZE"] = str(self.trainers)
+        environment.update(self.place.meeting(), WORLD_SIZE=str(self.trainers))
         backend = system.group.partition(":")[0] if system.code is None else "ecrec"
         assignment = Assignment(
             backend,
@@ -180,13 +181,13 @@ class Group:
         self.started_s = time.time()
         for rank in range(self.trainers):
             with open(self.folder / f"trainer-{rank}.log", "ab") as log:
-                worker = subprocess.Popen(
+                worker = self.place.start_trainer(
+                    rank,
                     [sys.executable, "-m", "torch_ecrec.bench.worker"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    text=True,
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env={**environment, "RANK": str(rank), **self.place.local(rank, self.trainers)},
                 )
             self.workers.append(worker)
         self._tell(dataclasses.asdict(assignment))
@@ -261,12 +262,12 @@ class Group:
 
     def run(self, steps: int, system: System, checkpoint_every: int) -> dict[str, Any]:
         """Trains a block of steps; returns its figures."""
-        before, wire = self.sent(), loopback_bytes()
+        before, wire = self.sent(), self.place.bytes_sent()
         trainers_s, cluster_s = cpu_s(self.trainer_pids), cpu_s(self.cluster_pids)
         answers = self.ask(
             {"run": steps, "snapshot": system.snapshot, "checkpoint": checkpoint_every if system.checkpoint else 0}
         )
-        wire = loopback_bytes() - wire
+        wire = self.place.bytes_sent() - wire
         trainers_s, cluster_s = cpu_s(self.trainer_pids) - trainers_s, cpu_s(self.cluster_pids) - cluster_s
         if self.cluster is not None:
             time.sleep(SETTLE_S)
@@ -302,12 +303,6 @@ def cpu_s(pids: Sequence[int]) -> float:
     """User and system time of some processes so far."""
     times = [psutil.Process(pid).cpu_times() for pid in pids]
     return float(sum(spent.user + spent.system for spent in times))
-
-
-def loopback_bytes() -> int:
-    """Bytes that went over the loopback interface so far."""
-    interfaces = psutil.net_io_counters(pernic=True)
-    return int(interfaces["lo"].bytes_sent) if "lo" in interfaces else 0
 
 
 FIGURES = ("samples_per_s", "step_ms", "cpu_s_per_step", "server_cpu_s_per_step", "wire_bytes", "rss_bytes")
@@ -410,6 +405,11 @@ def check(arguments: argparse.Namespace) -> tuple[workload.Shape, list[System]]:
     require(arguments.device == "cpu" or torch.cuda.is_available(), "`--device cuda`: torch sees no GPU here")
     require_int("blocks", arguments.blocks, 1)
     require_int("trainers", arguments.trainers, 1)
+    require_int("hosts", arguments.hosts, 0)
+    require(arguments.link_gbit >= 0, f"`--link-gbit` must not be negative, got {arguments.link_gbit}")
+    require(arguments.hosts > 0 or not arguments.link_gbit, "`--link-gbit` goes with `--hosts`")
+    if arguments.hosts:
+        require_hosts()
     return shape, systems
 
 
@@ -427,12 +427,13 @@ def measure(
     blocks: dict[str, list[dict[str, Any]]] = {system.name: [] for system in systems}
     steps: dict[str, int] = {}
     groups: dict[str, Group] = {}
-    with contextlib.ExitStack() as stack:
+    where = OnHosts(arguments.hosts, 1e9 * arguments.link_gbit) if arguments.hosts else Here()
+    with where, contextlib.ExitStack() as stack:
         for system in systems:
             if system.group not in groups:
                 print(f"starting {system.group}", flush=True)
                 place = folder / system.group
-                group = Group(system, shape, arguments.trainers, arguments.seed, place, arguments.device)
+                group = Group(system, shape, arguments.trainers, arguments.seed, place, arguments.device, place=where)
                 groups[system.group] = stack.enter_context(group)
         for system in systems:
             warm = groups[system.group].run(arguments.warmup, system, 0)
@@ -470,6 +471,8 @@ def run(arguments: argparse.Namespace) -> int:
         "header": header,
         "shape": {"name": arguments.shape, **dataclasses.asdict(shape)},
         "trainers": arguments.trainers,
+        "hosts": arguments.hosts,
+        "link_gbit": arguments.link_gbit,
         "device": arguments.device,
         "steps_per_block": steps,
         "checkpoint_every": arguments.checkpoint_every,
@@ -500,6 +503,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["cpu", "cuda"],
         default="cpu",
         help="of the dense model; cuda: trainers take the GPUs in turn, servers stay on the CPU",
+    )
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="on so many hosts of network namespaces (needs root): trainers from the first on, servers from the last",
+    )
+    parser.add_argument(
+        "--link-gbit",
+        type=float,
+        default=0.0,
+        metavar="G",
+        help="rate of each host's link, each way (default: no limit)",
     )
     parser.add_argument("--rows", type=int, help="rows per table, instead of the shape's")
     parser.add_argument("--dim", type=int, help="embedding dim, instead of the shape's")

@@ -139,7 +139,8 @@ class Supervisor:
     def _start(self, name: str, arguments: list[str], stdout: int | None = None, quick: int = 0) -> _Life:
         error = open(self._log_of(name), "ab") if self.logs is not None else None  # noqa: SIM115
         try:
-            child = subprocess.Popen(
+            child = self.popen(
+                name,
                 [sys.executable, "-m", "torch_ecrec", *arguments, "--end-with-parent"],
                 stdin=subprocess.PIPE,
                 stdout=stdout if stdout is not None else error,
@@ -154,6 +155,16 @@ class Supervisor:
         with self._lock:
             self._lives.append(life)
         return life
+
+    def popen(self, name: str, command: list[str], **more: Any) -> subprocess.Popen[Any]:
+        """Starts a process; who wants them elsewhere than here overrides this.
+
+        Args:
+            name: "coordinator", or "server-N", N counting from 0.
+            command: its words.
+            **more: of `subprocess.Popen`.
+        """
+        return subprocess.Popen(command, **more)
 
     def _log_of(self, name: str) -> Path:
         assert self.logs is not None

@@ -25,7 +25,9 @@ from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import COMPLAINTS, Node, Port
 
-SCRUB_EVERY_S = 0.05  # with 20 MB/s 1 MB at a time: the node is busy for a tenth of a millisecond
+# Each time that it looks has a price, in messages about parities above all; and the node is busy for 0.1 ms per MB.
+SCRUB_BYTES = 4e6
+SCRUB_LEAST_S, SCRUB_MOST_S = 0.05, 0.5
 FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
 TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Pass, wire.Export)
 
@@ -265,11 +267,15 @@ class Host(Node):
         self.run(flip, list(self.slots.values()), parity, random.Random())
 
     def _scrub_later(self) -> None:
-        self.later(SCRUB_EVERY_S, self._scrub)
+        self.later(self._scrub_every_s, self._scrub)
+
+    @property
+    def _scrub_every_s(self) -> float:
+        return min(max(SCRUB_BYTES / self.settings.scrub_bytes_per_s, SCRUB_LEAST_S), SCRUB_MOST_S)
 
     def _scrub(self) -> None:
         """What is due since the last time: a share of it for each slot."""
-        due = self.settings.scrub_bytes_per_s * SCRUB_EVERY_S
+        due = self.settings.scrub_bytes_per_s * self._scrub_every_s
         for slot in list(self.slots.values()):
             slot.scrubber.scrub(max(1, int(due) // len(self.slots)))
         self._scrub_later()

@@ -17,18 +17,22 @@ Needs Linux, root, and iproute2 (`ip`, `tc`): `unavailable()` says what lacks.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_ecrec.runtime.checks import require, require_int
-from torch_ecrec.testing.host_init import inside, kill_all
+from torch_ecrec.testing.host_init import CLONE_NEWNET, inside, kill_all
+
+T = TypeVar("T")
 
 LIMIT_S = 30.0  # for a command of iproute2
 HOSTS_MOST = 200
@@ -81,6 +85,19 @@ class _Namespace:
     def enter(self, words: Sequence[str]) -> list[str]:
         """The command line that runs another one in here."""
         return ["nsenter", "-t", str(self.pid), "--net", "--uts", "--ipc", "--", *words]
+
+    def within(self, action: Callable[[], T]) -> T:
+        """See `Host.within`."""
+
+        def there() -> T:
+            with open(f"/proc/{self.pid}/ns/net") as network:
+                libc = ctypes.CDLL(None, use_errno=True)
+                if libc.setns(network.fileno(), CLONE_NEWNET):
+                    raise HostsError(f"{self.name}: {os.strerror(ctypes.get_errno())}")
+            return action()
+
+        with ThreadPoolExecutor(1) as own:  # the network is a thread's, and goes with it
+            return own.submit(there).result()
 
     def run(self, *words: str) -> str:
         """Runs a command of iproute2 in here; what it says. Raises HostsError if it fails."""
@@ -142,6 +159,21 @@ class Host:
         process = subprocess.Popen(self._space.enter(words), **more)
         self._started.append(process)
         return process
+
+    def within(self, action: Callable[[], T]) -> T:
+        """Calls a function of this process as on this host, on another thread: it connects to who listens here.
+
+        Its sockets stay on this host. Raises what it raises.
+        """
+        return self._space.within(action)
+
+    def bytes_sent(self) -> int:
+        """What has left by its link so far, headers of Ethernet included, as the kernel hands it on (GSO)."""
+        for line in Path(f"/proc/{self._space.pid}/net/dev").read_text().splitlines():
+            interface, _, counts = line.partition(":")
+            if interface.strip() == "eth0":
+                return int(counts.split()[8])
+        raise HostsError(f"{self.name} has no link")
 
     def processes(self) -> list[int]:
         """Pids of what runs here."""

@@ -16,6 +16,7 @@ Within a host large tensors are left out: their reader finds them in the sender'
 from __future__ import annotations
 
 import math
+import select
 import socket
 import struct
 from collections import deque
@@ -42,6 +43,7 @@ MESSAGE_MOST_BYTES = 64 << 20  # without tensors, and as much for notes and for 
 RANK_MOST = 32
 BUFFER_BYTES = 1 << 14
 KEPT_BYTES = 1 << 20  # a buffer that a large message has made larger is let go of
+AWAIT_LEAST_BYTES, AWAIT_MOST_BYTES = 1 << 17, 1 << 19  # of a message over TCP: see `FrameReader._fill_much`
 BUFFERS_MOST = 512  # in one system call; Linux takes 1024
 DTYPES = (
     torch.float32,
@@ -280,11 +282,35 @@ class FrameReader:
             taken = self._take(min(len(rest[0]), self._end - self._begin))
             rest[0][: len(taken)] = taken
             _advance(rest, len(taken))
+        self._fill_much(rest)
         while rest:
             got = self._receive(_at_once(rest), _WAIT_ALL)
             if got == 0:
                 raise ConnectionError("the connection ended")
             _advance(rest, got)
+
+    def _fill_much(self, rest: deque[memoryview]) -> None:
+        """Over TCP, wakes once for much that has come: a packet is 64 KiB at most, and each would wake this thread.
+
+        `recvmsg` itself must not wait here: what it has taken already does not count for the bytes to wake at.
+        """
+        left = sum(map(len, rest)) if self._sock.family != socket.AF_UNIX else 0
+        if left < AWAIT_LEAST_BYTES:
+            return
+        arrived = select.poll()
+        arrived.register(self._sock, select.POLLIN)
+        while left:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(left, AWAIT_MOST_BYTES))
+            arrived.poll()
+            try:
+                got = self._receive(_at_once(rest), _NO_WAIT)
+            except BlockingIOError:  # the kernel may wake for nothing
+                continue
+            if got == 0:
+                raise ConnectionError("the connection ended")
+            _advance(rest, got)
+            left -= got
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def _receive(self, memories: Sequence[memoryview], flags: int = 0) -> int:
         """At least one byte, or none at the end; keeps the files that come with them."""

@@ -1,0 +1,223 @@
+"""What our own connection costs between two processes that do nothing else: CPU time of both ends over TCP.
+
+One process calls the other, `--at-once` calls at a time; each call is a push whose tensors have so many bytes, and is
+answered by a few. In training a step of one of three slots has messages of 0.7 to 2.5 MB.
+
+    us/call       user and system time of both processes for a call of that size
+    ms/MB         what it costs more than the smallest one, for each MB more
+    MB/s          of bytes pushed, by the clock
+With `--hosts` the two are on two hosts made of network namespaces, else both are here and TCP goes over loopback; no
+memory is shared in either case. Sizes take turns. Times hold what the kernel does in the processes' names: its part of
+TCP mostly, but for what it leaves to threads of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from torch_ecrec.bench import record
+from torch_ecrec.bench.places import Here, OnHosts
+from torch_ecrec.protocol import wire
+from torch_ecrec.runtime import allocator
+from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.spec.settings import Settings
+from torch_ecrec.transport.sockets import SocketTransport
+
+BYTES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
+DIM = 64
+KEPT = 4  # pushes that are sent in turn: the next one's bytes were not just read
+NAMES = ("caller", "callee")
+LIMIT_S = 120.0  # for a block: only a hang reaches it
+BLOCK_BYTES = 64 << 20  # pushed in a block, about
+CALLS_MOST = 1000
+
+# an end: `python -m torch_ecrec.bench.connections NAME HOST PORT` -------------------------------------
+
+
+class End:
+    """One of the two processes. The caller keeps the store where they meet."""
+
+    def __init__(self, name: str, store: tuple[str, int]) -> None:
+        allocator.keep_freed(Settings().keep_freed_bytes)
+        torch.set_num_threads(1)
+        self.store = TCPStore(*store, is_master=name == NAMES[0], wait_for_workers=False)
+        self.transport = SocketTransport(name, self._handle)
+        self.transport.join(1, NAMES, store, LIMIT_S)
+        self._pushes: dict[int, list[wire.Push]] = {}  # by size: to draw them takes longer than to send them
+
+    @staticmethod
+    def _handle(request: wire.Request[Any], reply: Callable[[wire.Answer], None]) -> None:
+        reply(wire.Acknowledged(1))
+
+    def block(self, size: int, calls: int, at_once: int) -> dict[str, Any]:
+        """Makes so many calls; returns seconds by the clock."""
+        if size not in self._pushes:
+            self._pushes[size] = [_push(size) for _ in range(KEPT)]
+        pushes = self._pushes[size]
+        outcomes: queue.SimpleQueue[wire.Outcome[wire.Acknowledged]] = queue.SimpleQueue()
+        begin_s = time.perf_counter()
+        for call in range(calls + at_once):
+            if call >= at_once:
+                outcome = outcomes.get(timeout=LIMIT_S)
+                require(isinstance(outcome, wire.Ok), f"a call has failed: {outcome}")
+            if call < calls:
+                self.transport.call(NAMES[1], pushes[call % KEPT], LIMIT_S, outcomes.put)
+        return {"seconds": time.perf_counter() - begin_s}
+
+    def serve(self) -> None:
+        """Does what lines on its input say, until they end."""
+        print(json.dumps({"ready": True}), flush=True)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            said = self.block(**asked["block"]) if "block" in asked else {"cpu_s": time.process_time()}
+            print(json.dumps(said), flush=True)
+        self.transport.close()
+
+
+def _push(size: int) -> wire.Push:
+    rows = max(size // (4 * DIM + 8), 1)
+    return wire.Push(0, 1, 2, 0, [torch.arange(rows)], [torch.randn(rows, DIM)], [0.01], 2, 0)
+
+
+# both ---------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """The two processes. Use as a context manager."""
+
+    def __init__(self, place: Here) -> None:
+        where = place.meeting()
+        self.processes = [
+            place.start_trainer(
+                rank,
+                [
+                    sys.executable,
+                    "-m",
+                    "torch_ecrec.bench.connections",
+                    name,
+                    where["MASTER_ADDR"],
+                    where["MASTER_PORT"],
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for rank, name in enumerate(NAMES)
+        ]
+
+    def __enter__(self) -> Pair:
+        for process in self.processes:
+            self._answer(process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+    def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        found: queue.SimpleQueue[str] = queue.SimpleQueue()
+        assert process.stdout is not None
+        threading.Thread(target=lambda out=process.stdout: found.put(out.readline()), daemon=True).start()
+        try:
+            line = found.get(timeout=LIMIT_S)
+        except queue.Empty as error:
+            raise RuntimeError("one end gave no answer in time") from error
+        if not line:
+            raise RuntimeError("one end has ended; see above")
+        return dict(json.loads(line))
+
+    def ask(self, which: int, message: dict[str, Any]) -> dict[str, Any]:
+        process = self.processes[which]
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.flush()
+        return self._answer(process)
+
+    def cpu_s(self) -> list[float]:
+        """Of each, so far."""
+        return [self.ask(which, {"cpu": True})["cpu_s"] for which in range(len(NAMES))]
+
+
+def measure(pair: Pair, sizes: Sequence[int], at_once: int, repeats: int) -> list[dict[str, Any]]:
+    """A row for each size: medians over the blocks."""
+    found: dict[int, list[list[float]]] = {size: [] for size in sizes}
+    for repeat in range(-1, repeats):  # the first is for warming up
+        for size in sizes:
+            calls = max(min(BLOCK_BYTES // size, CALLS_MOST), at_once)
+            before = pair.cpu_s()
+            seconds = pair.ask(0, {"block": {"size": size, "calls": calls, "at_once": at_once}})["seconds"]
+            spent = [after - first for after, first in zip(pair.cpu_s(), before, strict=True)]
+            if repeat >= 0:
+                found[size].append([1e6 * spent[0] / calls, 1e6 * spent[1] / calls, calls * size / 1e6 / seconds])
+    rows = []
+    least = min(sizes)
+    for size in sizes:
+        caller_us, callee_us, rate = (statistics.median(one) for one in zip(*found[size], strict=True))
+        row: dict[str, Any] = {"bytes": size, "us/call": caller_us + callee_us, "caller us": caller_us}
+        row |= {"callee us": callee_us, "MB/s": rate, "ms/MB": None}
+        if size > least:
+            base_us = statistics.median(one[0] + one[1] for one in found[least])
+            row["ms/MB"] = (caller_us + callee_us - base_us) / 1e3 / ((size - least) / 1e6)
+        rows.append(row)
+    return rows
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the table; writes OUT/connections.json and .csv."""
+    require_int("repeats", arguments.repeats, 1)
+    require_int("at-once", arguments.at_once, 1)
+    for size in arguments.bytes:
+        require_int("bytes", size, 1)
+    require(arguments.link_gbit >= 0, f"`--link-gbit` must not be negative, got {arguments.link_gbit}")
+    require(arguments.hosts or not arguments.link_gbit, "`--link-gbit` goes with `--hosts`")
+    with OnHosts(2, 1e9 * arguments.link_gbit) if arguments.hosts else Here() as place, Pair(place) as pair:
+        rows = measure(pair, arguments.bytes, arguments.at_once, arguments.repeats)
+    print(record.table(rows))
+    more = {
+        "hosts": arguments.hosts,
+        "link_gbit": arguments.link_gbit,
+        "at_once": arguments.at_once,
+        "repeats": arguments.repeats,
+    }
+    record.write(arguments.out, "connections", {"header": record.header(), **more}, rows)
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `torch-ecrec bench connections`."""
+    sizes: Sequence[int] = list(BYTES)
+    parser.add_argument("--bytes", nargs="+", type=int, default=sizes, metavar="B", help="of tensors in a push")
+    parser.add_argument("--at-once", type=int, default=3, metavar="N", help="calls under way (default 3)")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="blocks of each size (default 7)")
+    parser.add_argument("--hosts", action="store_true", help="on two hosts of network namespaces (needs root)")
+    parser.add_argument(
+        "--link-gbit", type=float, default=0.0, metavar="G", help="rate of their links (default: no limit)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/connections"), metavar="DIR")
+
+
+if __name__ == "__main__":
+    End(sys.argv[1], (sys.argv[2], int(sys.argv[3]))).serve()
