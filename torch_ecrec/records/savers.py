@@ -1,0 +1,214 @@
+"""Which rows to save first: the savers of CPR's prioritised saves, each a rule of its own.
+
+A lost slot that begins anew from what was saved lacks what was trained since. So between two saves of everything, the
+rows that matter most are saved more often: a portion r of them every r-th part of the interval. A *saver* notes what
+each step changes, and picks rows when a save is due. Rows that it has picked begin anew: they count as saved.
+
+    name         picks                                  memory for each row
+    everything   all rows                               none
+    mfu          the rows that most steps changed       a counter of 4 bytes
+    ssu          rows that a sample of changes has met  8 bytes for each row of the portion
+    scar         the rows whose weights changed most    a copy of the weights
+
+Example: r = 1/2, four rows, steps change 0 and 1, then 1 and 3, then 1: mfu has counted 1, 3, 0, 1 and picks 0 and 1
+(of as many, the first).
+
+After K. Maeng et al., "CPR" (MLSys 2021), which names them; scar is from A. Qiao et al., "Fault Tolerance in Iterative-
+Convergent Machine Learning" (ICML 2019). A row counts once a step here, however often a batch has it: so servers see it.
+
+Pure: no files, no threads. Savers know nothing of when to save, nor where.
+
+Shapes: P rows, U of them changed by a step, N picked, K remembered, D weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_ecrec.records.positions import Floats, Positions
+from torch_ecrec.runtime.checks import require, require_int
+
+BLOCK = 1 << 16  # rows that are compared at a time
+SAMPLED = 4  # ssu: every so many changes one is looked at
+
+Weights = Callable[[Positions], Floats]  # of rows (N,): (N, D) float32, fresh
+
+
+class Saver(Protocol):
+    """What all savers have in common. Positions are int64, ascending, each once; rows are those of one slab of one slot."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it keeps, now."""
+
+    def note(self, positions_U: Positions) -> None:
+        """A step has changed these rows (U,)."""
+
+    def pick(self, most: int) -> Positions:
+        """At most so many rows (N,), to be saved now; they count as saved, as they are now."""
+
+
+class Everything:
+    """All rows, always. Raises ValueError when asked for fewer: it has no order among them."""
+
+    memory_bytes = 0
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def note(self, positions_U: Positions) -> None:
+        """See `Saver`."""
+
+    def pick(self, most: int) -> Positions:
+        """See `Saver`."""
+        require(most >= self._rows, f"`most` must be at least {self._rows}, which is everything, got {most}")
+        return np.arange(self._rows, dtype=np.int64)
+
+
+class MostFrequentlyUsed:
+    """The rows that most steps have changed since they were saved."""
+
+    def __init__(self, rows: int) -> None:
+        self._counts_P = np.zeros(rows, np.uint32)
+
+    @property
+    def memory_bytes(self) -> int:
+        """See `Saver`."""
+        return self._counts_P.nbytes
+
+    def note(self, positions_U: Positions) -> None:
+        """See `Saver`."""
+        self._counts_P[positions_U] += np.uint32(1)
+
+    def pick(self, most: int) -> Positions:
+        """See `Saver`."""
+        picked_N = greatest(self._counts_P, most)
+        self._counts_P[picked_N] = 0
+        return picked_N
+
+
+class SubSampledUsed:
+    """Rows that a sample of the changes has met: those that change often are met most likely.
+
+    Args:
+        most: rows that are remembered; once there are more, some of those remembered before are forgotten at random.
+        seed: of that.
+        every: every so many changes one is looked at.
+    """
+
+    def __init__(self, most: int, seed: int, every: int = SAMPLED) -> None:
+        require_int("most", most, 1)
+        require_int("every", every, 1)
+        self._most, self._every, self._rng = most, every, np.random.default_rng(seed)
+        self._kept_K: Positions = np.empty(0, np.int64)  # ascending
+        self._until = 0  # so many changes are passed over before the next one is looked at
+
+    @property
+    def memory_bytes(self) -> int:
+        """See `Saver`."""
+        return self._kept_K.nbytes
+
+    def note(self, positions_U: Positions) -> None:
+        """See `Saver`."""
+        new = np.setdiff1d(positions_U[self._until :: self._every], self._kept_K, assume_unique=True)[: self._most]
+        self._until = (self._until - len(positions_U)) % self._every
+        if len(new):
+            stay = min(len(self._kept_K), self._most - len(new))
+            kept = self._kept_K
+            if stay < len(kept):
+                kept = self._rng.choice(kept, stay, replace=False, shuffle=False)
+            self._kept_K = np.union1d(kept, new)
+
+    def pick(self, most: int) -> Positions:
+        """See `Saver`. All that it remembers; where that is more than `most`, some of them at random stay for later."""
+        picked_N = self._kept_K
+        if len(picked_N) > most:
+            picked_N = np.sort(self._rng.choice(picked_N, most, replace=False, shuffle=False))
+        self._kept_K = np.setdiff1d(self._kept_K, picked_N, assume_unique=True)
+        return picked_N
+
+
+class ChangedMost:
+    """The rows whose weights are furthest (L2) from what was saved of them.
+
+    Args:
+        rows: how many.
+        weights: gives them as they are now.
+    """
+
+    def __init__(self, rows: int, weights: Weights) -> None:
+        self._weights = weights
+        self._saved_PD = weights(np.arange(rows, dtype=np.int64))
+
+    @property
+    def memory_bytes(self) -> int:
+        """See `Saver`."""
+        return self._saved_PD.nbytes
+
+    def note(self, positions_U: Positions) -> None:
+        """See `Saver`. Nothing: it looks when it picks, at every row."""
+
+    def pick(self, most: int) -> Positions:
+        """See `Saver`."""
+        rows = len(self._saved_PD)
+        squares_P = np.empty(rows, np.float32)
+        for first in range(0, rows, BLOCK):
+            block = slice(first, min(rows, first + BLOCK))
+            change_ND = self._weights(np.arange(block.start, block.stop, dtype=np.int64))
+            change_ND -= self._saved_PD[block]
+            np.einsum("nd,nd->n", change_ND, change_ND, out=squares_P[block])
+        picked_N = greatest(squares_P, most)
+        self._saved_PD[picked_N] = self._weights(picked_N)
+        return picked_N
+
+
+SAVERS = ("everything", "mfu", "ssu", "scar")
+
+
+def saver_of(name: str, rows: int, portion: float, weights: Weights, seed: int = 0) -> Saver:
+    """The saver of one slab of one slot.
+
+    Args:
+        name: one of `SAVERS`.
+        rows: of the slab on the slot.
+        portion: of the rows that is saved at a time.
+        weights: gives rows' weights as they are now.
+        seed: of what is random.
+
+    Raises:
+        ValueError: no such name.
+    """
+    match name:
+        case "everything":
+            return Everything(rows)
+        case "mfu":
+            return MostFrequentlyUsed(rows)
+        case "ssu":
+            return SubSampledUsed(max(1, int(portion * rows)), seed)
+        case "scar":
+            return ChangedMost(rows, weights)
+    raise ValueError(f"unknown saver {name!r}; expected one of {', '.join(SAVERS)}")
+
+
+def greatest(values_P: NDArray[np.uint32] | Floats, most: int) -> Positions:
+    """Where the greatest values above 0 are: at most `most` places (N,), ascending; of equal values the first.
+
+    A NaN is the greatest of all: a row that has become one is not passed over.
+    """
+    some_S = np.flatnonzero(values_P != 0).astype(np.int64, copy=False)
+    if len(some_S) <= most:
+        return some_S
+    if most <= 0:
+        return np.empty(0, np.int64)
+    of_S = values_P[some_S]
+    if of_S.dtype.kind == "f":
+        of_S = np.where(np.isnan(of_S), np.float32(np.inf), of_S)
+    least = np.partition(of_S, len(of_S) - most)[len(of_S) - most]
+    above = of_S > least
+    equal = np.flatnonzero(of_S == least)[: most - int(np.count_nonzero(above))]
+    above[equal] = True
+    return some_S[above]
