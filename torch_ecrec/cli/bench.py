@@ -11,6 +11,7 @@ BENCHMARKS = {
     "train": "throughput beside plain TorchRec, by shape and code",
     "recovery": "kills at steady state: how long a pause, how fast a rebuild; beside restart from a checkpoint",
     "checkpoint": "training while checkpoints are written, their bytes, and restores; beside TorchRec's",
+    "partial": "CPR's emulation, scaled: full recovery, and partial recovery by what is saved first",
     "codec": "encode, fold and decode, beside memcpy and ISA-L",
     "optimizers": "a step of each sparse optimizer, beside memcpy and a scattered copy",
     "seals": "what seals cost a step, a fold and a log of it; how fast a scrubber reads",

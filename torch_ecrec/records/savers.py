@@ -13,8 +13,9 @@ each step changes, and picks rows when a save is due. Rows that it has picked be
 Example: r = 1/2, four rows, steps change 0 and 1, then 1 and 3, then 1: mfu has counted 1, 3, 0, 1 and picks 0 and 1
 (of as many, the first).
 
-After K. Maeng et al., "CPR" (MLSys 2021), which names them; scar is from A. Qiao et al., "Fault Tolerance in Iterative-
-Convergent Machine Learning" (ICML 2019). A row counts once a step here, however often a batch has it: so servers see it.
+After K. Maeng et al., "CPR" (MLSys 2021), which names them; scar is from A. Qiao et al., "Fault Tolerance in
+Iterative-Convergent Machine Learning" (ICML 2019). A row counts once a step here, however often a batch has it: so it
+is that servers see them.
 
 Pure: no files, no threads. Savers know nothing of when to save, nor where.
 
@@ -39,7 +40,7 @@ Weights = Callable[[Positions], Floats]  # of rows (N,): (N, D) float32, fresh
 
 
 class Saver(Protocol):
-    """What all savers have in common. Positions are int64, ascending, each once; rows are those of one slab of one slot."""
+    """What all savers have in common, for the rows of one slab of one slot. Positions ascend, each is there once."""
 
     @property
     def memory_bytes(self) -> int:
