@@ -68,6 +68,7 @@ RPC_SEAM = "torch_ecrec.transport.rpc"
 PURE = {
     "torch_ecrec.overhead.model",
     "torch_ecrec.layout.stripes",
+    "torch_ecrec.records.savers",
     "torch_ecrec.client.client",
     "torch_ecrec.client.reads",
     "torch_ecrec.protocol.pieces",

@@ -75,7 +75,7 @@ def test_scar_picks_what_is_furthest_from_what_was_saved(seed: int) -> None:
 @pytest.mark.parametrize("every", [1, 3])
 def test_ssu_looks_at_every_nth_change_across_steps(every: int) -> None:
     """With room for all nothing is forgotten: it is the sampled changes, whatever the sizes of the steps."""
-    saver, changes = SubSampledUsed(ROWS, seed=1, every=every), list[int]()
+    saver, changes = SubSampledUsed(ROWS, ROWS, seed=1, every=every), list[int]()
     for rows in batches(3, 7):
         saver.note(rows)
         changes += rows.tolist()
@@ -85,21 +85,21 @@ def test_ssu_looks_at_every_nth_change_across_steps(every: int) -> None:
 def test_ssu_is_bounded_and_forgets_at_random_never_what_came_last() -> None:
     left = []
     for seed in range(50):
-        saver = SubSampledUsed(6, seed=seed, every=1)
+        saver = SubSampledUsed(ROWS, 6, seed=seed, every=1)
         saver.note(np.arange(0, 6, dtype=np.int64))
         saver.note(np.array([10, 11], np.int64))
-        assert saver.memory_bytes == 6 * 8
+        assert saver.memory_bytes == 6 * 8 + ROWS
         picked = saver.pick(6).tolist()
         assert picked[-2:] == [10, 11] and len(picked) == 6
         left += picked[:-2]
     assert set(left) == set(range(6)), "each of the older ones stays sometimes"
     saver.note(np.arange(0, 30, dtype=np.int64))
-    assert saver.memory_bytes == 6 * 8, "also where one step brings more than there is room for"
+    assert saver.memory_bytes == 6 * 8 + ROWS, "also where one step brings more than there is room for"
     assert len(saver.pick(4)) == 4 and len(saver.pick(4)) == 2, "what is not picked stays"
 
 
 def test_ssu_meets_the_rows_that_change_often() -> None:
-    saver = SubSampledUsed(5, seed=2, every=2)
+    saver = SubSampledUsed(ROWS, 5, seed=2, every=2)
     often = 0
     for rows in batches(9, 200):
         saver.note(rows)
@@ -117,7 +117,7 @@ def test_all_are_made_by_name_and_others_refused() -> None:
         memory[name] = saver.memory_bytes
         picked = saver.pick(ROWS)
         assert picked.dtype == np.int64 and np.all(np.diff(picked) > 0)
-    assert memory == {"everything": 0, "mfu": 4 * ROWS, "ssu": 5 * 8, "scar": weights.nbytes}
+    assert memory == {"everything": 0, "mfu": 4 * ROWS, "ssu": 5 * 8 + ROWS, "scar": weights.nbytes}
     assert saver_of("everything", 3, 1.0, lambda rows: weights[rows]).pick(3).tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="`most` must be at least 3, which is everything, got 2"):
         saver_of("everything", 3, 1.0, lambda rows: weights[rows]).pick(2)

@@ -6,9 +6,9 @@ each step changes, and picks rows when a save is due. Rows that it has picked be
 
     name         picks                                  memory for each row
     everything   all rows                               none
-    mfu          the rows that most steps changed       a counter of 4 bytes
-    ssu          rows that a sample of changes has met  8 bytes for each row of the portion
-    scar         the rows whose weights changed most    a copy of the weights
+    mfu          the rows that most steps changed       4 bytes, a counter
+    ssu          rows that a sample of changes has met  1 byte, and 8 for each row of the portion
+    scar         the rows whose weights changed most    a copy of its weights
 
 Example: r = 1/2, four rows, steps change 0 and 1, then 1 and 3, then 1: mfu has counted 1, 3, 0, 1 and picks 0 and 1
 (of as many, the first).
@@ -96,41 +96,54 @@ class SubSampledUsed:
     """Rows that a sample of the changes has met: those that change often are met most likely.
 
     Args:
+        rows: how many there are.
         most: rows that are remembered; once there are more, some of those remembered before are forgotten at random.
         seed: of that.
         every: every so many changes one is looked at.
     """
 
-    def __init__(self, most: int, seed: int, every: int = SAMPLED) -> None:
+    def __init__(self, rows: int, most: int, seed: int, every: int = SAMPLED) -> None:
         require_int("most", most, 1)
         require_int("every", every, 1)
-        self._most, self._every, self._rng = most, every, np.random.default_rng(seed)
-        self._kept_K: Positions = np.empty(0, np.int64)  # ascending
+        self._every, self._rng = every, np.random.default_rng(seed)
+        self._kept_K: Positions = np.empty(most, np.int64)  # in no order; the first `_count` are remembered
+        self._is_kept_P = np.zeros(rows, np.bool_)
+        self._count = 0
         self._until = 0  # so many changes are passed over before the next one is looked at
 
     @property
     def memory_bytes(self) -> int:
         """See `Saver`."""
-        return self._kept_K.nbytes
+        return self._kept_K.nbytes + self._is_kept_P.nbytes
 
     def note(self, positions_U: Positions) -> None:
-        """See `Saver`."""
-        new = np.setdiff1d(positions_U[self._until :: self._every], self._kept_K, assume_unique=True)[: self._most]
+        """See `Saver`. Takes time for the sample alone, however many are remembered."""
+        sample = positions_U[self._until :: self._every]
         self._until = (self._until - len(positions_U)) % self._every
-        if len(new):
-            stay = min(len(self._kept_K), self._most - len(new))
-            kept = self._kept_K
-            if stay < len(kept):
-                kept = self._rng.choice(kept, stay, replace=False, shuffle=False)
-            self._kept_K = np.union1d(kept, new)
+        new, most = sample[~self._is_kept_P[sample]], len(self._kept_K)
+        if len(new) > most:
+            new = self._some_of(new, most)
+        before, room = self._count, most - self._count
+        self._count = min(most, before + len(new))
+        self._kept_K[before : self._count] = new[:room]
+        if len(new) > room:
+            places = self._rng.choice(before, len(new) - room, replace=False, shuffle=False)
+            self._is_kept_P[self._kept_K[places]] = False
+            self._kept_K[places] = new[room:]
+        self._is_kept_P[new] = True
 
     def pick(self, most: int) -> Positions:
         """See `Saver`. All that it remembers; where that is more than `most`, some of them at random stay for later."""
-        picked_N = self._kept_K
-        if len(picked_N) > most:
-            picked_N = np.sort(self._rng.choice(picked_N, most, replace=False, shuffle=False))
-        self._kept_K = np.setdiff1d(self._kept_K, picked_N, assume_unique=True)
+        kept = np.sort(self._kept_K[: self._count])
+        picked_N = kept if len(kept) <= most else np.sort(self._some_of(kept, most))
+        self._is_kept_P[picked_N] = False
+        stay = kept[self._is_kept_P[kept]]
+        self._count = len(stay)
+        self._kept_K[: self._count] = stay
         return picked_N
+
+    def _some_of(self, rows_N: Positions, count: int) -> Positions:
+        return self._rng.choice(rows_N, count, replace=False, shuffle=False)
 
 
 class ChangedMost:
@@ -189,7 +202,7 @@ def saver_of(name: str, rows: int, portion: float, weights: Weights, seed: int =
         case "mfu":
             return MostFrequentlyUsed(rows)
         case "ssu":
-            return SubSampledUsed(max(1, int(portion * rows)), seed)
+            return SubSampledUsed(rows, max(1, int(portion * rows)), seed)
         case "scar":
             return ChangedMost(rows, weights)
     raise ValueError(f"unknown saver {name!r}; expected one of {', '.join(SAVERS)}")
