@@ -11,7 +11,8 @@ import pytest
 
 from torch_ecrec.bench.partial import Job, add_arguments, emulate, full
 from torch_ecrec.cli.main import main
-from torch_ecrec.overhead.model import HOUR_S
+from torch_ecrec.overhead import model
+from torch_ecrec.overhead.model import HOUR_S, Costs
 
 WORDS = ["--hours", "10", "--failures", "3", "--slots", "2", "--pls", "0.3", "--portion", "0.25", "--steps", "40"]
 WORDS += ["--rows", "30", "--touched", "12", "--dim", "4", "--save", "60", "--load", "100", "--restart", "20"]
@@ -71,6 +72,16 @@ def test_what_is_lost_is_what_a_count_row_by_row_says(name: str, seed: int) -> N
     assert way.saves == pytest.approx(saved / (job.rows * job.slots) * 60 / (10 * HOUR_S))
     assert way.down == pytest.approx(3 * 120 / (10 * HOUR_S)) and way.again == 0
     assert way.interval_h == pytest.approx(2 * 0.3 * 2 / 3 * 10)
+
+
+def test_overheads_are_those_of_the_formulas() -> None:
+    """Where intervals are whole steps and the time is whole intervals: of `torch-ecrec plan`."""
+    job = job_of("--pls", "0.03", "--steps", "400")
+    costs = Costs(2, 2 * 10 * HOUR_S / 3, save_s=60.0, load_s=100.0, restart_s=20.0, k=1, r=1)
+    said = model.partial(costs, 0.03)
+    way = emulate(job, "everything")
+    assert (way.total, way.interval_h) == (pytest.approx(said.total), pytest.approx(said.interval_s / HOUR_S))
+    assert full(job).interval_h == pytest.approx(model.full(costs).interval_s / HOUR_S)
 
 
 def test_savers_lose_less_than_saves_of_everything_alone() -> None:

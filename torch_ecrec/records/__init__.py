@@ -1,8 +1,8 @@
 """What a slot keeps: records of a `schema` in a `shard`, in memory of `pages`.
 
 What they are at first (`initial`), how a step changes them (`merge`, `optimizer`, `optimizers/`), and what recent steps
-have changed (`delta_log`), which ones to save first (`savers`). What only names or describes records (`schema`, the names
-of optimizers) loads no Numba.
+have changed (`delta_log`), which ones to save first (`savers`). What only names or describes records (`schema`, the
+names of optimizers) loads no Numba.
 """
 
 import importlib

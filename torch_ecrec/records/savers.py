@@ -117,7 +117,7 @@ class SubSampledUsed:
         return self._kept_K.nbytes + self._is_kept_P.nbytes
 
     def note(self, positions_U: Positions) -> None:
-        """See `Saver`. Takes time for the sample alone, however many are remembered."""
+        """See `Saver`."""
         sample = positions_U[self._until :: self._every]
         self._until = (self._until - len(positions_U)) % self._every
         new, most = sample[~self._is_kept_P[sample]], len(self._kept_K)
