@@ -327,6 +327,18 @@ def test_mutation_is_found(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None
         check(model, lives)
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_every_kind_of_module_in_every_pipeline(driver: str) -> None:
+    """In one model, with loads and an evaluation between two steps, and everybody lost."""
+    optimized = {kind: Optimized("rowwise_adagrad" if kind.startswith("fused") else "adam") for kind in KINDS}
+    parts = [Part(kind, (Tables(6, 4, ("f0",), optimized=optimized[kind]),)) for kind in KINDS]
+    model = Model(tuple(parts), trainers=2, looks=frozenset({2}), loads=((1, "weights"), (3, "written")), driver=driver)
+    lost = ("server", 0, 0.3), ("trainer", 1, 0.5), ("coordinator", 0, 0.6), ("trainer", 0, 0.8)
+    before = COUNTED["steps made again"]
+    check(model, [Life(lost=lost, reborn=True)])
+    assert COUNTED["steps made again"] > before
+
+
 @pytest.mark.parametrize("driver", TRACING)
 def test_a_pipeline_that_traces_takes_one_lookup_of_a_collection_in_a_step(driver: str) -> None:
     """TorchRec's rule and message, whatever shards the collection; `TrainPipelineBase` takes more."""
