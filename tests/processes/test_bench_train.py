@@ -43,6 +43,7 @@ def test_a_name_says_what_a_system_is() -> None:
     for name in train.VARIANTS:
         asked = {key.removeprefix("TORCH_ECREC_").lower(): text for key, text in train.VARIANTS[name].items()}
         assert set(asked) <= {field.name for field in dataclasses.fields(Settings)}
+        assert train.parse_system("k2r1" + name).settings == train.VARIANTS[name]
     for default in (train.DEFAULT, train.DEFAULT_OF_SEQUENCES):
         assert [train.parse_system(name).name for name in default.split(",")] == default.split(",")
 

@@ -80,9 +80,8 @@ class System:
 
 def parse_system(name: str) -> System:
     """A system by its name. Raises ValueError."""
-    found = re.fullmatch(
-        r"(torchrec|torch|none|k(\d+)r(\d+))(?:@(\d+))?(:bf16|:rpc|:tcp|:tuned|:pipeline)?(\+ckpt|\+snap)?", name
-    )
+    variants = "|".join([*VARIANTS, ":tuned", ":pipeline"])
+    found = re.fullmatch(rf"(torchrec|torch|none|k(\d+)r(\d+))(?:@(\d+))?({variants})?(\+ckpt|\+snap)?", name)
     require(
         found is not None,
         f"unknown system {name!r}; for example torchrec, torchrec+ckpt, none, k2r1, k2r1@6, k4r2:bf16+snap",
