@@ -40,6 +40,7 @@ from virtual_trainers import Kill, Trainers
 
 from torch_ecrec.nn import streamed, tables_state
 from torch_ecrec.nn.managed import ManagedModule
+from torch_ecrec.nn.reader import Reader
 from torch_ecrec.nn.slices import Slice
 from torch_ecrec.records.optimizers import NAMES
 from torch_ecrec.server.apply import Applier
@@ -346,6 +347,16 @@ def test_a_pipeline_that_traces_takes_one_lookup_of_a_collection_in_a_step(drive
     check(Model((part,), driver="base"), [])
     with pytest.raises(AssertionError, match="invoked more than once in the model's forward pass"):
         run(Model((part,), driver=driver), Life())
+
+
+def test_a_reader_that_knows_no_pipelines_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart it goes on behind the batches that the pipeline has drawn ahead."""
+    model = Model((Part("bags", (Tables(6, 4, ("f0",)),)),), steps=4, seed=3, driver="sparse")
+    lives = [Life(lost=(("trainer", 0, 0.5),))]
+    check(model, lives)
+    monkeypatch.setattr(Reader, "pipelined", property(lambda self: False))
+    with pytest.raises(AssertionError, match="another push than before"):
+        check(model, lives)
 
 
 # checkpoints --------------------------------------------------------------------------------------
