@@ -13,7 +13,7 @@ from places import ROOT
 LIMIT_S = 3600.0  # only a hang reaches it
 # The tests, which of them, and how many there are.
 WHICH = {
-    "test_oracle_model_parallel.py": ("TestSparseOnly", 5),  # the others make hundreds of models
+    "test_oracle_model_parallel.py": ("", 17),
     "test_oracle_pipelines.py": ("", 5),
     "test_oracle_sequences.py": ("row_wise and (plain or FP16)", 8),
     "test_oracle_shardings.py": ("column_wise and True and SUM", 8),
@@ -28,6 +28,7 @@ def test_they_pass_over_clusters_of_their_own(name: str) -> None:
     words = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", f"tests/processes/{name}"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCH_ECREC_")}
     environment |= {"TORCH_ECREC_ORACLE": "up", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_ECREC_ORACLE_EXAMPLES"] = "1"  # of arguments that are drawn, each with clusters of its own
     done = subprocess.run(
         [*words, "-k", which, f"--timeout={LIMIT_S:g}"],
         cwd=ROOT,

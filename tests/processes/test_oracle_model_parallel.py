@@ -26,10 +26,12 @@ def ours() -> Iterator[None]:
     oracle.restore()
 
 
+@oracle.examples
 class TestShardings(oracle.OracleProcesses, shardings._ModelParallelBase):
     backend = "gloo"
 
 
+@oracle.examples
 class TestStateDicts(bases.ModelParallelStateDictBase):
     backend = "gloo"
 

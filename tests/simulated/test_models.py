@@ -1,9 +1,10 @@
 """The sweep of models: whatever is trained, with whatever code, has the bits of the undisturbed run, whoever is lost.
 
 Random models (`random_models.py`) are trained by one to three trainers over the simulated cluster
-(`virtual_trainers.py`), each by a script as people write one. The undisturbed run is compared with TorchRec's unsharded
-modules (`unsharded.py`), every other one with the undisturbed, bit for bit: losses, what was looked up, dense gradients
-and weights, maps, and every record.
+(`virtual_trainers.py`), each by a script as people write one: a plain loop, or one of TorchRec's pipelines. The
+undisturbed run is compared with TorchRec's unsharded modules (`unsharded.py`), every other one with the undisturbed,
+bit for bit: losses, what was looked up, dense gradients and weights, maps, and every record. So is a plain loop with
+the pipeline.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from random_models import (
+    DRIVERS,
     FUSED,
     KINDS,
     LOADS,
     STARTS,
+    TRACING,
     Model,
     Optimized,
     Part,
@@ -37,6 +40,7 @@ from virtual_trainers import Kill, Trainers
 
 from torch_ecrec.nn import streamed, tables_state
 from torch_ecrec.nn.managed import ManagedModule
+from torch_ecrec.nn.reader import Reader
 from torch_ecrec.nn.slices import Slice
 from torch_ecrec.records.optimizers import NAMES
 from torch_ecrec.server.apply import Applier
@@ -103,18 +107,23 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check(model: Model, lives: list[Life]) -> None:
-    """The undisturbed run against unsharded TorchRec, and each life against the undisturbed run."""
+    """The undisturbed run against unsharded TorchRec; the plain loop's, and each life, against the undisturbed run."""
     first, healthy = run(model, Life(), looks=True)
     oracle = Unsharded(model, job_for(model), first, healthy.told)
     oracle.check()
     assert healthy.lives == 1 and oracle.compared > model.steps
     COUNTED["models"] += 1
     COUNTED["exact"] += model.exact
-    for life in lives:
-        ends, cluster = run(model, life, len(healthy.network.sent))
+    COUNTED[model.driver] += 1
+    more = [(model, life) for life in lives]
+    if model.driver != "plain":
+        more.insert(0, (dataclasses.replace(model, driver="plain"), Life()))
+    for other, life in more:
+        ends, cluster = run(other, life, len(healthy.network.sent))
         for rank, end in first.items():
             for name in ("trace", "digest", "dense", "maps"):
-                assert same(getattr(ends[rank], name), getattr(end, name)), f"{life}: {name} of trainer {rank}"
+                what = f"{other.driver}, {life}: {name} of trainer {rank}"
+                assert same(getattr(ends[rank], name), getattr(end, name)), what
         assert same(cluster.told.sorted_pushes(), healthy.told.sorted_pushes())
         assert same(cluster.run.records, healthy.run.records)
 
@@ -144,7 +153,7 @@ def optimizers(draw: Any, kinds: tuple[str, ...]) -> Optimized:
 
 
 @st.composite
-def parts(draw: Any, most_tables: int, exact: bool) -> Part:
+def parts(draw: Any, most_tables: int, exact: bool, once: bool) -> Part:
     kind = draw(st.sampled_from(EXACT if exact else KINDS))
     count = draw(st.integers(1, most_tables))
     managed, fused, pools = kind.startswith("managed"), kind.startswith("fused"), "sequences" not in kind
@@ -170,7 +179,7 @@ def parts(draw: Any, most_tables: int, exact: bool) -> Part:
                 optimized=one if fused or draw(st.booleans()) else draw(optimizers(sure)),
             )
         )
-    asks = draw(st.sampled_from([1, 1, 2, 3]))
+    asks = 1 if once else draw(st.sampled_from([1, 1, 2, 3]))
     return Part(
         kind=kind,
         tables=tuple(tables),
@@ -207,7 +216,8 @@ def models(draw: Any, most_parts: int = 3, most_tables: int = 4) -> Model:
     loads = draw(st.lists(st.tuples(st.integers(0, steps), st.sampled_from(LOADS)), max_size=2))
     given = draw(st.sampled_from([None, None, *(Optimized("rowwise_adagrad", 0.05, decay) for decay in DECAYS)]))
     clip = draw(st.sampled_from([None, None, 0.03]))
-    drawn = draw(st.lists(parts(most_tables, exact), min_size=1, max_size=most_parts))
+    driver = draw(st.sampled_from(["plain", *DRIVERS]))
+    drawn = draw(st.lists(parts(most_tables, exact, driver in TRACING), min_size=1, max_size=most_parts))
     if given is not None:  # it says what all tables of bags have
         drawn = [of_sharder(part) if part.of_sharder else part for part in drawn]
     return Model(
@@ -223,6 +233,7 @@ def models(draw: Any, most_parts: int = 3, most_tables: int = 4) -> Model:
         snapshot_every=draw(st.sampled_from([1, 1, 2])),
         schedule=draw(st.booleans()),
         output=draw(st.sampled_from(["float32", "float32", "float16", "bfloat16"])),
+        driver=driver,
     )
 
 
@@ -314,6 +325,37 @@ def test_mutation_is_found(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None
     check(model, lives)
     mutate(monkeypatch)
     with pytest.raises((AssertionError, AttributeError)):  # a history without its buffer
+        check(model, lives)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_every_kind_of_module_in_every_pipeline(driver: str) -> None:
+    """In one model, with loads and an evaluation between two steps, and everybody lost."""
+    optimized = {kind: Optimized("rowwise_adagrad" if kind.startswith("fused") else "adam") for kind in KINDS}
+    parts = [Part(kind, (Tables(6, 4, ("f0",), optimized=optimized[kind]),)) for kind in KINDS]
+    model = Model(tuple(parts), trainers=2, looks=frozenset({2}), loads=((1, "weights"), (3, "written")), driver=driver)
+    lost = ("server", 0, 0.3), ("trainer", 1, 0.5), ("coordinator", 0, 0.6), ("trainer", 0, 0.8)
+    before = COUNTED["steps made again"]
+    check(model, [Life(lost=lost, reborn=True)])
+    assert COUNTED["steps made again"] > before
+
+
+@pytest.mark.parametrize("driver", TRACING)
+def test_a_pipeline_that_traces_takes_one_lookup_of_a_collection_in_a_step(driver: str) -> None:
+    """TorchRec's rule and message, whatever shards the collection; `TrainPipelineBase` takes more."""
+    part = Part("bags", (Tables(5, 4, ("f0",)),), asks=2)
+    check(Model((part,), driver="base"), [])
+    with pytest.raises(AssertionError, match="invoked more than once in the model's forward pass"):
+        run(Model((part,), driver=driver), Life())
+
+
+def test_a_reader_that_knows_no_pipelines_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart it goes on behind the batches that the pipeline has drawn ahead."""
+    model = Model((Part("bags", (Tables(6, 4, ("f0",)),)),), steps=4, seed=3, driver="sparse")
+    lives = [Life(lost=(("trainer", 0, 0.5),))]
+    check(model, lives)
+    monkeypatch.setattr(Reader, "pipelined", property(lambda self: False))
+    with pytest.raises(AssertionError, match="another push than before"):
         check(model, lives)
 
 

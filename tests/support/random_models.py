@@ -40,6 +40,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.streamable import Pipelineable
 
 from torch_ecrec.records.optimizers import optimizer
 
@@ -58,6 +59,8 @@ DATA = {"float32": DataType.FP32, "float16": DataType.FP16, "bfloat16": DataType
 STARTS = ("servers", "drawn", "drawn", "held")  # who gives a table its first weights; `held`: the module has them
 LOADS = ("weights", "some", "written", "state", "whole")
 LONGEST = 4  # ids in a bag
+TRACING = ("sparse", "lite")  # pipelines that trace the model: TorchRec's take one lookup of a collection, and no more
+DRIVERS = ("plain", "base", *TRACING)
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ class Model:
         given: the optimizer that a sharder has for bags whose tables are `default`.
         clip: gradients of bags are clamped to it, as a sharder says.
         output: the dtype that bags and sequences come out as, as sharders say.
+        driver: what trains it, of `DRIVERS`: a plain loop, or one of TorchRec's pipelines.
     """
 
     parts: tuple[Part, ...]
@@ -158,6 +162,7 @@ class Model:
     given: Optimized | None = None
     clip: float | None = None
     output: str = "float32"
+    driver: str = "plain"
 
     @property
     def sharders(self) -> list[Any]:
@@ -269,15 +274,23 @@ def _made(part: Part, number: int, plain: bool) -> nn.Module:
 
 
 @dataclass
-class Batch:
+class Batch(Pipelineable):
     """Of one trainer, in one step: for each part, the features of each lookup; and labels."""
 
     features: list[list[KeyedJaggedTensor]]
     labels: Tensor
 
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return Batch([[each.to(device) for each in asks] for asks in self.features], self.labels.to(device))
+
+    def record_stream(self, stream: Any) -> None: ...
+
+    def pin_memory(self) -> Batch:
+        return self
+
 
 class Net(nn.Module):
-    """The parts, and a dense layer over each lookup. The loss is a mean over the batch."""
+    """The parts, and a dense layer over each lookup (`Over`). Pipelines can trace it."""
 
     def __init__(self, model: Model, plain: bool = False) -> None:
         super().__init__()
@@ -285,23 +298,37 @@ class Net(nn.Module):
         torch.manual_seed(model.seed)
         self.parts = nn.ModuleList(_made(part, i, plain) for i, part in enumerate(model.parts))
         self.again = nn.ModuleDict({str(i): self.parts[i] for i, part in enumerate(model.parts) if part.again})
-        self.over = nn.ModuleList()
         torch.manual_seed(model.seed)  # a plain one has drawn other weights
-        for part in model.parts:
-            width = sum(table.dim * len(table.features) for table in part.tables)
-            self.over.append(nn.Linear(width if part.pools else part.tables[0].dim, 1))
+        self.over = Over(model)
 
     def look_up(self, part: int, ask: int, features: KeyedJaggedTensor) -> Any:
         module = self.again[str(part)] if self.model.parts[part].again and ask else self.parts[part]
         return module(features)
 
     def forward(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """The loss, and what was looked up: pooled values, rows, and remapped ids."""
-        total, seen = torch.zeros(len(batch.labels)), []
-        more = torch.zeros(())
+        """The loss; and once more, with what was looked up: pooled values, rows, and remapped ids."""
+        found = [
+            [self.look_up(i, ask, batch.features[i][ask]) for ask in range(part.asks)]
+            for i, part in enumerate(self.model.parts)
+        ]
+        return self.over(batch.labels, found)  # type: ignore[no-any-return]
+
+
+class Over(nn.Module):
+    """What is made of lookups. The loss is a mean over the batch."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = nn.ModuleList()
+        for part in model.parts:
+            width = sum(table.dim * len(table.features) for table in part.tables)
+            self.layers.append(nn.Linear(width if part.pools else part.tables[0].dim, 1))
+
+    def forward(self, labels: Tensor, lookups: list[list[Any]]) -> tuple[Tensor, list[Tensor]]:
+        total, more, seen = torch.zeros(len(labels)), torch.zeros(()), []
         for i, part in enumerate(self.model.parts):
-            for ask, features in enumerate(batch.features[i]):
-                found = self.look_up(i, ask, features)
+            for ask, found in enumerate(lookups[i]):
                 if part.managed and isinstance(found, tuple):
                     found, remapped = found
                     seen.append(remapped.values())
@@ -313,12 +340,13 @@ class Net(nn.Module):
                 seen.append(values)
                 if part.unused and ask == part.asks - 1:
                     continue
-                logits = torch.tanh(self.over[i](values.float()))
+                logits = torch.tanh(self.layers[i](values.float()))
                 if part.pools:
                     total = total + logits.squeeze(1)
                 else:
-                    more = more + logits.square().sum() / len(batch.labels)
-        return (total - batch.labels).square().mean() + more, seen
+                    more = more + logits.square().sum() / len(labels)
+        loss = (total - labels).square().mean() + more
+        return loss, [loss, *seen]
 
 
 # batches ------------------------------------------------------------------------------------------

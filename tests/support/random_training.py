@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from models import CPU, dense_parameters, job_of
-from random_models import Model, Net, batches_of
+from random_models import TRACING, Model, Net, batches_of
 from shards import changed, local
 from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist, TrainPipelineSparseDistLite
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from torch_ecrec import checkpoint
@@ -22,9 +24,18 @@ from torch_ecrec.nn.dense import Replicated
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.spec.job import JobSpec
 
+PIPELINES: dict[str, Any] = {
+    "base": TrainPipelineBase,
+    "sparse": TrainPipelineSparseDist,
+    "lite": TrainPipelineSparseDistLite,
+}
+
 
 class Trace(list[Any]):
-    """What a trainer has seen, step by step: attached, so that it goes back with a step."""
+    """What a trainer has seen, step by step: attached, so that it goes back with a step.
+
+    Of each step: the loss and what was looked up; the dense model before it, and its gradients; what an evaluation saw.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": list(self)}
@@ -123,23 +134,24 @@ def train(model: Model, session: Any, on_end: Callable[[int, End], None], looks:
         if at == 0:
             load(made, what)
     batches = made.attach(optimizer=together, lr_scheduler=schedulers, reader=batches_of(model, rank), seen=trace)
-    for batch in batches:
+    stream, pipeline = iter(batches), None
+    if model.driver != "plain":
+        pipeline = PIPELINES[model.driver](made, together, CPU)
+    while True:
         number = len(trace) + 1
-        together.zero_grad()
         before = bytes_in(list(dense_parameters(made).values()))
-        loss, seen = made(batch)
-        loss.backward()
+        try:
+            seen = pipeline.progress(stream) if pipeline is not None else _step(made, together, next(stream))
+        except StopIteration:
+            break
+        if model.driver in TRACING:
+            ahead = {module.forward.name for module in pipeline._pipelined_modules}
+            assert ahead == {f"parts.{i}" for i, part in enumerate(model.parts) if part.kind != "processed"}
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in dense_parameters(made).values()]
-        together.step()
         for scheduler in schedulers:
             scheduler.step()
-        looked = []
-        if number in model.looks:
-            made.eval()
-            with torch.no_grad():
-                _, looked = made(batch)
-            made.train()
-        trace.append([loss.detach().clone(), bytes_in(seen), before, bytes_in(grads), bytes_in(looked)])
+        looked = _evaluate(made, pipeline, batches_of(model, rank)[number - 1]) if number in model.looks else []
+        trace.append([bytes_in(seen), before, bytes_in(grads), looked])
         for at, what in model.loads:
             if at == number:
                 load(made, what)
@@ -156,6 +168,37 @@ def train(model: Model, session: Any, on_end: Callable[[int, End], None], looks:
         if isinstance(module, Replicated)
     }
     on_end(rank, end)
+
+
+def _step(model: DistributedModelParallel, optimizer: Any, batch: Any) -> list[Tensor]:
+    """A plain loop's. Returns what was seen, the loss first."""
+    optimizer.zero_grad()
+    loss, seen = model(batch)
+    loss.backward()
+    optimizer.step()
+    return list(seen)
+
+
+def _evaluate(model: DistributedModelParallel, pipeline: Any, batch: Any) -> list[Tensor]:
+    """What an evaluation sees; a pipeline that has traced the model lets go of it, with the batches that it has drawn.
+
+    Of those `TrainPipelineSparseDist` leaves it to TorchRec's pipeline of evaluation.
+    """
+    tracing = isinstance(pipeline, TrainPipelineSparseDist)
+    if tracing:
+        pipeline.detach()
+    model.eval()
+    with torch.no_grad():
+        if type(pipeline) is TrainPipelineSparseDist:
+            other = EvalPipelineSparseDist(model, pipeline._optimizer, CPU)
+            seen = other.progress(iter([batch]))
+            other.detach()
+        else:
+            _, seen = model(batch)
+    model.train()
+    if tracing:
+        pipeline.attach(model)
+    return bytes_in(seen)
 
 
 WAYS = ("dcp", "streamed", "saved streamed", "loaded streamed")

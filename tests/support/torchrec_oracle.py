@@ -10,6 +10,9 @@ The bases are those of the installed TorchRec; nothing of them is here. `TORCH_E
     cluster    ours, each model with a cluster of its own, which its trainer 0 starts
     up         ours, each model with a cluster of its own, started by `torch-ecrec up`, which trainers join by address
     stock      theirs, to see what passes without us
+
+`TORCH_ECREC_ORACLE_EXAMPLES` says how many of the arguments that a test draws are tried, where it is fewer than the
+test's own number: over clusters each example starts one for each model.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ import subprocess
 import sys
 import traceback
 import types
+import unittest
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import torch.distributed as dist
 from fake_session import FakeSession
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -88,6 +93,19 @@ def swap() -> None:
         parallel._connect = {"memory": _in_memory, "cluster": _in_cluster, "up": _in_named}[mode()]
     for name in _MODULES:
         setattr(importlib.import_module(name), "DistributedModelParallel", model_class())  # noqa: B010
+
+
+def examples(cls: type[unittest.TestCase]) -> type[unittest.TestCase]:
+    """A class of tests, each with as many examples as `TORCH_ECREC_ORACLE_EXAMPLES` says, and no more than it had."""
+    most = os.environ.get("TORCH_ECREC_ORACLE_EXAMPLES")
+    for name in unittest.defaultTestLoader.getTestCaseNames(cls) if most else ():
+        test = getattr(cls, name)
+        own = getattr(test, "_hypothesis_internal_use_settings", None)  # Hypothesis has no public way to change it
+        if own is not None:
+            test._hypothesis_internal_use_settings = hypothesis.settings(
+                own, max_examples=min(int(most), own.max_examples)
+            )
+    return cls
 
 
 def restore() -> None:

@@ -159,23 +159,22 @@ class Unsharded:
         traces = [self.ends[trainer].trace[step - 1] for trainer in range(self.model.trainers)]
         for trainer, trace in enumerate(traces):
             assert list(dense) == list(self.ends[trainer].dense)
-            assert all(map(torch.equal, trace[2], traces[0][2])), "all trainers have one dense model"
-        self._set_dense(dense, traces[0][2])
+            assert all(map(torch.equal, trace[1], traces[0][1])), "all trainers have one dense model"
+        self._set_dense(dense, traces[0][1])
         total = torch.zeros(())
         for self.trainer, (batch, trace) in enumerate(zip(batches, traces, strict=True)):
             loss, seen = self.net(batch)
-            self._close(trace[0], loss, f"loss of step {step}, trainer {self.trainer}")
-            for number, (mine, theirs) in enumerate(zip(trace[1], seen, strict=True)):
+            for number, (mine, theirs) in enumerate(zip(trace[0], seen, strict=True)):  # the loss first
                 self._close(mine, theirs, f"lookup {number} of step {step}, trainer {self.trainer}")
             total = total + (loss if self.model.trainers == 1 else loss / self.model.trainers)
         total.backward()
-        for name, mine in zip(dense, traces[0][3], strict=True):
+        for name, mine in zip(dense, traces[0][2], strict=True):
             grad = dense[name].grad
             theirs = torch.zeros_like(mine) if grad is None else grad
             self._close(mine, theirs, f"gradient of {name}, step {step}", 1e-4)
         self._push(step, batches)
         after = step == self.model.steps
-        self._set_dense(dense, list(self.ends[0].dense.values()) if after else self.ends[0].trace[step][2])
+        self._set_dense(dense, list(self.ends[0].dense.values()) if after else self.ends[0].trace[step][1])
         self._evaluate(step, traces, batches)
 
     @staticmethod
@@ -315,7 +314,7 @@ class Unsharded:
     def _evaluate(self, step: int, traces: list[Any], batches: list[Batch]) -> None:
         """Lookups of an evaluation have the rows as they are after the step."""
         if step not in self.model.looks:
-            assert not any(trace[4] for trace in traces)
+            assert not any(trace[3] for trace in traces)
             return
         for maps in self.maps.values():
             maps.eval()
@@ -337,7 +336,7 @@ class Unsharded:
         for self.trainer, (batch, trace) in enumerate(zip(batches, traces, strict=True)):
             with torch.no_grad():
                 _, seen = self.net(batch)
-            for number, (mine, theirs) in enumerate(zip(trace[4], seen, strict=True)):
+            for number, (mine, theirs) in enumerate(zip(trace[3], seen, strict=True)):
                 self._close(mine, theirs, f"evaluation {number} of step {step}, trainer {self.trainer}", 1e-4)
 
     def _check_maps(self, end: End) -> None:
