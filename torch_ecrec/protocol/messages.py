@@ -317,6 +317,25 @@ class Durable(OfSlot, frozen=True, tag="durable"):
     era: Count
 
 
+class OfMove(OfSlot, frozen=True):
+    """Base: what is said where a slot moves to. `incarnation`: the one that begins there.
+
+    Attributes:
+        epoch, era: of the move: another placement or era has ended it.
+    """
+
+    epoch: Version
+    era: Version
+
+
+class Level(OfMove, frozen=True, tag="level"):
+    """Nearly all of the slot is here: the rest can be had at once."""
+
+
+class Arrived(OfMove, frozen=True, tag="arrived"):
+    """All of the slot is here, and where it was it has stopped."""
+
+
 class Due(OfSlot, frozen=True, tag="due"):
     """The dense snapshot of a step that a checkpoint is wanted of is whole. `done`: steps of training until then."""
 
@@ -479,6 +498,22 @@ class Release(Said, frozen=True, tag="release"):
     rebase: bool
 
 
+class Move(Said, frozen=True, tag="move"):
+    """A slot is to be copied to this server while it goes on where it is.
+
+    Attributes:
+        incarnation: the one that would begin here.
+        epoch, era: in another placement or era, it is over.
+        now: it is to stop there.
+    """
+
+    slot: Annotated[int, Meta(ge=0, lt=SLOTS_MOST)]
+    incarnation: Version
+    epoch: Version
+    era: Version
+    now: bool = False
+
+
 class Rejoined(Said, frozen=True, tag="rejoined"):
     life: Version
 
@@ -506,6 +541,8 @@ OfMember = (
     | Mended
     | Reach
     | Durable
+    | Level
+    | Arrived
     | Loaded
     | Progress
     | OfCheckpoint
@@ -525,6 +562,7 @@ FromCoordinator = (
     | Survey
     | Capture
     | Release
+    | Move
     | Rejoined
     | Left
     | Fatal
