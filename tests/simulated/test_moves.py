@@ -159,6 +159,17 @@ def turns_are_not_numbered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(handing.Handing, "_on_fetch_changed", newest)
 
 
+def a_late_copy_begins_anew(patch: pytest.MonkeyPatch) -> None:
+    fetch = handing.Handing._on_fetch_changed
+
+    def begin(self: handing.Handing, request: Any, reply: Any) -> None:
+        if request.turn == 0:
+            self._turn = -1
+        fetch(self, request, reply)
+
+    patch.setattr(handing.Handing, "_on_fetch_changed", begin)
+
+
 def it_never_goes_on(patch: pytest.MonkeyPatch) -> None:
     """Stopped, it waits for ever, although the server that it was to move to is gone."""
     end = handing.Handing.end
@@ -170,7 +181,14 @@ def it_never_goes_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(handing.Handing, "end", stays)
 
 
-RULES = (nothing_is_noted, parities_are_not_noted, it_does_not_stop, turns_are_not_numbered, it_never_goes_on)
+RULES = (
+    nothing_is_noted,
+    parities_are_not_noted,
+    it_does_not_stop,
+    turns_are_not_numbered,
+    a_late_copy_begins_anew,
+    it_never_goes_on,
+)
 
 
 @pytest.mark.parametrize("mutate", RULES, ids=lambda mutate: mutate.__name__)
@@ -179,10 +197,18 @@ def test_without_a_rule_something_differs(mutate: Any, monkeypatch: pytest.Monke
     for seed in range(8):
         scenario = dataclasses.replace(MOVING, network_seed=seed)
         if mutate is turns_are_not_numbered:  # with records that few steps change, and one answer that is lost
-            more = {"tables": LARGER, "rebuild_chunk_bytes": 1 << 10, "rebuild_bytes_per_s": 1e5, "call_timeout_s": 0.03}
+            more = {
+                "tables": LARGER,
+                "rebuild_chunk_bytes": 1 << 10,
+                "rebuild_bytes_per_s": 1e5,
+                "call_timeout_s": 0.03,
+            }
             scenario = dataclasses.replace(scenario, **more)
         runs[f"seed {seed}"] = partial(check, scenario)
         names = [kind for _, _, kind in check(scenario).messages]
+        if mutate is a_late_copy_begins_anew:
+            at = names.index("FetchChanged")
+            runs[f"seed {seed}, twice"] = partial(check, scenario, Fault("duplicate", at))
         if mutate is turns_are_not_numbered:
             asked = [number for number, name in enumerate(names) if name == "FetchChanged"]
             runs |= {f"seed {seed}, {i} lost": partial(check, scenario, Fault("lose_answer", i)) for i in asked}

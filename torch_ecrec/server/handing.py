@@ -107,13 +107,13 @@ class Handing:
             self._on_hand_over(reply)
 
     def _on_fetch_changed(self, request: wire.FetchChanged, reply: Reply[wire.Changed]) -> None:
-        if request.turn == 0:
-            for shard in self.held.shards:
-                shard.touched = Touched(shard.data_rows, shard.parity_rows)
-        elif request.turn not in (self._turn, self._turn + 1):
-            reply(Refused(f"turn {request.turn} does not follow on {self._turn}"))
+        if request.turn not in (self._turn, self._turn + 1):
+            reply(Refused(f"turn {request.turn} does not follow on {self._turn}"))  # also a late copy of turn 0
             return
         if request.turn != self._turn:
+            if request.turn == 0:
+                for shard in self.held.shards:
+                    shard.touched = Touched(shard.data_rows, shard.parity_rows)
             self._turn = request.turn
             data, parities = self._touched(False, take=True), self._touched(True, take=True)
             self._changed = wire.Changed(_tensors(data), _tensors(parities))
