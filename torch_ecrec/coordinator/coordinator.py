@@ -220,10 +220,9 @@ class Coordinator:
         self._tell_again(name)
 
     def _welcome(self, name: str) -> None:
-        state = self._state
+        state, job = self._state, self._state.job
         trained = self.origin is not None or state.job.restored is not None
         restarted = trained and self.members[name].role == "trainer"
-        job = state.job
         word = messages.Welcome(name, job.code, restarted, self.life, state.transport, job.run, job.restored)
         self._send(name, word)
 

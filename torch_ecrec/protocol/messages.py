@@ -318,11 +318,7 @@ class Durable(OfSlot, frozen=True, tag="durable"):
 
 
 class OfMove(OfSlot, frozen=True):
-    """Base: what is said where a slot moves to. `incarnation`: the one that begins there.
-
-    Attributes:
-        epoch, era: of the move: another placement or era has ended it.
-    """
+    """Base: what is said where a slot moves to. `incarnation`: that begins there. Another epoch or era ends a move."""
 
     epoch: Version
     era: Version
@@ -498,19 +494,9 @@ class Release(Said, frozen=True, tag="release"):
     rebase: bool
 
 
-class Move(Said, frozen=True, tag="move"):
-    """A slot is to be copied to this server while it goes on where it is.
+class Move(OfMove, frozen=True, tag="move"):
+    """A slot is to be copied to this server, where `incarnation` would begin. `now`: it is to stop where it is."""
 
-    Attributes:
-        incarnation: the one that would begin here.
-        epoch, era: in another placement or era, it is over.
-        now: it is to stop there.
-    """
-
-    slot: Annotated[int, Meta(ge=0, lt=SLOTS_MOST)]
-    incarnation: Version
-    epoch: Version
-    era: Version
     now: bool = False
 
 

@@ -92,8 +92,7 @@ class Slot:
         self.push_replies: dict[int, list[Reply[wire.Acknowledged]]] = {}
         self.waiting: list[tuple[Callable[[], Any], Reply[Any]]] = []
         self.ready = fresh
-        self.dead = False
-        self.hopeless = False
+        self.dead = self.hopeless = False
         self.reported = fresh  # nothing is missing, and the coordinator knows
         self.going_back_to: int | None = None  # until that step is durable
         self.not_trained: int | None = None  # of the steps up to the last applied, as far as they are known
@@ -215,8 +214,7 @@ class Slot:
                 return
             self.inbox.on_applied(step)
             iteration = None if isinstance(due, list) else due[0].iteration
-            if iteration is not None:
-                self.not_trained = step - iteration
+            self.not_trained = self.not_trained if iteration is None else step - iteration
             self.rule.on_applied(step)
             self.log.append(step, *change)
             self.checkpoints.on_applied(step, *change, iteration)
@@ -265,9 +263,8 @@ class Slot:
 
     def check_rebuilt(self) -> None:
         """Rebuilt: nothing missing, and caught up with all that the sources have acknowledged (rule 5)."""
-        if self.reported or self.dead or not self.whole or self.snapshots.lacks_all:
-            return
-        if self.durability.caught_up:
+        due = self.whole and not (self.reported or self.dead or self.snapshots.lacks_all)
+        if due and self.durability.caught_up:
             self.reported = True
             self.reports.rebuilt()
 
@@ -299,10 +296,8 @@ class Slot:
 
     def known_incarnations(self) -> list[int]:
         """Of every slot, the life that this one listens to."""
-        return [
-            self.rule.incarnations.get(i, 0) if i != self.index else self.incarnation
-            for i in range(self.job.code.slots)
-        ]
+        lives = {**self.rule.incarnations, self.index: self.incarnation}
+        return [lives.get(i, 0) for i in range(self.job.code.slots)]
 
     def on_snapshot_kept(self, step: int, done: int) -> None:
         """A trainer's part of the dense model after a step is here. `done`: steps of training until then."""
