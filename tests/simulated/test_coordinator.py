@@ -63,6 +63,8 @@ def test_a_survivor_takes_over_and_a_newcomer_relieves_it_when_all_is_whole() ->
     h.enter()
     assert h.places == ["server-0", "server-0", "server-2"], "not while the slot is being rebuilt"
     h.rebuilt(1)
+    assert h.places == ["server-0", "server-0", "server-2"], "not before it is there"
+    h.move()
     assert h.places == ["server-0", "server-3", "server-2"] and h.core.slots[1].incarnation == 2
 
 

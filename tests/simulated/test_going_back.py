@@ -119,8 +119,10 @@ def test_nothing_is_moved_while_the_servers_go_back() -> None:
     assert h.places == ["server-1", "server-1", "server-2"], "a new host would not know how far to go back"
     for slot in range(3):
         reach(h, slot, 3)
+    assert not [word for _, word in h.sent if word["type"] == "move"]
     for slot in range(3):
         durable(h, slot)
+    h.move()
     assert h.places == ["server-1", "server-3", "server-2"]
 
 

@@ -131,6 +131,6 @@ def test_without_the_rule_training_stands(
 
 def test_without_memory_of_troubles_the_slot_goes_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     oracle(SCENARIO)
-    monkeypatch.setattr(SlotTable, "_troubles_of", lambda *_: 0)
+    monkeypatch.setattr(SlotTable, "troubles_of", lambda *_: 0)
     with pytest.raises(AssertionError):
         test_a_cut_and_then_a_loss()

@@ -72,6 +72,9 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
         "Fetch": wire.Fetch(SLOT, 0, 0, True, ones(0), sources),
         "FetchSeals": wire.FetchSeals(SLOT, 0, 0, ones(0), step - 1),
         "FetchSnapshots": wire.FetchSnapshots(SLOT, 0, -1, 2, 0),
+        "FetchChanged": wire.FetchChanged(SLOT, 0, 0, 0),
+        "Copy": wire.Copy(SLOT, 0, 0, 0, True, ones(0, 1)),
+        "HandOver": wire.HandOver(SLOT, 0, 0),
     }
 
 
@@ -149,6 +152,13 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("FetchSeals", {"slab": 5}, "`slab` must be"),
     ("FetchSeals", {"positions": ones(77)}, "position 77 of slab 0"),
     ("FetchSeals", {"step": -1}, "`step` must not be negative"),
+    ("FetchChanged", {"turn": -1}, "`turn` must not be negative"),
+    ("FetchChanged", {"epoch": 7}, "this move is over, or not known yet"),
+    ("FetchChanged", {"epoch": 1, "turn": 3}, "turn 3 does not follow on -1"),
+    ("Copy", {"slab": 5}, "`slab` must be"),
+    ("Copy", {"positions": ones(77)}, "position 77 of slab 0: slot 1 has 4 parities"),
+    ("Copy", {"epoch": 1}, "nobody has begun to copy this slot"),
+    ("HandOver", {"epoch": 1}, "nobody has begun to copy this slot"),
     ("FetchSnapshots", {"holder": 3}, "`holder` must be another slot"),
     ("FetchSnapshots", {"holder_incarnation": HUGE}, "`holder_incarnation` must be"),
 ]
@@ -193,6 +203,42 @@ def test_who_serves_no_requests_refuses_them(cluster: SimulatedCluster) -> None:
 
 
 # answers --------------------------------------------------------------------------------------------
+
+HANDED: list[tuple[dict[str, Any], str]] = [
+    ({"data": [ones(0, 1)]}, "`data` must be one of each of 2 slabs, got 1"),
+    ({"data": [ones(1, 0), ones()]}, "ascending"),
+    ({"data": [ones(0, 1), ones()]}, "`data_records` of slab 0 must have shape"),
+    ({"parities": [ones(99), ones()]}, "positions must be in"),
+    ({"parity_records": []}, "`parity_records` must be one of each"),
+    ({"incarnations": [0]}, "`incarnations` must be 3, got 1"),
+    ({"folded": {1: 3}}, "`folded` must have steps of slots"),
+    ({"catch_up": {0: -1}}, "`catch_up` must have steps of slots"),
+    ({"attached": {9: 0}}, "`attached` must have steps of slots"),
+    ({"resumable": {5: 0}}, "`resumable` must have steps of trainers"),
+    ({"acknowledged": 1 << 20}, "`acknowledged` must be in"),
+    ({"logs": [0, 1, 2]}, "`logs` must be the slot's and its sources'"),
+    ({"floors": [0]}, "must be one of each log"),
+    ({"steps": [0, 0, 0]}, "must be as many"),
+    ({"positions": []}, "must be as many"),
+    ({"floors": [0, 0, 0]}, "the log of slot 1 must end at step"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), HANDED)
+def test_a_slot_that_cannot_be_is_not_taken_over(changes: dict[str, Any], says: str) -> None:
+    cluster = training()
+    host, slot = host_of(cluster, SLOT), host_of(cluster, SLOT).slots[SLOT]
+    while not slot.whole or not slot.snapshots.complete:
+        assert cluster.network.clock.advance()
+    answers: list[Any] = []
+    epoch = host.placement.epoch
+    for request in (wire.FetchChanged(SLOT, 0, epoch, 0), wire.HandOver(SLOT, 0, epoch)):
+        host.handle(request, answers.append)
+    other = host_of(cluster, SOURCE)
+    assert other.fault_of_answer(request, answers[1]) is None
+    fault = other.fault_of_answer(request, msgspec.structs.replace(answers[1], **changes))
+    with pytest.raises(ValueError, match=says):
+        raise ValueError(fault)
 
 
 class Calls:

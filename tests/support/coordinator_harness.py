@@ -98,6 +98,19 @@ class Harness:
     def rebuilt(self, slot: int) -> None:
         self.say(self.places[slot], type="rebuilt", slot=slot, incarnation=self.core.slots[slot].incarnation)
 
+    def moving(self) -> tuple[str, dict[str, Any]]:
+        """The last server that was told to copy a slot, and how that is called."""
+        name, word = [(name, word) for name, word in self.sent if word["type"] == "move"][-1]
+        return name, {key: word[key] for key in ("slot", "incarnation", "epoch", "era")}
+
+    def move(self) -> None:
+        """It does."""
+        (name, move), before = self.moving(), self.places
+        self.say(name, type="level", **move)
+        assert self.sent[-1] == (name, {"type": "move", **move, "now": True}) and self.places == before
+        self.say(name, type="arrived", **move)
+        assert self.places != before and all(place.healthy for place in self.core.slots)
+
     @property
     def places(self) -> list[str]:
         return [place.server for place in self.core.slots]

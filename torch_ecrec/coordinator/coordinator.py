@@ -220,10 +220,9 @@ class Coordinator:
         self._tell_again(name)
 
     def _welcome(self, name: str) -> None:
-        state = self._state
+        state, job = self._state, self._state.job
         trained = self.origin is not None or state.job.restored is not None
         restarted = trained and self.members[name].role == "trainer"
-        job = state.job
         word = messages.Welcome(name, job.code, restarted, self.life, state.transport, job.run, job.restored)
         self._send(name, word)
 
@@ -284,6 +283,8 @@ class Coordinator:
         self.on_heard(name, now_s, word.report if isinstance(word, (messages.Beat, messages.Leave)) else None)
         if isinstance(word, messages.Beat):
             self._state.suspicion.on_beat(name, word.unreachable, self.members, now_s)
+        elif isinstance(word, messages.OfMove):
+            self._state.table.moves.on_word(name, word)
         elif isinstance(word, OfSlot):
             self._on_slot(name, word)
         elif isinstance(word, messages.InGeneration):
@@ -318,7 +319,7 @@ class Coordinator:
         elif isinstance(word, messages.Reach):
             eras.on_reach(word)
         elif isinstance(word, messages.Durable) and eras.on_durable(word):
-            table.rebalance()  # which had to wait for that
+            table.moves.rebalance()  # which had to wait for that
         elif isinstance(word, messages.OfCheckpoint):
             self._state.checkpointing.on_word(word, self._state.whole)
 
@@ -329,7 +330,7 @@ class Coordinator:
             if not state.table.placed:
                 state.table.place_all()
             state.table.place_waiting()
-            state.table.rebalance()
+            state.table.moves.rebalance()
             state.form(now_s)
 
     # ends ---------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ def lose(state: ClusterState, name: str, now_s: float, why: str) -> None:
     world.give_up(name, now_s, table.placed)
     if slots:
         table.lose(slots)
+    else:
+        table.moves.on_gone(name)
 
 
 def lose_trainers(state: ClusterState, why: str, now_s: float) -> None:
@@ -123,6 +125,7 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
         members.tell(messages.Fatal("trainers_lost", reason), "trainer")
     state.announce(events.Left(name))
     state.world.give_up(name, now_s, table.placed)
+    table.moves.on_gone(name)
 
 
 def _tell_left(state: ClusterState) -> None:

@@ -3,7 +3,7 @@
 A new *epoch* is a new version of that, which everybody is told. A slot whose host is lost goes to a *spare*, a server
 of the present world without slots; else to the survivor with the fewest slots, or it waits for a process to come, as
 `without_spare` says; its incarnation grows by one. Once all slots are healthy, a spare relieves a server that hosts
-several of one.
+several of one: that slot moves while it goes on (`moves.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch_ecrec.coordinator.checkpointing import Checkpointing, Restorable
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.coordinator.moves import Moves
 from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair, layouts_of
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.coordinator.world import World
@@ -55,6 +56,7 @@ class SlotTable:
     Attributes:
         epoch: version of the placement; 0: nothing is placed yet.
         slots: by slot; empty until they are placed for the first time.
+        moves: slots that go elsewhere although nothing is lost.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class SlotTable:
             suspicion,
             announce,
         )
-        self._risks = domains.Risks()
+        self._risks, self.moves = domains.Risks(), Moves(self, job, members, eras)
         self.epoch = 0
         self.slots: list[SlotPlace] = []
 
@@ -94,11 +96,11 @@ class SlotTable:
         """Slots whose host is none of these; those that wait for a host aside."""
         return [i for i, place in enumerate(self.slots) if place.server != NO_HOST and place.server not in servers]
 
-    def _load_of(self, server: str) -> int:
+    def load_of(self, server: str) -> int:
         return len(self.hosted_by(server))
 
-    def _spares(self) -> list[str]:
-        return [server for server in self._world.servers() if self._load_of(server) == 0]
+    def spares(self) -> list[str]:
+        return [server for server in self._world.servers() if self.load_of(server) == 0]
 
     def _choose_host(self, slot: int) -> str:
         """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come).
@@ -106,7 +108,7 @@ class SlotTable:
         Who could lately not reach all that it needs comes after all who could, spare or not; then who shares a failure
         domain with slots of the same stripes comes after who does not.
         """
-        servers, spares = self._world.servers(), self._spares()
+        servers, spares = self._world.servers(), self.spares()
         if self.without_spare == "wait":
             servers = spares
         if not servers:
@@ -114,11 +116,11 @@ class SlotTable:
         where = self._members.domains()
 
         def rank(server: str) -> tuple[int, tuple[int, ...], int]:
-            return self._troubles_of(server), self._shared(slot, server, where), self._load_of(server)
+            return self.troubles_of(server), self.shared(slot, server, where), self.load_of(server)
 
         return min(servers, key=rank)
 
-    def _shared(self, slot: int, server: str, where: dict[str, domains.Domain]) -> tuple[int, ...]:
+    def shared(self, slot: int, server: str, where: dict[str, domains.Domain]) -> tuple[int, ...]:
         """What a slot would share on that server with those that it must not be lost with; see `domains.shared`."""
         code = self._job.code
         if not code.parities:
@@ -137,22 +139,22 @@ class SlotTable:
         servers, where = [place.server for place in self.slots], self._members.domains()
         return self._risks.look(self.epoch, servers, where, lambda slots: data_loss(job.code, spec, slots))
 
-    def _troubles_of(self, server: str) -> int:
+    def troubles_of(self, server: str) -> int:
         return self._suspicion.troubles(server, self.needed(), self._members.by_name)
 
     def needed(self) -> list[str]:
         """Members that must reach each other: hosts of slots, and trainers."""
-        hosts = [member.name for member in self._members.present("server") if self._load_of(member.name)]
+        hosts = [member.name for member in self._members.present("server") if self.load_of(member.name)]
         return hosts + [member.name for member in self._members.present("trainer")]
 
     def may_lose(self, servers: Collection[str]) -> bool:
         """Whether the slots of all of these could be repaired now, and would find hosts."""
         slots = {slot for server in servers for slot in self.hosted_by(server)}
         rest = set(self._world.servers()) - set(servers)
-        hosts = rest & set(self._spares()) if self.without_spare == "wait" else rest
+        hosts = rest & set(self.spares()) if self.without_spare == "wait" else rest
         if self._job.spec is None or not hosts:
             return False
-        return data_loss(self._job.code, self._job.spec, self._unhealthy() | slots) is None
+        return data_loss(self._job.code, self._job.spec, self.unhealthy() | slots) is None
 
     # slots find a host --------------------------------------------------------------------------
 
@@ -162,7 +164,7 @@ class SlotTable:
         if len(servers) < self._job.code.slots:
             return
         for slot in range(self._job.code.slots):
-            best = min(servers, key=lambda server: self._shared(slot, server, where))
+            best = min(servers, key=lambda server: self.shared(slot, server, where))
             servers.remove(best)
             self.slots.append(SlotPlace(best, 0, True))
         self._partial.dense = set(range(len(self.slots)))
@@ -173,7 +175,7 @@ class SlotTable:
         self._partial.on_lost(slots)
         if self._partial.pending:
             self._partial.begin(slots, "")  # what follows of that is decided for all of them
-        elif not self._stop_if_lost(self._unhealthy() | set(slots), slots):
+        elif not self._stop_if_lost(self.unhealthy() | set(slots), slots):
             for i in slots:
                 self._place_anew(i)
             self.new_epoch(events.PlacedAnew)
@@ -183,7 +185,7 @@ class SlotTable:
     def _place_anew(self, slot: int) -> None:
         self.slots[slot] = SlotPlace(self._choose_host(slot), self.slots[slot].incarnation + 1, False)
 
-    def _unhealthy(self) -> set[int]:
+    def unhealthy(self) -> set[int]:
         return {i for i, place in enumerate(self.slots) if not place.healthy} | self._partial.pending
 
     def _stop_if_lost(self, gone: Collection[int], lost: Collection[int]) -> bool:
@@ -215,7 +217,7 @@ class SlotTable:
         if job.refusal(found[1]) is not None:
             job.stop(f"{reason}; and the newest checkpoint, {found[0].folder}, is of another job", "data_loss")
             return
-        layouts, gone = layouts_of(job.code, job.spec), self._unhealthy()
+        layouts, gone = layouts_of(job.code, job.spec), self.unhealthy()
         lost = gone - partial.intact
         anew = beyond_repair(layouts, gone, lost) or set(lost)
         if len(anew) == len(self.slots):
@@ -246,27 +248,6 @@ class SlotTable:
         if changed:
             self.new_epoch(events.PlacedAnew)
 
-    def rebalance(self) -> None:
-        """A spare takes a slot from a server that holds several, or where it shares less, once nothing is rebuilt."""
-        spares = [spare for spare in self._spares() if not self._troubles_of(spare)]
-        crowded = [i for i, place in enumerate(self.slots) if self._load_of(place.server) > 1]
-        if not self.placed or not spares or self._unhealthy() or not self._job.code.parities:
-            return
-        if self._eras.going_back is not None:  # later: a new host does not know how far to go back
-            return
-        where = self._members.domains()
-        best = {i: min(spares, key=lambda spare: self._shared(i, spare, where)) for i in range(len(self.slots))}
-        closer = [
-            i
-            for i, place in enumerate(self.slots)
-            if place.server in where and self._shared(i, best[i], where) < self._shared(i, place.server, where)
-        ]
-        if not crowded and not closer:
-            return
-        i = crowded[-1] if crowded else closer[-1]
-        self.slots[i] = SlotPlace(best[i], self.slots[i].incarnation + 1, False)
-        self.new_epoch(events.Moved)
-
     def take_back(self, epoch: int, slots: list[SlotPlace], kept: Mapping[tuple[int, int], bool]) -> None:
         """The newest placement that members of the coordinator before know. Nobody is told yet.
 
@@ -276,7 +257,7 @@ class SlotTable:
         self.epoch, self.slots = epoch, slots
         lives = {i: (i, place.incarnation) for i, place in enumerate(slots)}
         anew = {(slot, life) for one in self._partial.renewals for slot, life, _ in one.lives}
-        unhealthy = self._unhealthy()
+        unhealthy = self.unhealthy()
         self._partial.intact = {i for i in unhealthy if lives[i] in kept}
         self._partial.reading = {i for i in unhealthy if lives[i] in anew and lives[i] not in kept}
         self._partial.dense = {i for i in lives if i not in unhealthy or kept.get(lives[i], False)}
@@ -307,6 +288,7 @@ class SlotTable:
             send(name, messages.Loaded(self._job.origin))
         self._checkpointing.send_to(name)
         self._eras.send_renewed(name)
+        self.moves.send_to(name)
 
     # what hosts say -----------------------------------------------------------------------------
 
@@ -330,7 +312,7 @@ class SlotTable:
         self.slots[slot] = SlotPlace(place.server, incarnation, True)
         self.new_epoch(events.Rebuilt)
         self._announce(events.SlotRebuilt(slot, incarnation))
-        self.rebalance()
+        self.moves.rebalance()
 
     def on_unrecoverable(self, slot: int, reason: str) -> None:
         """A host found that nobody has what it needs; `reason`: not even a checkpoint, or records are damaged."""
@@ -338,5 +320,5 @@ class SlotTable:
             self._job.lose(f"{self._partial.why}; the newest checkpoint cannot be read: {reason}")
         elif reason and self._job.fatal is None:
             self._lose({slot}, reason)
-        elif not self._stop_if_lost({slot} | self._unhealthy(), {slot}) and self._job.fatal is None:
+        elif not self._stop_if_lost({slot} | self.unhealthy(), {slot}) and self._job.fatal is None:
             self._lose({slot}, f"slot {slot} is lost: no holder of its parities has caught up with it")

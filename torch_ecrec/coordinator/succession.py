@@ -28,7 +28,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
     if known.placement is not None:
         # What waited for the end of a generation, or for a slot that was rebuilt meanwhile: neither may come again.
         state.table.place_waiting()
-        state.table.rebalance()
+        state.table.moves.rebalance()
 
 
 def _newest(state: ClusterState, known: Knowledge) -> Knowledge:

@@ -49,11 +49,12 @@ class Folds:
         self.owner, self.host, self.held = owner, host, held
         rule = held.rule
         self.runs = {source: [layout.runs(source, held.index) for layout in held.layouts] for source in rule.sources}
-        self.logs = {source: self._new_log(source, 0) for source in rule.folded}
+        self.logs = {source: self.new_log(source, 0) for source in rule.folded}
         self.early: dict[int, dict[int, tuple[wire.Fold, Reply[wire.Folded]]]] = {}
         self.attached: dict[int, int] = {}  # source -> its incarnation that attached last; only grows
 
-    def _new_log(self, source: int, floor: int) -> DeltaLog:
+    def new_log(self, source: int, floor: int) -> DeltaLog:
+        """An empty log of a source's folds, after a step."""
         held = self.held
         slabs = [slab for slab, runs in enumerate(self.runs[source]) for _ in runs]  # of each run
 
@@ -73,7 +74,7 @@ class Folds:
             reply(Refused("the trainers were lost"))
             return
         if rule.on_attached(request.source, request.base, request.acknowledged):
-            self.logs[request.source] = self._new_log(request.source, request.base)
+            self.logs[request.source] = self.new_log(request.source, request.base)
         self.attached[request.source] = max(request.source_incarnation, self.attached.get(request.source, 0))
         reply(wire.Attached(rule.folded[request.source]))
         self.owner.check_rebuilt()

@@ -7,6 +7,7 @@ import numpy as np
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Owner, PeerRequest, Peers, Reply
 from torch_ecrec.protocol.wire import Answer, Refused
+from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.spec.settings import Settings
 
 
@@ -52,6 +53,18 @@ class Unprotected:
         pass
 
     def go_back(self, step: int) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def folds_kept(self) -> tuple[dict[int, DeltaLog], dict[int, int]]:
+        return {}, {}
+
+    def new_fold_log(self, source: int, floor: int) -> DeltaLog:
+        raise LookupError(f"slot {self.held.index} keeps nothing of slot {source}: there is no protection")
+
+    def take_over(self, logs: dict[int, DeltaLog], attached: dict[int, int]) -> None:
         pass
 
     def die(self) -> None:

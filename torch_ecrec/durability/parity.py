@@ -24,6 +24,7 @@ from torch_ecrec.durability.rebuild import Rebuild
 from torch_ecrec.durability.streams import FoldStream
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.wire import Answer, Refused
+from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.spec.settings import Settings
 
 
@@ -98,11 +99,23 @@ class Parity:
     def go_back(self, step: int) -> None:
         self.folds.undo_all_after(step)
 
-    def die(self) -> None:
+    def stop(self) -> None:
         for stream in self.streams.values():
             stream.stop()
-        self.adoption.cancel()
         self.folds.drop_all_early()
+
+    def folds_kept(self) -> tuple[dict[int, DeltaLog], dict[int, int]]:
+        return self.folds.logs, self.folds.attached
+
+    def new_fold_log(self, source: int, floor: int) -> DeltaLog:
+        return self.folds.new_log(source, floor)
+
+    def take_over(self, logs: dict[int, DeltaLog], attached: dict[int, int]) -> None:
+        self.folds.logs, self.folds.attached = dict(logs), dict(attached)
+
+    def die(self) -> None:
+        self.stop()
+        self.adoption.cancel()
 
     # other slots ----------------------------------------------------------------------------------
 

@@ -195,6 +195,18 @@ class Durability(Protocol):
     def go_back(self, step: int) -> None:
         """Takes back what is kept of other slots' steps after `step`. The slot sees to its own."""
 
+    def stop(self) -> None:
+        """The slot stops, to go on elsewhere or here (`connect`): nothing is sent any more."""
+
+    def folds_kept(self) -> tuple[dict[int, DeltaLog], dict[int, int]]:
+        """What is kept of other slots' recent steps, by slot; and which of their lives have met this one last."""
+
+    def new_fold_log(self, source: int, floor: int) -> DeltaLog:
+        """An empty log of what is kept of another slot's steps, after a step."""
+
+    def take_over(self, logs: dict[int, DeltaLog], attached: dict[int, int]) -> None:
+        """This life goes on as one that has stopped, with these `folds_kept`; then `connect` is called."""
+
     def die(self) -> None:
         """This life has been replaced: whatever is under way ends."""
 

@@ -108,6 +108,10 @@ class Moved(NewEpoch, frozen=True, tag="moved"):
     """A spare has relieved a server that hosted several slots of one."""
 
 
+class Stayed(NewEpoch, frozen=True, tag="stayed"):
+    """A slot was to move, and stays: the server that was to have it is gone."""
+
+
 class Kept(NewEpoch, frozen=True, tag="kept"):
     """A coordinator that was started again goes on with the placement of before."""
 
@@ -280,6 +284,7 @@ AnyEvent = (
     | Placed
     | PlacedAnew
     | Moved
+    | Stayed
     | Kept
     | Rebuilt
     | AtRisk

@@ -317,6 +317,21 @@ class Durable(OfSlot, frozen=True, tag="durable"):
     era: Count
 
 
+class OfMove(OfSlot, frozen=True):
+    """Base: what is said where a slot moves to. `incarnation`: that begins there. Another epoch or era ends a move."""
+
+    epoch: Version
+    era: Version
+
+
+class Level(OfMove, frozen=True, tag="level"):
+    """Nearly all of the slot is here: the rest can be had at once."""
+
+
+class Arrived(OfMove, frozen=True, tag="arrived"):
+    """All of the slot is here, and where it was it has stopped."""
+
+
 class Due(OfSlot, frozen=True, tag="due"):
     """The dense snapshot of a step that a checkpoint is wanted of is whole. `done`: steps of training until then."""
 
@@ -479,6 +494,12 @@ class Release(Said, frozen=True, tag="release"):
     rebase: bool
 
 
+class Move(OfMove, frozen=True, tag="move"):
+    """A slot is to be copied to this server, where `incarnation` would begin. `now`: it is to stop where it is."""
+
+    now: bool = False
+
+
 class Rejoined(Said, frozen=True, tag="rejoined"):
     life: Version
 
@@ -506,6 +527,8 @@ OfMember = (
     | Mended
     | Reach
     | Durable
+    | Level
+    | Arrived
     | Loaded
     | Progress
     | OfCheckpoint
@@ -525,6 +548,7 @@ FromCoordinator = (
     | Survey
     | Capture
     | Release
+    | Move
     | Rejoined
     | Left
     | Fatal

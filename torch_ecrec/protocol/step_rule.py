@@ -22,6 +22,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Standing(Protocol):
+    """Where a life of a slot stood when it stopped: as the fields of `StepRule`."""
+
+    applied: int
+    acknowledged: int
+    incarnations: list[int]  # by slot
+    folded: dict[int, int]
+    catch_up: dict[int, int]
+    resumable: dict[int, int]
 
 
 class FoldVerdict(enum.Enum):
@@ -93,6 +105,15 @@ class StepRule:
     def adopt(self, cut: int, floor: int) -> None:
         """The new host of a lost slot goes on after the cut; holders are known to have what is before its log [3]."""
         self.applied = self.acknowledged = cut
+        self.confirmed = dict.fromkeys(self.holders, floor)
+
+    def take_over(self, before: Standing, floor: int) -> None:
+        """Goes on as the life before, which has stopped; holders are known to have what is before its log [12]."""
+        self.applied, self.acknowledged = before.applied, before.acknowledged
+        self.folded, self.catch_up, self.resumable = {**before.folded}, {**before.catch_up}, {**before.resumable}
+        for slot, incarnation in enumerate(before.incarnations):
+            if slot != self.slot:
+                self.incarnations[slot] = max(incarnation, self.incarnations.get(slot, 0))
         self.confirmed = dict.fromkeys(self.holders, floor)
 
     def go_back(self, step: int) -> None:

@@ -197,6 +197,12 @@ class Judge:
     def _check_fetch_seals(self, request: wire.FetchSeals) -> None:
         self._check_inside(request.slab, request.slot, request.positions)
 
+    def _check_fetch_changed(self, request: wire.FetchChanged) -> None:
+        check(request.turn >= 0, f"`turn` must not be negative, got {request.turn}")
+
+    def _check_copy(self, request: wire.Copy) -> None:
+        self._check_inside(request.slab, request.slot, request.positions, request.parity)
+
     # answers ----------------------------------------------------------------------------------------
 
     def _check_rows(self, request: wire.Lookup, answer: wire.Rows, lives: Lives) -> None:
@@ -207,14 +213,14 @@ class Judge:
             _check_shape("weights", slab, weights_UD, (len(positions_U), self.job.slabs[slab].dim + more))
             check(weights_UD.dtype == dtype, f"`weights[{slab}]` must be {dtype}, got {weights_UD.dtype}")
 
-    def _check_records(self, request: wire.Export | wire.Fetch, answer: wire.Records, lives: Lives) -> None:
+    def _check_records(self, request: wire.Export | wire.Fetch | wire.Copy, answer: wire.Records, lives: Lives) -> None:
         _check_shape("records", request.slab, answer.records, self._records(request.slab, request.positions))
 
     def _check_seals(self, request: wire.FetchSeals, answer: wire.Seals, lives: Lives) -> None:
         wanted = len(request.positions)
         check(len(answer.seals) == wanted, f"`seals` must be {wanted}, got {len(answer.seals)}")
 
-    def _check_damaged(self, request: wire.Fetch, answer: wire.Damaged, lives: Lives) -> None:
+    def _check_damaged(self, request: wire.Fetch | wire.Copy, answer: wire.Damaged, lives: Lives) -> None:
         check(len(answer.places) > 0, "`places` must not be empty")
         self._check_ascending(answer.places, 0, len(request.positions), "places")
 
@@ -250,6 +256,42 @@ class Judge:
             good = step >= 0 and 0 <= trainer < self.job.trainers
             check(good, f"there is no snapshot of step {step} of trainer {trainer}")
 
+    def _check_changed(self, request: wire.FetchChanged, answer: wire.Changed, lives: Lives) -> None:
+        for parity, name in ((False, "data"), (True, "parities")):
+            self._check_moved(name, request.slot, getattr(answer, name), parity)
+
+    def _check_handed(self, request: wire.HandOver, answer: wire.Handed, lives: Lives) -> None:
+        slots, layouts = self.job.code.slots, self.layouts
+        for parity, name, of in ((False, "data", "data_records"), (True, "parities", "parity_records")):
+            self._check_moved(name, request.slot, getattr(answer, name), parity)
+            self._check_count(of, getattr(answer, of))
+            for slab, records_UB in enumerate(getattr(answer, of)):
+                _check_shape(of, slab, records_UB, self._records(slab, getattr(answer, name)[slab]))
+        check(len(answer.incarnations) == slots, f"`incarnations` must be {slots}, got {len(answer.incarnations)}")
+        sources = layouts[0].sources(request.slot)
+        for name in ("folded", "catch_up", "attached"):
+            good = set(getattr(answer, name)) <= set(sources) and min(getattr(answer, name).values(), default=0) >= 0
+            check(good, f"`{name}` must have steps of slots {list(sources)}")
+        good = all(0 <= trainer < self.job.trainers and step >= 0 for trainer, step in answer.resumable.items())
+        check(good, "`resumable` must have steps of trainers")
+        check(0 <= answer.acknowledged <= answer.applied, f"`acknowledged` must be in 0..{answer.applied}")
+        logs, entries = answer.logs, sum(max(0, count) for count in answer.steps)
+        check(logs == [request.slot, *sorted(answer.folded)], f"`logs` must be the slot's and its sources', got {logs}")
+        check(len(answer.floors) == len(answer.steps) == len(logs), "`floors` and `steps` must be one of each log")
+        check(len(answer.positions) == len(answer.deltas) == entries, "`positions` and `deltas` must be as many")
+        at = 0
+        for log, floor, count in zip(logs, answer.floors, answer.steps, strict=True):
+            last = answer.applied if log == request.slot else answer.folded[log]
+            check(floor >= 0 and count >= 0 and floor + count == last, f"the log of slot {log} must end at step {last}")
+            for positions, deltas in zip(
+                answer.positions[at : at + count], answer.deltas[at : at + count], strict=True
+            ):
+                if log == request.slot:
+                    self._check_own_entry(log, positions, deltas)
+                else:
+                    self._check_parts(log, request.slot, positions, deltas)
+            at += count
+
     # parts of messages ------------------------------------------------------------------------------
 
     def _records(self, slab: int, positions_U: Tensor) -> tuple[int, int]:
@@ -276,6 +318,19 @@ class Judge:
             raise Fault(f"{error} ({where})") from error
         low, high = int(positions_U[0]), int(positions_U[-1])
         check(first <= low and high < end, f"positions must be in {first}..{end - 1}, got {low}..{high} ({where})")
+
+    def _check_moved(self, name: str, slot: int, positions: Sequence[Tensor], parity: bool) -> None:
+        self._check_count(name, positions)
+        for slab, positions_U in enumerate(positions):
+            layout = self.layouts[slab]
+            rows = layout.parity_rows(slot) if parity else layout.data_rows(slot)
+            self._check_ascending(positions_U, 0, rows, f"`{name}` of slab {slab}")
+
+    def _check_own_entry(self, slot: int, positions: Sequence[Tensor], deltas: Sequence[Tensor]) -> None:
+        self._check_moved("positions", slot, positions, parity=False)
+        self._check_count("deltas", deltas)
+        for slab, (positions_U, deltas_UB) in enumerate(zip(positions, deltas, strict=True)):
+            _check_shape("deltas", slab, deltas_UB, self._records(slab, positions_U))
 
     def _check_parts(self, source: int, holder: int, positions: Sequence[Tensor], deltas: Sequence[Tensor]) -> None:
         """What one step changed in a source, for a holder: one part for each slab and run of the pair."""
@@ -305,6 +360,8 @@ _REQUESTS: dict[type[Request[Any]], Callable[..., None]] = {
     wire.Fold: Judge._check_fold,
     wire.Fetch: Judge._check_fetch,
     wire.FetchSeals: Judge._check_fetch_seals,
+    wire.FetchChanged: Judge._check_fetch_changed,
+    wire.Copy: Judge._check_copy,
 }
 _ANSWERS: dict[type[Answer], Callable[..., None]] = {
     wire.Rows: Judge._check_rows,
@@ -316,4 +373,6 @@ _ANSWERS: dict[type[Answer], Callable[..., None]] = {
     wire.CutLog: Judge._check_cut_log,
     wire.VersionsAre: Judge._check_versions,
     wire.Snapshots: Judge._check_snapshots,
+    wire.Changed: Judge._check_changed,
+    wire.Handed: Judge._check_handed,
 }

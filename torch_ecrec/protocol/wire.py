@@ -338,6 +338,59 @@ class FetchSnapshots(Request[Snapshots]):
     begin: list[Count] = field(default_factory=list)  # `more` of the answer before; [] at first
 
 
+# slot -> where it moves to ------------------------------------------------------------------------
+
+
+class Changed(Answer):
+    data: list[Positions]  # (U,) int64 each, ascending: records
+    parities: list[Positions]  # (U,) int64 each, ascending
+
+
+class FetchChanged(Request[Changed]):
+    """Which records and parities have changed since the turn before. Turn 0: somebody begins to copy the slot."""
+
+    epoch: Count  # of the placement: in another one, nobody copies
+    turn: Count  # the same once more gets the same answer
+
+
+class Copy(Request[Records | Damaged]):
+    """Some records (or parities) as they are now: to be had again if they change."""
+
+    epoch: Count  # as in `FetchChanged`
+    slab: Count
+    parity: bool
+    positions: Positions  # (U,) int64
+
+
+class Handed(Answer):
+    """All that a slot is, but for the records that were copied already, and the dense model."""
+
+    applied: Count
+    acknowledged: Count
+    not_trained: Count | None  # of the steps up to `applied`
+    incarnations: list[Count]  # of every slot
+    folded: dict[Count, Count]  # source -> step; likewise
+    catch_up: dict[Count, Count]
+    attached: dict[Count, Count]  # source -> incarnation
+    resumable: dict[Count, Count]  # trainer -> step
+    newest: Count | None  # the step that training goes on after, as long as no later dense snapshot came
+    logs: list[Count]  # whose: the slot's own first, then those of its sources
+    floors: list[Count]  # of each log: the step that it begins after
+    steps: list[Count]  # of each log: how many it holds
+    positions: list[list[Positions]]  # of each step of each log, of each slab (and run): (U,) int64
+    deltas: list[list[RecordBytes]]  # likewise: (U, B) uint8
+    data: list[Positions]  # of each slab: (U,) int64, records that have changed since the last turn
+    data_records: list[RecordBytes]  # (U, B) uint8
+    parities: list[Positions]  # likewise
+    parity_records: list[RecordBytes]
+
+
+class HandOver(Request[Handed]):
+    """The slot stops: what it was goes on where it was copied to. It goes on itself if a placement leaves it there."""
+
+    epoch: Count  # as in `FetchChanged`
+
+
 # placement ----------------------------------------------------------------------------------------
 
 

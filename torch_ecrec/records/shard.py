@@ -34,6 +34,7 @@ from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.pages import Memory
 from torch_ecrec.records.positions import Bytes, Floats, Positions, as_words, check_positions
 from torch_ecrec.records.schema import Schema
+from torch_ecrec.records.touched import Touched
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.runtime.kernel_cache import kernel
@@ -81,6 +82,9 @@ class Shard:
         parity_rows: number of parity records.
         scattered: records are first written here and there; `merge_pages` is called before many in a row are.
         sealed: seals are kept.
+
+    Attributes:
+        touched: is told of all that changes while somebody copies the shard; None: nobody does.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Shard:
         self._data_PB, self._parity_QB = (memory.array.reshape(-1, schema.nbytes) for memory in self._memories)
         self._records_PW: Floats = self._data_PB.view(np.float32)
         self._seals = [np.zeros(rows, np.uint32) for rows in (data_rows, parity_rows)] if sealed else None
+        self.touched: Touched | None = None
 
     @property
     def sealed(self) -> bool:
@@ -136,7 +141,7 @@ class Shard:
     ) -> Bytes:
         """One step of an optimizer; see `SparseOptimizer.update_`, whose result this is."""
         deltas_VB = optimizer.update_(self._records_PW, merged, lr, iteration, fixed, weights=self.schema.weights)
-        self._add_seals(False, merged.positions, deltas_VB)
+        self._note(False, merged.positions, deltas_VB)
         return deltas_VB
 
     def undo_(self, positions_U: Positions, deltas_UB: Bytes) -> None:
@@ -151,7 +156,7 @@ class Shard:
             IndexError: a position is out of range. Nothing was changed then.
         """
         xor_rows_(self._data_PB, positions_U, deltas_UB)
-        self._add_seals(False, positions_U, deltas_UB)
+        self._note(False, positions_U, deltas_UB)
 
     def fold_(
         self, code: LinearCode, positions_U: Positions, deltas_UB: Bytes, coefficients_U: Bytes, parity: bool = True
@@ -169,7 +174,7 @@ class Shard:
             As `LinearCode.fold_`.
         """
         code.fold_(self._of(parity), positions_U, deltas_UB, coefficients_U)
-        self._add_seals(parity, positions_U, deltas_UB, coefficients_U)
+        self._note(parity, positions_U, deltas_UB, coefficients_U)
 
     def install_(
         self,
@@ -199,6 +204,8 @@ class Shard:
         target_PB = self._of(parity)
         installed_U = positions_U[missing_P[positions_U]] if self._seals is not None else positions_U[:0]
         count = code.decode_rows_(target_PB, positions_U, missing_P, have, values, want)
+        if self.touched is not None:
+            self.touched.note(parity, positions_U)
         if self._seals is not None:
             self._seals[parity][installed_U] = seals.seals_of(target_PB[installed_U])
         return count
@@ -284,6 +291,8 @@ class Shard:
             f"`values_UB` must be uint8 of shape {shape}, got {values_UB.dtype} of {values_UB.shape}",
         )
         scatter(target_PB.view(np.uint32), positions_U, as_words(values_UB))
+        if self.touched is not None:
+            self.touched.note(parity, positions_U)
         if self._seals is not None:
             self._seals[parity][positions_U] = seals.seals_of(values_UB)
 
@@ -307,9 +316,12 @@ class Shard:
 
     # seals --------------------------------------------------------------------------------------
 
-    def _add_seals(
+    def _note(
         self, parity: bool, positions_U: Positions, deltas_UB: Bytes, coefficients_U: Bytes | None = None
     ) -> None:
+        """These have changed by their deltas, times their coefficients."""
+        if self.touched is not None:
+            self.touched.note(parity, positions_U)
         if self._seals is not None:
             seals.add_(self._seals[parity], positions_U, deltas_UB, coefficients_U)
 

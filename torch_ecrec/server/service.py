@@ -17,6 +17,7 @@ from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer, Malformed, Placement, Refused
+from torch_ecrec.server.arriving import Arrival
 from torch_ecrec.server.checkpoints import Scribe
 from torch_ecrec.server.flipping import flip
 from torch_ecrec.server.renewing import CheckpointReader
@@ -56,6 +57,7 @@ class Host(Node):
         self._life: int | None = None  # of the coordinator
         self.job: JobSpec | None = None
         self.slots: dict[int, Slot] = {}
+        self.arrivals: dict[int, Arrival] = {}  # slots on their way here
         self.frozen = False  # the trainers were lost, and where they start again is not known yet
         self.resume_step = 0  # where the era began
         self.done = 0  # steps of training until then
@@ -80,6 +82,8 @@ class Host(Node):
             self.origin = message["origin"]
         elif message["type"] == "rejoined":
             self.run(self._tell_again, message["life"])
+        elif message["type"] == "move":
+            self.run(self._on_move, messages.from_coordinator(message))
         elif message["type"] in ("checkpointing", "survey", "capture", "release"):
             self.run(self._on_checkpoint, messages.from_coordinator(message))
 
@@ -134,12 +138,32 @@ class Host(Node):
         """This membership is over: what writes its checkpoints stops, and lets go of its slots."""
 
         def abandon() -> None:
+            self._drop_arrivals()
             for slot in self.slots.values():
                 slot.checkpoints.abandon()
                 if slot.renewing is not None:
                     slot.renewing.cancel()
 
         self.run(abandon)
+
+    def _on_move(self, word: messages.Move) -> None:
+        """A slot is to be copied here."""
+        placement = self.placement
+        if self.job is None or placement is None or (word.epoch, word.era) != (placement.epoch, self.era):
+            return  # over
+        arrival = self.arrivals.get(word.slot)
+        if arrival is None or (arrival.word.epoch, arrival.word.era) != (word.epoch, word.era):
+            if arrival is not None:
+                arrival.cancel()
+            lives = [place.incarnation for place in placement.slots]
+            held = self._holdings(self.job, word.slot, word.incarnation, lives, fresh=False)
+            arrival = self.arrivals[word.slot] = Arrival(self, held, word, self.settings)
+        arrival.on_word(word)
+
+    def _drop_arrivals(self) -> None:
+        for arrival in self.arrivals.values():
+            arrival.cancel()
+        self.arrivals = {}
 
     def _take_era(self, word: messages.Era) -> None:
         """The trainers were lost, or slots beyond repair: all servers stop, and later go on."""
@@ -193,24 +217,33 @@ class Host(Node):
             if mine is not None and place.incarnation > mine.incarnation:
                 del self.slots[index]
                 mine.die()
+            if mine is not None and mine is self.slots.get(index):
+                mine.handing.end()
             if place.server == self.name and index not in self.slots:
-                fresh = place.incarnation == 0
-                born = [0] * len(incarnations) if fresh else incarnations
-                slot = self.slots[index] = self._new_slot(self.job, index, place.incarnation, born, fresh)
-                for renewal in self.renewals if fresh else ():
-                    slot.on_renewal(renewal)
-                if fresh:  # the placement may come late: others were replaced meanwhile, trainers lost
-                    for other, incarnation in enumerate(incarnations):
-                        if other != index:
-                            slot.meet(other, incarnation)
-                    slot.tell("ready")
-                    slot.reports.reach()
+                self._host(self.job, index, place.incarnation, incarnations)
+        self._drop_arrivals()
 
-    def _new_slot(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool) -> Slot:
+    def _host(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int]) -> None:
+        """A life of a slot is here from now on."""
+        fresh, arrival = incarnation == 0, self.arrivals.get(index)
+        if arrival is not None and (not arrival.arrived or arrival.word.incarnation != incarnation):
+            arrival = None
+        born = [0] * len(incarnations) if fresh else incarnations
+        held = self._holdings(job, index, incarnation, born, fresh) if arrival is None else arrival.settle()
+        policy, renewal = POLICIES[job.code.protection], self._renewal_of(index, incarnation)
+        slot = self.slots[index] = Slot(self, held, policy, self.settings, fresh, renewal, arrival)
+        for renewal in self.renewals if fresh else ():
+            slot.on_renewal(renewal)
+        if slot.ready:  # the placement may come late: others were replaced meanwhile, trainers lost
+            for other, life in enumerate(incarnations):
+                if other != index:
+                    slot.meet(other, life)
+            slot.tell("ready")
+            slot.reports.reach()
+
+    def _holdings(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool) -> Holdings:
         sealed = self.settings.record_checks != "none"
-        held = Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed)
-        renewal = self._renewal_of(index, incarnation)
-        return Slot(self, held, POLICIES[job.code.protection], self.settings, fresh, renewal)
+        return Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed)
 
     # from other processes -----------------------------------------------------------------------
 

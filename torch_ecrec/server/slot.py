@@ -12,6 +12,7 @@ A slot runs inside its node (`Node.run`), so nothing here locks. It has
     renewing      how it begins anew from one, if it was lost beyond repair (`renewing.py`)
     reports       what the coordinator is told of it (`reports.py`)
     scrubber      looks for records and parities that are damaged (`scrubber.py`)
+    handing       gives the slot to another server that copies it (`handing.py`)
 
 None of these knows the slot: each says in a port what it needs of it.
 
@@ -36,7 +37,9 @@ from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.server.apply import Applier
+from torch_ecrec.server.arriving import Arrival
 from torch_ecrec.server.checkpoints import CheckpointHost, SlotCheckpoints
+from torch_ecrec.server.handing import Handing, HandingHost, MoveRequest
 from torch_ecrec.server.inbox import Inbox
 from torch_ecrec.server.reads import Reads
 from torch_ecrec.server.renewing import Renewing, RenewingHost
@@ -46,7 +49,7 @@ from torch_ecrec.server.snapshots import SnapshotHost, SnapshotStore
 from torch_ecrec.spec.settings import Settings
 
 
-class SlotHost(Peers, SnapshotHost, CheckpointHost, RenewingHost, Protocol):
+class SlotHost(Peers, SnapshotHost, CheckpointHost, RenewingHost, HandingHost, Protocol):
     """What a slot and its parts need of the process that hosts it."""
 
     @property
@@ -68,6 +71,7 @@ class Slot:
         fresh: true at the start of a job. False on the new host of a lost slot: it serves once `durability` knows where
             it stands.
         renewal: of a slot that was lost beyond repair: what it begins anew with; None: it is no such one.
+        arrival: of a slot that was copied here and goes on as it was; None: it is no such one.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Slot:
         settings: Settings,
         fresh: bool,
         renewal: Renewal | None = None,
+        arrival: Arrival | None = None,
     ) -> None:
         self.host, self.held = host, held
         self.index, self.incarnation, self.job = held.index, held.incarnation, held.job
@@ -87,8 +92,7 @@ class Slot:
         self.push_replies: dict[int, list[Reply[wire.Acknowledged]]] = {}
         self.waiting: list[tuple[Callable[[], Any], Reply[Any]]] = []
         self.ready = fresh
-        self.dead = False
-        self.hopeless = False
+        self.dead = self.hopeless = False
         self.reported = fresh  # nothing is missing, and the coordinator knows
         self.going_back_to: int | None = None  # until that step is durable
         self.not_trained: int | None = None  # of the steps up to the last applied, as far as they are known
@@ -100,7 +104,10 @@ class Slot:
         self.reads = Reads(self, held)
         self.checkpoints = SlotCheckpoints(self, host, held, self.snapshots, settings.checkpoint_memory_bytes)
         self.renewing = Renewing(self, host, held, renewal) if renewal is not None else None
-        if self.renewing is not None:
+        self.handing = Handing(self, host, held)
+        if arrival is not None:
+            self.handing.take_over(arrival)
+        elif self.renewing is not None:
             self.renewing.begin()
         elif not fresh:
             self.durability.adopt()
@@ -120,16 +127,16 @@ class Slot:
     def handle(self, request: wire.Request[Any], reply: Reply[Answer]) -> None:
         """Answers a request; `reply` is called now, or when it can be answered."""
         match request:
+            case _ if isinstance(request, MoveRequest) or self.handing.stopped:
+                self.handing.handle(request, reply)
             case wire.Lookup():
                 self.reads.on_lookup(request, reply)
-            case wire.Push():
+            case wire.Push() | wire.Pass():
                 self._on_push(request, reply)
             case wire.Snapshot():
                 self.snapshots.on_snapshot(request, reply)
             case wire.Load():
                 self._on_load(request, reply)
-            case wire.Pass():
-                self._on_push(request, reply)
             case wire.Export():
                 self.reads.on_export(request, reply)
             case wire.FetchSnapshots():
@@ -207,8 +214,7 @@ class Slot:
                 return
             self.inbox.on_applied(step)
             iteration = None if isinstance(due, list) else due[0].iteration
-            if iteration is not None:
-                self.not_trained = step - iteration
+            self.not_trained = self.not_trained if iteration is None else step - iteration
             self.rule.on_applied(step)
             self.log.append(step, *change)
             self.checkpoints.on_applied(step, *change, iteration)
@@ -257,9 +263,8 @@ class Slot:
 
     def check_rebuilt(self) -> None:
         """Rebuilt: nothing missing, and caught up with all that the sources have acknowledged (rule 5)."""
-        if self.reported or self.dead or not self.whole or self.snapshots.lacks_all:
-            return
-        if self.durability.caught_up:
+        due = self.whole and not (self.reported or self.dead or self.snapshots.lacks_all)
+        if due and self.durability.caught_up:
             self.reported = True
             self.reports.rebuilt()
 
@@ -291,10 +296,8 @@ class Slot:
 
     def known_incarnations(self) -> list[int]:
         """Of every slot, the life that this one listens to."""
-        return [
-            self.rule.incarnations.get(i, 0) if i != self.index else self.incarnation
-            for i in range(self.job.code.slots)
-        ]
+        lives = {**self.rule.incarnations, self.index: self.incarnation}
+        return [lives.get(i, 0) for i in range(self.job.code.slots)]
 
     def on_snapshot_kept(self, step: int, done: int) -> None:
         """A trainer's part of the dense model after a step is here. `done`: steps of training until then."""
@@ -310,6 +313,7 @@ class Slot:
     def freeze(self) -> None:
         """The trainers are lost: nothing of theirs counts from now on, until it is known where they start again."""
         self.going_back_to = None
+        self.handing.end()
         self.inbox.clear()
         self.applier.forget()
         self._refuse_all("the trainers were lost")

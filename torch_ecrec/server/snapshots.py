@@ -12,7 +12,7 @@ damaged is not kept any more: another holder's counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import xxhash
@@ -121,6 +121,12 @@ class SnapshotStore:
         for key in [key for key in self.parts if key[0] < watermark]:
             del self.parts[key]
             self._sums.pop(key, None)
+
+    def take_over(self, parts: Mapping[Key, Part], most: int | None) -> None:
+        """Goes on as the store of the life before."""
+        self.most = most
+        for key, part in parts.items():
+            self._put(key, part)
 
     def go_back(self, step: int) -> None:
         """Training starts again after `step`: drops what came later, gets what is missing of that step."""

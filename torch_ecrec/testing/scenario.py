@@ -145,6 +145,7 @@ class Scenario:
     random_coordinator_kills: int = 0
     without_spare: str = "survivor"
     rebuild_chunk_bytes: int = 48
+    rebuild_bytes_per_s: float = 100e6
     random_kills: int = 0
     kill_probability: float = 0.01
     noise: float = 0.0

@@ -54,6 +54,7 @@ class SimulatedCluster:
         self.settings = Settings(
             call_timeout_s=scenario.call_timeout_s,
             rebuild_chunk_bytes=scenario.rebuild_chunk_bytes,
+            rebuild_bytes_per_s=scenario.rebuild_bytes_per_s,
             wire=scenario.wire,
         )
         self.network = LocalNetwork(
@@ -184,19 +185,12 @@ class SimulatedCluster:
     # faults -------------------------------------------------------------------------------------
 
     def may_crash(self, name: str) -> bool:
-        """Within the contract: with the slots that are lost or not rebuilt, no stripe misses more than r members.
-
-        Not before a slot that shares a server is moved to a process that comes back: until it is rebuilt there, the
-        move counts as a loss, and the coordinator may decide on it before it hears of this one.
-        """
+        """Within the contract: with the slots that are lost or not rebuilt, no stripe misses more than r members."""
         if name in self.network.dead:
             return False
         if name in self.clients:  # any trainer at any time, while there are any who are not done
             return self.scenario.trainers_return and not self.scripts.done
         if name not in self.hosts:
-            return False
-        servers = [place.server for place in self.slots_known]
-        if self.scenario.reborn and len(set(servers)) < len(servers):
             return False
         placed = enumerate(self.slots_known)
         gone = {i for i, p in placed if not p.healthy or p.server in self.network.dead or p.server == name}

@@ -1,0 +1,208 @@
+"""How a slot is copied to this server, and goes on here: the side that takes (`handing.py` has the words).
+
+One `Arrival` for each slot that the coordinator moves here. It reads everything once, in portions, then again what has
+changed, until that is little; then it says "level". Told to, it lets the slot stop there, takes the rest, copies the
+dense snapshots and says "arrived". The next placement says whether the slot is here from now on; any other placement,
+or an era, and what was copied goes.
+
+Shapes: U records, B record bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from torch_ecrec.durability.holdings import Holdings, Missing
+from torch_ecrec.durability.policy import Asks, Pending
+from torch_ecrec.layout import repair
+from torch_ecrec.protocol import messages, wire
+from torch_ecrec.protocol.pieces import Gathering, Key, Part
+from torch_ecrec.records.positions import Positions
+from torch_ecrec.spec.settings import Settings
+
+PORTIONS_AT_ONCE = 2  # so that both sides work at the same time
+LITTLE_BYTES = 1 << 20  # of records that have changed: the rest is had at once
+TURNS_MOST = 8  # after which it is had at once in any case: what changes, changes as fast as it is copied
+
+
+class ArrivalHost(Asks, Protocol):
+    """What an arrival needs of the process."""
+
+    @property
+    def era(self) -> int:
+        """Which life of the trainers it is."""
+
+    def emit(self, effect: Callable[[], None]) -> None:
+        """Runs `effect` after the node's lock is released."""
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Runs `action` after so many seconds."""
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends `message` to the coordinator."""
+
+
+class Arrival:
+    """A slot on its way here.
+
+    Args:
+        host: the process.
+        held: what the slot's next life will have; nothing is in it yet.
+        word: the coordinator's.
+        settings: of the process; the limits are those of a rebuild.
+    """
+
+    def __init__(self, host: ArrivalHost, held: Holdings, word: messages.Move, settings: Settings) -> None:
+        self.host, self.held, self.word, self.settings = host, held, word, settings
+        self.handed: wire.Handed | None = None
+        self.snapshots: dict[Key, Part] = {}
+        self.arrived = self.level = False
+        self._turn = 0
+        self._portions: deque[tuple[int, bool, Positions]] = deque()
+        self._under_way: list[Pending] = []
+        self._copying = 0
+        self._pausing = self._over = self._handing = False
+        self._unpaid_bytes = self._last_bytes = 0  # read since the last pause; in this turn
+        self._next_turn()
+
+    def cancel(self) -> None:
+        """Nothing of it counts any more."""
+        self._over = True
+        for pending in self._under_way:
+            pending.cancel()
+
+    def on_word(self, word: messages.Move) -> None:
+        """The coordinator says it (once more)."""
+        if self.arrived:
+            self._tell("arrived")
+        elif self.level and not word.now:
+            self._tell("level")
+        elif self.level and word.now and not self._handing:
+            self._handing = True
+            self._ask(lambda life: wire.HandOver(self.word.slot, life, epoch=self.word.epoch), self._on_handed)
+
+    def _tell(self, kind: str) -> None:
+        word = self.word
+        of = {"slot": word.slot, "incarnation": word.incarnation, "epoch": word.epoch, "era": word.era}
+        self.host.tell({"type": kind, **of})
+
+    def _ask(self, make: Callable[[int], wire.Request[Any]], done: Callable[[Any], None]) -> None:
+        def answered(answer: wire.Answer) -> None:
+            if not self._over:
+                done(answer)
+
+        self._under_way.append(self.host.ask(self.word.slot, make, answered, bound_to=self.word.incarnation - 1))
+
+    # copies -------------------------------------------------------------------------------------
+
+    def _next_turn(self) -> None:
+        self._under_way = []
+        turn, word = self._turn, self.word
+        self._ask(lambda life: wire.FetchChanged(word.slot, life, epoch=word.epoch, turn=turn), self._on_changed)
+
+    def _on_changed(self, answer: wire.Changed) -> None:
+        changed = {False: answer.data, True: answer.parities}
+        if self._turn == 0:
+            self._portions = deque(self._all())
+        else:
+            some = ((slab, parity, at.numpy()) for parity, found in changed.items() for slab, at in enumerate(found))
+            self._portions = deque(self._cut(some))
+        shards = self.held.shards
+        self._last_bytes = sum(len(at) * shards[slab].schema.nbytes for slab, _, at in self._portions)
+        self._turn += 1
+        self._next_portions()
+
+    def _all(self) -> Iterator[tuple[int, bool, Positions]]:
+        for slab, shard in enumerate(self.held.shards):
+            for parity, rows in ((False, shard.data_rows), (True, shard.parity_rows)):
+                for first, end in repair.portions(rows, shard.schema.nbytes, self.settings.rebuild_chunk_bytes):
+                    yield slab, parity, np.arange(first, end)
+
+    def _cut(self, some: Iterable[tuple[int, bool, Positions]]) -> Iterator[tuple[int, bool, Positions]]:
+        for slab, parity, positions_U in some:
+            nbytes = self.held.shards[slab].schema.nbytes
+            for first, end in repair.portions(len(positions_U), nbytes, self.settings.rebuild_chunk_bytes):
+                yield slab, parity, positions_U[first:end]
+
+    def _next_portions(self) -> None:
+        """As many as may be under way, no faster than the limit allows; then the next turn, or the end of turns."""
+        rate = self.settings.rebuild_bytes_per_s
+        while self._portions and not self._pausing and self._copying < PORTIONS_AT_ONCE:
+            slab, parity, positions_U = self._portions.popleft()
+            self._copy(slab, parity, positions_U)
+            if rate:
+                self._pausing = True
+                self.host.later(self._unpaid_bytes / rate, self._after_pause)
+                self._unpaid_bytes = 0
+        if self._portions or self._copying or self._pausing:
+            return
+        if self._turn > TURNS_MOST or (self._turn > 1 and self._last_bytes <= LITTLE_BYTES):
+            self.level = True
+            self._tell("level")
+        else:
+            self._next_turn()
+
+    def _after_pause(self) -> None:
+        self._pausing = False
+        if not self._over:
+            self._next_portions()
+
+    def _copy(self, slab: int, parity: bool, positions_U: Positions) -> None:
+        shard, word = self.held.shards[slab], self.word
+        self._copying += 1
+        self._unpaid_bytes += len(positions_U) * shard.schema.nbytes
+
+        def make(life: int) -> wire.Copy:
+            at = torch.from_numpy(positions_U)
+            return wire.Copy(word.slot, life, epoch=word.epoch, slab=slab, parity=parity, positions=at)
+
+        def done(answer: wire.Records) -> None:
+            shard.scatter_(positions_U, answer.records.numpy(), parity)
+            self._copying -= 1
+            self._next_portions()
+
+        self._ask(make, done)
+        if self._turn == 1:  # a run, while its records are on their way
+            first, end = int(positions_U[0]), int(positions_U[-1]) + 1
+            self.host.emit(partial(shard.merge_pages, first, end, parity))
+
+    # the rest -----------------------------------------------------------------------------------
+
+    def _on_handed(self, answer: wire.Handed) -> None:
+        self.handed = answer
+        kinds = ((False, answer.data, answer.data_records), (True, answer.parities, answer.parity_records))
+        for parity, positions, records in kinds:
+            for shard, positions_U, records_UB in zip(self.held.shards, positions, records, strict=True):
+                shard.scatter_(positions_U.numpy(), records_UB.numpy(), parity)
+        self._gather(Gathering(-1))
+
+    def _gather(self, got: Gathering) -> None:
+        """The dense snapshots that the slot kept; it has stopped, so they do not change."""
+
+        def make(life: int) -> wire.FetchSnapshots:
+            return wire.FetchSnapshots(self.word.slot, life, of=-1, begin=got.begin(life))
+
+        def done(answer: wire.Snapshots) -> None:
+            if got.take(answer):
+                self.snapshots, self.arrived = got.parts, True
+                self._tell("arrived")
+            else:
+                self._gather(got)
+
+        self._ask(make, done)
+
+    def settle(self) -> Holdings:
+        """The slot is here from now on: what its next life has, at the step where the one before has stopped."""
+        handed, held = self.handed, self.held
+        assert handed is not None and self.arrived
+        held.missing = Missing(held.shards, True)
+        floor = handed.floors[0]
+        held.log = held.new_log(floor)
+        held.rule.take_over(handed, floor)
+        return held

@@ -1,0 +1,204 @@
+"""How a slot is copied to another server while it goes on, and handed over there: the side that gives.
+
+    FetchChanged(0)   somebody begins to copy: from now on it is noted what changes
+    Copy              records and parities as they are now, in portions
+    FetchChanged(n)   what has changed since the turn before, to be copied once more; again, until it is little
+    HandOver          the slot stops, and gives the rest: what has changed since, its logs, where it stands
+
+A stopped slot answers nobody else. It goes on itself as soon as a newer placement leaves it where it is, or an era
+begins: the coordinator made that, and lets nobody take the slot over on the strength of what was given before. So
+there is one of it at every moment, and none only between `HandOver` and the next placement.
+
+Nothing of a slot is lost by this, nothing is decoded, and no holder has to catch up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.durability.policy import Durability, Looks, Reply
+from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.wire import Placement, Refused
+from torch_ecrec.records.positions import Positions
+from torch_ecrec.records.touched import Touched
+from torch_ecrec.server.arriving import Arrival
+from torch_ecrec.server.snapshots import SnapshotStore
+
+MoveRequest = wire.FetchChanged | wire.Copy | wire.HandOver
+
+
+class HandingHost(Protocol):
+    """What this needs of the process that hosts the slot."""
+
+    @property
+    def frozen(self) -> bool:
+        """The trainers were lost, and where they start again is not known yet."""
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where every slot lives."""
+
+
+class HandedSlot(Protocol):
+    """What this needs of its slot."""
+
+    ready: bool
+    reported: bool
+    going_back_to: int | None
+    not_trained: int | None
+    snapshots: SnapshotStore
+    durability: Durability
+
+    @property
+    def whole(self) -> bool:
+        """It serves, and nothing is missing."""
+
+    @property
+    def scrubber(self) -> Looks:
+        """Looks for damage."""
+
+    def known_incarnations(self) -> list[int]:
+        """Of every slot, the life that this one listens to."""
+
+    def progress(self) -> None:
+        """Something changed: what waits is tried again."""
+
+
+class Handing:
+    """Of one life of a slot; idle while nobody copies it."""
+
+    def __init__(self, slot: HandedSlot, host: HandingHost, held: Holdings) -> None:
+        self.slot, self.host, self.held = slot, host, held
+        self.stopped = False
+        self._turn = -1
+        self._changed = wire.Changed([], [])  # the answer of that turn
+
+    def end(self) -> None:
+        """Nobody copies it any more; if it has stopped, it goes on."""
+        self._turn = -1
+        for shard in self.held.shards:
+            shard.touched = None
+        if self.stopped:
+            self.stopped = False
+            self.slot.durability.connect()
+            self.slot.progress()
+
+    def handle(self, request: wire.Request[Any], reply: Reply[wire.Answer]) -> None:
+        """A request of who copies it; or of anybody, while it has stopped."""
+        placement = self.host.placement
+        if not isinstance(request, MoveRequest):
+            if isinstance(request, wire.FetchSnapshots):
+                self.slot.snapshots.on_fetch(request, reply)
+            else:
+                reply(Refused("the slot moves"))
+        elif placement is None or placement.epoch != request.epoch or self.host.frozen:
+            reply(Refused("this move is over, or not known yet"))
+        elif isinstance(request, wire.FetchChanged):
+            self._on_fetch_changed(request, reply)
+        elif self._turn < 0:
+            reply(Refused("nobody has begun to copy this slot"))
+        elif isinstance(request, wire.Copy):
+            self._on_copy(request, reply)
+        else:
+            self._on_hand_over(reply)
+
+    def _on_fetch_changed(self, request: wire.FetchChanged, reply: Reply[wire.Changed]) -> None:
+        if request.turn not in (self._turn, self._turn + 1):
+            reply(Refused(f"turn {request.turn} does not follow on {self._turn}"))  # also a late copy of turn 0
+            return
+        if request.turn != self._turn:
+            if request.turn == 0:
+                for shard in self.held.shards:
+                    shard.touched = Touched(shard.data_rows, shard.parity_rows)
+            self._turn = request.turn
+            data, parities = self._touched(False, take=True), self._touched(True, take=True)
+            self._changed = wire.Changed(_tensors(data), _tensors(parities))
+        reply(self._changed)
+
+    def _touched(self, parity: bool, take: bool) -> list[Positions]:
+        """Of each slab, ascending."""
+        found = []
+        for shard in self.held.shards:
+            assert shard.touched is not None
+            found.append(shard.touched.take(parity) if take else shard.touched.look(parity))
+        return found
+
+    def _on_copy(self, request: wire.Copy, reply: Reply[wire.Records]) -> None:
+        positions_U = request.positions.numpy()
+        self.slot.scrubber.look(request.slab, request.parity, positions_U)
+        if self.held.missing.lacks(request.slab, request.parity, positions_U):
+            reply(Refused("missing, or damaged and being repaired"))
+        else:
+            reply(wire.Records(torch.from_numpy(self.held.shards[request.slab].gather(positions_U, request.parity))))
+
+    def _on_hand_over(self, reply: Reply[wire.Handed]) -> None:
+        slot = self.slot
+        data, parities = self._touched(False, take=False), self._touched(True, take=False)
+        for slab, (data_U, parities_U) in enumerate(zip(data, parities, strict=True)):
+            slot.scrubber.look(slab, False, data_U)
+            slot.scrubber.look(slab, True, parities_U)
+        if not slot.whole or slot.going_back_to is not None or not slot.snapshots.complete:
+            reply(Refused("something of it is missing, or not durable yet"))
+            return
+        if not self.stopped:
+            self.stopped = True
+            slot.durability.stop()
+        reply(self._all(data, parities))
+
+    def _all(self, data: list[Positions], parities: list[Positions]) -> wire.Handed:
+        slot, held, rule = self.slot, self.held, self.held.rule
+        fold_logs, attached = slot.durability.folds_kept()
+        logs = {held.index: held.log, **dict(sorted(fold_logs.items()))}
+        entries = [log.get(step) for log in logs.values() for step in range(log.floor + 1, log.last + 1)]
+        return wire.Handed(
+            applied=rule.applied,
+            acknowledged=rule.acknowledged,
+            not_trained=slot.not_trained,
+            incarnations=slot.known_incarnations(),
+            folded=dict(rule.folded),
+            catch_up=dict(rule.catch_up),
+            attached=dict(attached),
+            resumable=dict(rule.resumable),
+            newest=slot.snapshots.most,
+            logs=list(logs),
+            floors=[log.floor for log in logs.values()],
+            steps=[log.last - log.floor for log in logs.values()],
+            positions=[_tensors([positions_U for positions_U, _ in entry]) for entry in entries],
+            deltas=[[torch.from_numpy(deltas_UB) for _, deltas_UB in entry] for entry in entries],
+            data=_tensors(data),
+            data_records=self._records(False, data),
+            parities=_tensors(parities),
+            parity_records=self._records(True, parities),
+        )
+
+    def take_over(self, arrival: Arrival) -> None:
+        """This life goes on as the one before, which has stopped, on another server."""
+        slot, handed = self.slot, arrival.handed
+        assert handed is not None
+        begins = zip(handed.logs[1:], handed.floors[1:], strict=True)
+        logs = {source: slot.durability.new_fold_log(source, floor) for source, floor in begins}
+        at = 0
+        every = (self.held.log, *logs.values())
+        for log, count in zip(every, handed.steps, strict=True):
+            for positions, deltas in zip(
+                handed.positions[at : at + count], handed.deltas[at : at + count], strict=True
+            ):
+                log.append(log.last + 1, [part.numpy() for part in positions], [part.numpy() for part in deltas])
+            at += count
+        slot.durability.take_over(logs, handed.attached)
+        slot.snapshots.take_over(arrival.snapshots, handed.newest)
+        slot.not_trained = handed.not_trained
+        slot.ready = slot.reported = True
+        slot.durability.connect()
+
+    def _records(self, parity: bool, positions: Sequence[Positions]) -> list[torch.Tensor]:
+        shards = self.held.shards
+        return [torch.from_numpy(shards[slab].gather(at_U, parity)) for slab, at_U in enumerate(positions)]
+
+
+def _tensors(positions: Sequence[Positions]) -> list[torch.Tensor]:
+    return [torch.from_numpy(positions_U) for positions_U in positions]
