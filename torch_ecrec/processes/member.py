@@ -61,6 +61,7 @@ KINDS = {
     "Records": "rebuild",
     "CutLog": "rebuild",
     "Snapshots": "rebuild",
+    "Handed": "rebuild",
 }
 
 

@@ -10,6 +10,7 @@ Shapes: U records, B record bytes.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -25,6 +26,8 @@ from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.pieces import Gathering, Key, Part
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.spec.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 PORTIONS_AT_ONCE = 2  # so that both sides work at the same time
 LITTLE_BYTES = 1 << 20  # of records that have changed: the rest is had at once
@@ -69,6 +72,7 @@ class Arrival:
         self._copying = 0
         self._pausing = self._over = self._handing = False
         self._unpaid_bytes = self._last_bytes = 0  # read since the last pause; in this turn
+        logger.info("slot %d: is copied here, while it goes on where it is", word.slot)
         self._next_turn()
 
     def cancel(self) -> None:
@@ -191,6 +195,7 @@ class Arrival:
         def done(answer: wire.Snapshots) -> None:
             if got.take(answer):
                 self.snapshots, self.arrived = got.parts, True
+                logger.info("slot %d: all of it is here, after %d turns", self.word.slot, self._turn)
                 self._tell("arrived")
             else:
                 self._gather(got)

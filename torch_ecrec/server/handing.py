@@ -97,6 +97,8 @@ class Handing:
                 reply(Refused("the slot moves"))
         elif placement is None or placement.epoch != request.epoch or self.host.frozen:
             reply(Refused("this move is over, or not known yet"))
+        elif not self.slot.whole:
+            reply(Refused("something of it is missing"))
         elif isinstance(request, wire.FetchChanged):
             self._on_fetch_changed(request, reply)
         elif self._turn < 0:
