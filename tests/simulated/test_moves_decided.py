@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from coordinator_harness import Harness
 
+from torch_ecrec.spec.job import CodeSpec
+
 
 def crowded() -> Harness:
     """Slot 1 is to move from server-0 to server-3."""
@@ -76,3 +78,61 @@ def test_who_comes_back_is_told_again() -> None:
     many = len(h.sent)
     h.core.on_join_again(name, h.now_s)
     assert (name, {"type": "move", **move, "now": True}) in h.sent[many:]
+
+
+# drains ---------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_drained_to_spares() -> None:
+    h = Harness(spares=1).start(servers=4)
+    assert h.core.drain("server-1", undo=False) == ""
+    assert h.moving()[0] == "server-3" and h.places == ["server-0", "server-1", "server-2"]
+    many = len(h.sent)
+    assert h.core.drain("server-1", undo=False) == "" and len(h.sent) == many, "said once more, it changes nothing"
+    h.move()
+    assert h.places == ["server-0", "server-3", "server-2"]
+    assert [event["member"] for event in h.events if event["event"] == "drained"] == ["server-1"]
+    h.lose("server-0")
+    assert h.places == ["server-2", "server-3", "server-2"], "it gets no other slot"
+    h.rebuilt(0)
+    assert h.core.drain("server-1", undo=True) == ""
+    assert h.moving()[0] == "server-1"
+    h.move()
+    assert sorted(set(h.places)) == ["server-1", "server-2", "server-3"]
+
+
+def test_without_a_spare_a_drain_waits_for_a_server() -> None:
+    h = Harness(spares=0).start(servers=3)
+    assert h.core.drain("server-1", undo=False) == ""
+    assert not [word for _, word in h.sent if word["type"] == "move"]
+    h.server()
+    h.enter()
+    assert h.moving()[0] == "server-3"
+    h.move()
+    assert h.places == ["server-0", "server-3", "server-2"]
+
+
+def test_a_failure_domain_is_drained_slot_by_slot() -> None:
+    h = Harness(CodeSpec(5, 3, 2), spares=2).start(domains=["r/a", "r/a", "r/b", "r/bb", "r/c", "r/d", "r/e"])
+    assert h.core.drain("r/a", undo=False) == ""
+    before = set(h.places) & {"server-0", "server-1"}
+    for _ in before:
+        h.move()
+    assert before and not {"server-0", "server-1"} & set(h.places) and "server-3" in h.places
+    assert {event["member"] for event in h.events if event["event"] == "drained"} == before
+
+
+def test_what_nobody_is_called_is_refused() -> None:
+    h = Harness().start()
+    assert "no server is called 'server-9'" in h.core.drain("server-9", undo=False)
+    assert "there are server-0, server-1, server-2, server-3" in h.core.drain("", undo=False)
+
+
+def test_undone_a_drain_leaves_what_has_not_moved() -> None:
+    h = Harness(spares=1).start(servers=4)
+    h.core.drain("server-1", undo=False)
+    name, move = h.moving()
+    h.core.drain("server-1", undo=True)
+    h.say(name, type="arrived", **move)
+    assert h.places == ["server-0", "server-1", "server-2"]
+    assert not any(member.draining for member in h.core.members.values())

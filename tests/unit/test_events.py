@@ -63,6 +63,7 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
     (events.Placed(1, [("server-0", 0)]), {"event": "placed", "epoch": 1, "slots": [["server-0", 0]]}),
     (events.PlacedAnew(2, [("", 1)]), {"event": "re-placed", "epoch": 2, "slots": [["", 1]]}),
     (events.Stayed(2, [("server-1", 1)]), {"event": "stayed", "epoch": 2, "slots": [["server-1", 1]]}),
+    (events.Drained("server-1"), {"event": "drained", "member": "server-1"}),
     (events.Moved(2, [("server-1", 1)]), {"event": "moved", "epoch": 2, "slots": [["server-1", 1]]}),
     (events.Kept(2, [("server-1", 1)]), {"event": "kept", "epoch": 2, "slots": [["server-1", 1]]}),
     (events.Rebuilt(2, [("server-1", 1)]), {"event": "rebuilt", "epoch": 2, "slots": [["server-1", 1]]}),

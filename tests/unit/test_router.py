@@ -12,7 +12,8 @@ from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.router import PROBE_AGAIN_S, Router
 from torch_ecrec.coordinator.settings import ClusterSettings
-from torch_ecrec.protocol.messages import Address, Restored
+from torch_ecrec.protocol.bounds import Address
+from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 

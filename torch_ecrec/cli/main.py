@@ -14,7 +14,21 @@ import sys
 from typing import Protocol
 
 import torch_ecrec
-from torch_ecrec.cli import bench, chaos, checkpoints, coordinator, demo, plan, rehearse, run, serve, status, up, warm
+from torch_ecrec.cli import (
+    bench,
+    chaos,
+    checkpoints,
+    coordinator,
+    demo,
+    drain,
+    plan,
+    rehearse,
+    run,
+    serve,
+    status,
+    up,
+    warm,
+)
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.runtime.lifetime import INTERRUPTED, end_at_once, end_with_parent, keep_exit_code, on_signals
 
@@ -39,6 +53,7 @@ COMMANDS: dict[str, Command] = {  # in the order of `--help`
     "serve": serve,
     "up": up,
     "status": status,
+    "drain": drain,
     "checkpoints": checkpoints,
     "coordinator": coordinator,
     "plan": plan,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_ecrec.protocol.messages import Scalar
+from torch_ecrec.protocol.bounds import Scalar
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.spec.settings import Beyond, CheckpointPolicy
 

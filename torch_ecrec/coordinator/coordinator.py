@@ -77,6 +77,7 @@ class Coordinator:
         if before is not None:
             self._state.follow(before._state)
         self._send, self._announce = send, announce
+        self.drain = self._state.table.moves.drain
 
     # what it knows, for who asks ----------------------------------------------------------------
 
@@ -223,8 +224,7 @@ class Coordinator:
         state, job = self._state, self._state.job
         trained = self.origin is not None or state.job.restored is not None
         restarted = trained and self.members[name].role == "trainer"
-        word = messages.Welcome(name, job.code, restarted, self.life, state.transport, job.run, job.restored)
-        self._send(name, word)
+        self._send(name, messages.Welcome(name, job.code, restarted, self.life, state.transport, job.run, job.restored))
 
     def _tell_again(self, name: str) -> None:
         """All that a member may have missed while it had no connection."""

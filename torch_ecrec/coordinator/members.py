@@ -32,6 +32,7 @@ class MemberRecord:
         domain: of a server, what it is lost together with; "": it did not say.
         generation: the last RPC world it said it is in.
         alive: not lost. `left`: it said that it is done.
+        draining: of a server: its slots are to move away, and no others come.
     """
 
     name: str
@@ -47,6 +48,7 @@ class MemberRecord:
     report: dict[str, Any] = field(default_factory=dict)
     host: str = ""
     domain: str = ""
+    draining: bool = False
 
     @property
     def present(self) -> bool:
@@ -75,6 +77,19 @@ class Members:
         self._names = 0
         self._lives: dict[int, int] = {}  # trainer -> how often it has joined
         self._ticked_s = math.inf
+
+    def drain(self, what: str, undo: bool) -> str:
+        """The servers of this name, or in this failure domain, are to be without slots. Returns why not, or ""."""
+        here = self.present("server")
+        found = [one for one in here if what == one.name or (one.domain and f"{one.domain}/".startswith(f"{what}/"))]
+        for one in found:
+            one.draining = not undo
+        servers = ", ".join(one.name + (f" ({one.domain})" if one.domain else "") for one in here)
+        return "" if found else f"no server is called {what!r} or is in such a failure domain; there are {servers}"
+
+    def is_draining(self, name: str) -> bool:
+        """Whether a server's slots are to move away."""
+        return name in self.by_name and self.by_name[name].draining
 
     def present(self, role: str | None = None) -> list[MemberRecord]:
         """Members that are neither lost nor done. `role`: of this role only."""

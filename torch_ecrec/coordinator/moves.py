@@ -13,12 +13,12 @@ Pure: events in, messages out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch_ecrec.coordinator.domains import Domain
 from torch_ecrec.coordinator.going_back import Eras
-from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.observe import events
 from torch_ecrec.protocol import messages
@@ -73,8 +73,10 @@ class MovingTable(Protocol):
 class Moves:
     """Which slot moves, and how far it is."""
 
-    def __init__(self, table: MovingTable, job: RunningJob, members: Members, eras: Eras) -> None:
-        self._table, self._job, self._members, self._eras = table, job, members, eras
+    def __init__(
+        self, table: MovingTable, members: Members, eras: Eras, announce: Callable[[events.Event], None]
+    ) -> None:
+        self._table, self._members, self._eras, self._announce = table, members, eras, announce
         self._move: Move | None = None
 
     @property
@@ -85,15 +87,16 @@ class Moves:
         return None if is_over else move
 
     def rebalance(self) -> None:
-        """A spare takes a slot from a server that holds several, or where it shares less, once nothing is rebuilt."""
+        """Once all is whole, a spare takes a slot of a server that drains, or has several, or where less is shared."""
         table = self._table
-        if not table.slots or not self._job.code.parities or table.unhealthy() or self.current is not None:
+        if not table.slots or table.unhealthy() or self.current is not None:
             return
         if self._eras.going_back is not None:  # later: a new host does not know how far to go back
             return
         spares = [spare for spare in table.spares() if not table.troubles_of(spare)]
         if not spares:
             return
+        leaving = [i for i, place in enumerate(table.slots) if self._members.is_draining(place.server)]
         crowded = [i for i, place in enumerate(table.slots) if table.load_of(place.server) > 1]
         where = self._members.domains()
         best = {i: min(spares, key=lambda spare: table.shared(i, spare, where)) for i in range(len(table.slots))}
@@ -102,10 +105,18 @@ class Moves:
             for i, place in enumerate(table.slots)
             if place.server in where and table.shared(i, best[i], where) < table.shared(i, place.server, where)
         ]
-        if crowded or closer:
-            i = crowded[-1] if crowded else closer[-1]
+        for i in (leaving or crowded or closer)[-1:]:
             self._move = Move(i, best[i], table.slots[i].incarnation + 1, table.epoch, self._eras.number)
             self.send_to(best[i])
+
+    def drain(self, what: str, undo: bool) -> str:
+        """Slots are to leave some servers; see `Members.drain`. Said once more, it changes nothing."""
+        objection = self._members.drain(what, undo)
+        move = self.current
+        if undo and move is not None:
+            self._table.new_epoch(events.Stayed)
+        self.rebalance()
+        return objection
 
     def send_to(self, name: str) -> None:
         """Tells a member of the move (once more), if it is the one that copies."""
@@ -121,8 +132,11 @@ class Moves:
         if (word.epoch, word.era) != (move.epoch, move.era):
             return
         if isinstance(word, messages.Arrived):
+            before = table.slots[move.slot].server
             table.slots[move.slot] = SlotPlace(move.server, move.incarnation, True)
             table.new_epoch(events.Moved)
+            if self._members.is_draining(before) and not table.load_of(before):
+                self._announce(events.Drained(before))
             self.rebalance()
         else:
             move.now = True

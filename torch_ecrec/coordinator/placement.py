@@ -79,7 +79,7 @@ class SlotTable:
             suspicion,
             announce,
         )
-        self._risks, self.moves = domains.Risks(), Moves(self, job, members, eras)
+        self._risks, self.moves = domains.Risks(), Moves(self, members, eras, announce)
         self.epoch = 0
         self.slots: list[SlotPlace] = []
 
@@ -100,7 +100,9 @@ class SlotTable:
         return len(self.hosted_by(server))
 
     def spares(self) -> list[str]:
-        return [server for server in self._world.servers() if self.load_of(server) == 0]
+        """Servers without slots that may get some."""
+        draining = self._members.is_draining
+        return [server for server in self._world.servers() if self.load_of(server) == 0 and not draining(server)]
 
     def _choose_host(self, slot: int) -> str:
         """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come).
@@ -109,6 +111,7 @@ class SlotTable:
         domain with slots of the same stripes comes after who does not.
         """
         servers, spares = self._world.servers(), self.spares()
+        servers = [server for server in servers if not self._members.is_draining(server)] or servers
         if self.without_spare == "wait":
             servers = spares
         if not servers:

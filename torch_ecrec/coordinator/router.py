@@ -33,7 +33,8 @@ from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.messages import Address, BadMessage, FromCoordinator, Join, OtherBuild, Rejoin
+from torch_ecrec.protocol.bounds import Address
+from torch_ecrec.protocol.messages import BadMessage, FromCoordinator, Join, OtherBuild, Rejoin
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 
 Message = dict[str, Any]
@@ -158,6 +159,13 @@ class Router:
                 self._watchers[peer] = None
                 peer.admit()
             peer.send(self._stamp({"type": "status", **self.status(now_s)}))
+        elif isinstance(word, messages.Drain):
+            late = "members of the coordinator before come first" if self.core.regathering else ""
+            objection = late or self.core.drain(word.what, word.undo)
+            if objection:
+                self.refuse(peer, objection, now_s)
+            else:
+                peer.send(self._stamp({"type": "status", **self.status(now_s)}))
         elif isinstance(word, messages.Stop):
             self.core.stop("stopped", "stopped")
             self._stop()

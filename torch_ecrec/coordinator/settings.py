@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.protocol.messages import Restored, TransportName
+from torch_ecrec.protocol.bounds import TransportName
+from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import WITHOUT_SPARE

@@ -60,6 +60,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
             {"slot": i, "server": p.server, "incarnation": p.incarnation, "healthy": p.healthy}
             for i, p in enumerate(table.slots)
         ],
+        "move": None if (move := table.moves.current) is None else {"slot": move.slot, "server": move.server},
         "members": [
             {
                 "name": m.name,
@@ -68,6 +69,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
                 "alive": m.alive,
                 "left": m.left,
                 "spare": m.role == "server" and not table.hosted_by(m.name),
+                "draining": m.draining,
                 "silent_s": round(now_s - m.heard_s, 3),
                 "report": m.report,
             }

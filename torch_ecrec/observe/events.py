@@ -112,6 +112,12 @@ class Stayed(NewEpoch, frozen=True, tag="stayed"):
     """A slot was to move, and stays: the server that was to have it is gone."""
 
 
+class Drained(Event, frozen=True, tag="drained"):
+    """No slot is left on a server that was to be without."""
+
+    member: str
+
+
 class Kept(NewEpoch, frozen=True, tag="kept"):
     """A coordinator that was started again goes on with the placement of before."""
 
@@ -285,6 +291,7 @@ AnyEvent = (
     | PlacedAnew
     | Moved
     | Stayed
+    | Drained
     | Kept
     | Rebuilt
     | AtRisk

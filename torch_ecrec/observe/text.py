@@ -80,10 +80,13 @@ def format_status(status: Message) -> str:
             sizes = [size(own[f"{name}_bytes"]) for name in ("record", "parity", "log", "snapshot")]
             cells += [str(own["step"]), str(own["watermark"]), *sizes]
         rows.append(cells)
+    if status.get("move"):
+        lines.append(f"slot {status['move']['slot']} moves to {status['move']['server']}, and goes on where it is")
     lines += table(rows) if status["slots"] else ["  no slots placed yet: waiting for servers and trainers"]
     rows = [["member", "role", "pid", "state", "silent"]]
     for member in status["members"]:
         state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
+        state += ", draining" if member["draining"] else ""
         state = "left" if member["left"] else state if member["alive"] else "lost"
         silent = f"{member['silent_s']:.1f} s" if state not in ("left", "lost") else "-"
         rows.append([member["name"], member["role"], str(member["pid"]), state, silent])

@@ -24,7 +24,7 @@ from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.restoring import newest_of
 from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.processes.supervisor import START_S
-from torch_ecrec.protocol.messages import TransportName
+from torch_ecrec.protocol.bounds import TransportName
 from torch_ecrec.runtime.lifetime import freeze
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings

@@ -114,3 +114,14 @@ def _text(hint: Any) -> str:
         return " | ".join(map(_text, parts))
     name: str = getattr(origin or hint, "__name__", str(hint))
     return f"{name}[{', '.join(map(_text, parts))}]" if parts else name
+
+
+def refusal(version: object, told: object) -> str:
+    """Why a process of that version, whose messages are `told`, may not be here; "": it may, as far as this goes."""
+    if version != torch_ecrec.__version__:
+        return f"version {str(version)[:40]} joins a cluster of version {torch_ecrec.__version__}"
+    if isinstance(told, dict) and told:
+        other = Build(str(version), {str(name): str(digest) for name, digest in told.items()})
+        if difference := own_build().difference(other):
+            return f"joins a cluster of another build: {difference}"
+    return ""

@@ -21,48 +21,44 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
-import torch_ecrec
-from torch_ecrec.protocol.build import Build, own_build
+from torch_ecrec.protocol.bounds import (
+    COUNT_MOST,
+    FIGURES_MOST,
+    MEMBERS_MOST,
+    MESSAGES_MOST,
+    PLACES_MOST,
+    RENEWALS_MOST,
+    SHOWN_MOST,
+    SLOTS_MOST,
+    TABLES_MOST,
+    TEXT_MOST,
+    Address,
+    Birth,
+    Count,
+    Folder,
+    FolderOrNone,
+    Name,
+    Names,
+    Place,
+    Rank,
+    Ranks,
+    Role,
+    Run,
+    Scalar,
+    Snapshots,
+    Text,
+    TransportName,
+    Url,
+    Version,
+)
+from torch_ecrec.protocol.build import refusal
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-
-COUNT_MOST = 1 << 53
-SLOTS_MOST = 10_000
-TABLES_MOST = 100_000
-MEMBERS_MOST = 100_000
-MESSAGES_MOST = 1000
-RENEWALS_MOST = 10_000
-FIGURES_MOST = 40  # in a progress report
-TEXT_MOST = 200
-PLACES_MOST = 100  # that are named of what is damaged
-SHOWN_MOST = 200  # characters of a reason
-
-Count = Annotated[int, Meta(ge=0, le=COUNT_MOST)]
-Version = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # what a coordinator says: above what members have told it
-Rank = Annotated[int, Meta(ge=-1, lt=MEMBERS_MOST)]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]
-Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]  # "" (`wire.NO_HOST`): the slot waits for one
-Text = Annotated[str, Meta(max_length=TEXT_MOST)]
-Folder = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]  # of one checkpoint, which is its name
-FolderOrNone = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]
-Run = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]{1,40}\Z")]  # all that was trained from one start of a cluster
-Url = Annotated[str, Meta(min_length=1, max_length=4096)]
-Birth = Annotated[str, Meta(min_length=1, max_length=64)]
-Role = Literal["server", "trainer"]
-TransportName = Literal["sockets", "rpc"]
-Scalar = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Text | None
-Names = Annotated[list[Name], Meta(max_length=MEMBERS_MOST)]
-Ranks = Annotated[list[Annotated[int, Meta(ge=0, lt=MEMBERS_MOST)]], Meta(max_length=MEMBERS_MOST)]
-Snapshots = Annotated[  # (step, steps of training, trainers whose parts of the dense model are kept)
-    list[tuple[Count, Count, Annotated[list[Count], Meta(max_length=MEMBERS_MOST)]]], Meta(max_length=1_000_000)
-]
-Place = tuple[Host, Version, bool]  # server, incarnation, healthy
-Address = tuple[Annotated[str, Meta(max_length=64)], Annotated[int, Meta(ge=1, lt=1 << 16)]]
 
 
 class BadMessage(ValueError):
@@ -231,6 +227,13 @@ class Watch(Said, frozen=True, tag="watch"):
 
 class Stop(Said, frozen=True, tag="stop"):
     pass
+
+
+class Drain(Said, frozen=True, tag="drain"):
+    """A server, or all of a failure domain, is to be without slots. `undo`: it is not any more."""
+
+    what: Text
+    undo: bool = False
 
 
 # from members -----------------------------------------------------------------------------------------
@@ -533,7 +536,7 @@ OfMember = (
     | Progress
     | OfCheckpoint
 )
-FromMember = Join | Rejoin | Status | Watch | Stop | OfMember
+FromMember = Join | Rejoin | Status | Watch | Stop | Drain | OfMember
 FromCoordinator = (
     Welcome
     | Refused
@@ -570,14 +573,8 @@ def from_member(message: Mapping[str, Any]) -> FromMember:
 
 def _check_build(message: Mapping[str, Any]) -> None:
     """Before anything else of it is looked at, which another build may mean otherwise."""
-    version = message.get("version")
-    if version != torch_ecrec.__version__:
-        raise OtherBuild(f"version {str(version)[:40]} joins a cluster of version {torch_ecrec.__version__}")
-    told = message.get("messages")
-    if isinstance(told, dict) and told:
-        difference = own_build().difference(Build(version, {str(name): str(digest) for name, digest in told.items()}))
-        if difference:
-            raise OtherBuild(f"joins a cluster of another build: {difference}")
+    if reason := refusal(message.get("version"), message.get("messages")):
+        raise OtherBuild(reason)
 
 
 def from_coordinator(message: Mapping[str, Any]) -> FromCoordinator:

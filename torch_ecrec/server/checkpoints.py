@@ -23,6 +23,7 @@ import numpy as np
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Looks
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.server.capture import Capture, Marks, Portion, all_marked, mark_changed_, none_marked
@@ -282,7 +283,7 @@ class SlotCheckpoints:
         self._tell_unwritten(checkpoint, reason)
 
     def _tell_unwritten(self, checkpoint: int, reason: str) -> None:
-        self._say("unwritten", checkpoint=checkpoint, reason=reason[: messages.TEXT_MOST])
+        self._say("unwritten", checkpoint=checkpoint, reason=reason[:TEXT_MOST])
 
     def _say(self, kind: str, **more: Any) -> None:
         self._said = (kind, more)

@@ -16,7 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
-from torch_ecrec.protocol.messages import TEXT_MOST, Renewal
+from torch_ecrec.protocol.bounds import TEXT_MOST
+from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.spec.job import JobSpec

@@ -26,7 +26,7 @@ import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Durability
-from torch_ecrec.protocol.messages import PLACES_MOST, TEXT_MOST
+from torch_ecrec.protocol.bounds import PLACES_MOST, TEXT_MOST
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.server.checkpoints import SlotCheckpoints
 from torch_ecrec.server.reports import Reports

@@ -26,7 +26,7 @@ from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.processes.member import join_message, rejoin_message
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.messages import Address
+from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE
 from torch_ecrec.transport.local import EOF_S, Line, VirtualClock

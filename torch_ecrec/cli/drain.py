@@ -1,0 +1,69 @@
+"""`torch-ecrec drain`: takes all slots from a server, or from a failure domain, while training goes on."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from torch_ecrec.cli.arguments import add_join
+from torch_ecrec.spec.settings import Settings
+
+HELP = "moves all slots away from a server, or from a host or rack, without spending redundancy"
+ASK_S = 0.5  # pause between two looks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `drain`."""
+    parser.add_argument("what", metavar="SERVER|DOMAIN", help="as `torch-ecrec status` and --failure-domain name it")
+    parser.add_argument("--undo", action="store_true", help="it may have slots again; what has moved stays where it is")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until no slot is left there")
+    add_join(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Says it until nothing is left there: so it holds with a coordinator that takes over, too."""
+    from torch_ecrec.transport.control import request
+    from torch_ecrec.transport.whereabouts import reach, whereabouts
+
+    settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))
+    if settings.join is None:
+        raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
+    where, accepted, last = whereabouts(settings.join), False, ""
+
+    def ask(host: str, port: int, seconds: float) -> dict[str, Any]:
+        return request(host, port, {"type": "drain", "what": arguments.what, "undo": arguments.undo}, seconds)
+
+    while True:
+        answer, _ = reach(where, settings.give_up_s if accepted else min(10.0, settings.give_up_s), ask)
+        if answer["type"] == "refused":
+            if not accepted:
+                raise ValueError(answer["reason"])
+        else:
+            accepted, left = True, slots_left(answer)
+            news = "" if arguments.undo else progress(answer, left)
+            if news != last:
+                print(news, flush=True)
+            last = news
+            if arguments.undo or arguments.no_wait or not left:
+                return 0
+        time.sleep(ASK_S)
+
+
+def slots_left(status: dict[str, Any]) -> list[int]:
+    """Slots that are on servers which are to be without."""
+    draining = {member["name"] for member in status["members"] if member["draining"]}
+    return [place["slot"] for place in status["slots"] if place["server"] in draining]
+
+
+def progress(status: dict[str, Any], left: list[int]) -> str:
+    """How far it is, for people."""
+    names = ", ".join(member["name"] for member in status["members"] if member["draining"])
+    if not left:
+        return f"drained: no slot is left on {names}, which may be stopped now"
+    slots = f"slots {left} are still on {names}"
+    if status["move"] is not None:
+        return f"{slots}; slot {status['move']['slot']} is being copied to {status['move']['server']}"
+    if not all(place["healthy"] for place in status["slots"]):
+        return f"{slots}; others are being repaired first"
+    return f"{slots}; no spare is there to take one: start a server (`torch-ecrec serve`)"

@@ -1,0 +1,40 @@
+"""How much, how long and of which form what a control message holds may be (`messages.py`): types that say so."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+COUNT_MOST = 1 << 53
+SLOTS_MOST = 10_000
+TABLES_MOST = 100_000
+MEMBERS_MOST = 100_000
+MESSAGES_MOST = 1000
+RENEWALS_MOST = 10_000
+FIGURES_MOST = 40  # in a progress report
+TEXT_MOST = 200
+PLACES_MOST = 100  # that are named of what is damaged
+SHOWN_MOST = 200  # characters of a reason
+
+Count = Annotated[int, Meta(ge=0, le=COUNT_MOST)]
+Version = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # what a coordinator says: above what members have told it
+Rank = Annotated[int, Meta(ge=-1, lt=MEMBERS_MOST)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]
+Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]  # "" (`wire.NO_HOST`): the slot waits for one
+Text = Annotated[str, Meta(max_length=TEXT_MOST)]
+Folder = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]  # of one checkpoint, which is its name
+FolderOrNone = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]
+Run = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]{1,40}\Z")]  # all that was trained from one start of a cluster
+Url = Annotated[str, Meta(min_length=1, max_length=4096)]
+Birth = Annotated[str, Meta(min_length=1, max_length=64)]
+Role = Literal["server", "trainer"]
+TransportName = Literal["sockets", "rpc"]
+Scalar = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Text | None
+Names = Annotated[list[Name], Meta(max_length=MEMBERS_MOST)]
+Ranks = Annotated[list[Annotated[int, Meta(ge=0, lt=MEMBERS_MOST)]], Meta(max_length=MEMBERS_MOST)]
+Snapshots = Annotated[  # (step, steps of training, trainers whose parts of the dense model are kept)
+    list[tuple[Count, Count, Annotated[list[Count], Meta(max_length=MEMBERS_MOST)]]], Meta(max_length=1_000_000)
+]
+Place = tuple[Host, Version, bool]  # server, incarnation, healthy
+Address = tuple[Annotated[str, Meta(max_length=64)], Annotated[int, Meta(ge=1, lt=1 << 16)]]
