@@ -161,9 +161,8 @@ class Router:
             peer.send(self._stamp({"type": "status", **self.status(now_s)}))
         elif isinstance(word, messages.Drain):
             late = "members of the coordinator before come first" if self.core.regathering else ""
-            objection = late or self.core.drain(word.what, word.undo)
-            if objection:
-                self.refuse(peer, objection, now_s)
+            if why := late or self.core.drain(word.what, word.undo):
+                self.refuse(peer, why, now_s)
             else:
                 peer.send(self._stamp({"type": "status", **self.status(now_s)}))
         elif isinstance(word, messages.Stop):
