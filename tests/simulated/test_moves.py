@@ -118,7 +118,7 @@ def test_every_fault_at_every_message_of_a_move(name: str, every: int) -> None:
         hit = {healthy.messages[number][2] for number in where[kind]}
         assert set(OF_A_MOVE) <= hit
     for kind in ("crash_receiver", "crash_after", "crash_sender"):
-        assert became[kind]["fired"] >= 3
+        assert became[kind]["fired"] >= 2
 
 
 # rules taken out ----------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Arrival:
         host: the process.
         held: what the slot's next life will have; nothing is in it yet.
         word: the coordinator's.
-        settings: of the process; the limits are those of a rebuild.
+        settings: of the process; the limit is that of a rebuild, for the first time that all is read.
     """
 
     def __init__(self, host: ArrivalHost, held: Holdings, word: messages.Move, settings: Settings) -> None:
@@ -136,7 +136,7 @@ class Arrival:
 
     def _next_portions(self) -> None:
         """As many as may be under way, no faster than the limit allows; then the next turn, or the end of turns."""
-        rate = self.settings.rebuild_bytes_per_s
+        rate = self.settings.rebuild_bytes_per_s if self._turn == 1 else 0.0  # what changes must not outrun it
         while self._portions and not self._pausing and self._copying < PORTIONS_AT_ONCE:
             slab, parity, positions_U = self._portions.popleft()
             self._copy(slab, parity, positions_U)
@@ -193,7 +193,12 @@ class Arrival:
             return wire.FetchSnapshots(self.word.slot, life, of=-1, begin=got.begin(life))
 
         def done(answer: wire.Snapshots) -> None:
-            if got.take(answer):
+            try:
+                all_here = got.take(answer)
+            except ValueError:  # no answer to what was asked: from the beginning
+                self._gather(Gathering(-1))
+                return
+            if all_here:
                 self.snapshots, self.arrived = got.parts, True
                 logger.info("slot %d: all of it is here, after %d turns", self.word.slot, self._turn)
                 self._tell("arrived")
