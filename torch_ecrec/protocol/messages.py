@@ -33,6 +33,7 @@ from torch_ecrec.protocol.bounds import (
     MESSAGES_MOST,
     PLACES_MOST,
     RENEWALS_MOST,
+    SAVES_MOST,
     SHOWN_MOST,
     SLOTS_MOST,
     TABLES_MOST,
@@ -45,6 +46,7 @@ from torch_ecrec.protocol.bounds import (
     Name,
     Names,
     Place,
+    Portion,
     Rank,
     Ranks,
     Role,
@@ -59,6 +61,7 @@ from torch_ecrec.protocol.bounds import (
 from torch_ecrec.protocol.build import refusal
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.settings import CheckpointSaver
 
 
 class BadMessage(ValueError):
@@ -92,6 +95,31 @@ class Restored(Struct, frozen=True, forbid_unknown_fields=True):
     times: Count = 0
 
 
+Since = Annotated[list[tuple[Folder, Count]], Meta(max_length=SAVES_MOST)]
+
+
+class Saves(Struct, frozen=True, forbid_unknown_fields=True):
+    """Prioritised saves that count: of some rows of every slot, which are no checkpoint.
+
+    Attributes:
+        base: the checkpoint that they are on, "" if there is none. `done`: steps of training until then.
+        since: (name, steps of training) of each, oldest first.
+    """
+
+    base: FolderOrNone = ""
+    done: Count = 0
+    since: Since = []
+
+    @property
+    def newest(self) -> int:
+        """Steps of training until the last of all."""
+        return self.since[-1][1] if self.since else self.done
+
+    def until(self, done: int) -> Saves:
+        """Without those of later steps."""
+        return msgspec.structs.replace(self, since=[save for save in self.since if save[1] <= done])
+
+
 class Renewal(Struct, frozen=True, forbid_unknown_fields=True):
     """Slots that were lost beyond repair and begin anew with their records of a checkpoint, the others as they are.
 
@@ -101,6 +129,8 @@ class Renewal(Struct, frozen=True, forbid_unknown_fields=True):
         url, folder: the checkpoint.
         done: steps of training until then.
         dense_lost: no slot was left that kept dense snapshots.
+        saves: prioritised saves since that checkpoint, as in `Saves`. A life takes those of steps that nobody goes back
+            to before of: `Renewing`.
     """
 
     lives: Annotated[list[tuple[Count, Version, Count | None]], Meta(max_length=SLOTS_MOST)]
@@ -108,6 +138,7 @@ class Renewal(Struct, frozen=True, forbid_unknown_fields=True):
     folder: Folder
     done: Count
     dense_lost: bool = False
+    saves: Since = []
 
 
 Renewals = Annotated[list[Renewal], Meta(max_length=RENEWALS_MOST)]
@@ -194,6 +225,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     floor: Count = 0  # of `resume_step`: see `Era`
     renewals: Renewals = []
     kept: Annotated[list[tuple[Count, Count, bool]], Meta(max_length=SLOTS_MOST)] = []
+    saves: Saves = Saves()
     run: Run
 
     @property
@@ -453,10 +485,17 @@ class Renewed(Said, frozen=True, tag="renewed"):
 class Checkpointing(Said, frozen=True, tag="checkpointing"):
     """What servers do for checkpoints to come. `every_steps`: they are due then; 0: when the coordinator asks.
     `marks`: some hold only what has changed.
+
+    Attributes:
+        saver: which rows prioritised saves have; "everything": there are none.
+        portion: of each slot's rows, that one has. `saves_every`: steps of training, as `every_steps`.
     """
 
     every_steps: Count = 0
     marks: bool = False
+    saver: CheckpointSaver = "everything"
+    portion: Portion = 1.0
+    saves_every: Count = 0
 
 
 class Survey(Said, frozen=True, tag="survey"):
@@ -476,6 +515,7 @@ class Capture(Said, frozen=True, tag="capture"):
         url, folder: where.
         encoding: of the parts, as `storage` reads it.
         bytes_per_s: limit of what one process writes; 0: none.
+        portion: below 1, it is a prioritised save on `base`, of that portion of the rows, which the slot's saver picks.
     """
 
     checkpoint: Version
@@ -487,14 +527,17 @@ class Capture(Said, frozen=True, tag="capture"):
     folder: Folder
     encoding: dict[Text, Scalar]
     bytes_per_s: Annotated[float, Meta(ge=0)]
+    portion: Portion = 1.0
 
 
 class Release(Said, frozen=True, tag="release"):
-    """A checkpoint is over. `counts`: its name, or "" if it does not; `rebase`: the next one builds on it."""
+    """A checkpoint, or a prioritised save, is over. `counts`: its name, or "" if it does not; `rebase`: the next
+    checkpoint builds on it; `saves`: those that count now."""
 
     checkpoint: Version
     counts: FolderOrNone
     rebase: bool
+    saves: Saves = Saves()
 
 
 class Move(OfMove, frozen=True, tag="move"):
