@@ -7,6 +7,7 @@ every step. Pushes that trainers made again, after they were lost, count as they
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -70,20 +71,29 @@ class Partial(Trainers):
         at_control: dict[int, Kill] | None = None,
         dropped: int = -1,
         saver: str = "everything",
+        saves: bool = True,
         **more: Any,
     ) -> None:
         self.at_control = dict(at_control or {})  # message of the control channel -> who is lost then
         self.marks: dict[str, tuple[int, int]] = {}  # when things were, in messages: data, control
+        self.saving: dict[str, set[int]] = {"data": set(), "control": set(), "writes": set()}  # of prioritised saves
         again: dict[str, Any] = {"policy": "consecutive", "again_s": (0.01,), "most_lost_samples": most}
         self.steps, every = (STEPS, 3) if saver == "everything" else (2 * STEPS, 12)
         if saver != "everything":
-            again |= {"saver": saver, "portion": PORTION}
+            again |= {"saver": saver if saves else "everything", "portion": PORTION}
         settings = CheckpointSettings("memory://shelf", every_steps=every, beyond="partial", **again)
         self.read: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         super().__init__(JOB, script, checkpoint=settings, reborn=True, **more)
         self.told = LatestTold()
         self.network.faults = [Fault("drop", dropped)]  # a request, by its number; -1: none
+        self.at_write: dict[int, Kill] = {}  # write -> who is lost then
+        self.then: Kill | None = None  # who is lost so many messages after the first one
+        self.shelf.on_write = self._on_write
         self._tick()
+
+    def _on_write(self, number: int, what: str) -> None:
+        if number in self.at_write:
+            self.kills_to_come.insert(0, self.at_write.pop(number))
 
     def _tick(self) -> None:
         if self.plane.lives:
@@ -133,6 +143,13 @@ class Partial(Trainers):
     def _idle(self) -> bool:
         if "lost" in self.marks and "whole" not in self.marks and self.events_of("recovered_partly") and self.whole():
             self.marks["whole"] = self.now
+        if self.then is not None and self.fired:
+            self.kills_to_come.append(dataclasses.replace(self.then, at=self.then.at + self.now[0]))
+            self.then = None
+        running = self.coordinator._state.checkpointing._running if self.plane.lives else None
+        if running is not None and running.save:
+            for kind, number in zip(self.saving, (*self.now, self.shelf.writes), strict=True):
+                self.saving[kind].add(number)
         return super()._idle()
 
     @property

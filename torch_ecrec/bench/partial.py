@@ -289,6 +289,7 @@ def emulate(job: Job, name: str) -> Way:
             for slot in slots:
                 slot.save(slot.everything)
                 slot.saver.pick(job.rows)  # all of them count as saved
+                slot.saver.settle()
                 saved_rows += job.rows
         elif step % some == 0:
             for slot in slots:
@@ -297,6 +298,7 @@ def emulate(job: Job, name: str) -> Way:
                 rows_N = slot.saver.pick(max(1, int(portion * job.rows)))
                 picks_s.append(time.perf_counter() - begin_s)
                 slot.save(rows_N)
+                slot.saver.settle()
                 saved_rows += len(rows_N)
     total_s = job.hours * HOUR_S
     way.saves = saved_rows / (job.rows * job.slots) * job.costs["save_s"] / total_s

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
@@ -168,7 +170,7 @@ class Checkpointing:
         running = self._running
         self._members.send(name, self._checkpointing())
         if self._released is not None:
-            self._members.send(name, self._released)
+            self._members.send(name, msgspec.structs.replace(self._released, saves=self.saving.known))
         if running is not None and not running.committing:  # a new host must not write what the manifest is made of
             self._members.send(name, running.order or messages.Survey(running.number))
 
