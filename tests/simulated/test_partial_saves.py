@@ -1,8 +1,8 @@
-"""Prioritised saves in the simulated cluster: a slot that is lost beyond repair takes each row from the newest save that
-has it, whoever dies at any message or write of one, and nobody else ever reads them.
+"""Prioritised saves in the simulated cluster: a slot that is lost beyond repair takes each row from the newest save
+that has it, whoever dies at any message or write of one, and nobody else ever reads them.
 
-The oracle is that of `partial_runs.py`: it replays all pushes, and a slot's records are those of the saves that it began
-anew with, on its checkpoint; what is in a save, it works out likewise.
+The oracle is that of `partial_runs.py`: it replays all pushes, and a slot's records are those of the saves that it
+began anew with, on its checkpoint; what is in a save, it works out likewise.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_a_save_has_the_portion_of_rows_at_most_and_changed_ones_only(saver: str
             assert not part.dense, "it has nothing that a restore could begin with"
             for portion in part.portions:
                 rows[slot, portion.slab] += len(portion.rows_N)
-        assert 0 < rows.total()
+        assert rows.total() > 0
         assert all(count <= max(1, layouts[slab].data_rows(slot) // 6) for (slot, slab), count in rows.items())
 
 

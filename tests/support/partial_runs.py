@@ -110,8 +110,8 @@ class Partial(Trainers):
             self.kills_to_come.insert(0, self.at_control.pop(number))
 
     def _kill(self, kill: Kill) -> bool:
-        """`beyond`: the hosts of the first slots (if negative, the last), together, once a checkpoint counts; `saved`: so,
-        once prioritised saves on it count, as old as nobody goes back to before them; `any`: of one, come what may."""
+        """`beyond`: the hosts of the first slots (if negative, the last), together, once a checkpoint counts; `saved`:
+        so, once a prioritised save on it counts, before which nobody goes back; `any`: of one, come what may."""
         if kill.who not in ("beyond", "any", "saved"):
             return super()._kill(kill)
         if not self.plane.lives or not self.coordinator.slots:
@@ -262,7 +262,7 @@ def check(run: Partial) -> None:
 
 
 def _check_begun(run: Partial, oracle: Oracle) -> None:
-    """Which saves a slot has begun with: the oldest of those on its checkpoint, none of a step after where it went on."""
+    """Which saves a slot has begun with: the oldest of those on its checkpoint, none of a step after it went on."""
     for one in oracle.renewals:
         on = [save for save in run.shelf.saves if save.base == one.folder]
         for slot, life, at in one.lives:

@@ -40,13 +40,13 @@ def test_every_option_reaches_the_coordinator(command: str) -> None:
 
 def test_savers_want_somebody_who_reads_what_they_save() -> None:
     words = ["up", "--checkpoint", "store", "--checkpoint-every", "100", "--checkpoint-saver", "scar"]
-    with pytest.raises(ValueError, match="`saver` is 'scar', whose saves only a partial recovery reads, .* --beyond part"):
+    with pytest.raises(ValueError, match=r"`saver` is 'scar', whose saves only a partial recovery reads"):
         checkpoint_arguments(parser().parse_args([*words, "--beyond", "checkpoint"]))
     words += ["--beyond", "partial"]
     assert checkpoints_of(parser().parse_args(words)).saves_every == 12
-    with pytest.raises(ValueError, match="`portion` must be above 0 and below 1, got 1.0"):
+    with pytest.raises(ValueError, match=r"`portion` must be above 0 and below 1, got 1\.0"):
         checkpoint_arguments(parser().parse_args([*words, "--checkpoint-portion", "1"]))
-    with pytest.raises(ValueError, match="`every_steps` must be at least 200, 1 / `portion`, .* got 100"):
+    with pytest.raises(ValueError, match=r"`every_steps` must be at least 200, .* got 100"):
         checkpoint_arguments(parser().parse_args([*words, "--checkpoint-portion", "0.005"]))
 
 

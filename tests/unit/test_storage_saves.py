@@ -1,4 +1,4 @@
-"""Prioritised saves as files: what a lost slot reads of them, what is refused, and that nobody takes one for a checkpoint."""
+"""Prioritised saves as files: what a lost slot reads, what is refused, and that nobody takes one for a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def rows_of(slab: int, positions_N: Any) -> Any:
 
 
 def renewal(base: messages.Restored, *saves: str) -> messages.Renewal:
-    return messages.Renewal([(1, 2, 70)], base.url, base.folder, base.done, saves=[(one, int(one[:12])) for one in saves])
+    since = [(one, int(one[:12])) for one in saves]
+    return messages.Renewal([(1, 2, 70)], base.url, base.folder, base.done, saves=since)
 
 
 def test_a_slot_takes_each_row_from_the_newest_save_that_has_it(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class CheckpointSettings:
         least = math.ceil(1 / self.portion)
         require(
             not self.every_steps or self.every_steps >= least,
-            f"`every_steps` must be at least {least}, 1 / `portion`, so that saves come between, got {self.every_steps}",
+            f"`every_steps` must be at least {least}, so that a `portion` of it is a step, got {self.every_steps}",
         )
 
     @property

@@ -9,8 +9,8 @@ that it is on (`partial.py`).
                                     everything  some  some  some  everything
 
 Invariants
-- A save that counts is of a step that all slots have applied and none has taken back: when trainers were lost and all go
-  back, those of later steps are forgotten, one that is being written too.
+- A save that counts is of a step that all slots have applied and none has taken back: when trainers were lost and all
+  go back, those of later steps are forgotten, one that is being written too.
 - A checkpoint that counts ends them all: they were on the one before.
 - At most ceil(1/r) are on one checkpoint, however long none succeeds.
 
@@ -46,7 +46,7 @@ class Saving:
         self._next_s: float | None = None  # by time
         self._void = 0  # one after the other
         self._not_before_s = 0.0
-        self._under_way: tuple[str, int] | None = None  # its name, and steps of training; None: it is of no step any more
+        self._under_way: tuple[str, int] | None = None  # name, and steps of training; None: they were taken back
 
     @property
     def wanted(self) -> bool:

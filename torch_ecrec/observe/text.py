@@ -99,9 +99,11 @@ def format_status(status: Message) -> str:
 def format_partial(partial: Message) -> str:
     """What partial recoveries have lost, for people."""
     slots = ", ".join(map(str, partial["last_slots"]))
+    saves = f" and {partial['last_saves']} saves on it" if partial.get("last_saves") else ""
     return (
         f"NOT EXACT: {partial['lost_samples']:.3%} of lost samples (CPR) by {partial['times']} partial recoveries;"
         f" the last: slots {slots} took their records from checkpoint {partial['last']}, of step {partial['last_step']}"
+        f"{saves}"
     )
 
 

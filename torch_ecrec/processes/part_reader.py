@@ -102,9 +102,12 @@ def _work(renewal: Renewal, job: JobSpec, slot: int, reading: FileReading) -> No
 
 
 def slot_records(renewal: Renewal, job: JobSpec, slot: int) -> Iterator[tuple[int, Positions, Bytes]]:
-    """A slot's records of a checkpoint, with the prioritised saves on it: slab, positions (N,) int64, records (N, B) uint8.
+    """A slot's records of a checkpoint, with the prioritised saves on it that are named.
 
     Where all that it builds on was written by a cluster of the same layout, the slot's own parts are read, else all.
+
+    Yields:
+        Slab, positions (N,) int64, records (N, B) uint8.
 
     Raises:
         CheckpointError: it is not there, is altered, or of another job.

@@ -2,8 +2,8 @@
 
 A lost slot that begins anew from what was saved lacks what was trained since. So between two saves of everything, the
 rows that matter most are saved more often: a portion r of them every r-th part of the interval. A *saver* notes what
-each step changes, and picks rows when a save is due. Rows that it has picked begin anew: they count as saved. A save may
-come to nothing: then they are put back.
+each step changes, and picks rows when a save is due. Rows that it has picked begin anew: they count as saved. A save
+may come to nothing: then they are put back.
 
     name         picks                                  memory for each row
     everything   all rows                               none

@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 import torch_ecrec

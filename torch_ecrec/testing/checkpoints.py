@@ -123,7 +123,8 @@ class Shelf:
         return next(one for one in (*self.counts, *self.saves) if one.folder == folder)
 
     def records(self, job: JobSpec, finished: Finished, saves: Sequence[str] = ()) -> list[torch.Tensor]:
-        """What a checkpoint holds, with all that it builds on, and prioritised saves on it: of each slab (rows, B) uint8.
+        """What a checkpoint holds, with all that it builds on, and these saves on it: of each slab (rows, B) uint8.
+
         Raises if a row lacks.
         """
         found = [torch.zeros(slab.rows, slab.schema.nbytes, dtype=torch.uint8) for slab in job.slabs]
