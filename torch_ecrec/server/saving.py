@@ -42,9 +42,7 @@ class SlotSavers:
         self._step = held.rule.applied  # that weights are shown as of
         self.picked_s = 0.0
         self._savers = [
-            saver_of(
-                name, shard.data_rows, portion, functools.partial(self._weights, slab), held.job.seed + held.index
-            )
+            saver_of(name, shard.data_rows, portion, functools.partial(self._weights, slab), held.job.seed + held.index)
             for slab, shard in enumerate(held.shards)
         ]
 
