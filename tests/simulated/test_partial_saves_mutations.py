@@ -17,20 +17,26 @@ from torch_ecrec.protocol.messages import Saves
 from torch_ecrec.server.capture import Capture
 from torch_ecrec.server.renewing import Renewing
 from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.testing import checkpoints as shelves
 
 pytestmark = pytest.mark.slow  # half a minute for a rule that is missed late
 EVENTS_MOST = 12_000  # of a run that ends, a fourth
 Patch = Callable[[pytest.MonkeyPatch], None]
 CODE = CodeSpec(5, 2, 1)
+QUICK_S = (1e-5, 1e-4)
 
 
 def schedules() -> list[dict[str, Any]]:
-    """Two slots are lost around saves and the checkpoint after them; and trainers, or two others, a little later."""
+    """Two slots are lost around saves, or around the checkpoint after them; trainers, or two others, a little later.
+
+    `quick`: what is written is there within a step, so that saves are of the last steps.
+    """
     found: list[dict[str, Any]] = []
-    for at in range(540, 820, 14):
-        first = Kill("beyond", -2, at)
-        found.append({"kills": [first], "then": Kill("trainer", 1, 12)})
-        found.append({"kills": [first, Kill("trainer", 1, at)], "then": Kill("beyond", 2, 90)})
+    for at in range(560, 800, 16):
+        for quick in (True, False):
+            first = Kill("beyond", -2, at)
+            found.append({"quick": quick, "kills": [first], "then": Kill("trainer", 1, 6 + at % 24)})
+            found.append({"quick": quick, "kills": [first, Kill("trainer", 1, at)], "then": Kill("beyond", 2, 90)})
     return found
 
 
@@ -79,10 +85,14 @@ def checked() -> dict[str, Callable[[], None]]:
 
 
 def go(schedule: dict[str, Any]) -> None:
-    run = Partial(saver="mfu", code=CODE, kills=schedule["kills"])
-    run.then = schedule["then"]
-    run.go()
-    check(run)
+    with pytest.MonkeyPatch.context() as patch:
+        if schedule["quick"]:
+            patch.setattr(shelves, "WRITE_S", QUICK_S)
+            patch.setattr(shelves, "COMMIT_S", QUICK_S)
+        run = Partial(saver="mfu", code=CODE, kills=schedule["kills"])
+        run.then = schedule["then"]
+        run.go()
+        check(run)
 
 
 def test_all_schedules_are_good(monkeypatch: pytest.MonkeyPatch) -> None:

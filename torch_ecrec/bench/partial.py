@@ -157,8 +157,8 @@ def emulate(job: Job, name: str) -> Way:
     squares = lost_samples = 0.0
     last_save, failures = 0, list(job.failures)
     for step in range(1, job.steps + 1):
-        for slot in slots:
-            batch = job.batch(step, slot.index)
+        for index, slot in enumerate(slots):
+            batch = job.batch(step, index)
             begin_s = time.perf_counter()
             slot.shard.apply_(spec, batch, 0.05, step, {})
             applied_s = time.perf_counter()

@@ -184,8 +184,8 @@ class Eras:
             job.step = max(job.step, done)
             self.floor = min(step, max(first, step - (done - partial.read_from)))
             lives = [slot for slot, _, _ in last.lives]
-            told = last.folder, last.done, done, round(lost, 6), partial.why, len(last.saves)
-            self._announce(events.RecoveredPartly(lives, *told))
+            found = last.folder, last.done, done, round(lost, 6), partial.why, len(last.saves)
+            self._announce(events.RecoveredPartly(lives, *found))
             self._tell_all("server")
             self._tell_all("trainer")  # those that wait for their beginning; to the others it says nothing new
             for member in self._members.present("trainer"):

@@ -15,8 +15,9 @@ from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.restoring import records_of, require_same_model
-from torch_ecrec.storage.saves import Saves
+from torch_ecrec.storage.saves import Save, Saves
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +116,11 @@ def slot_records(renewal: Renewal, job: JobSpec, slot: int) -> Iterator[tuple[in
     catalog = Catalog(renewal.url)
     manifest = catalog.read(renewal.folder)
     saves = Saves(catalog.location).on(renewal.folder, [name for name, _ in renewal.saves])
-    for one in (manifest, *saves):
+    read: list[Manifest | Save] = [*catalog.chain(manifest), *saves]
+    for one in read:
         require_same_model(one, job)
     layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
-    alike = all(_layout(one.spec.code) == _layout(job.code) for one in (*catalog.chain(manifest), *saves))
+    alike = all(_layout(one.spec.code) == _layout(job.code) for one in read)
 
     def mine(slab: int, rows_N: Positions) -> NDArray[np.bool_]:
         of_slot: NDArray[np.bool_] = layouts[slab].locate(rows_N)[0] == slot

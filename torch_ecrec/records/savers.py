@@ -91,6 +91,7 @@ class MostFrequentlyUsed:
 
     def __init__(self, rows: int) -> None:
         self._counts_P = np.zeros(rows, np.uint32)
+        self._picked_N: Positions
         self.settle()
 
     @property
@@ -137,6 +138,7 @@ class SubSampledUsed:
         self._is_kept_P = np.zeros(rows, np.bool_)
         self._count = 0
         self._until = 0  # so many changes are passed over before the next one is looked at
+        self._picked_N: Positions
         self.settle()
 
     @property
@@ -176,7 +178,7 @@ class SubSampledUsed:
 
     def settle(self) -> None:
         """See `Saver`."""
-        self._picked_N: Positions = np.empty(0, np.int64)
+        self._picked_N = np.empty(0, np.int64)
 
     def put_back(self) -> None:
         """See `Saver`. Remembered again, in the place of others where there are too many."""
@@ -197,7 +199,12 @@ class ChangedMost:
 
     def __init__(self, rows: int, weights: Weights) -> None:
         self._weights = weights
-        self._saved_PD = weights(np.arange(rows, dtype=np.int64))
+        self._saved_PD: Floats = np.empty((rows, weights(np.empty(0, np.int64)).shape[1]), np.float32)
+        for first in range(0, rows, BLOCK):
+            block = slice(first, min(rows, first + BLOCK))
+            self._saved_PD[block] = weights(np.arange(block.start, block.stop, dtype=np.int64))
+        self._picked_N: Positions
+        self._were_ND: Floats
         self.settle()
 
     @property
@@ -224,8 +231,8 @@ class ChangedMost:
 
     def settle(self) -> None:
         """See `Saver`."""
-        self._picked_N: Positions = np.empty(0, np.int64)
-        self._were_ND: Floats = np.empty((0, self._saved_PD.shape[1]), np.float32)
+        self._picked_N = np.empty(0, np.int64)
+        self._were_ND = np.empty((0, self._saved_PD.shape[1]), np.float32)
 
     def put_back(self) -> None:
         """See `Saver`."""

@@ -221,13 +221,18 @@ def encode(manifest: Struct) -> bytes:
     return msgspec.json.encode(_Envelope(FORMAT, xxhash.xxh3_128_hexdigest(body), msgspec.Raw(body)))
 
 
-def decode(data: bytes, name: str, kind: type[T] = Manifest) -> T:  # type: ignore[assignment]
+def decode(data: bytes, name: str) -> Manifest:
+    """The inverse of `encode`, of a checkpoint's manifest; see `decode_as`."""
+    return decode_as(Manifest, data, name)
+
+
+def decode_as(kind: type[T], data: bytes, name: str) -> T:
     """The inverse of `encode`.
 
     Args:
+        kind: of manifest.
         data: the bytes of a manifest's file.
         name: of the file, for errors.
-        kind: of manifest.
 
     Raises:
         CheckpointError: it was cut off or altered, has a newer format, or is no manifest.

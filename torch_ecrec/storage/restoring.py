@@ -118,7 +118,8 @@ def records_of(
     ranges = wanted if wanted is not None else [(0, slab.rows) for slab in slabs]
     require(len(ranges) == len(slabs), f"`wanted` must have a range for each of {len(slabs)} slabs, got {len(ranges)}")
     coverage = [_Coverage(slab, i, *ranges[i]) for i, slab in enumerate(slabs)]
-    for one in (*reversed(saves), *reversed(chain)):
+    newest_first: list[Manifest | Save] = [*reversed(saves), *reversed(chain)]
+    for one in newest_first:
         at = _folder(catalog, one)
         where = at.url
 

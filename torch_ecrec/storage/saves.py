@@ -23,7 +23,7 @@ import torch_ecrec
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage.location import Location
-from torch_ecrec.storage.manifest import FOLDER, Count, Encoding, Figure, Folder, PartEntry, decode, encode
+from torch_ecrec.storage.manifest import FOLDER, Count, Encoding, Figure, Folder, PartEntry, decode_as, encode
 
 SAVES = "saves"  # below the checkpoints' URL
 MANIFEST = "save.json"
@@ -99,7 +99,7 @@ class Saves:
     def read(self, name: str) -> Save:
         """One's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
         at = self.folder(name)
-        save = decode(at.read(MANIFEST), f"{at.url}/{MANIFEST}", Save)
+        save = decode_as(Save, at.read(MANIFEST), f"{at.url}/{MANIFEST}")
         if save.id != name:
             raise CheckpointError(f"{at.url} has the manifest of {save.id}: give the folder its name back")
         return save
