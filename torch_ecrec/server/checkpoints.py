@@ -189,6 +189,16 @@ class SlotCheckpoints:
 
     # from the coordinator -----------------------------------------------------------------------
 
+    def on_word(self, word: messages.FromCoordinator) -> None:
+        """One of those below."""
+        match word:
+            case messages.Survey():
+                self.on_survey(word.checkpoint)
+            case messages.Capture():
+                self.on_capture(word)
+            case messages.Release():
+                self.on_release(word.checkpoint, word.counts, word.rebase)
+
     def on_survey(self, checkpoint: int) -> None:
         """Says which steps this slot can show, and keeps them until the checkpoint is released."""
         if self._surveyed not in (0, checkpoint):
@@ -235,9 +245,11 @@ class SlotCheckpoints:
 
     def _dense(self, order: messages.Capture) -> list[tuple[Key, Part]] | None:
         """Parts of the dense model that this slot writes; None: it has not all of them."""
-        if order.portion < 1 or order.dense_of != self._held.index:
+        if order.portion < 1:
             return []
         self._snapshots.check([order.step])
+        if order.dense_of != self._held.index:
+            return []
         found = [item for item in sorted(self._snapshots.parts.items()) if item[0][0] == order.step]
         return found if len(found) == self._held.job.trainers else None
 

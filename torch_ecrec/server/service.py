@@ -127,16 +127,10 @@ class Host(Node):
     def _on_checkpoint(self, word: messages.FromCoordinator) -> None:
         if isinstance(word, messages.Checkpointing):
             self.checkpointing = word
-        if isinstance(word, messages.Release):
+        elif isinstance(word, messages.Release):
             self.saves = word.saves
         for slot in self.slots.values():
-            match word:
-                case messages.Survey():
-                    slot.checkpoints.on_survey(word.checkpoint)
-                case messages.Capture():
-                    slot.checkpoints.on_capture(word)
-                case messages.Release():
-                    slot.checkpoints.on_release(word.checkpoint, word.counts, word.rebase)
+            slot.checkpoints.on_word(word)
 
     def end(self) -> None:
         """This membership is over: what writes its checkpoints stops, and lets go of its slots."""
