@@ -1,4 +1,6 @@
-"""Each rule of prioritised saves, taken out, is missed: a schedule fails."""
+"""Rules of what is in a prioritised save, taken out, are missed: a schedule fails. (Which saves count, and which are
+read: `tests/unit/test_saving.py`.)
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,9 @@ from partial_runs import Partial, check
 from schedules import first_failure
 from virtual_trainers import Kill
 
-from torch_ecrec.coordinator.saving import Saving
-from torch_ecrec.protocol.messages import Saves
+from torch_ecrec.coordinator.checkpointing import Checkpointing
+from torch_ecrec.protocol.messages import Release
 from torch_ecrec.server.capture import Capture
-from torch_ecrec.server.renewing import Renewing
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import checkpoints as shelves
 
@@ -32,7 +33,7 @@ def schedules() -> list[dict[str, Any]]:
     `quick`: what is written is there within a step, so that saves are of the last steps.
     """
     found: list[dict[str, Any]] = []
-    for at in range(560, 800, 16):
+    for at in range(560, 800, 48):
         for quick in (True, False):
             first = Kill("beyond", -2, at)
             found.append({"quick": quick, "kills": [first], "then": Kill("trainer", 1, 6 + at % 24)})
@@ -40,44 +41,29 @@ def schedules() -> list[dict[str, Any]]:
     return found
 
 
-def all_saves_are_read(patch: pytest.MonkeyPatch) -> None:
-    """Also those of steps after which others may have to go back."""
-    patch.setattr(Renewing, "_told", lambda self: self.renewal)
-
-
-def read_before_it_is_known_where(patch: pytest.MonkeyPatch) -> None:
-    """And what was read then, is taken."""
-    patch.setattr(Renewing, "begin", lambda self: self._ask(self.renewal))
-    patch.setattr(Renewing, "_told", lambda self: self._asked)
-
-
 def nothing_is_kept(patch: pytest.MonkeyPatch) -> None:
     """Records that change before the scan comes are written as they are then."""
     patch.setattr(Capture, "before_forgetting", lambda self, positions, deltas: None)
 
 
-def saves_outlive_their_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    """Rows of before a checkpoint count in the place of its own."""
-
-    def on_checkpoint(self: Saving, folder: str, done: int, now_s: float) -> None:
-        self.known = Saves(folder, done, self.known.since)
-        self._wait(now_s)
-
-    patch.setattr(Saving, "on_checkpoint", on_checkpoint)
+def what_came_before_is_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """Steps that were applied when a save begins count as if they belonged to it."""
+    patch.setattr(Capture, "_keep", lambda self, slab, positions_U, records_UB: None)
 
 
-def steps_that_were_taken_back_stay_saved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Saving, "forget_after", lambda self, done: None)
-    patch.setattr(Saves, "until", lambda self, done: self)
+def saves_count_as_checkpoints(patch: pytest.MonkeyPatch) -> None:
+    """The next checkpoint holds what has changed since a save, which has some rows only."""
+    before = Checkpointing._on_saved
+
+    def on_saved(self: Checkpointing, running: Any, order: Any) -> None:
+        before(self, running, order)
+        self._release(Release(running.number, order.folder, True, self.saving.known))
+        self._base, self._full = order.folder, False
+
+    patch.setattr(Checkpointing, "_on_saved", on_saved)
 
 
-MUTATIONS: list[Any] = [
-    all_saves_are_read,
-    read_before_it_is_known_where,
-    nothing_is_kept,
-    saves_outlive_their_checkpoint,
-    steps_that_were_taken_back_stay_saved,
-]
+MUTATIONS: list[Any] = [nothing_is_kept, what_came_before_is_not_kept, saves_count_as_checkpoints]
 
 
 def checked() -> dict[str, Callable[[], None]]:

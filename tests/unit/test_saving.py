@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from kept import small_job
+from schedules import first_failure
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.regathering import Knowledge
@@ -160,3 +162,79 @@ def test_without_saves_it_reads_at_once() -> None:
     host.frozen, host.resume_step, host.done, host.floor = False, 21, 16, 18
     one.proceed()
     assert ready == [(21, 18)] and len(reader.asked) == 1
+
+
+# each rule is missed ----------------------------------------------------------------------------------
+
+
+def all_saves_are_read(patch: pytest.MonkeyPatch) -> None:
+    """Also those of steps to before which others may have to go back."""
+    patch.setattr(Renewing, "_told", lambda self: self.renewal)
+
+
+def read_before_it_is_known_where(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Renewing, "begin", lambda self: self._ask(self.renewal))
+
+
+def not_read_anew(patch: pytest.MonkeyPatch) -> None:
+    """All went back, and what was read before is taken."""
+    ask = Renewing._ask
+    patch.setattr(Renewing, "_ask", lambda self, wanted: ask(self, wanted) if self._asked is None else None)
+
+
+def saves_outlive_their_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    """Rows of before a checkpoint count in the place of its own."""
+
+    def on_checkpoint(self: Saving, folder: str, done: int, now_s: float) -> None:
+        self.known = Saves(folder, done, self.known.since)
+        self._wait(now_s)
+
+    patch.setattr(Saving, "on_checkpoint", on_checkpoint)
+
+
+def of_any_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Saving, "on", lambda self, base: list(self.known.since))
+
+
+def steps_that_were_taken_back_stay_saved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Saving, "forget_after", lambda self, done: None)
+
+
+def the_one_being_written_is_not_void(patch: pytest.MonkeyPatch) -> None:
+    def forget_after(self: Saving, done: int) -> None:
+        self.known = self.known.until(done)
+
+    patch.setattr(Saving, "forget_after", forget_after)
+
+
+def whoever_knows_most_is_believed(patch: pytest.MonkeyPatch) -> None:
+    """Also who has not heard that all went back."""
+
+    def saves(self: Knowledge) -> Saves:
+        return max((one.saves for one in self.said.values()), key=lambda s: (s.done, s.newest), default=Saves())
+
+    patch.setattr(Knowledge, "saves", property(saves))
+
+
+MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    all_saves_are_read,
+    read_before_it_is_known_where,
+    not_read_anew,
+    saves_outlive_their_checkpoint,
+    of_any_checkpoint,
+    steps_that_were_taken_back_stay_saved,
+    the_one_being_written_is_not_void,
+    whoever_knows_most_is_believed,
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_rule_is_missed(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    tests = (
+        test_by_steps_after_the_first_checkpoint_and_so_many_at_most,
+        test_steps_that_are_taken_back_are_not_saved,
+        test_the_next_coordinator_asks_those_who_know_where_all_went_on,
+        test_saves_are_read_once_it_is_known_up_to_where_nobody_goes_back,
+    )
+    assert first_failure({test.__name__: test for test in tests}) != ""
