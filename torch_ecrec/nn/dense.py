@@ -198,29 +198,44 @@ class DenseSnapshot:
         """
         index, out, whole = self._collect()
         self.last = step
-        stream_bytes = len(index) + out.bytes
-        header = Header(step, self.part, self.parts, stream_bytes, len(index), _digest(index), len(whole), len(own))
-        begin, end = header.span
-        payload = shared.empty((end - begin + len(whole) + len(own),), np.uint8)
-        behind = memoryview(payload)[end - begin :]  # type: ignore[arg-type]
-        behind[: len(whole)], behind[len(whole) :] = whole, own
-        if begin < len(index):
-            mine = index[begin:end]
-            payload[: len(mine)] = np.frombuffer(mine, np.uint8)
-        found = torch.from_numpy(payload)
-        first = bisect.bisect_right(out.offsets, begin - len(index)) - 1
-        for i in range(max(first, 0), bisect.bisect_left(out.offsets, end - len(index))):
-            tensor, offset = out.tensors[i], len(index) + out.offsets[i]
-            low, high = max(begin, offset), min(end, offset + tensor.nbytes)
-            if low < high:
-                found[low - begin : high - begin] = bytes_of(tensor)[low - offset : high - offset]
-        return found, list(header)
+        return part_of(step, (self.part, self.parts), (index, out, whole), own)
 
     def _the_model(self) -> nn.Module:
         model = self._model()
         if model is None:
             raise RuntimeError("the model of this snapshot is gone")
         return model
+
+
+def part_of(
+    step: int, place: tuple[int, int], content: tuple[bytes, TensorsOut, bytes], own: bytes = b""
+) -> tuple[Tensor, list[int]]:
+    """A trainer's part of what all have, which is a fresh buffer, and its header.
+
+    Args:
+        step: of the header.
+        place: which part, of how many.
+        content: the index, the tensors behind it, what this trainer keeps whole.
+        own: what it has besides.
+    """
+    (part, parts), (index, out, whole) = place, content
+    stream_bytes = len(index) + out.bytes
+    header = Header(step, part, parts, stream_bytes, len(index), _digest(index), len(whole), len(own))
+    begin, end = header.span
+    payload = shared.empty((end - begin + len(whole) + len(own),), np.uint8)
+    behind = memoryview(payload)[end - begin :]  # type: ignore[arg-type]
+    behind[: len(whole)], behind[len(whole) :] = whole, own
+    if begin < len(index):
+        mine = index[begin:end]
+        payload[: len(mine)] = np.frombuffer(mine, np.uint8)
+    found = torch.from_numpy(payload)
+    first = bisect.bisect_right(out.offsets, begin - len(index)) - 1
+    for i in range(max(first, 0), bisect.bisect_left(out.offsets, end - len(index))):
+        tensor, offset = out.tensors[i], len(index) + out.offsets[i]
+        low, high = max(begin, offset), min(end, offset + tensor.nbytes)
+        if low < high:
+            found[low - begin : high - begin] = bytes_of(tensor)[low - offset : high - offset]
+    return found, list(header)
 
 
 # reading ------------------------------------------------------------------------------------------
@@ -468,7 +483,7 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, Replicated))
 
 
-def _tables(model: nn.Module) -> dict[str, tuple[str, str]]:
+def tables_of(model: nn.Module) -> dict[str, tuple[str, str]]:
     """Of all tables on the servers, what TorchRec's state dicts call them: who exports a checkpoint has no model."""
     root = model.module if isinstance(model, DistributedModelParallel) else model
     return {
@@ -517,7 +532,7 @@ def _collect(
         entries.append(entry)
         wholes.append(whole)
     replicated = {path: module.replicated_state() for path, module in _replicated(model)}
-    content = {"parameters": parameters, "replicated": replicated, "optimizers": entries, "tables": _tables(model)}
+    content = {"parameters": parameters, "replicated": replicated, "optimizers": entries, "tables": tables_of(model)}
     index = values.encode(content, "the dense state", out)
     buffers = {name: buffer.detach() for name, buffer in _buffers(model)}
     whole = {"buffers": buffers, "shards": shards.tensors(), "optimizers": wholes}

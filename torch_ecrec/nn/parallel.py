@@ -300,6 +300,11 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         return self._step.session
 
     @property
+    def coverage(self) -> Coverage:
+        """Which of its modules the servers serve."""
+        return self._covered
+
+    @property
     def snapshot_every(self) -> int:
         """The dense part is replicated after each step that is a multiple of it; 0: never. To set it flushes first."""
         return self._dense.every
