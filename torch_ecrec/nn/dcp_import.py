@@ -19,12 +19,13 @@ in the folder is a pickle, which torch reads: import what you trust.
 from __future__ import annotations
 
 import heapq
+import io
 import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -289,11 +290,11 @@ class Chunk:
         if getattr(self._place, "transform_descriptors", None):
             raise ValueError("it is compressed or otherwise transformed, which is not supported: save it without")
         with open(path, "rb") as file, FakeTensorMode():
-            fake = torch.load(_Slice(file, self._place.offset, self._place.length), "cpu", weights_only=True)
+            fake = torch.load(self._slice(file), "cpu", weights_only=True)
         first = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
         if first is None or not fake.is_contiguous() or not fake.numel():
             with open(path, "rb") as file:
-                read: Tensor = torch.load(_Slice(file, self._place.offset, self._place.length), weights_only=True)
+                read: Tensor = torch.load(self._slice(file), weights_only=True)
             return read
         begin = self._place.offset + first + fake.storage_offset() * fake.itemsize
         nbytes = fake.numel() * fake.itemsize
@@ -302,38 +303,34 @@ class Chunk:
         mapped = np.memmap(path, np.uint8, "c", offset=begin, shape=(nbytes,))  # never written: torch wants it so
         return torch.from_numpy(mapped).view(fake.dtype).view(fake.shape)
 
+    def _slice(self, file: BinaryIO) -> BinaryIO:
+        return io.BufferedReader(_Slice(file, self._place.offset, self._place.length))
 
-class _Slice:
+
+class _Slice(io.RawIOBase):
     """A piece of a file, as a file."""
 
-    def __init__(self, file: Any, first: int, size: int) -> None:
+    def __init__(self, file: BinaryIO, first: int, size: int) -> None:
+        super().__init__()
         self._file, self._first, self._size, self._at = file, first, size, 0
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        self._at = begin + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, count: int = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        self._file.seek(self._first + self._at)
-        found: bytes = self._file.read(left if count < 0 else min(count, left))
-        self._at += len(found)
-        return found
-
-    def readinto(self, memory: Any) -> int:
-        found = self.read(len(memory))
-        memory[: len(found)] = found
-        return len(found)
-
-    def readline(self) -> bytes:
-        raise ValueError("it is no archive of torch")
 
     def seekable(self) -> bool:
         return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        view = memoryview(memory)[: max(0, self._size - self._at)]
+        self._file.seek(self._first + self._at)
+        found = self._file.read(view.nbytes)
+        view[: len(found)] = found
+        self._at += len(found)
+        return len(found)
 
 
 class DcpSource:

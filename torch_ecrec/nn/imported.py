@@ -141,7 +141,7 @@ def _state_of(
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = names.get(id(parameter))
-                if name in state:
+                if name is not None and name in state:
                     stepped.append((optimizer, parameter, state[name]))
     left = sorted(state.keys() - {names[id(parameter)] for _, parameter, _ in stepped})
     if left:

@@ -178,7 +178,8 @@ def _before_keys(there: set[str], description: Description, where: str, model: s
     if not description.tables:
         lacks = [f"{table.name}.{WEIGHT}" for table in description.job.tables]
         raise CheckpointError(
-            f"{where} has no tensors {_listed([name for name in lacks if name not in there])}, and what the model calls its tables was not told: `torch_ecrec.checkpoint.describe` writes a file for --job"
+            f"{where} has no tensors {_listed([name for name in lacks if name not in there])}, and what the model calls"
+            " its tables was not told: `torch_ecrec.checkpoint.describe` writes a file for --job"
         )
     keys = [key for key, _ in description.tables.values()]
     if model is not None:
