@@ -322,7 +322,10 @@ def test_optimizer_state_that_is_missing_or_strange(saved: Saved, tmp_path: Path
     old = state[WIDE]["wide.momentum1"]
     state[WIDE]["wide.momentum1"] = torch.zeros(50, 8)
     assert "is float32 of shape (50, 8), the job has float32 of shape (50,)" in refused(saved, tmp_path / "b", content)
+    state[WIDE]["wide.momentum1"] = torch.zeros(100)
+    assert "sharded by columns have one for each shard" in refused(saved, tmp_path / "e", content)
     del state[WIDE]["wide.momentum1"]
+    state[WIDE]["sum"] = torch.zeros(50, 8)  # as a dense optimizer has it
     assert "lacks optimizer state: `momentum1` of table wide." in refused(saved, tmp_path / "c", content)
     words = ["--import", str(tmp_path / "c" / "dcp"), "--job", str(saved.job), "--fresh-optimizer-state"]
     url = str(tmp_path / "c" / "store")

@@ -162,7 +162,7 @@ def find(
             " --fresh-optimizer-state, to begin with zeros"
         )
     names = {**weights, **state}
-    _check_others(there, names, before, description, where)
+    _check_others(there, names, before, description, where, fresh)
     return Found(names, before, tuple(missing))
 
 
@@ -216,9 +216,15 @@ def _by_end(there: set[str], description: Description) -> dict[Place, list[str]]
 
 
 def _check_others(
-    there: set[str], names: Mapping[Place, str], before: str | None, description: Description, where: str
+    there: set[str],
+    names: Mapping[Place, str],
+    before: str | None,
+    description: Description,
+    where: str,
+    fresh: bool,
 ) -> None:
-    """Refuses tables that nobody has described, and state of described ones that their optimizers do not keep."""
+    """Refuses tables that nobody has described, and state of described ones that their optimizers do not keep; but for
+    state where that may begin anew."""
     taken = set(names.values())
     exempt = (*description.elsewhere, *description.replicated)
     if before is None:
@@ -231,7 +237,7 @@ def _check_others(
             if name.startswith(before) and _TABLE.search(name) and not is_below(name.removeprefix(before), exempt)
         )
         state = sorted(name for name in there - taken if any(f".{key}." in f".{name}" for key in keys))
-        others = [*model, *(name for name in state if name not in model)]
+        others = [*model, *(name for name in state if name not in model and not fresh)]
     if others:
         raise CheckpointError(
             f"{where} has what the job knows nothing of: {_listed(others)}. It is of a model with other tables, or"

@@ -85,8 +85,11 @@ def check_tensor(what: str, rows: int, field: Field, shape: Sequence[int], dtype
     """Raises CheckpointError unless a tensor is what a field of a table of so many rows is."""
     wanted = [[rows], [rows, 1]] if field.per_row else [[rows, field.values]]
     if list(shape) not in wanted or dtype != field.dtype:
+        columns = field.per_row and len(shape) == 1 and shape[0] > rows and shape[0] % rows == 0
         raise CheckpointError(
             f"{what} is {dtype} of shape {tuple(shape)}, the job has {field.dtype} of shape {tuple(wanted[0])} there"
+            + ". Tables that are sharded by columns have one for each shard, and no other sharding can go on from that"
+            * columns
         )
 
 
