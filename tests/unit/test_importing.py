@@ -295,7 +295,8 @@ def refused_folder(saved: Saved, tmp_path: Path, folder: Path, *more: str) -> st
     return said.getvalue()
 
 
-WIDE = "collections.0.embedding_bags.wide.weight"
+TABLE_KEYS = [f"collections.0.embedding_bags.{name}.weight" for name in ("wide", "small", "shared", "last")]
+WIDE = TABLE_KEYS[0]
 
 
 def test_a_table_that_is_missing_or_strange(saved: Saved, tmp_path: Path) -> None:
@@ -398,6 +399,9 @@ def test_what_says_nothing_of_the_job(saved: Saved, tmp_path: Path, capsys: pyte
     (tmp_path / "job.json").write_bytes(saved.job.read_bytes().replace(b'"format":1', b'"format":2'))
     assert "has format 2" in refused_folder(saved, tmp_path, saved.folder, "--job", str(tmp_path / "job.json"))
     assert "No such file" in refused_folder(saved, tmp_path, saved.folder, "--job", str(tmp_path / "none.json"))
+    (tmp_path / "job.json").write_bytes(saved.job.read_bytes().replace(b'"beside":[]', b'"beside":["mc"]'))
+    reason = refused_folder(saved, tmp_path, saved.folder, "--job", str(tmp_path / "job.json"))
+    assert "mc remap ids, and which row is whose is not imported" in reason
     for words in (["--job", "x"], ["--tables-only"], ["--trainers", "2"], ["--model-key", "m"]):
         assert main(["checkpoints", url, *words]) == 2
         assert f"{words[0]} says what is imported: it goes with --import" in capsys.readouterr().err
@@ -441,6 +445,30 @@ def test_another_dense_model_is_refused_where_it_is_attached(saved: Saved, tmp_p
     model, _, _, _ = begun(url)
     with pytest.raises(ValueError, match=r"state of over\.bias, over\.weight, which no attached optimizer steps"):
         model.attach(optimizer=[])
+
+
+def test_a_whole_state_dict_in_a_file_of_safetensors(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under the model's own names, as `safetensors.torch.save_file` writes it; here by hand."""
+    content, data, header = saved.content(), b"", {}
+    named = {name: flat(value) for name, value in content["model"].items()}
+    for state in content["optimizer"]["state"].values():
+        named |= {f"state.{name}": flat(value) for name, value in state.items() if "momentum1" in name}
+    keys = {f"{name}.momentum1": key for key, name in zip(TABLE_KEYS, ("wide", "small", "shared", "last"), strict=True)}
+    for name, value in named.items():
+        last = name.removeprefix("state.")
+        full = f"state.{keys[last]}.{last}" if last in keys else name
+        raw = value.numpy().tobytes()
+        header[full] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    said = json.dumps(header).encode()
+    (tmp_path / "all.safetensors").write_bytes(len(said).to_bytes(8, "little") + said + data)
+    url = str(tmp_path / "store")
+    words = ["checkpoints", url, "--import", str(tmp_path / "all.safetensors"), "--job", str(saved.job)]
+    assert main(words) == 0
+    assert "not in it: tensor over.bias" in capsys.readouterr().out
+    assert same(url, saved.session.job, saved.records)
 
 
 def test_a_full_disk_leaves_nothing(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def import_(catalog: Catalog, source: Path, wanted: Wanted) -> Imported:
         tables: importing.Source = importing.TensorSource(file, found, described.job, source)
         dense = _Dense({}, {}, ["the dense model: the script has it"] if found.model is None else [])
         others = sorted(file.tensors.keys() - set(found.names.values()))
-        dense.absent += [f"tensor {name}" for name in others]
+        dense.absent += _said(others, ())
     else:
         require(source.is_dir(), f"--import takes a folder of DCP or a file that ends in {SUFFIX}, got {source}")
         folder = Folder(source)
