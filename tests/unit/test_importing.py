@@ -41,7 +41,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torch_ecrec import checkpoint
 from torch_ecrec.cli.main import main
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.nn import dcp_import
+from torch_ecrec.nn import dcp_import, imported
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.shares import shape_of
 from torch_ecrec.processes.restoring import StoredCheckpoint
@@ -52,6 +52,15 @@ from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.manifest import Manifest
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.filterwarnings("ignore")]
+
+
+class Counting(Net):
+    """With a buffer that is in state dicts, and one that is not."""
+
+    def __init__(self, *collections: EmbeddingBagCollection) -> None:
+        super().__init__(*collections)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("lately", torch.zeros(3), persistent=False)
 
 
 class Chunked(Tensor):
@@ -84,7 +93,7 @@ def net(device: torch.device = CPU) -> Net:
     made = EmbeddingBagCollection(tables=tables(), device=device)
     apply_optimizer_in_backward(RowWiseAdagrad, made.parameters(), {"lr": 0.1})
     torch.manual_seed(3)
-    return Net(made)
+    return Counting(made)
 
 
 def optimizers(model: Any) -> tuple[KeyedOptimizerWrapper, CombinedOptimizer]:
@@ -104,6 +113,7 @@ class Saved:
     def __init__(self, place: Path) -> None:
         self.folder, self.job = place / "dcp", place / "job.json"
         theirs: Any = plain_torchrec(net(), 1)
+        theirs.module.seen.fill_(5.0)
         _, optimizer = optimizers(theirs)
         train(theirs, [batch_of(6, step) for step in range(3)], optimizer)
         self.state = {"model": theirs.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
@@ -192,6 +202,21 @@ def test_training_goes_on_as_if_the_model_had_loaded_it(
     assert all(map(torch.equal, session.records, saved.after))
     for name, value in dense_parameters(model).items():
         assert torch.equal(value, saved.dense_after[name]), name
+    assert dict(model.named_buffers())["seen"].tolist() == [5, 5]
+
+
+def test_buffers_that_are_in_no_state_dict_may_come_or_not(saved: Saved) -> None:
+    """Ours have them, TorchRec's do not."""
+    module = net()
+    model: Any = DistributedModelParallel(module, session=FakeSession(job_of(module)))
+    tensors = {name: flat(value) for name, value in saved.state["model"].items() if "embedding_bags" not in name}
+    for more in ({}, {"lately": torch.ones(3)}):
+        parts = [(torch.from_numpy(p), h) for h, p in imported.packed(1, tensors | more, {}, {})]
+        imported.begin_with_(model, [], parts)
+        assert dict(model.named_buffers())["lately"].tolist() == [len(more)] * 3
+    parts = [(torch.from_numpy(p), h) for h, p in imported.packed(1, tensors | {"other": torch.ones(3)}, {}, {})]
+    with pytest.raises(ValueError, match="has other that the model has not"):
+        imported.begin_with_(model, [], parts)
 
 
 def test_tables_alone_leave_the_dense_model_to_the_script(saved: Saved, tmp_path: Path) -> None:

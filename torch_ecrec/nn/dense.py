@@ -350,7 +350,7 @@ def _fitting(
     """What is to be put where. Changes nothing; raises ValueError as `load_` does."""
     whole = values.decode(state.whole[part], device="cpu")
     copies = _copies("parameters", dict(dense_parameters(model)), state.parameters)
-    copies += _copies("buffers", dict(_buffers(model)), whole["buffers"])
+    copies += _copies("buffers", dict(buffers_of(model)), whole["buffers"])
     copies += _copies("tables of TorchRec", shards.tensors(), whole["shards"])
     paths = {path for path, _ in _replicated(model)}
     if state.replicated.keys() != paths:
@@ -471,7 +471,7 @@ def _sharded_names(model: nn.Module) -> set[str]:
     }
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Those that are not persistent, too; not those that are replicated, or that TorchRec makes of its plan."""
     kinds = (Replicated, ShardedModule)
     apart = {id(buffer) for module in model.modules() if isinstance(module, kinds) for buffer in module.buffers()}
@@ -534,7 +534,7 @@ def _collect(
     replicated = {path: module.replicated_state() for path, module in _replicated(model)}
     content = {"parameters": parameters, "replicated": replicated, "optimizers": entries, "tables": tables_of(model)}
     index = values.encode(content, "the dense state", out)
-    buffers = {name: buffer.detach() for name, buffer in _buffers(model)}
+    buffers = {name: buffer.detach() for name, buffer in buffers_of(model)}
     whole = {"buffers": buffers, "shards": shards.tensors(), "optimizers": wholes}
     return index, out, values.encode(whole, "the dense state")
 

@@ -12,7 +12,7 @@ With no tensor in it, the script has the dense model, too, and loads it before `
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torch_ecrec.nn import values
-from torch_ecrec.nn.dense import Replicated, dense_parameters, part_of, unpack
+from torch_ecrec.nn.dense import buffers_of, dense_parameters, part_of, unpack
 from torch_ecrec.nn.tensor_bytes import TensorsOut
 from torch_ecrec.records.positions import Bytes
 
@@ -89,46 +89,41 @@ def begin_with_(
     if not found.parameters and not state:
         log.info("the checkpoint that training begins with has tables only: the dense model is the script's")
         return
-    targets = dict(dense_parameters(model)) | dict(_kept_buffers(model))
-    _check("the dense model", targets, found.parameters)
+    targets = dict(dense_parameters(model)) | dict(buffers_of(model))
+    _check(targets, found.parameters, _passing(model))
     stepped = _state_of(model, optimizers, state)
     with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(found.parameters[name])
+        for name, value in found.parameters.items():
+            targets[name].copy_(value)
     for optimizer, parameter, of_one in stepped:
         optimizer.state[parameter] = {
             key: value.to(parameter.device) if value.dim() else value for key, value in of_one.items()
         }
 
 
-def _check(what: str, targets: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    lacks, more = sorted(targets.keys() - given.keys()), sorted(given.keys() - targets.keys())
+def _check(targets: Mapping[str, Tensor], given: Mapping[str, Tensor], passing: Collection[str]) -> None:
+    lacks, more = sorted(targets.keys() - given.keys() - set(passing)), sorted(given.keys() - targets.keys())
     if lacks or more:
         raise ValueError(
-            f"{what} of the checkpoint is another one: it lacks {', '.join(lacks) or 'nothing'}, and has"
+            f"the dense model of the checkpoint is another one: it lacks {', '.join(lacks) or 'nothing'}, and has"
             f" {', '.join(more) or 'nothing'} that the model has not. Import the tables alone (--tables-only), and load"
             " the dense model in the script, before `attach`"
         )
-    for name, target in targets.items():
+    for name, value in given.items():
+        target = targets[name]
         if is_lazy(target):
             raise ValueError(f"{name} has no shape yet; run the model once before `attach`")
-        here, there = (tuple(target.shape), target.dtype), (tuple(given[name].shape), given[name].dtype)
+        here, there = (tuple(target.shape), target.dtype), (tuple(value.shape), value.dtype)
         if here != there:
             raise ValueError(
                 f"{name} is {here[1]} of shape {here[0]} here, the checkpoint has {there[1]} of {there[0]}"
             )
 
 
-def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that are in state dicts, but for what modules keep beside their tables."""
-    apart = {id(buffer) for one in model.modules() if isinstance(one, Replicated) for buffer in one.buffers()}
-    kept = {
-        id(buffer)
-        for one in model.modules()
-        for name, buffer in one._buffers.items()
-        if buffer is not None and name not in one._non_persistent_buffers_set
-    }
-    return ((name, one) for name, one in model.named_buffers() if id(one) in kept - apart)
+def _passing(model: nn.Module) -> set[str]:
+    """Buffers that are in no state dict, and so in nothing that TorchRec has saved; what we export has them."""
+    passing = {id(one._buffers[name]) for one in model.modules() for name in one._non_persistent_buffers_set}
+    return {name for name, buffer in buffers_of(model) if id(buffer) in passing}
 
 
 def _state_of(
