@@ -33,6 +33,7 @@ from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingPla
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
 from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
@@ -236,6 +237,8 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
                 f"{name} is a subclass of {served.__name__}, and the servers would not do what it does otherwise;"
                 f" use {served.__name__} itself"
             )
+    if isinstance(module, (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection)):
+        return f"{name} prunes rows by what its own trainer has looked up, so that trainers would ask for others"
     if type(module) in tables_of:
         full = f"{type(module).__module__}.{name}"  # quantised ones have the names of others
         return f"{full} is not served; {', '.join(cls.__name__ for cls in COLLECTIONS)} are"

@@ -48,6 +48,7 @@ from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_in
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.digest import digest_of
 from torch_ecrec.nn.local_shards import LocalShards, data_parallel, shards_of
+from torch_ecrec.nn.lost_changes import check_lost_changes
 from torch_ecrec.nn.no_tables import NO_TABLES, NoTables
 from torch_ecrec.nn.processed import watch_batches
 from torch_ecrec.nn.reader import Reader, Stateful
@@ -92,7 +93,8 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
 
     Raises:
         ValueError: a collection that cannot be served (see `table_specs`); a module that nobody would protect, a
-            sharder with a wish that the servers do not serve (`coverage.py`); a `session` of another job.
+            sharder with a wish that the servers do not serve (`coverage.py`); something done to a table that would be
+            lost (`lost_changes.py`); a `session` of another job.
     """
 
     _attached: Attachment | None = None
@@ -125,6 +127,7 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         others = [s for s in get_default_sharders() if sharders is None] + list(sharders or ())
         check_sharders(others)
         covered = coverage_of(module, plan, others)
+        check_lost_changes(module, covered.served, covered.remapping)
         covered.check(unprotected)
         names = job_names(covered.served)
         tables = all_table_specs(module, covered.served, names, others, plan)

@@ -5,12 +5,13 @@
         parameter.data.normal_()         # a table: RuntimeError, it lives on the servers
 
 So counting, listing and filtering of parameters does what it does with TorchRec, and a write that would go nowhere is
-an error.
+an error. A table whose placeholder has `requires_grad` False when its rows are looked up is frozen: it gets no
+gradients of that lookup, and is not stepped. It begins as the weights of the unsharded table are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,14 +47,17 @@ class TableParameter(nn.Parameter):
         table: its name.
         rows, dim: of the table.
         dtype: of its weights.
+        trains: whether it begins with `requires_grad`.
     """
 
     table: str
     _in_backward_optimizers: list[Optimizer]  # what TorchRec's filter of dense parameters looks for
 
-    def __new__(cls, table: str, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> TableParameter:
+    def __new__(
+        cls, table: str, rows: int, dim: int, dtype: torch.dtype = torch.float32, trains: bool = True
+    ) -> TableParameter:
         weight = torch.empty(rows, dim, dtype=dtype, device="meta")
-        made: TableParameter = super().__new__(cls, weight)  # type: ignore[assignment]
+        made: TableParameter = super().__new__(cls, weight, trains)  # type: ignore[assignment]
         made.table = table
         made._in_backward_optimizers = [EmptyFusedOptimizer()]
         return made
@@ -69,7 +73,7 @@ class TableParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
         rows, dim = self.shape
-        return TableParameter(self.table, rows, dim, self.dtype)
+        return TableParameter(self.table, rows, dim, self.dtype, self.requires_grad)
 
     def _refusal(self, what: str) -> RuntimeError:
         return RuntimeError(
@@ -93,3 +97,9 @@ class TableParameter(nn.Parameter):
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         given = tree_leaves((args, dict(kwargs or {})))
         raise next(arg for arg in given if isinstance(arg, TableParameter))._refusal(name)
+
+
+def are_trained(parameters: Iterable[TableParameter]) -> list[bool]:
+    """Of each whether it has `requires_grad`: asked for in every step."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [parameter.requires_grad for parameter in parameters]
