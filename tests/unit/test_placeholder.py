@@ -79,6 +79,7 @@ WITH_ROWS: dict[str, Callable[[TableParameter], Any]] = {
     "stack": lambda p: torch.stack([p]),
     "embedding": lambda p: nn.functional.embedding(torch.tensor([1]), p),
     "save": lambda p: torch.save(p, io.BytesIO()),
+    "grad": lambda p: setattr(p, "grad", torch.zeros(5, 3, device="meta")),
 }
 
 
@@ -86,6 +87,22 @@ WITH_ROWS: dict[str, Callable[[TableParameter], Any]] = {
 def test_what_needs_rows_is_refused_by_name(what: str) -> None:
     with pytest.raises(RuntimeError, match=rf"`{what.split()[0]}` of table t: its rows live on the servers"):
         WITH_ROWS[what](parameter())
+
+
+def test_a_table_is_not_replaced() -> None:
+    model, _ = shard(Net(collection()))
+    sharded = model.module.collections[0]
+    with pytest.raises(RuntimeError, match="`weight` of table wide: its rows live on the servers"):
+        sharded.embedding_bags["wide"].weight = nn.Parameter(torch.zeros(50, 8))
+    with pytest.raises(RuntimeError, match="table wide cannot be replaced: its rows live on the servers"):
+        sharded.embedding_bags["wide"] = nn.EmbeddingBag(50, 8)
+    assert list(sharded.embedding_bags) == ["wide", "small", "shared", "last"]
+
+
+def test_resharding_is_refused() -> None:
+    model, _ = shard(Net(collection()))
+    with pytest.raises(ValueError, match="`reshard` moves tables between trainers"):
+        model.reshard({}, "collections.0")
 
 
 def test_initialising_all_parameters_is_refused() -> None:

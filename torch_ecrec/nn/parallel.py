@@ -297,6 +297,12 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         """Refused: it would track nothing."""
         raise ValueError(NO_TRACKER)
 
+    def reshard(self, changed_shard_to_params: Any, sharded_module_fqn: str | None = None) -> Never:
+        """Refused: no trainer has rows that could move to another one."""
+        raise ValueError(
+            "`reshard` moves tables between trainers, and they are on the servers; `torch-ecrec drain` moves those"
+        )
+
     @property
     def session(self) -> EmbeddingBackend:
         """The backend."""

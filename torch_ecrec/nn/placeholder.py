@@ -12,7 +12,7 @@ gradients of that lookup, and is not stepped. It begins as the weights of the un
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ _METHODS = (
     *("is_floating_point", "is_complex", "is_contiguous", "is_pinned", "__len__", "__hash__"),
 )
 _SET = ("grad", "requires_grad")
+_GRADIENT: Any = Tensor.grad
 _ALLOWED: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
     *(getattr(Tensor, name).__set__ for name in _SET),
@@ -89,6 +90,8 @@ class TableParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func == _GRADIENT.__set__ and args[1] is not None:  # None is what `zero_grad` sets
+            raise args[0]._refusal("grad")
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -97,6 +100,39 @@ class TableParameter(nn.Parameter):
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         given = tree_leaves((args, dict(kwargs or {})))
         raise next(arg for arg in given if isinstance(arg, TableParameter))._refusal(name)
+
+
+class _StandIn(nn.Module):
+    """For the module of a table: has the placeholder as its `weight`, and no other."""
+
+    def __init__(self, weight: TableParameter) -> None:
+        super().__init__()
+        self.register_parameter("weight", weight)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        standing = self._parameters.get(name) if name == "weight" else None
+        if isinstance(standing, TableParameter):
+            raise standing._refusal(name)
+        super().__setattr__(name, value)
+
+
+class StandIns(nn.ModuleDict):
+    """For the modules of a collection's tables, by name.
+
+    Args:
+        weights: by name of a table.
+    """
+
+    def __init__(self, weights: Mapping[str, TableParameter]) -> None:
+        super().__init__()
+        for name, weight in weights.items():
+            super().add_module(name, _StandIn(weight))
+
+    def add_module(self, name: str, module: nn.Module | None) -> Never:
+        """Refused, as is `[name] = module`."""
+        raise RuntimeError(
+            f"table {name} cannot be replaced: its rows live on the servers. Set them with `model.load_state_dict(...)`"
+        )
 
 
 def are_trained(parameters: Iterable[TableParameter]) -> list[bool]:

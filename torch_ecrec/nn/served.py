@@ -43,7 +43,7 @@ from torchrec.streamable import Multistreamable
 from torch_ecrec.nn.dense import WithTables
 from torch_ecrec.nn.lookup import PooledLookup
 from torch_ecrec.nn.pipelines import check_in_sync
-from torch_ecrec.nn.placeholder import TableParameter, are_trained
+from torch_ecrec.nn.placeholder import StandIns, TableParameter, are_trained
 from torch_ecrec.nn.repeats import Repeats, check_lengths
 from torch_ecrec.nn.server_optimizer import ServerOptimizer
 from torch_ecrec.nn.slices import Bags, Slice, Table
@@ -280,11 +280,7 @@ class ServedModule(
 
     def modules_of_tables(self) -> nn.ModuleDict:
         """What stands for the unsharded module's tables: by name, each with a `weight` (`placeholder.py`)."""
-        found = nn.ModuleDict()
-        for name in self._tables:
-            found[name] = nn.Module()
-            found[name].register_parameter("weight", self._parameters_of_tables[self._state.key_of(name)])
-        return found
+        return StandIns({name: self._parameters_of_tables[self._state.key_of(name)] for name in self._tables})
 
     def reset_parameters(self) -> None:
         """Gives every row new first weights, as the configs say; optimizer state stays. Every trainer calls it.
