@@ -21,7 +21,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Never
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ from torch_ecrec.nn.processed import watch_batches
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
+from torch_ecrec.nn.refused_methods import NO_TRACKER, RefusedMethods
 from torch_ecrec.nn.sharder import all_table_specs, job_names, output_dtypes, sharders_for
 from torch_ecrec.nn.state_dict_forms import StateDictForms
 from torch_ecrec.nn.step import SparseStep
@@ -64,13 +65,8 @@ from torch_ecrec.spec.settings import Settings
 
 log = logging.getLogger(__name__)
 
-NO_TRACKER = (
-    "trackers of TorchRec (`model_tracker_configs`, `init_torchrec_delta_tracker`) look for tables in the trainers, and"
-    " would find none; leave them out"
-)
 
-
-class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedModelParallel):
+class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distributed.DistributedModelParallel):
     """Drop-in for `torchrec.distributed.DistributedModelParallel`.
 
     Args:
@@ -292,16 +288,6 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         if self._attached is not None:
             self._attached.on_loaded()
         return keys
-
-    def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
-        """Refused: it would track nothing."""
-        raise ValueError(NO_TRACKER)
-
-    def reshard(self, changed_shard_to_params: Any, sharded_module_fqn: str | None = None) -> Never:
-        """Refused: no trainer has rows that could move to another one."""
-        raise ValueError(
-            "`reshard` moves tables between trainers, and they are on the servers; `torch-ecrec drain` moves those"
-        )
 
     @property
     def session(self) -> EmbeddingBackend:
