@@ -55,6 +55,7 @@ from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.refused_methods import NO_TRACKER, RefusedMethods
+from torch_ecrec.nn.served import show_tables
 from torch_ecrec.nn.sharder import all_table_specs, job_names, output_dtypes, sharders_for
 from torch_ecrec.nn.state_dict_forms import StateDictForms
 from torch_ecrec.nn.step import SparseStep
@@ -148,12 +149,12 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,
         )
-        self._step, self._covered, self._unprotected = step, covered, unprotected
+        show_tables(self)
+        self._step, self._covered, self._unprotected, self._compiled = step, covered, unprotected, Compiled()
         self._recorder, self._owns_session = recorder, connected is not None  # None but in a rehearsal
         shards = _left_to_torchrec(self.module, step, covered, unprotected)
         self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every, shards)
         self._step.on_training_lookup, self._step.may_load = self._keep_dense, self._may_load
-        self._compiled = Compiled()
         self._abandoned = weakref.finalize(self, _leave, connected)
         self._abandoned.atexit = False
 

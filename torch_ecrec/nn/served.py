@@ -273,6 +273,10 @@ class ServedModule(
         for name, parameter in self._parameters_of_tables.items():
             yield f"{prefix}.{name}" if prefix else name, parameter
 
+    def _apply(self, fn: Any, recurse: bool = True) -> ServedModule[Any]:
+        """Nothing is moved or made another dtype (`model.to(...)`, `model.half()`): there are placeholders only."""
+        return self
+
     def _frozen(self) -> list[Table]:
         """Tables that get no gradients."""
         trained = are_trained(self._parameters_of_tables.values())
@@ -326,6 +330,16 @@ class ServedModule(
             for table in self._tables.values()
         ]
         return "\n".join(lines)
+
+
+def show_tables(model: nn.Module) -> None:
+    """From now on modules of torch list the tables of those in them, too: they look into `_parameters`.
+
+    Not before a model is built, since TorchRec's makes anew what it finds there on the meta device.
+    """
+    for module in model.modules():
+        if isinstance(module, ServedModule):
+            module._parameters.update(module._parameters_of_tables)
 
 
 def _uniform(config: BaseEmbeddingConfig, dtype: torch.dtype, rows: int) -> Tensor:
