@@ -350,6 +350,8 @@ class Coordinator:
         state.checkpointing.on_tick(now_s, state.whole)
         succession.go_on(state, now_s)
         state.form(now_s)
+        if not self.regathering and state.job.fatal is None:
+            state.table.moves.rebalance()  # spares that could not reach all may do so by now
 
     def stop(self, reason: str, kind: str) -> None:
         """Ends the job for everybody: kinds are data_loss and stopped."""

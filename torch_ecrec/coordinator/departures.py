@@ -71,8 +71,9 @@ def act_on_complaints(state: ClusterState, now_s: float) -> None:
         why = f"{witness} cannot reach it, and it was not heard of for {now_s - known[name].heard_s:.1f} s"
         fence(state, name, now_s, why)
     suspicion.forget_gone(known, now_s)
-    needed = set(table.needed())
-    cuts = [pair for pair in suspicion.cuts(known, now_s) if needed.issuperset(pair)]
+    needed, all_cuts = set(table.needed()), suspicion.cuts(known, now_s)
+    _end_move(state, all_cuts)
+    cuts = [pair for pair in all_cuts if needed.issuperset(pair)]
     among_servers = [pair for pair in cuts if any(map(table.hosted_by, pair))]
     cover = smallest_cover(among_servers, lambda name: len(table.hosted_by(name)), table.may_lose)
     if cover and suspicion.may_fence(now_s):
@@ -81,9 +82,21 @@ def act_on_complaints(state: ClusterState, now_s: float) -> None:
         for name in sorted(cover):
             others = sorted({other for pair in among_servers if name in pair for other in pair} - {name})
             fence(state, name, now_s, f"it and {', '.join(others)} cannot reach each other")
+    elif among_servers and not cover:
+        if leaving := table.leaving({name for pair in among_servers for name in pair}):
+            slots = ", ".join(map(str, leaving))
+            state.announce(events.Cut(among_servers, [], f"slots that lack records get another host: {slots}"))
+            table.leave(leaving)
     why = "" if cover or not among_servers else "more slots would be lost than can be repaired or find a host"
     left = [pair for pair in cuts if pair not in among_servers or not cover]
     _say_unresolved(state, left, why or "trainers cannot reach each other")
+
+
+def _end_move(state: ClusterState, cuts: list[Pair]) -> None:
+    """A slot that moves where somebody cannot be reached stays: it may have stopped, and nobody needs its new host."""
+    move = state.table.moves.current
+    if move is not None and any(move.server in pair for pair in cuts):
+        state.table.moves.stay()
 
 
 def _say_unresolved(state: ClusterState, pairs: list[Pair], why: str) -> None:
