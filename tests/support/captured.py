@@ -75,8 +75,14 @@ class Checkpointed(SimulatedCluster):
 
 def check(cluster: Checkpointed) -> SimulationResult:
     """Runs it to its end: the run is the undisturbed one, and each checkpoint that counts is of its step."""
-    scenario = cluster.scenario
     run = cluster.go()
+    check_result(cluster, run)
+    return run
+
+
+def check_result(cluster: Checkpointed, run: SimulationResult) -> None:
+    """Raises AssertionError; see `check`."""
+    scenario = cluster.scenario
     run.check_against(undisturbed(scenario))
     last = 0
     for finished in cluster.shelf.counts:
@@ -89,4 +95,3 @@ def check(cluster: Checkpointed) -> SimulationResult:
         dense = cluster.shelf.parts[finished.folder, finished.dense_of].dense
         assert set(dense) == set(range(scenario.trainers))
         assert all(header[0] == finished.done for header, _ in dense.values())
-    return run
