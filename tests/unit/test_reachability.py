@@ -49,7 +49,7 @@ def test_who_answers_is_never_unreachable_however_late() -> None:
 
 def test_who_says_nothing_is_unreachable_until_it_does() -> None:
     found = silence([0.2, 5.0], 6.0)
-    assert found[0] == pytest.approx(0.5 + reachability.SILENT_S + LOOK_S) and found[-1] < 5.0
+    assert found[0] == pytest.approx(0.3 + reachability.SILENT_S + LOOK_S) and found[-1] < 5.0
     assert len(found) == round((found[-1] - found[0]) / LOOK_S) + 1, "without a break"
 
 

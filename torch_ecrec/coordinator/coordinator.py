@@ -283,6 +283,8 @@ class Coordinator:
         self.on_heard(name, now_s, word.report if isinstance(word, (messages.Beat, messages.Leave)) else None)
         if isinstance(word, messages.Beat):
             self._state.suspicion.on_beat(name, word.unreachable, self.members, now_s)
+            if word.unreachable:
+                departures.act_on_complaints(self._state, now_s)
         elif isinstance(word, messages.OfMove):
             self._state.table.moves.on_word(name, word)
         elif isinstance(word, OfSlot):

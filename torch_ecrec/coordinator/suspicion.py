@@ -3,8 +3,8 @@
 A *complaint* is a pair (who, whom) that `who` repeats with every heartbeat: it tries, and nothing comes back
 (`transport/reachability.py`). It is *fresh* while `who` itself is heard.
 
-- `silent`: a fresh complaint, and the coordinator does not hear of the accused either: its host is gone or cut off.
-  Two witnesses, so nobody waits for the end of its lease.
+- `silent`: a fresh complaint, and the coordinator does not hear of the accused either, for longer than it ever did of late
+  (`transport/accrual.py`): its host is gone or cut off. Two witnesses, so nobody waits for the end of its lease.
 - `cuts`: a fresh complaint that is `CUT_S` old, while both are heard all that time: the network between the two is cut.
   If both are needed for training, one must go. `smallest_cover` says who.
 
@@ -22,9 +22,11 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import combinations
 
 from torch_ecrec.coordinator.members import MemberRecord
+from torch_ecrec.transport.accrual import Accrual
 
 HEARD_S = 1.0  # heard of within that: it is there
-SILENT_S = 1.5  # with a complaint, it is taken for lost; heartbeats come every 0.25 s
+SILENT_S = 1.5  # with a complaint, it is taken for lost, until it is known what is usual; heartbeats come every 0.25 s
+SILENT_LEAST_S, SILENT_MOST_S = 0.75, 5.0
 CUT_S = 1.5
 REMEMBERED_S = 30.0
 PAUSE_LEAST_S, PAUSE_MOST_S = 3.0, 60.0  # between two that are fenced for cuts: twice as long each time
@@ -65,12 +67,18 @@ class Suspicion:
     def __init__(self) -> None:
         self.unresolved: tuple[list[Pair], str] = ([], "")
         self._since: dict[Pair, float] = {}
+        self._beats: dict[str, tuple[float, Accrual]] = {}  # when the last one came, and how they come
         self._troubles: dict[frozenset[str], float] = {}  # two hosts -> until when it is remembered
         self._next_s = 0.0  # nobody is fenced before
         self._pause_s = PAUSE_LEAST_S
 
     def on_beat(self, who: str, unreachable: Iterable[str], known: dict[str, MemberRecord], now_s: float) -> None:
-        """A member says, or does not any more, whom it cannot reach."""
+        """A member says that it is there, and whom it cannot reach (not any more, if it does not say so)."""
+        last_s, usual = self._beats.get(who, (now_s, None))
+        usual = usual or _usual()
+        if last_s < now_s:
+            usual.ended(now_s - last_s)
+        self._beats[who] = now_s, usual
         accused = {whom for whom in unreachable if whom != who and whom in known and known[whom].present}
         for pair in [pair for pair in self._since if pair[0] == who and pair[1] not in accused]:
             del self._since[pair]
@@ -83,6 +91,7 @@ class Suspicion:
         gone = [pair for pair in self._since if not all(name in known and known[name].present for name in pair)]
         for pair in gone:
             del self._since[pair]
+        self._beats = {who: beats for who, beats in self._beats.items() if who in known and known[who].present}
         self._troubles = {hosts: until_s for hosts, until_s in self._troubles.items() if until_s > now_s}
 
     def complaints(self, now_s: float) -> list[tuple[str, str, float]]:
@@ -94,8 +103,12 @@ class Suspicion:
         return {
             whom: who
             for who, whom in self._since
-            if now_s - known[who].heard_s <= HEARD_S and now_s - known[whom].heard_s >= SILENT_S
+            if now_s - known[who].heard_s <= HEARD_S and now_s - known[whom].heard_s >= self.limit_s(whom)
         }
+
+    def limit_s(self, who: str) -> float:
+        """How long a member may be silent, as it was heard of until now."""
+        return self._beats[who][1].limit_s if who in self._beats else SILENT_S
 
     def cuts(self, known: dict[str, MemberRecord], now_s: float) -> list[Pair]:
         """Pairs that are heard, both, and cannot reach each other."""
@@ -119,6 +132,10 @@ class Suspicion:
     def fenced(self, now_s: float) -> None:
         """Somebody is."""
         self._next_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, PAUSE_MOST_S)
+
+
+def _usual() -> Accrual:
+    return Accrual(SILENT_S, SILENT_LEAST_S, SILENT_MOST_S)
 
 
 def _hosts(one: MemberRecord, other: MemberRecord) -> frozenset[str]:
