@@ -10,25 +10,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from captured import PLAIN, POLICIES, Checkpointed, check, undisturbed, with_checkpoints
+from captured import PLAIN, POLICIES, Checkpointed, check, with_checkpoints
 from thinned import thinned
 
-from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import choose
 from torch_ecrec.protocol.messages import Release, Shown
 from torch_ecrec.server import checkpoints as checkpoints_module
 from torch_ecrec.server.capture import Capture
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.testing import Fault, Scenario, SimulatedCluster, SimulationResult, simulate
+from torch_ecrec.testing import Fault, SimulationResult
 from torch_ecrec.testing.scenario import Load
 from torch_ecrec.transport.local import CRASH_COORDINATOR
+
 
 def events(run: SimulationResult, kind: str) -> list[dict[str, Any]]:
     return [event for event in run.events if event["event"] == kind]

@@ -2,8 +2,8 @@
 
 The real protocol runs in the simulated cluster; `tests/support/cut_runs.py` has the situations (steps, a rebuild, a
 move, a load, a checkpoint, ...) and what a point of them is. The links: any two servers, a server and a trainer, the
-coordinator and any of them; each way, and both. Every run ends, with the bits of the undisturbed one; nobody is fenced,
-and nobody lost who lives, for a cut that heals before it is noticed; one server at most is fenced for one that does not.
+coordinator and any of them; each way, and both. Every run ends, with the bits of the undisturbed one. Nobody is fenced,
+and nobody lost who lives, for a cut that heals before it is noticed; for one that does not, one server at most is.
 
 In every run of the tests some points, spread evenly; with `-m slow`, in parts, all of those without a crash, and of
 the (hundreds of times as many) pairs of a cut and a crash one in so many.
@@ -68,7 +68,7 @@ def test_all_cuts(situation: str, part: int, crashes: bool) -> None:
 
 
 def test_a_slot_that_cannot_be_repaired_where_it_is_leaves() -> None:
-    """A survivor rebuilds a slot, and is cut off from a server that it needs: neither may be fenced, and a spare comes."""
+    """A survivor rebuilds a slot, and is cut off from a server that it needs: neither may be fenced. A spare comes."""
     point = Point("a move", 36, Cut("server-1", "server-2"))
     assert run_at(point) == "fenced", "and then one is, once that slot is whole elsewhere"
 

@@ -1,4 +1,4 @@
-"""Runs of the simulated cluster in which a link fails, alone or together with a crash, in the middle of whatever goes on.
+"""Runs of the simulated cluster in which a link fails, alone or with a crash, in the middle of whatever goes on.
 
 A `Point` says what happens: the situation (a rebuild, a move, ...), the link and when it is cut, whether it heals, and
 who dies besides. `run_at` runs it, and compares with the undisturbed run, bit by bit.

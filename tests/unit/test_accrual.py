@@ -1,4 +1,4 @@
-"""How long a silence is normal: learned of arrivals that are steady, come in bursts, pause, or of a machine under load."""
+"""How long a silence is normal: learned of arrivals that are steady, in bursts, with pauses, of a loaded machine."""
 
 from __future__ import annotations
 

@@ -282,9 +282,7 @@ class Coordinator:
             return objection
         self.on_heard(name, now_s, word.report if isinstance(word, (messages.Beat, messages.Leave)) else None)
         if isinstance(word, messages.Beat):
-            self._state.suspicion.on_beat(name, word.unreachable, self.members, now_s)
-            if word.unreachable:
-                departures.act_on_complaints(self._state, now_s)
+            departures.on_beat(self._state, name, word, now_s)
         elif isinstance(word, messages.OfMove):
             self._state.table.moves.on_word(name, word)
         elif isinstance(word, OfSlot):
@@ -352,8 +350,6 @@ class Coordinator:
         state.checkpointing.on_tick(now_s, state.whole)
         succession.go_on(state, now_s)
         state.form(now_s)
-        if not self.regathering and state.job.fatal is None:
-            state.table.moves.rebalance()  # spares that could not reach all may do so by now
 
     def stop(self, reason: str, kind: str) -> None:
         """Ends the job for everybody: kinds are data_loss and stopped."""

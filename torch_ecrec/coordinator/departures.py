@@ -61,6 +61,13 @@ def lose_absent(state: ClusterState) -> None:
         state.table.lose(slots)
 
 
+def on_beat(state: ClusterState, name: str, word: messages.Beat, now_s: float) -> None:
+    """A member is there; of a complaint the consequences follow at once."""
+    state.suspicion.on_beat(name, word.unreachable, state.members.by_name, now_s)
+    if word.unreachable:
+        act_on_complaints(state, now_s)
+
+
 def act_on_complaints(state: ClusterState, now_s: float) -> None:
     """Members that cannot be reached are lost early; of two that cannot reach each other one is fenced."""
     suspicion, known, table = state.suspicion, state.members.by_name, state.table
@@ -74,8 +81,7 @@ def act_on_complaints(state: ClusterState, now_s: float) -> None:
     needed, all_cuts = set(table.needed()), suspicion.cuts(known, now_s)
     _end_move(state, all_cuts)
     cuts = [pair for pair in all_cuts if needed.issuperset(pair)]
-    among_servers = [pair for pair in cuts if any(map(table.hosted_by, pair))]
-    cover = smallest_cover(among_servers, lambda name: len(table.hosted_by(name)), table.may_lose)
+    among_servers, cover = _cover(state, cuts, now_s)
     if cover and suspicion.may_fence(now_s):
         suspicion.fenced(now_s)
         state.announce(events.Cut(among_servers, sorted(cover), ""))
@@ -90,6 +96,24 @@ def act_on_complaints(state: ClusterState, now_s: float) -> None:
     why = "" if cover or not among_servers else "more slots would be lost than can be repaired or find a host"
     left = [pair for pair in cuts if pair not in among_servers or not cover]
     _say_unresolved(state, left, why or "trainers cannot reach each other")
+    table.moves.rebalance()  # spares that could not reach all may do so by now
+
+
+def _cover(state: ClusterState, cuts: list[Pair], now_s: float) -> tuple[list[Pair], set[str]]:
+    """The pairs that something can be done about, and which servers go.
+
+    What is complained of but not for long yet counts, too, once something is decided: of one that nobody can reach some
+    complain before others.
+    """
+    table, known = state.table, state.members.by_name
+    needed = set(table.needed())
+    recent = [pair for pair in state.suspicion.cuts(known, now_s, 0.0) if needed.issuperset(pair)] if cuts else []
+    for pairs in (recent, cuts):
+        among_servers = [pair for pair in pairs if any(map(table.hosted_by, pair))]
+        cover = smallest_cover(among_servers, lambda name: len(table.hosted_by(name)), table.may_lose)
+        if cover:
+            break
+    return among_servers, cover
 
 
 def _end_move(state: ClusterState, cuts: list[Pair]) -> None:

@@ -3,7 +3,7 @@
 A *complaint* is a pair (who, whom) that `who` repeats with every heartbeat: it tries, and nothing comes back
 (`transport/reachability.py`). It is *fresh* while `who` itself is heard.
 
-- `silent`: a fresh complaint, and the coordinator does not hear of the accused either, for longer than it ever did of late
+- `silent`: a fresh complaint, and the coordinator does not hear of the accused either, for longer than is usual
   (`transport/accrual.py`): its host is gone or cut off. Two witnesses, so nobody waits for the end of its lease.
 - `cuts`: a fresh complaint that is `CUT_S` old, while both are heard all that time: the network between the two is cut.
   If both are needed for training, one must go. `smallest_cover` says who.
@@ -110,12 +110,12 @@ class Suspicion:
         """How long a member may be silent, as it was heard of until now."""
         return self._beats[who][1].limit_s if who in self._beats else SILENT_S
 
-    def cuts(self, known: dict[str, MemberRecord], now_s: float) -> list[Pair]:
-        """Pairs that are heard, both, and cannot reach each other."""
+    def cuts(self, known: dict[str, MemberRecord], now_s: float, for_s: float = CUT_S) -> list[Pair]:
+        """Pairs that are heard, both, and cannot reach each other, as has been said for so long."""
         return sorted(
             pair
             for pair, since_s in self._since.items()
-            if now_s - since_s >= CUT_S and all(now_s - known[name].heard_s <= HEARD_S for name in pair)
+            if now_s - since_s >= for_s and all(now_s - known[name].heard_s <= HEARD_S for name in pair)
         )
 
     def troubles(self, server: str, needed: Collection[str], known: dict[str, MemberRecord]) -> int:

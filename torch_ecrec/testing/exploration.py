@@ -10,11 +10,12 @@ giving a new one the events that led there; two states of a process are one if t
 
 Enabled in a state: the arrival of any request, answer or word of the coordinator that is under way (words on one
 connection in order); the crash of a server that hosts a slot, of all trainers or of the coordinator, as long as the
-budget allows; their start; the network between two hosts of slots fails, one way or both, and they complain of it (a
-call on such a link ends without an answer); a server is to be without slots; the end of the lease of a server that lives and goes on, until it hears of it; the end of
-the time in which members may come back to a new coordinator, when a host has not yet. A process that dies takes along
-everything it has sent, or nothing. Members rejoin in the order of their names, or, as long as a lease may end, one of
-them later than others. Time (pauses, limits) passes when nothing is under way.
+budget allows; their start; the end of the lease of a server that lives and goes on, until it hears of it; the end of
+the time in which members may come back to a new coordinator, when a host has not yet; the network between two hosts of
+slots fails, one way or both, for good, and they complain of it (a call on such a link ends without an answer); a server
+is to be without slots, and one of them moves. A process that dies, or a link that fails, takes along everything that was
+sent, or nothing. Members rejoin in the order of their names, or, as long as a lease may end, one of them later than
+others. Time (pauses, limits) passes when nothing is under way.
 
 All orders of all messages are too many: 10^5 states for one step, without any crash. So an exploration names the
 messages that are *free*, which arrive at any time; the others arrive at once, in a fixed order. A crash may come
@@ -292,9 +293,11 @@ def arguments() -> argparse.Namespace:
 
 
 HEADER = """\
-| steps | servers / trainers / coordinators / leases / cuts / moves | free | states | transitions | ends | depth | worked out | s |
+| steps | servers / trainers / coordinators / leases / cuts / moves | free |\
+ states | transitions | ends | depth | worked out | s |
 |---|---|---|---|---|---|---|---|---|"""
 NONE: frozenset[str] = frozenset()
+OF_A_MOVE = frozenset({"move", "FetchChanged", "Copy", "level", "HandOver", "Handed", "arrived", "placement to server"})
 EXPLORATIONS = (
     Exploration(1, Budget(), frozenset({"Push", "Fold", "Snapshot"})),
     Exploration(1, Budget(servers=1), frozenset({"Push of trainer 1", "Fold of slot 0", "placement to server"})),
@@ -311,6 +314,12 @@ EXPLORATIONS = (
     Exploration(1, Budget(servers=1, coordinators=1), NONE),
     Exploration(1, Budget(trainers=1, coordinators=1), NONE),
     Exploration(1, Budget(servers=1, trainers=1, coordinators=1), NONE),
+    Exploration(1, Budget(cuts=1), NONE),
+    Exploration(1, Budget(cuts=1), frozenset({"Fold of slot 0", "fatal"})),
+    Exploration(1, Budget(moves=1), OF_A_MOVE),
+    Exploration(2, Budget(moves=1), OF_A_MOVE),
+    Exploration(1, Budget(servers=1, moves=1), NONE),
+    Exploration(1, Budget(cuts=1, moves=1), NONE),
     Exploration(0, Budget(), frozenset({"Load", "Fold"}), loads=2),
     Exploration(0, Budget(servers=1), frozenset({"Fold of slot 0"}), loads=2),
     Exploration(0, Budget(coordinators=1), frozenset({"loaded"}), loads=1),

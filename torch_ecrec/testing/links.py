@@ -1,9 +1,9 @@
 """Links of the simulated cluster that fail: between two processes, or one and the coordinator.
 
     links = Links(SimulatedCluster(Scenario(...)))
-    links.cut_at(17, Cut("server-0", "server-1"))               # from request 17 on nothing passes between them, either way
-    links.cut_at(17, Cut("server-0", "server-1", one_way=True)) # only what server-0 sends is lost
-    links.cut_at(17, Cut("server-0", COORDINATOR, heals_s=2.5)) # and passes again 2.5 s later
+    links.cut_at(17, Cut("server-0", "server-1"))  # from request 17 on nothing passes between them, either way
+    links.cut_at(17, Cut("server-0", "server-1", one_way=True))  # only what server-0 sends is lost
+    links.cut_at(17, Cut("server-0", COORDINATOR, heals_s=2.5))  # and passes again 2.5 s later
     links.go().check_against(undisturbed)
 
 A process stands for a host: a server that is fenced and comes back as another is on the host of the one before, where

@@ -1,11 +1,11 @@
 """How long a silence may be before it is none any more: learned from the silences that ended. Pure.
 
-An accrual failure detector: `phi(t) = -log10 P(a silence that ends is longer than t)`, so that at phi 8 one in 10^8 such
-judgements is wrong, as far as the past is like the present (Hayashibara et al., "The phi Accrual Failure Detector", SRDS 2004,
-section 4: P of the normal distribution with mean and deviation of the last silences). Pauses of garbage collectors,
-schedulers and retransmissions have heavier tails than that, and come in bursts. So no silence counts that is shorter
-than the longest of the last ones, stretched (as detectors do that take the distribution as it was seen: Satzger et al., "A New
-Adaptive Accrual Failure Detector for Dependable Distributed Systems", SAC 2007).
+An accrual failure detector: `phi(t) = -log10 P(a silence that ends is longer than t)`, so that at phi 8 one in 10^8
+such judgements is wrong, as far as the past is like the present (Hayashibara et al., "The phi Accrual Failure
+Detector", SRDS 2004, section 4: P of the normal distribution with mean and deviation of the last silences). Pauses of
+garbage collectors, schedulers and retransmissions have heavier tails than that, and come in bursts. So no silence
+counts that is shorter than the longest of the last ones, stretched (as detectors do that take the distribution as it
+was seen: Satzger et al., "A New Adaptive Accrual Failure Detector for Dependable Distributed Systems", SAC 2007).
 
     heartbeats each 0.25 s, deviation 0.01 s      limit 0.75 s (`least_s`)
     the same, and once a pause of 1.2 s           1.8 s, until that is `WINDOW` heartbeats ago

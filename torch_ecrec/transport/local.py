@@ -111,7 +111,7 @@ class LocalNetwork:
         late: how often a request or an answer takes much longer than others.
         sent: every request so far: (sender, receiver, class).
         passes: whether anything passes from a sender to a receiver now.
-        held: gets what was sent and does not pass: sender, receiver, and its arrival. It is lost, unless that says more.
+        held: gets what was sent and does not pass: sender, receiver, and its arrival. It is lost unless that says more.
         overdue: numbers of the requests whose time limit ran out although neither they nor their answer were lost and
             the receiver lives: it kept them waiting.
     """

@@ -1,13 +1,13 @@
 """Which other hosts this process cannot reach: what it finds by trying, told to the coordinator with its heartbeat.
 
 A host is *tried* every `TRY_S`: a connection is asked for, and its kernel answers. It is *silent* since the first try
-that nothing came after, and *unreachable* once that is longer than is usual there (`accrual.py`; `SILENT_S` until that is
-known). Any answer of its kernel counts, a refusal too, and so does what comes on connections that are there
+that nothing came after, and *unreachable* once that is longer than is usual there (`accrual.py`; `SILENT_S` until that
+is known). Any answer of its kernel counts, a refusal too, and so does what comes on connections that are there
 (`heard_s_ago`): so a process that is busy, stopped or gone, and a link that is slow, are never taken for a cut.
 Whether a process lives is for others to find out.
 
     tried at 0.0, 0.25, ...        answers come within 1 ms, and then none does: unreachable after 0.75
-    tried at 0.0, heard at 1.2     silent for 1.2 s, now at most since the try after that; from now on it may be for 1.8 s
+    tried at 0.0, heard at 1.2     silent for 1.2 s, now at most since the try after that; 1.8 s are usual now
 
 Each way counts: without the way there nothing is answered, without the way back no answer comes.
 
