@@ -12,10 +12,10 @@ Enabled in a state: the arrival of any request, answer or word of the coordinato
 connection in order); the crash of a server that hosts a slot, of all trainers or of the coordinator, as long as the
 budget allows; their start; the end of the lease of a server that lives and goes on, until it hears of it; the end of
 the time in which members may come back to a new coordinator, when a host has not yet; the network between two hosts of
-slots fails, one way or both, for good, and they complain of it (a call on such a link ends without an answer); a server
-is to be without slots, and one of them moves. A process that dies, or a link that fails, takes along everything that was
-sent, or nothing. Members rejoin in the order of their names, or, as long as a lease may end, one of them later than
-others. Time (pauses, limits) passes when nothing is under way.
+slots fails, one way or both, for good, and they complain of it (a call on such a link ends without an answer); a
+server is to be without slots, and one of them moves. A process that dies, or a link that fails, takes along everything
+that was sent, or nothing. Members rejoin in the order of their names, or, as long as a lease may end, one of them later
+than others. Time (pauses, limits) passes when nothing is under way.
 
 All orders of all messages are too many: 10^5 states for one step, without any crash. So an exploration names the
 messages that are *free*, which arrive at any time; the others arrive at once, in a fixed order. A crash may come
@@ -117,7 +117,7 @@ class Explorer:
         self.scenario = scenario
         self.states = LocalStates(frozenset(free))
         self.transitions = Transitions(scenario, budget, self.states, Oracle.of(scenario))
-        self.actions = Actions(scenario, self.states, frozenset(free))
+        self.actions = Actions(scenario, self.states, frozenset(free), moves=budget.moves > 0)
         self._pairs: set[tuple[int, int]] = set()  # states of two processes that were checked together
         self.explored = Explored()
 
