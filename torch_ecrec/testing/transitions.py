@@ -181,7 +181,8 @@ class Transitions:
                 known = set(draft.processes)
                 self._at(draft, COORDINATOR, "join", join_message(role="server", birth="one"), 0)
                 for heir in set(draft.processes) - known:
-                    draft.cuts |= {tuple(heir if end == name else end for end in pair) for pair in draft.cuts}
+                    ends = {name: heir}
+                    draft.cuts |= {(ends.get(one, one), ends.get(other, other)) for one, other in draft.cuts}
 
     def _end(self, draft: Draft, names: list[str], takes_along: bool) -> None:
         """Some processes are gone, with what they have under way or without."""
