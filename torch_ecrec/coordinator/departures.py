@@ -71,7 +71,7 @@ def on_beat(state: ClusterState, name: str, word: messages.Beat, now_s: float) -
 def act_on_complaints(state: ClusterState, now_s: float) -> None:
     """Members that cannot be reached are lost early; of two that cannot reach each other one is fenced."""
     suspicion, known, table = state.suspicion, state.members.by_name, state.table
-    suspicion.forget_gone(known, now_s)
+    forgiven = suspicion.forget_gone(known, now_s)
     if state.regathering.active or state.job.fatal is not None:
         return
     for name, witness in suspicion.silent(known, now_s).items():
@@ -96,7 +96,8 @@ def act_on_complaints(state: ClusterState, now_s: float) -> None:
     why = "" if cover or not among_servers else "more slots would be lost than can be repaired or find a host"
     left = [pair for pair in cuts if pair not in among_servers or not cover]
     _say_unresolved(state, left, why or "trainers cannot reach each other")
-    table.moves.rebalance()  # spares that could not reach all may do so by now
+    if forgiven:
+        table.moves.rebalance()
 
 
 def _cover(state: ClusterState, cuts: list[Pair], now_s: float) -> tuple[list[Pair], set[str]]:

@@ -86,13 +86,15 @@ class Suspicion:
             self._since.setdefault((who, whom), now_s)
             self._troubles[_hosts(known[who], known[whom])] = now_s + REMEMBERED_S
 
-    def forget_gone(self, known: dict[str, MemberRecord], now_s: float) -> None:
-        """What is over."""
+    def forget_gone(self, known: dict[str, MemberRecord], now_s: float) -> bool:
+        """What is over. Returns whether two hosts are taken for good neighbours again."""
         gone = [pair for pair in self._since if not all(name in known and known[name].present for name in pair)]
         for pair in gone:
             del self._since[pair]
         self._beats = {who: beats for who, beats in self._beats.items() if who in known and known[who].present}
+        troubles = len(self._troubles)
         self._troubles = {hosts: until_s for hosts, until_s in self._troubles.items() if until_s > now_s}
+        return len(self._troubles) < troubles
 
     def complaints(self, now_s: float) -> list[tuple[str, str, float]]:
         """Who cannot reach whom, and for how long the coordinator has known."""
