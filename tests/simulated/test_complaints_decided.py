@@ -84,6 +84,21 @@ def test_a_host_that_is_silent_for_all_is_lost_before_its_lease_ends() -> None:
     assert h.places[1] == "server-1", "nobody complains: it hangs, or is slow, and has its lease"
 
 
+def test_a_coordinator_that_stood_still_reads_what_others_said_first() -> None:
+    h = Harness(lease_s=10.0).start()
+    going_on(h, 10.0, {})
+    h.now_s += 1.0
+    h.say("server-0", type="beat", unreachable=["server-1"])
+    assert h.places[1] == "server-1", "its word is not read yet"
+    h.say("server-1", type="beat")
+    h.core.on_tick(h.now_s)
+    assert h.places[1] == "server-1"
+    going_on(h, 1.0, {"server-0": ["server-1"]}, silent=("server-1",))
+    assert h.places[1] == "server-1", "as it seemed to be for a second before"
+    going_on(h, 0.75, {"server-0": ["server-1"]}, silent=("server-1",))
+    assert h.places[1] != "server-1"
+
+
 def test_of_one_that_nobody_reaches_some_complain_first() -> None:
     """Not the first who does is fenced, although its name comes first."""
     h = Harness().start()

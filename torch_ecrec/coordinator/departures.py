@@ -62,9 +62,12 @@ def lose_absent(state: ClusterState) -> None:
 
 
 def on_beat(state: ClusterState, name: str, word: messages.Beat, now_s: float) -> None:
-    """A member is there; of a complaint the consequences follow at once."""
+    """A member is there; what follows of a complaint follows at once, or at the next tick.
+
+    If this process has stood still, others may have said something that is not read yet.
+    """
     state.suspicion.on_beat(name, word.unreachable, state.members.by_name, now_s)
-    if word.unreachable:
+    if word.unreachable and state.members.is_awake(now_s):
         act_on_complaints(state, now_s)
 
 

@@ -14,7 +14,6 @@ was seen: Satzger et al., "A New Adaptive Accrual Failure Detector for Dependabl
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from statistics import NormalDist, fmean, pstdev
 
@@ -47,24 +46,9 @@ class Accrual:
         """A longer silence is suspicious."""
         if len(self._silences) < ENOUGH:
             return self._first_s
-        usual_s = self._mean_s + DEVIATIONS * self._deviation_s
+        usual_s = fmean(self._silences) + DEVIATIONS * max(pstdev(self._silences), DEVIATION_LEAST_S)
         return min(max(usual_s, STRETCH * max(self._silences), self._least_s), self._most_s)
 
     def is_suspicious(self, silence_s: float) -> bool:
         """Whether a silence of that length is none any more."""
         return silence_s > self._least_s and silence_s > self.limit_s
-
-    def phi(self, silence_s: float) -> float:
-        """How suspicious it is by the normal distribution alone; for people."""
-        if len(self._silences) < ENOUGH:
-            return 0.0
-        later = 1.0 - NormalDist(self._mean_s, self._deviation_s).cdf(silence_s)
-        return -math.log10(later) if later > 0.0 else math.inf
-
-    @property
-    def _mean_s(self) -> float:
-        return fmean(self._silences)
-
-    @property
-    def _deviation_s(self) -> float:
-        return max(pstdev(self._silences), DEVIATION_LEAST_S)
