@@ -51,7 +51,7 @@ def test_some_cuts_in_every_situation(crashes: bool) -> None:
         found = sweep(situation, range(first, cut_runs.count(situation, crashes), every), crashes)
         assert found.total() - found["not reached"] >= 3
         all_of_them += found
-    assert all_of_them["fenced"] >= 3 and all_of_them["beyond"] <= 0.02 * all_of_them.total()
+    assert all_of_them["fenced"] >= 2 and all_of_them["beyond"] <= 0.06 * all_of_them.total()
 
 
 @pytest.mark.parametrize("crashes", [False, True], ids=["alone", "with a crash"])
@@ -61,7 +61,7 @@ def test_all_cuts(situation: str, part: int, crashes: bool) -> None:
     """Of those with a crash one in so many."""
     every = WIDE[crashes] * PARTS
     found = sweep(situation, range(WIDE[crashes] * part, cut_runs.count(situation, crashes), every), crashes)
-    assert found["fenced"] > 0.02 * found.total() and found["beyond"] <= 0.02 * found.total()
+    assert found["fenced"] > 0.02 * found.total() and found["beyond"] <= 0.06 * found.total()
 
 
 # what the sweep has found -------------------------------------------------------------------------

@@ -139,7 +139,8 @@ def test_a_member_that_was_regular_is_missed_soon_and_another_is_not() -> None:
         now_s += 0.05
     assert suspicion.limit_s("c") == LEAST_S and suspicion.limit_s("b") > 1.0 and suspicion.limit_s("?") == SILENT_S
     suspicion.on_beat("a", ["b", "c"], known, now_s)
-    for name in known:
-        known[name].heard_s = now_s
+    known["d"] = MemberRecord("d", "server", -1, 1, "d", 0.0, 0.0, host="d")
+    known["b"].heard_s = known["c"].heard_s = now_s
+    known["a"].heard_s = known["d"].heard_s = now_s + 0.6
     assert suspicion.silent(known, now_s + 0.7) == {}
     assert suspicion.silent(known, now_s + 0.8) == {"c": "a"}, "b is like that"

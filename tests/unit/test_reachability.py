@@ -151,6 +151,20 @@ def test_silence_needs_two_witnesses() -> None:
     assert suspicion.silent(known, 10.0) == {}, "it is reached again"
 
 
+def test_a_coordinator_that_hears_nobody_of_other_hosts_accuses_none_of_them() -> None:
+    """A trainer beside it cannot reach them either: it is their own network that is gone."""
+    known, suspicion = members("beside", "b", "c", "d", heard_s=10.0), Suspicion()
+    suspicion.on_beat("beside", ["b", "c", "d"], known, 12.0)
+    for now_s in (10.8, 12.0, 16.0):
+        known["beside"].heard_s = now_s
+        assert suspicion.silent(known, now_s) == {}
+    known["d"].heard_s = 15.9
+    assert suspicion.silent(known, 16.0) == {"b": "beside", "c": "beside"}
+    del known["b"], known["d"]
+    suspicion.forget_gone(known, 16.0)
+    assert suspicion.silent(known, 16.0) == {"c": "beside"}, "there is no third host"
+
+
 def test_a_cut_is_one_when_it_lasts_and_both_are_heard() -> None:
     known, suspicion = members("a", "b"), Suspicion()
     for quarter in range(16):

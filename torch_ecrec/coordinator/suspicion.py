@@ -4,7 +4,8 @@ A *complaint* is a pair (who, whom) that `who` repeats with every heartbeat: it 
 (`transport/reachability.py`). It is *fresh* while `who` itself is heard.
 
 - `silent`: a fresh complaint, and the coordinator does not hear of the accused either, for longer than is usual
-  (`transport/accrual.py`): its host is gone or cut off. Two witnesses, so nobody waits for the end of its lease.
+  (`transport/accrual.py`): its host is gone or cut off. Two witnesses, so nobody waits for the end of its lease; and
+  somebody of a third host is heard, so it is not the coordinator that is cut off.
 - `cuts`: a fresh complaint that is `CUT_S` old, while both are heard all that time: the network between the two is cut.
   If both are needed for training, one must go. `smallest_cover` says who.
 
@@ -101,12 +102,22 @@ class Suspicion:
         return [(who, whom, now_s - since_s) for (who, whom), since_s in self._since.items()]
 
     def silent(self, known: dict[str, MemberRecord], now_s: float) -> dict[str, str]:
-        """Members that neither the coordinator hears of nor who is named beside them can reach."""
-        return {
-            whom: who
-            for who, whom in self._since
-            if now_s - known[who].heard_s <= HEARD_S and now_s - known[whom].heard_s >= self.limit_s(whom)
-        }
+        """Members that neither the coordinator hears of nor who is named beside them can reach.
+
+        Both may be on one host, whose own network is gone: then nobody of other hosts is heard. So somebody of a third
+        host must be, where there is one.
+        """
+        found = {}
+        for who, whom in self._since:
+            silent_s = now_s - known[whom].heard_s
+            fresh_s = min(silent_s / 2, HEARD_S)
+            if silent_s < self.limit_s(whom) or now_s - known[who].heard_s > fresh_s:
+                continue
+            ends = {_host(known[who]), _host(known[whom])}
+            third = [one for one in known.values() if one.present and _host(one) not in ends]
+            if not third or any(now_s - one.heard_s <= fresh_s for one in third):
+                found[whom] = who
+        return found
 
     def limit_s(self, who: str) -> float:
         """How long a member may be silent, as it was heard of until now."""
@@ -138,6 +149,10 @@ class Suspicion:
 
 def _usual() -> Accrual:
     return Accrual(SILENT_S, SILENT_LEAST_S, SILENT_MOST_S)
+
+
+def _host(one: MemberRecord) -> str:
+    return one.host or one.name
 
 
 def _hosts(one: MemberRecord, other: MemberRecord) -> frozenset[str]:

@@ -318,8 +318,6 @@ EXPLORATIONS = (
     Exploration(1, Budget(cuts=1), frozenset({"Fold of slot 0", "fatal"})),
     Exploration(1, Budget(moves=1), OF_A_MOVE),
     Exploration(2, Budget(moves=1), OF_A_MOVE),
-    Exploration(1, Budget(servers=1, moves=1), NONE),
-    Exploration(1, Budget(cuts=1, moves=1), NONE),
     Exploration(0, Budget(), frozenset({"Load", "Fold"}), loads=2),
     Exploration(0, Budget(servers=1), frozenset({"Fold of slot 0"}), loads=2),
     Exploration(0, Budget(coordinators=1), frozenset({"loaded"}), loads=1),
