@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +66,24 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, transport: str = "sockets") -> Iterator[Cluster]:
+def cluster(folder: Path, transport: str = "sockets", link: Mapping[str, float] | None = None) -> Iterator[Cluster]:
     folder.mkdir()
     with Hosts(5) as hosts:
+        for host in hosts if link else ():
+            host.link(**(link or {}))
         yield Cluster(hosts, folder, transport)
 
 
 def trained(
-    folder: Path, transport: str, during: Callable[[Cluster], None], more: Sequence[str] = (), limit_s: float = LIMIT_S
+    folder: Path,
+    transport: str,
+    during: Callable[[Cluster], None],
+    more: Sequence[str] = (),
+    limit_s: float = LIMIT_S,
+    link: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """What the trainers report in the end. `more`: words for the script."""
-    with cluster(folder, transport) as running:
+    """What the trainers report in the end. `more`: words for the script; `link`: what each host's is like."""
+    with cluster(folder, transport, link or {}) as running:
         running.trainers = [running.train_on(number, more) for number in (0, 4)]
         during(running)
         for process in running.trainers:
@@ -160,15 +167,18 @@ def test_nobody_is_lost_by_delay_loss_and_load(tmp_path: Path) -> None:
 
     def during(running: Cluster) -> None:
         wait_until(lambda: "step 20 " in running.said("trainer-on-0"), LIMIT_S, "training")
-        for host in running.hosts:
-            host.link(delay_s=DELAY_S, loss=LOSS, seed=7)
-        assert all(process.poll() is None for process in running.trainers), "training was over before"
         running.troubled_s = time.monotonic()
 
     found: list[Cluster] = []
     with burning():
-        steps = ["--steps", str(CALM_STEPS)]
-        trained(tmp_path / "calm", "sockets", lambda one: (found.append(one), during(one))[1], steps, 3000.0)
+        trained(
+            tmp_path / "calm",
+            "sockets",
+            lambda one: (found.append(one), during(one))[1],
+            more=["--steps", str(CALM_STEPS)],
+            limit_s=3000.0,
+            link={"delay_s": DELAY_S, "loss": LOSS},
+        )
     [running] = found
     for_s = time.monotonic() - running.troubled_s
     lost, cuts = events_of(running, "lost"), events_of(running, "cut")
