@@ -231,8 +231,8 @@ FIGURES = {"step": 7, "watermark": 5, "record_bytes": 3 << 20, "parity_bytes": 2
 
 
 def member(name: str, role: str = "server", **more: Any) -> dict[str, Any]:
-    base = {"name": name, "role": role, "pid": 7, "alive": True, "left": False, "spare": False, "silent_s": 0.25}
-    return {**base, "report": {}, **more}
+    base = {"name": name, "role": role, "pid": 7, "silent_s": 0.25, "report": {}}
+    return {**base, "alive": True, "left": False, "spare": False, "draining": False, **more}
 
 
 def test_status_as_text() -> None:
@@ -257,6 +257,7 @@ def test_status_as_text() -> None:
             member("server-3", report={"slots": [slot(1, 1, 0.42)]}),
             member("server-1", alive=False),
             member("server-4", spare=True),
+            member("drained", draining=True),
             member("trainer-0", "trainer", left=True),
         ],
     }
@@ -269,6 +270,7 @@ def test_status_as_text() -> None:
     assert states == {
         "server-0": "serving", "server-3": "serving", "server-1": "lost", "server-4": "spare", "trainer-0": "left"
     }  # fmt: skip
+    assert any(re.search(r"drained +server +7 +serving, draining +0.2 s", line) for line in lines)
     empty = {**status, "slots": [], "members": [], "fatal": "stopped"}
     assert "STOPPED: stopped" in format_status(empty) and "no slots placed yet" in format_status(empty)
     assert slot_figures(empty) == {}
