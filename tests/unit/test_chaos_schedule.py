@@ -82,7 +82,7 @@ def world() -> World:
     record.excused = set()
     say(record, status())
     where = {**{f"server-{i}": i for i in range(4)}, "trainer-0": 2, "trainer-1": 3}
-    return World(record, CodeSpec(3, 2, 1), 4, lambda: 0, where)
+    return World(record, CodeSpec(3, 2, 1), 4, lambda: 0, {0}, where)
 
 
 def test_who_is_on_a_host(world: World) -> None:
@@ -109,6 +109,8 @@ def test_whom_an_event_may_cost(world: World) -> None:
     assert world.lost_with(2) == {"server-2", "trainer-0", "trainer-1"}, "none can go on without another"
     assert world.lost_by_cut(1, 2) == {"server-1", "server-2"}, "no trainer is fenced for a cut"
     assert world.lost_by_cut(0, 1) == {"server-0", "server-1"}
+    world.may_lead = {0, 1}
+    assert "trainer-0" in world.lost_by_cut(1, 2), "it may lead any time"
     assert world.lost_by_cut(0, 2) == {"server-0", "server-2", "trainer-0", "trainer-1"}, "it hears nothing"
 
 

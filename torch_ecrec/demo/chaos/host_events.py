@@ -69,12 +69,14 @@ class World:
         hosts: how many there are.
         where: hosts of members, by name.
         leads: the host of the coordinator that leads.
+        may_lead: hosts of coordinators: with election another may lead at any time, if etcd is slow, say.
     """
 
     record: Record
     code: CodeSpec
     hosts: int
     leads: Callable[[], int]
+    may_lead: Collection[int]
     where: dict[str, int] = field(default_factory=dict)
 
     def present(self) -> set[str]:
@@ -122,7 +124,7 @@ class World:
     def lost_by_cut(self, one: int, other: int) -> set[str]:
         """Members that may be lost as nothing passes between two hosts."""
         servers = {name for host in (one, other) for name in self.on(host, "server")}
-        apart = self.leads() in (one, other) and (self.ranks_on(one) or self.ranks_on(other))
+        apart = {one, other} & set(self.may_lead) and (self.ranks_on(one) or self.ranks_on(other))
         return servers | (set(self.record.trainers.values()) if apart else set())
 
     # by what it was felt ------------------------------------------------------------------------

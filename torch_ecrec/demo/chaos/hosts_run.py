@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torch_ecrec.demo.chaos.host_events import Disturbance, World
-from torch_ecrec.demo.chaos.hosted import HostedCluster
+from torch_ecrec.demo.chaos.hosted import COORDINATORS, HostedCluster
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import Cluster, Trainers
@@ -51,7 +51,9 @@ class HostsRun(ChaosRun):
         self.record.excused = set()
         self._leader: Leader | None = None  # whom the watcher is connected with
         self._leads = ""  # the last one that it was
-        self._world = World(self.record, code, arguments.hosts, self._host_that_leads)
+        self._world = World(
+            self.record, code, arguments.hosts, self._host_that_leads, range(1 if etcd is None else COORDINATORS)
+        )
         self._under_way: list[Disturbance] = []
         self._over_event = threading.Event()
         self._left_to_lose = code.parities  # slots, at this instant
