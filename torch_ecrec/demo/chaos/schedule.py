@@ -21,7 +21,7 @@ from torch_ecrec.spec.settings import (
 EVERY_KIND = CHAOS_EVENTS + FLIP_EVENTS + BEYOND_EVENTS + STORE_EVENTS + HOST_EVENTS + LEADER_EVENTS
 COMBINED = CHAOS_EVENTS + HOST_EVENTS + LEADER_EVENTS
 MUST_COME = tuple(kind for kind in EVERY_KIND if kind not in CHAOS_EVENTS)  # where they were asked for
-NEW_SHARE = 0.5  # of the instants are for kinds that must come and have not come yet
+NEW_SHARE = 0.75  # of the instants are for kinds that must come and have not come yet
 MORE_SHARE = 0.3  # of the instants have another event, and so on
 ROLES = {  # of kinds whose name does not end with it
     "kill-host": "host",
