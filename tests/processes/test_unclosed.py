@@ -23,7 +23,7 @@ from torch_ecrec.processes import launch
 from torch_ecrec.spec.settings import Settings
 
 CHILD = SUPPORT / "unclosed_child.py"
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from torch_ecrec import CodeSpec, DistributedModelParallel, JoinRefused, Setting
 from torch_ecrec.processes.supervisor import Supervisor
 
 CODE = CodeSpec(2, 1, 1)
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 
 
 def say(**message: object) -> None:
