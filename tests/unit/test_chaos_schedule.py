@@ -96,6 +96,10 @@ def test_who_is_on_a_host(world: World) -> None:
 def test_whom_an_event_may_hit(world: World) -> None:
     alive = range(4)
     assert world.may_die(1, alive) == [0, 1, 2, 3] and world.may_die(0, alive) == [3], "a spare's host costs nothing"
+    assert world.busy(alive) == [0, 1, 2, 3]
+    del world.where["trainer-1"]
+    assert world.busy(alive) == [0, 1, 2], "a spare has little to send"
+    world.where["trainer-1"] = 3
     pairs = world.may_be_cut(1, alive, trainers=False)
     assert len(pairs) == 10 and (2, 3) not in pairs and (0, 1) in pairs and (1, 0) in pairs
     assert world.may_be_cut(1, alive, trainers=True) == [(2, 3), (3, 2)]

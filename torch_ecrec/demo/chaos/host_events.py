@@ -115,6 +115,10 @@ class World:
                     found.append((one, other))
         return found
 
+    def busy(self, alive: Collection[int]) -> list[int]:
+        """Hosts with so much to send that a bad link is felt: a spare's has heartbeats."""
+        return [host for host in alive if self.slots_on(host) or self.ranks_on(host)]
+
     # whom it may cost ---------------------------------------------------------------------------
 
     def lost_with(self, host: int) -> set[str]:

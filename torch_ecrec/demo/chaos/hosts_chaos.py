@@ -140,7 +140,11 @@ class HostsChaos(HostsRun):
 
     def _bad_link(self, kind: str, now_s: float, since_s: float) -> None:
         how: dict[str, float] = self._random.choice(host_events.SLOW if kind == "slow-link" else host_events.LOSSY)
-        number = self._random.choice(self._alive)
+        with self._lock:
+            hosts = self._world.busy(self._alive)
+        if not hosts:
+            return
+        number = self._random.choice(hosts)
         host, length_s = self._hosts[number], self._random.choice(host_events.LINK_S)
         host.link(**how, seed=self.arguments.seed)
 
