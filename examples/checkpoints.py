@@ -4,6 +4,12 @@
     torchrun --nproc-per-node 2 examples/checkpoints.py --folder saved --load --backend torchrec
     torchrun --nproc-per-node 1 examples/checkpoints.py --folder saved --load
 
+A cluster can begin with what TorchRec has saved, and the script need not load it then (docs/storage.md, "Import"):
+
+    torchrun --nproc-per-node 2 examples/checkpoints.py --folder saved --backend torchrec --describe job.json
+    torch-ecrec checkpoints store --import saved --job job.json
+    torch-ecrec up --servers 3 --port 29400 --restore store        # then --folder gone-on, with TORCH_ECREC_JOIN
+
 Each run says the loss on rows that are held out, after loading and after training. `torch.distributed.checkpoint` saves
 and loads; the number of trainers may be another one each time. docs/checkpoints.md has the rest.
 """
@@ -30,6 +36,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torch_ecrec
+import torch_ecrec.checkpoint
 
 ROWS, DIM, SAMPLES = 300, 8, 10_000
 CPU = torch.device("cpu")
@@ -67,18 +74,24 @@ class Net(nn.Module):
         return rating
 
 
-def build(backend: str) -> nn.Module:
+def unsharded() -> Net:
     configs = [
         EmbeddingBagConfig(name=f"{name}_rows", num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name])
         for name in ("user", "item")
     ]
     tables = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.1})
+    return Net(tables)
+
+
+def build(backend: str) -> nn.Module:
+    net = unsharded()
     if backend == "ecrec":
-        return torch_ecrec.DistributedModelParallel(Net(tables), device=CPU)
-    ways = {config.name: row_wise() for config in configs}  # on a CPU, TorchRec's planner leaves small tables unsharded
-    plan = construct_module_sharding_plan(tables, ways, EmbeddingBagCollectionSharder(), device_type="cpu")
-    return torchrec.distributed.DistributedModelParallel(Net(tables), device=CPU, plan=ShardingPlan({"tables": plan}))
+        return torch_ecrec.DistributedModelParallel(net, device=CPU)
+    names = [config.name for config in net.tables.embedding_bag_configs()]
+    ways = {name: row_wise() for name in names}  # on a CPU, TorchRec's planner leaves small tables unsharded
+    plan = construct_module_sharding_plan(net.tables, ways, EmbeddingBagCollectionSharder(), device_type="cpu")
+    return torchrec.distributed.DistributedModelParallel(net, device=CPU, plan=ShardingPlan({"tables": plan}))
 
 
 def states(model: Any, optimizer: KeyedOptimizerWrapper) -> dict[str, Any]:
@@ -119,8 +132,11 @@ def main() -> None:
     parser.add_argument("--load", action="store_true", help="go on from what is there")
     parser.add_argument("--backend", choices=["ecrec", "torchrec"], default="ecrec")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--describe", type=Path, metavar="FILE", help="write what an import has to know of the model")
     args = parser.parse_args()
     dist.init_process_group("gloo")
+    if args.describe and dist.get_rank() == 0:
+        torch_ecrec.checkpoint.describe(unsharded(), args.describe)
     torch.manual_seed(0)
     model: Any = build(args.backend)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))

@@ -50,4 +50,6 @@ def test_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "checkpoint-embedding-heavy.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "turn 1/1" in printed and "restore of 0.001 GB" in printed
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".md", ".png"}
+    told = (tmp_path / "checkpoint-embedding-heavy.md").read_text()
+    assert "| k2r1+incremental |" in told and "| figure | wanted | measured | reached |" in told

@@ -94,6 +94,24 @@ def test_what_is_wanted_stands_beside_what_was_measured() -> None:
     assert (restore["wanted"], restore["measured"], restore["reached"]) == ("<= 10", 9.0, "yes")
 
 
+def test_ours_beside_torchrecs_saves() -> None:
+    """By what each leaves of its own system's throughput, in the same turn; and by bytes."""
+    theirs = {
+        "torchrec": [STEADY],
+        "torchrec+save": [block([2, 4, 6, 8, 10], [[1, 2]], {"full": 700})],
+        "torchrec+async": [block([1, 2, 3, 4, 6.25], [[1, 2]], {"full": 720})],
+    }
+    ours = {"k2r1": [STEADY], "k2r1+full": [block([1, 2, 3, 4, 5.5], [[1, 2]], {"full": 710})]}
+    base_of = {way: way.split("+")[0] for way in (*theirs, *ours)}
+    aims = {aim["figure"]: aim for aim in figures.targets(theirs | ours, base_of, 10, None)}
+    left = aims["k2r1+full: whole turn / without, beside TorchRec's best"]
+    assert (left["wanted"], left["measured"], left["reached"]) == (">= 0.8", pytest.approx(5 / 5.5), "yes")
+    size = aims["k2r1+full: MB, beside TorchRec's least"]
+    assert (size["wanted"], size["measured"], size["reached"]) == ("<= 0.0007", pytest.approx(0.00071), "no")
+    missing = aims["k2r1+incremental: whole turn / without, beside TorchRec's best"]
+    assert (missing["measured"], missing["reached"]) == (None, "-")
+
+
 def test_what_was_not_measured_is_not_said_to_be_reached() -> None:
     aims = figures.targets({"k2r1": [STEADY]}, {"k2r1": "k2r1"}, 10, None)
     assert len(aims) == len(figures.WANTED) and {aim["reached"] for aim in aims} == {"-"}

@@ -23,6 +23,7 @@ def test_it_measures_parts_and_leaves_none(tmp_path: Path, capsys: pytest.Captur
     rows = json.loads((tmp_path / "storage.json").read_text())["rows"]
     assert [(row["bits"], row["zstd"]) for row in rows] == [(0, 0), (8, 0), (4, 0), (0, 1)]
     assert all(row[f"{name} GB/s"] > 0 and name in printed for row in rows for name in storage.COLUMNS)
+    assert all(row["write ns/B"] > 0 for row in rows)
     assert rows[0]["file MB"] == 1.0 and rows[2]["file MB"] < rows[1]["file MB"] < 0.4
     assert not list(kept.iterdir())
 

@@ -1,6 +1,7 @@
 """The scribe, the ledger and a restore, without a cluster: what a slot gives is what a cluster begins with."""
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -392,3 +393,22 @@ def test_what_is_left_of_a_void_checkpoint_goes_and_nothing_else(tmp_path: Path)
     found = Answer()
     ledger.newest("run", None, found)  # after all that came before
     assert found.wait()[1] == "" and (tmp_path / order.folder).is_dir() and (tmp_path / "mine").is_dir()
+
+
+def test_the_default_limit_follows_the_cores_and_counts_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit that somebody has said counts what is in the file; the default one, what was done for it."""
+    for cores, wanted in ((1, 5e6), (2, 10e6), (64, 100e6)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert scribe_module.default_bytes_per_s() == wanted
+    spent: list[tuple[int, float]] = []
+    monkeypatch.setattr(scribe_module.Pace, "spend", lambda self, size, rate, writing: spent.append((size, rate)))
+    truth, order = random_records(JOB, 3), order_of(str(tmp_path), 40, bits=2)
+    found = []
+    for limit in (None, 7.0):
+        write(str(tmp_path), msgspec.structs.replace(order, bytes_per_s=limit), truth)
+        found.append(sum(size for size, _ in spent))
+        assert {rate for _, rate in spent} == {100e6 if limit is None else 7.0}
+        spent.clear()
+    assert found[0] > found[1] > 0

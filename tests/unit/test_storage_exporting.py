@@ -13,6 +13,7 @@ from kept import Shelf
 from torch_ecrec.cli.main import main
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.records.halves import numbers_of
+from torch_ecrec.storage.description import Description
 from torch_ecrec.storage.exporting import export
 
 
@@ -60,6 +61,8 @@ def test_tables_with_all_that_they_build_on(tmp_path: Path, capsys: pytest.Captu
     assert main(["checkpoints", str(tmp_path / "kept"), "--export", str(path)]) == 0
     assert "the tables of step 200" in capsys.readouterr().out
     metadata, found = read(path)
+    described = Description.decoded(metadata.pop("torch_ecrec.describes").encode(), "it")
+    assert described.job == shelf.job
     assert metadata == {"torch_ecrec.checkpoint": newest.id, "torch_ecrec.step": "200"}
     assert same(found, wanted_of(shelf)) and found["c.weight"].dtype == np.float16
     assert found["a.momentum1"].shape == (40,) and found["b.weight"].shape == (7, 5)

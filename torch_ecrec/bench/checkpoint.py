@@ -40,6 +40,7 @@ from torch_ecrec.observe import events
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.transport.control import ControlClient
 
+RESTORE_POOL = 8  # batches of those that restore: what drawing takes is none of a restore's
 WRITTEN_S = 600.0  # for a checkpoint to be whole
 OPTIONS = {
     "full": (),
@@ -221,6 +222,8 @@ def measure(
             options: tuple[str, ...] = ()
             if way.options is not None:
                 options = ("--checkpoint", str(place / "store"), "--checkpoint-every", str(every), *way.options)
+                if arguments.checkpoint_bytes_per_s is not None:
+                    options += ("--checkpoint-bytes-per-s", str(arguments.checkpoint_bytes_per_s))
             group = Group(system, shape, arguments.trainers, arguments.seed, place, coordinator=options, pool=every)
             stack.enter_context(group)
             watch = stack.enter_context(Watch(group)) if way.options is not None else None
@@ -240,7 +243,8 @@ def first_step(
 ) -> dict[str, float]:
     """Starts a cluster and its trainers; seconds from the trainers' start until each stage."""
     system = parse_system(arguments.restore_system)
-    with Group(system, shape, arguments.trainers, arguments.seed, folder, coordinator=options) as group:
+    trainers, seed = arguments.trainers, arguments.seed
+    with Group(system, shape, trainers, seed, folder, coordinator=options, pool=RESTORE_POOL) as group:
         ready_s = time.time()
         answers = group.ask({"run": 1, "snapshot": True, "checkpoint": 0})
         ends_s = [answer["ends_s"][0] for answer in answers]
@@ -259,7 +263,8 @@ def restore(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     store, every = folder / "store", 4
     options = ["--checkpoint", str(store), "--checkpoint-every", str(every), "--checkpoint-bytes-per-s", "0"]
     system = parse_system(arguments.restore_system)
-    first = Group(system, shape, arguments.trainers, arguments.seed, folder / "first", coordinator=options)
+    trainers, seed = arguments.trainers, arguments.seed
+    first = Group(system, shape, trainers, seed, folder / "first", coordinator=options, pool=RESTORE_POOL)
     with first as group, Watch(group) as watch:
         group.ask({"run": every + 2, "snapshot": True, "checkpoint": 0})
         written = watch.wait(every)
@@ -323,12 +328,17 @@ def run(arguments: argparse.Namespace) -> int:
     name = "-".join(filter(None, ("checkpoint", arguments.shape, arguments.label)))
     record.write(arguments.out, name, result, lines)
     plot(arguments.shape, blocks, samples, arguments.out / f"{name}.png")
-    print(record.table(lines))
-    if restored:
-        print(record.table(restore_rows(restored)))
-    print(record.table(aims))
-    print(f"written: {arguments.out / name}.json, .csv, .png")
+    tables = [lines, *([restore_rows(restored)] if restored else []), aims]
+    print("\n".join(map(record.table, tables)))
+    _write_markdown(arguments.out / f"{name}.md", header, tables)
+    print(f"written: {arguments.out / name}.json, .csv, .md, .png")
     return 0
+
+
+def _write_markdown(path: Path, header: dict[str, Any], tables: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """The tables as docs/checkpoints.md has them, with the command and the machine."""
+    where = f"{header['processor']}, {header['cores']} cores, commit {header['commit']}, {header['date'][:10]}"
+    path.write_text("\n\n".join([f"`{header['command']}`: {where}.", *map(record.markdown, tables)]) + "\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -346,5 +356,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--restore-system", default="k2r1", metavar="NAME", help="that restores (default k2r1)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--checkpoint-bytes-per-s", type=float, metavar="B", help="limit of each server, instead of the default one"
+    )
     parser.add_argument("--label", help="added to the names of the files")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), metavar="DIR")

@@ -30,6 +30,7 @@ WANTED = (  # of which way, what, wanted: at least (>=) or at most (<=)
     (FULL, "longest step / median", "<=", 2.0),
     (INCREMENT, "longest step / median", "<=", 2.0),
 )
+THEIRS = ("torchrec+save", "torchrec+async")
 RESTORED_S = 5.0  # from processes that have imported all to the end of the first step, for 1 GB of tables
 
 
@@ -189,11 +190,30 @@ def targets(
                 "bytes / full": increment / full if increment and full else None,
             }[what]
         found.append(_aim(f"{way}: {what}", relation, bound, measured))
+    found += _beside_theirs(by_way)
     if restored is not None:
         line = restore_rows(restored)[0]
         gigabytes = line["GB of tables"]
         name = f"restore of {gigabytes:.3g} GB to the first step, s after the imports"
         found.append(_aim(name, "<=", RESTORED_S * gigabytes, line["without processes s"]))
+    return found
+
+
+def _beside_theirs(by_way: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each of ours beside the better one of TorchRec's: how much of the throughput is left, and bytes."""
+
+    def of_theirs(figure: str) -> list[float]:
+        return [value for way in THEIRS if way in by_way and (value := by_way[way][figure]) is not None]
+
+    found = []
+    left, size = of_theirs("whole turn / without"), of_theirs("full MB")
+    for way in (FULL, INCREMENT):
+        mine = by_way.get(way, {}).get("whole turn / without")
+        if left:
+            found.append(_aim(f"{way}: whole turn / without, beside TorchRec's best", ">=", max(left), mine))
+    if size:
+        mine = by_way.get(FULL, {}).get("full MB")
+        found.append(_aim(f"{FULL}: MB, beside TorchRec's least", "<=", min(size), mine))
     return found
 
 

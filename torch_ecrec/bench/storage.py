@@ -4,6 +4,8 @@
     synced      the same, and the file made durable
     read        the file read again, every block checked, records decoded
 
+    write ns    processor time of the thread that writes, for each byte of records: what is taken from steps
+
 GB/s are of records, 10^9 bytes, whatever became of them in the file. Files are in the folders that are named: /dev/shm
 has no disk behind it. What is read lies in the page cache, where the machine has room for it.
 """
@@ -41,10 +43,10 @@ def _once(location: Location, encoding: Encoding, rows_N: Positions, records_NB:
     portion = PORTION_BYTES // schema.nbytes
     part = PartWriter(location, "measured.part", [schema], encoding)
     try:
-        begin_s = time.perf_counter()
+        begin_s, thread_s = time.perf_counter(), time.thread_time()
         for first in range(0, len(rows_N), portion):
             part.write(0, rows_N[first : first + portion], records_NB[first : first + portion])
-        written_s = time.perf_counter()
+        written_s, thread_s = time.perf_counter(), time.thread_time() - thread_s
         entry = part.close()
         synced_s = time.perf_counter()
     finally:
@@ -52,7 +54,8 @@ def _once(location: Location, encoding: Encoding, rows_N: Positions, records_NB:
     rows = sum(len(found_N) for _, found_N, _ in PartReader(location, entry, [schema]).blocks())
     assert rows == len(rows_N), "what is timed is a part that can be read"
     read_s = time.perf_counter()
-    return entry.bytes, {"write": written_s - begin_s, "synced": synced_s - begin_s, "read": read_s - synced_s}
+    times = {"write": written_s - begin_s, "synced": synced_s - begin_s, "read": read_s - synced_s}
+    return entry.bytes, {**times, "thread": thread_s}
 
 
 def measure(folder: Path, encoding: Encoding, megabytes: int, repeats: int) -> dict[str, Any]:
@@ -67,6 +70,7 @@ def measure(folder: Path, encoding: Encoding, megabytes: int, repeats: int) -> d
     row["file MB"] = round(found[0][0] / 1e6, 1)
     for name in COLUMNS:
         row[f"{name} GB/s"] = round(records_NB.nbytes / 1e9 / min(times[name] for _, times in found), 3)
+    row["write ns/B"] = round(1e9 * min(times["thread"] for _, times in found) / records_NB.nbytes, 3)
     return row
 
 

@@ -77,7 +77,10 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
         " since the last one; intermittent: one-shot, and full when that is expected to cost less",
     )
     group.add_argument(
-        "--checkpoint-bytes-per-s", metavar="B", type=float, default=100e6, help="of each server (default 1e8; 0: all)"
+        "--checkpoint-bytes-per-s",
+        metavar="B",
+        type=float,
+        help="that each server writes at most (default: 5e6 for each core of its machine, 1e8 at most; 0: no limit)",
     )
     group.add_argument(
         "--checkpoint-timeout",
@@ -164,7 +167,8 @@ def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
     found += ["--checkpoint", arguments.checkpoint, "--checkpoint-every", f"{seconds}s" if seconds else str(steps)]
     found += ["--beyond", arguments.beyond, "--most-lost-samples", str(arguments.most_lost_samples)]
     for name in ("keep", "policy", "bytes_per_s", "timeout", "zstd", "bits"):
-        found += [f"--checkpoint-{name.replace('_', '-')}", str(getattr(arguments, f"checkpoint_{name}"))]
+        if (value := getattr(arguments, f"checkpoint_{name}")) is not None:
+            found += [f"--checkpoint-{name.replace('_', '-')}", str(value)]
     return found
 
 

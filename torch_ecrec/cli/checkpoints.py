@@ -1,4 +1,4 @@
-"""`torch-ecrec checkpoints`: what is kept at a URL, whether it can be read; removing one, and exporting its tables."""
+"""`torch-ecrec checkpoints`: what is kept at a URL, whether it can be read; removing one, exporting and importing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ if TYPE_CHECKING:  # numpy and Numba, which take a second
     from torch_ecrec.storage.catalog import Catalog, Listing
     from torch_ecrec.storage.manifest import Manifest
 
-HELP = "list, verify, remove and export checkpoints at a URL"
+HELP = "list, verify, remove, export and import checkpoints at a URL"
+OPTIONS_OF = {  # each says something of one of the actions
+    "export": ("step", "format"),
+    "import": ("job", "trainers", "seed", "model_key", "tables_only", "fresh_optimizer_state"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="write it to this machine in another form (--format); the newest, or that of --step",
     )
+    what.add_argument(
+        "--import",
+        dest="source",
+        metavar="PATH",
+        type=Path,
+        help="make a checkpoint of step 0 of a folder of torch.distributed.checkpoint, which TorchRec or --export has"
+        " written, or of a file that ends in .safetensors",
+    )
     parser.add_argument(
         "--format",
         choices=["safetensors", "dcp"],
@@ -36,6 +48,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " a folder of torch.distributed.checkpoint, under TorchRec's names, with the dense model and its optimizers",
     )
     parser.add_argument("--step", metavar="STEP", type=int, help="which one --export is of")
+    imports = parser.add_argument_group("of --import")
+    imports.add_argument(
+        "--job",
+        metavar="FILE",
+        type=Path,
+        help="of which model: written by `torch_ecrec.checkpoint.describe`; what --export has written says it itself",
+    )
+    imports.add_argument("--trainers", metavar="T", type=int, help="that will train on, if not as many as in the job")
+    imports.add_argument("--seed", metavar="N", type=int, help="of the script's model, if another than in the job")
+    imports.add_argument(
+        "--model-key", metavar="NAME", help="what the model was saved as, if there are several: `model`, say"
+    )
+    imports.add_argument(
+        "--tables-only", action="store_true", default=None, help="the script loads the dense model, before `attach`"
+    )
+    imports.add_argument(
+        "--fresh-optimizer-state",
+        action="store_true",
+        default=None,
+        help="tables whose optimizer state is not there begin with zeros, as if never trained",
+    )
     parser.add_argument("--json", action="store_true")
 
 
@@ -50,11 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
         catalog.remove(name)
         print(json.dumps({"removed": [name]}) if arguments.json else f"removed {name}")
         return 0
-    for option in ("step", "format"):
-        if getattr(arguments, option) is not None and arguments.export is None:
-            raise ValueError(f"--{option} says what is exported: it goes with --export PATH")
+    done = {"export": arguments.export, "import": arguments.source}
+    for action, options in OPTIONS_OF.items():
+        for option in options:
+            if getattr(arguments, option) is not None and done[action] is None:
+                raise ValueError(f"--{option.replace('_', '-')} says what is {action}ed: it goes with --{action} PATH")
     if arguments.export is not None:
         return _export(catalog, arguments)
+    if arguments.source is not None:
+        return _import(catalog, arguments)
     listing = catalog.listing()
     faults = {one.id: _faults(catalog, one) for one in listing.whole} if arguments.verify else {}
     if arguments.json:
@@ -83,6 +120,29 @@ def _export(catalog: Catalog, arguments: argparse.Namespace) -> int:
     else:
         print(f"{arguments.export}: {what} of step {manifest.done}, {size:,} bytes")
         print("\n".join(f"  not in it: {one}" for one in absent))
+    return 0
+
+
+def _import(catalog: Catalog, arguments: argparse.Namespace) -> int:
+    from torch_ecrec.nn import dcp_import
+
+    wanted = dcp_import.Wanted(
+        arguments.job,
+        arguments.trainers,
+        arguments.seed,
+        arguments.model_key,
+        bool(arguments.tables_only),
+        bool(arguments.fresh_optimizer_state),
+    )
+    done = dcp_import.import_(catalog, arguments.source, wanted)
+    manifest = done.manifest
+    said = {"imported": str(arguments.source), "name": manifest.id, "step": manifest.done, "bytes": manifest.bytes}
+    if arguments.json:
+        print(json.dumps({**said, "rows": manifest.rows, "absent": list(done.absent)}))
+    else:
+        print(f"{manifest.id}: {manifest.rows:,} rows of {arguments.source}, {manifest.bytes:,} bytes")
+        print("\n".join(f"  not in it: {one}" for one in done.absent))
+        print(f"  train on from it: torch-ecrec up --restore {arguments.url}, for {manifest.spec.trainers} trainers")
     return 0
 
 

@@ -20,7 +20,7 @@ class CheckpointSettings:
         keep: so many are kept, with what they build on.
         policy: "full": all records; "one-shot": what has changed since the last full one; "consecutive": since the last
             one; "intermittent": one-shot, and a full one when that is expected to cost less in total.
-        bytes_per_s: limit of what each server process writes; 0: none.
+        bytes_per_s: limit of what each server process writes; 0: none. None: what the cores of its machine allow for.
         timeout_s: one that takes longer is void.
         beyond: when more is lost than parity can repair: "stop", or go back to the newest "checkpoint"; or "partial":
             only the slots that are lost do, and the others stay as they are. That is not exact.
@@ -35,7 +35,7 @@ class CheckpointSettings:
     every_s: float = 0.0
     keep: int = 3
     policy: CheckpointPolicy = "full"
-    bytes_per_s: float = 100e6
+    bytes_per_s: float | None = None
     timeout_s: float = 3600.0
     beyond: Beyond = "stop"
     most_lost_samples: float = 0.1
@@ -47,7 +47,8 @@ class CheckpointSettings:
         require_int("every_steps", self.every_steps, 0)
         require_int("keep", self.keep, 1)
         require(self.every_s >= 0, f"`every_s` must not be negative, got {self.every_s}")
-        require(self.bytes_per_s >= 0, f"`bytes_per_s` must not be negative, got {self.bytes_per_s}")
+        least = 0.0 if self.bytes_per_s is None else self.bytes_per_s
+        require(least >= 0, f"`bytes_per_s` must not be negative, got {least}")
         require(self.timeout_s > 0, f"`timeout_s` must be positive, got {self.timeout_s}")
         require(bool(self.again_s), "`again_s` must not be empty")
         require(self.beyond == "stop" or bool(self.url), f"`beyond` is {self.beyond!r}, but no checkpoints are written")

@@ -34,6 +34,7 @@ from torch_ecrec.nn.attachment_checks import AttachmentChecks
 from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters, load_, own_of
 from torch_ecrec.nn.gradients import WaitingGradients, put_back_
+from torch_ecrec.nn.imported import begin_with_
 from torch_ecrec.nn.loop import Judge
 from torch_ecrec.nn.loop_variables import inside
 from torch_ecrec.nn.module_settings import ModuleSettings
@@ -274,10 +275,11 @@ class Attachment:
     # restarts -------------------------------------------------------------------------------------
 
     def resume(self, step: int, parts: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
-        """Brings everything back as it was after `step`, which may be 0: as it was made.
+        """Brings everything back as it was after `step`, which may be 0: as it was made, or imported.
 
         Args:
-            parts: payload and header of every trainer's snapshot of that step.
+            parts: payload and header of every trainer's snapshot of that step; of step 0, what a checkpoint has that
+                was imported (`imported.py`).
 
         Raises:
             ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
@@ -286,6 +288,9 @@ class Attachment:
         self._dense.last = step
         self._restored = True
         if step == 0:
+            if parts:
+                begin_with_(self._live_model, self._dense.optimizers, parts)
+                self._checks.seal()
             return
         kept = [own_of(*part) for part in parts]
         if not all(kept):

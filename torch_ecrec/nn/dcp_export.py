@@ -39,10 +39,13 @@ from torch_ecrec.records.schema import WEIGHT, Field
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.storage import exporting
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.description import Description
 from torch_ecrec.storage.location import sync_folder
 from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.restoring import dense_of
+from torch_ecrec.storage.tensor_file import SUFFIX, TensorFile
 
+DESCRIPTION = "torch_ecrec.json"  # in the folder: what an import of it has to know
 SCRIPTS = (
     "random states, the reader's place, schedulers and what else was attached: the script has them",
     "hyperparameters of optimizers, learning rates among them: the script gives them, as with TorchRec",
@@ -75,12 +78,14 @@ def export(catalog: Catalog, manifest: Manifest, folder: Path) -> Exported:
     near = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}")
     try:
         near.mkdir(parents=True)
-        tables = near / f"tables{exporting.SUFFIX}"
+        tables = near / f"tables{SUFFIX}"
         exporting.export(catalog, manifest, tables)
         content.update(_tables(manifest, state, tables))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it saves for one process: it does
             save(content, checkpoint_id=near / "dcp", no_dist=True)
+        described = Description(manifest.spec, state.tables, beside=tuple(state.replicated))
+        (near / "dcp" / DESCRIPTION).write_bytes(described.encoded())
         os.replace(near / "dcp", folder)
         sync_folder(folder.absolute().parent)
     except OSError as error:
@@ -98,13 +103,13 @@ def _state_of(catalog: Catalog, manifest: Manifest) -> State:
     except ValueError as error:
         raise CheckpointError(
             f"{manifest.id} has a dense model that is none of `torch_ecrec.DistributedModelParallel` ({error}), so it"
-            f" does not say what its tables are called in a model: write a file of {exporting.SUFFIX}"
+            f" does not say what its tables are called in a model: write a file of {SUFFIX}"
         ) from error
     unnamed = [table.name for table in manifest.spec.tables if table.name not in state.tables]
     if unnamed:
         raise CheckpointError(
             f"{manifest.id} does not say what tables {', '.join(unnamed)} are called in a model: write a file of"
-            f" {exporting.SUFFIX}"
+            f" {SUFFIX}"
         )
     return state
 
@@ -132,7 +137,7 @@ def _dense(state: State) -> tuple[dict[str, Any], list[str]]:
 
 
 def _tables(manifest: Manifest, state: State, path: Path) -> dict[str, Tensor]:
-    rows_of = exporting.mapped(path)
+    file = TensorFile(path)
     found: dict[str, Tensor] = {}
     for slab in manifest.spec.slabs:
         for table in slab.tables:
@@ -140,7 +145,7 @@ def _tables(manifest: Manifest, state: State, path: Path) -> dict[str, Tensor]:
             for field in slab.schema.fields:
                 of_state = f"optimizer.state.{key}.{name}.{field.name}"
                 full = f"model.{key}" if field.name == WEIGHT else of_state
-                found[full] = _streamed(full, field, rows_of[f"{table.name}.{field.name}"])
+                found[full] = _streamed(full, field, file.rows_of(f"{table.name}.{field.name}"))
     return found
 
 

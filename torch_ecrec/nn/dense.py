@@ -198,29 +198,44 @@ class DenseSnapshot:
         """
         index, out, whole = self._collect()
         self.last = step
-        stream_bytes = len(index) + out.bytes
-        header = Header(step, self.part, self.parts, stream_bytes, len(index), _digest(index), len(whole), len(own))
-        begin, end = header.span
-        payload = shared.empty((end - begin + len(whole) + len(own),), np.uint8)
-        behind = memoryview(payload)[end - begin :]  # type: ignore[arg-type]
-        behind[: len(whole)], behind[len(whole) :] = whole, own
-        if begin < len(index):
-            mine = index[begin:end]
-            payload[: len(mine)] = np.frombuffer(mine, np.uint8)
-        found = torch.from_numpy(payload)
-        first = bisect.bisect_right(out.offsets, begin - len(index)) - 1
-        for i in range(max(first, 0), bisect.bisect_left(out.offsets, end - len(index))):
-            tensor, offset = out.tensors[i], len(index) + out.offsets[i]
-            low, high = max(begin, offset), min(end, offset + tensor.nbytes)
-            if low < high:
-                found[low - begin : high - begin] = bytes_of(tensor)[low - offset : high - offset]
-        return found, list(header)
+        return part_of(step, (self.part, self.parts), (index, out, whole), own)
 
     def _the_model(self) -> nn.Module:
         model = self._model()
         if model is None:
             raise RuntimeError("the model of this snapshot is gone")
         return model
+
+
+def part_of(
+    step: int, place: tuple[int, int], content: tuple[bytes, TensorsOut, bytes], own: bytes = b""
+) -> tuple[Tensor, list[int]]:
+    """A trainer's part of what all have, which is a fresh buffer, and its header.
+
+    Args:
+        step: of the header.
+        place: which part, of how many.
+        content: the index, the tensors behind it, what this trainer keeps whole.
+        own: what it has besides.
+    """
+    (part, parts), (index, out, whole) = place, content
+    stream_bytes = len(index) + out.bytes
+    header = Header(step, part, parts, stream_bytes, len(index), _digest(index), len(whole), len(own))
+    begin, end = header.span
+    payload = shared.empty((end - begin + len(whole) + len(own),), np.uint8)
+    behind = memoryview(payload)[end - begin :]  # type: ignore[arg-type]
+    behind[: len(whole)], behind[len(whole) :] = whole, own
+    if begin < len(index):
+        mine = index[begin:end]
+        payload[: len(mine)] = np.frombuffer(mine, np.uint8)
+    found = torch.from_numpy(payload)
+    first = bisect.bisect_right(out.offsets, begin - len(index)) - 1
+    for i in range(max(first, 0), bisect.bisect_left(out.offsets, end - len(index))):
+        tensor, offset = out.tensors[i], len(index) + out.offsets[i]
+        low, high = max(begin, offset), min(end, offset + tensor.nbytes)
+        if low < high:
+            found[low - begin : high - begin] = bytes_of(tensor)[low - offset : high - offset]
+    return found, list(header)
 
 
 # reading ------------------------------------------------------------------------------------------
@@ -335,7 +350,7 @@ def _fitting(
     """What is to be put where. Changes nothing; raises ValueError as `load_` does."""
     whole = values.decode(state.whole[part], device="cpu")
     copies = _copies("parameters", dict(dense_parameters(model)), state.parameters)
-    copies += _copies("buffers", dict(_buffers(model)), whole["buffers"])
+    copies += _copies("buffers", dict(buffers_of(model)), whole["buffers"])
     copies += _copies("tables of TorchRec", shards.tensors(), whole["shards"])
     paths = {path for path, _ in _replicated(model)}
     if state.replicated.keys() != paths:
@@ -456,7 +471,7 @@ def _sharded_names(model: nn.Module) -> set[str]:
     }
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Those that are not persistent, too; not those that are replicated, or that TorchRec makes of its plan."""
     kinds = (Replicated, ShardedModule)
     apart = {id(buffer) for module in model.modules() if isinstance(module, kinds) for buffer in module.buffers()}
@@ -468,7 +483,7 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, Replicated))
 
 
-def _tables(model: nn.Module) -> dict[str, tuple[str, str]]:
+def tables_of(model: nn.Module) -> dict[str, tuple[str, str]]:
     """Of all tables on the servers, what TorchRec's state dicts call them: who exports a checkpoint has no model."""
     root = model.module if isinstance(model, DistributedModelParallel) else model
     return {
@@ -517,9 +532,9 @@ def _collect(
         entries.append(entry)
         wholes.append(whole)
     replicated = {path: module.replicated_state() for path, module in _replicated(model)}
-    content = {"parameters": parameters, "replicated": replicated, "optimizers": entries, "tables": _tables(model)}
+    content = {"parameters": parameters, "replicated": replicated, "optimizers": entries, "tables": tables_of(model)}
     index = values.encode(content, "the dense state", out)
-    buffers = {name: buffer.detach() for name, buffer in _buffers(model)}
+    buffers = {name: buffer.detach() for name, buffer in buffers_of(model)}
     whole = {"buffers": buffers, "shards": shards.tensors(), "optimizers": wholes}
     return index, out, values.encode(whole, "the dense state")
 

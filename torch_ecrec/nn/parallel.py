@@ -90,6 +90,9 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
             with every snapshot, as exact as the dense part; "allow" lets a loss of trainers end the training (`attach`
             refuses to go on), "reset" lets it go on with what the script has made anew.
 
+    Attributes:
+        coverage: which modules the servers serve.
+
     Raises:
         ValueError: a collection that cannot be served (see `table_specs`); a module that nobody would protect, a
             sharder with a wish that the servers do not serve (`coverage.py`); a `session` of another job.
@@ -149,7 +152,7 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,
         )
-        self._step, self._covered, self._unprotected = step, covered, unprotected
+        self._step, self.coverage, self._unprotected = step, covered, unprotected
         self._recorder, self._owns_session = recorder, connected is not None  # None but in a rehearsal
         shards = _left_to_torchrec(self.module, step, covered, unprotected)
         self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every, shards)
@@ -235,7 +238,7 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         )
         if self.session.restarted:
             step, parts = self.session.resume()
-            self._covered.check_loss(step, self._unprotected)
+            self.coverage.check_loss(step, self._unprotected)
             attached.resume(step, parts)
         self._attached = attached
         return Reader(()) if attached.reader is None else attached.reader

@@ -475,7 +475,7 @@ class Capture(Said, frozen=True, tag="capture"):
         base: the checkpoint since which a slot may write only what has changed; "": all.
         url, folder: where.
         encoding: of the parts, as `storage` reads it.
-        bytes_per_s: limit of what one process writes; 0: none.
+        bytes_per_s: limit of what one process writes; 0: none; None: what the cores of its machine allow for.
     """
 
     checkpoint: Version
@@ -486,7 +486,7 @@ class Capture(Said, frozen=True, tag="capture"):
     url: Url
     folder: Folder
     encoding: dict[Text, Scalar]
-    bytes_per_s: Annotated[float, Meta(ge=0)]
+    bytes_per_s: Annotated[float, Meta(ge=0)] | None
 
 
 class Release(Said, frozen=True, tag="release"):

@@ -6,8 +6,8 @@
 Names begin with the table's name in the job: the paths of modules in a model are not in a checkpoint, and neither are
 weights of the dense model. (`nn/dcp_export.py` writes both, for TorchRec: it knows what a snapshot of a model is.)
 
-The format: 8 bytes, little-endian, how long the header is; the header, JSON: of each tensor its dtype, shape and place;
-the tensors' bytes, row by row. Rows are put into their place as they come: memory is a block, for tables of any size.
+The format is told in `tensor_file.py`. Rows are put into their place as they come: memory is a block, for tables of any
+size. The job is among the file's words, so that it can be imported again (`importing.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from torch_ecrec.records.positions import Bytes
 from torch_ecrec.records.schema import ITEM_BYTES, Field
 from torch_ecrec.spec.job import JobSpec, TableSpec
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.description import Description
 from torch_ecrec.storage.location import sync_folder
 from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.restoring import records_of
+from torch_ecrec.storage.tensor_file import DTYPES, SUFFIX
 
-SUFFIX = ".safetensors"
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+DESCRIPTION = "torch_ecrec.describes"  # of the metadata: what an import of the file has to know
 
 
 class _Tensor(NamedTuple):
@@ -62,14 +63,17 @@ def _tensors(job: JobSpec) -> list[_Tensor]:
 
 
 def _header(manifest: Manifest, tensors: list[_Tensor]) -> bytes:
-    said: dict[str, Any] = {
-        "__metadata__": {"torch_ecrec.checkpoint": manifest.id, "torch_ecrec.step": str(manifest.done)}
+    words = {
+        "torch_ecrec.checkpoint": manifest.id,
+        "torch_ecrec.step": str(manifest.done),
+        DESCRIPTION: Description(manifest.spec).encoded().decode(),
     }
+    said: dict[str, Any] = {"__metadata__": words}
     offset = 0
     for tensor in tensors:
         shape = [tensor.table.rows] if tensor.field.per_row else [tensor.table.rows, tensor.field.values]
         place = [offset, offset + tensor.nbytes]
-        said[tensor.name] = {"dtype": _DTYPES[tensor.field.dtype], "shape": shape, "data_offsets": place}
+        said[tensor.name] = {"dtype": DTYPES[tensor.field.dtype], "shape": shape, "data_offsets": place}
         offset += tensor.nbytes
     text = json.dumps(said).encode()
     text += b" " * (-len(text) % 8)
@@ -99,20 +103,6 @@ def export(catalog: Catalog, manifest: Manifest, path: Path) -> int:
     finally:
         part.unlink(missing_ok=True)
     return size
-
-
-def mapped(path: Path) -> dict[str, Bytes]:
-    """The tensors of a file that `export` has written: name -> (rows, bytes of a row) uint8, mapped."""
-    with open(path, "rb") as file:
-        begin = 8 + int.from_bytes(file.read(8), "little")
-        said = json.loads(file.read(begin - 8))
-    whole = np.memmap(path, np.uint8, "r")
-    found: dict[str, Bytes] = {}
-    for name, tensor in said.items():
-        if name != "__metadata__":
-            first, end = (begin + offset for offset in tensor["data_offsets"])
-            found[name] = whole[first:end].reshape(tensor["shape"][0], -1)
-    return found
 
 
 def _write(catalog: Catalog, manifest: Manifest, path: Path) -> int:

@@ -30,6 +30,7 @@ import fsspec
 
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.storage.direct import DirectFile
 
 # An object appears when it was closed, as a whole. Elsewhere a file can be seen while it grows.
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci"})
@@ -286,16 +287,15 @@ class _LocalWriter:
         self._path = path
         _make_folder(path.parent)
         self._part = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-        self._file: Any = open(self._part, "xb", buffering=0)  # noqa: SIM115 - it is closed by `close` or `abandon`
+        self._file = DirectFile(self._part)
         self._there = True
 
     def write(self, view: memoryview) -> None:
-        while view.nbytes:
-            view = view[self._file.write(view) :]
+        self._file.write(view)
 
     def close(self) -> None:
         try:
-            os.fsync(self._file.fileno())
+            self._file.sync()
             self._file.close()
             os.replace(self._part, self._path)
             self._part = self._path  # what is not known to be durable does not stay

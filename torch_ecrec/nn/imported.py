@@ -1,0 +1,147 @@
+"""The dense model of a checkpoint that was imported: what TorchRec had saved of it, as a snapshot of step 0.
+
+A snapshot of a cluster has all that a script attaches, and brings it back. This one has what a folder of DCP has under
+the model's names, and of its optimizers; so `attach` puts that there, and leaves the rest as the script has made it:
+random states, the reader's place, schedulers, hyperparameters. Its optimizers are one entry, without a class:
+
+    over.0.weight -> {"step": ..., "exp_avg": ..., "exp_avg_sq": ...}
+
+With no tensor in it, the script has the dense model, too, and loads it before `attach` or not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from torch_ecrec.nn import values
+from torch_ecrec.nn.dense import buffers_of, dense_parameters, part_of, unpack
+from torch_ecrec.nn.tensor_bytes import TensorsOut
+from torch_ecrec.records.positions import Bytes
+
+log = logging.getLogger(__name__)
+
+CLASS = "imported"
+
+
+def packed(
+    trainers: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Mapping[str, Tensor]],
+    tables: Mapping[str, tuple[str, str]],
+) -> list[tuple[list[int], Bytes]]:
+    """Every trainer's part: header and payload (n,) uint8.
+
+    Args:
+        trainers: how many.
+        tensors: parameters and buffers, by name.
+        state: of optimizers, by the parameter's name.
+        tables: as of `State.tables`.
+    """
+    out = TensorsOut()
+    entry = {
+        "class": CLASS,
+        "params": [],
+        "groups": [],
+        "state": [(name, None, values.encode(dict(of_one), name, out)) for name, of_one in state.items()],
+        "more": values.encode({}, CLASS),
+    }
+    index = values.encode(
+        {
+            "parameters": dict(tensors),
+            "replicated": {},
+            "optimizers": [entry] if state else [],
+            "tables": dict(tables),
+        },
+        "the dense state",
+        out,
+    )
+    whole = values.encode({"buffers": {}, "shards": {}, "optimizers": []}, "the dense state")
+    parts = [part_of(0, (trainer, trainers), (index, out, whole)) for trainer in range(trainers)]
+    return [(header, np.asarray(payload)) for payload, header in parts]
+
+
+def begin_with_(
+    model: nn.Module, optimizers: Sequence[Optimizer], parts: Sequence[tuple[Tensor, Sequence[int]]]
+) -> None:
+    """Puts what was imported into a model and its optimizers, in place.
+
+    Args:
+        model: mutated.
+        optimizers: torch's, over its dense parameters. Mutated.
+        parts: payload and header of every trainer's part.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ, or state is of a parameter that none of `optimizers` steps; nothing
+            was changed then.
+    """
+    found = unpack(parts)
+    state: dict[str, Mapping[str, Any]] = {}
+    for entry in found.optimizers:
+        state |= {place: values.decode(data, found.tensors, "cpu") for place, _, data in entry["state"]}
+    if not found.parameters and not state:
+        log.info("the checkpoint that training begins with has tables only: the dense model is the script's")
+        return
+    targets = dict(dense_parameters(model)) | dict(buffers_of(model))
+    _check(targets, found.parameters, _passing(model))
+    stepped = _state_of(model, optimizers, state)
+    with torch.no_grad():
+        for name, value in found.parameters.items():
+            targets[name].copy_(value)
+    for optimizer, parameter, of_one in stepped:
+        optimizer.state[parameter] = {
+            key: value.to(parameter.device) if value.dim() else value for key, value in of_one.items()
+        }
+
+
+def _check(targets: Mapping[str, Tensor], given: Mapping[str, Tensor], passing: Collection[str]) -> None:
+    lacks, more = sorted(targets.keys() - given.keys() - set(passing)), sorted(given.keys() - targets.keys())
+    if lacks or more:
+        raise ValueError(
+            f"the dense model of the checkpoint is another one: it lacks {', '.join(lacks) or 'nothing'}, and has"
+            f" {', '.join(more) or 'nothing'} that the model has not. Import the tables alone (--tables-only), and load"
+            " the dense model in the script, before `attach`"
+        )
+    for name, value in given.items():
+        target = targets[name]
+        if is_lazy(target):
+            raise ValueError(f"{name} has no shape yet; run the model once before `attach`")
+        here, there = (tuple(target.shape), target.dtype), (tuple(value.shape), value.dtype)
+        if here != there:
+            raise ValueError(
+                f"{name} is {here[1]} of shape {here[0]} here, the checkpoint has {there[1]} of {there[0]}"
+            )
+
+
+def _passing(model: nn.Module) -> set[str]:
+    """Buffers that are in no state dict, and so in nothing that TorchRec has saved; what we export has them."""
+    passing = {id(one._buffers[name]) for one in model.modules() for name in one._non_persistent_buffers_set}
+    return {name for name, buffer in buffers_of(model) if id(buffer) in passing}
+
+
+def _state_of(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[Optimizer, nn.Parameter, Mapping[str, Any]]]:
+    """Which optimizer gets which state. Raises ValueError as `begin_with_`."""
+    names = {id(parameter): name for name, parameter in dense_parameters(model)}
+    stepped = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is not None and name in state:
+                    stepped.append((optimizer, parameter, state[name]))
+    left = sorted(state.keys() - {names[id(parameter)] for _, parameter, _ in stepped})
+    if left:
+        raise ValueError(
+            f"the checkpoint has optimizer state of {', '.join(left)}, which no attached optimizer steps: name all in"
+            " `attach(optimizer=...)`, or import without it (--tables-only)"
+        )
+    return stepped

@@ -1,0 +1,82 @@
+"""A new file of this machine, written past the page cache where its file system can (`O_DIRECT`).
+
+Checkpoints are large, and nobody reads them soon. Through the page cache a byte costs about eight times as much of a
+core: a page is found for it, it is copied, and the kernel writes it later, beside the steps. And what the machine had
+in the cache is gone then.
+
+Bytes are gathered in memory that begins on a page, and written when that is full; what is left at the end goes through
+the cache. Where the file system refuses (`tmpfs` of older kernels, some of a network), all does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+BUFFER_BYTES = 1 << 20  # written at once: a multiple of every device's block
+
+
+class DirectFile:
+    """A file that is not there yet. Append to it, then `sync`.
+
+    Args:
+        path: of it.
+
+    Raises:
+        OSError: it is there, or cannot be created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._memory = memoryview(mmap.mmap(-1, BUFFER_BYTES))
+        self._held = 0  # bytes of it that are not written yet
+        self._open = True
+        try:
+            self._go_past_cache(True)
+        except OSError:
+            self._direct = False
+
+    def _go_past_cache(self, direct: bool) -> None:
+        flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
+        fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+        self._direct = direct
+
+    def write(self, view: memoryview) -> None:
+        """Appends bytes. Raises OSError."""
+        while view.nbytes:
+            count = min(view.nbytes, BUFFER_BYTES - self._held)
+            self._memory[self._held : self._held + count] = view[:count]
+            self._held += count
+            view = view[count:]
+            if self._held == BUFFER_BYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        left = self._memory[: self._held]
+        if self._direct and self._held < BUFFER_BYTES:
+            self._go_past_cache(False)
+        while left.nbytes:
+            try:
+                left = left[os.write(self._handle, left) :]
+            except OSError as error:
+                if not self._direct or error.errno != errno.EINVAL:
+                    raise
+                self._go_past_cache(False)  # it was promised, or what a short write has left is no block
+        self._held = 0
+
+    def sync(self) -> None:
+        """All of it survives the loss of power, but for its name. Raises OSError."""
+        self._flush()
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Lets go of it; what was not synced may be lost. Twice is once."""
+        if self._open:
+            self._open = False
+            with contextlib.suppress(BufferError):
+                self._memory.release()
+            os.close(self._handle)
