@@ -257,7 +257,7 @@ class Coordinator:
             self._tell_again(name)
             return
         if not self.regathering:
-            state.regathering.begin(now_s)
+            state.regathering.begin(now_s, state.members.lease_s)
             state.world.pause()
             self._announce(events.Regathering())
         state.members.add(name, rejoin, now_s, rejoin.generation)
