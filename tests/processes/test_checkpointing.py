@@ -261,6 +261,45 @@ def test_beyond_parity_the_lost_slots_alone_go_back_and_training_goes_on(tmp_pat
         assert recovered(running) is None or recovered(running)["lost_steps"] == told["lost_steps"]
 
 
+def saves_of(running: Supervisor) -> Any:
+    """What the status says of prioritised saves."""
+    return running.status()["checkpoints"]["saves"]
+
+
+@pytest.mark.slow  # test_partial_saves.py has the protocol
+@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.parametrize("saver", ["mfu", "scar"])
+def test_beyond_parity_the_lost_slots_take_what_was_saved_since_the_checkpoint(tmp_path: Path, saver: str) -> None:
+    store = tmp_path / "store"
+    words = ("--beyond", "partial", "--most-lost-samples", "1", "--checkpoint-saver", saver)
+    arguments = {"coordinator": writes_to(store, "20", *words, "--checkpoint-portion", "0.1")}
+    with (
+        cluster(tmp_path, CodeSpec(3, 2, 1), spares=2, **arguments) as running,
+        training(running, tmp_path / "out", pause_s=0.25, again=0, digests=True) as trainers,
+    ):
+        wait_until(lambda: saves_of(running)["saves"] >= 1, LIMIT_S, "a save on a checkpoint")
+        saved, (base, *_) = saves_of(running), counted(store)
+        at = trainers.steps_of()
+        assert saved["saver"] == saver and saved["last_step"] > base.done and not saved["failing"]
+        assert len(list((store / "saves").glob("*/save.json"))) >= saved["saves"]
+        slots = [slot for member in running.status()["members"] for slot in member["report"].get("slots") or ()]
+        assert slots and all(slot["saver_bytes"] > 0 for slot in slots)
+        assert f"saves of 10.0% of the rows ({saver})" in format_status(running.status())
+        step_reached(trainers, at + 4)  # so that nobody goes back to before it
+        assert len(counted(store)) == 1, "the checkpoint after it came"
+        two_servers(running, trainers)
+        wait_until(lambda: recovered(running) is not None, LIMIT_S, "two slots from a checkpoint and saves on it")
+        told = recovered(running)
+        assert told["last"] == base.id and told["last_step"] == base.done and told["last_saves"] >= 1
+        assert "saves on it" in format_status(running.status())
+        os.kill(servers_of_slots(running)[0], signal.SIGKILL)  # which parity repairs again
+        assert trainers.wait() == [0] * TRAINERS and trainers.lives == 1, trainers.said()
+        digests = [trace["digest"] for trace in trainers.traces()]
+        assert digests[0] == digests[1] != undisturbed()[0]["digest"]
+        for one in counted(store):
+            assert all(not checked.fault for checked in Catalog(str(store)).verify(one))
+
+
 @pytest.mark.slow  # test_restores.py has the protocol
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_a_coordinator_is_lost_while_the_store_cannot_be_read(tmp_path: Path) -> None:

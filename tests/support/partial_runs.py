@@ -7,6 +7,7 @@ every step. Pushes that trainers made again, after they were lost, count as they
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch_ecrec.transport.local import Fault
 STEPS, TRAINERS = 12, 2
 JOB = JobSpec(small_tables(), CodeSpec(3, 2, 1), TRAINERS, 7)
 WINDOW = Settings().window_steps
+PORTION = 1 / 6  # of the rows that prioritised saves have; so they are due every 2 steps, and checkpoints every 12
 
 
 def script(rank: int, session: TurnsSession) -> None:
@@ -41,7 +43,7 @@ def script(rank: int, session: TurnsSession) -> None:
             assert header == [done]
             dense = payload.clone().view(torch.float64)
     session.loaded()
-    for step in range(first, STEPS + 1):
+    for step in range(first, session.cluster.steps + 1):  # type: ignore[attr-defined]
         rng = np.random.default_rng([step, rank])
         rows = [torch.from_numpy(np.flatnonzero(rng.random(slab.rows) < 0.4)) for slab in session.job.slabs]
         weights = [torch.cat(parts) for parts in session.lookup_parts(rows)]
@@ -64,17 +66,34 @@ class Partial(Trainers):
     """Trainers of a cluster with `--beyond partial`."""
 
     def __init__(
-        self, most: float = 1.0, at_control: dict[int, Kill] | None = None, dropped: int = -1, **more: Any
+        self,
+        most: float = 1.0,
+        at_control: dict[int, Kill] | None = None,
+        dropped: int = -1,
+        saver: str = "everything",
+        saves: bool = True,
+        **more: Any,
     ) -> None:
         self.at_control = dict(at_control or {})  # message of the control channel -> who is lost then
         self.marks: dict[str, tuple[int, int]] = {}  # when things were, in messages: data, control
+        self.saving: dict[str, set[int]] = {"data": set(), "control": set(), "writes": set()}  # of prioritised saves
         again: dict[str, Any] = {"policy": "consecutive", "again_s": (0.01,), "most_lost_samples": most}
-        settings = CheckpointSettings("memory://shelf", every_steps=3, beyond="partial", **again)
+        self.steps, every = (STEPS, 3) if saver == "everything" else (2 * STEPS, 12)
+        if saver != "everything":
+            again |= {"saver": saver if saves else "everything", "portion": PORTION}
+        settings = CheckpointSettings("memory://shelf", every_steps=every, beyond="partial", **again)
         self.read: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         super().__init__(JOB, script, checkpoint=settings, reborn=True, **more)
         self.told = LatestTold()
         self.network.faults = [Fault("drop", dropped)]  # a request, by its number; -1: none
+        self.at_write: dict[int, Kill] = {}  # write -> who is lost then
+        self.then: Kill | None = None  # who is lost so many messages after the first one
+        self.shelf.on_write = self._on_write
         self._tick()
+
+    def _on_write(self, number: int, what: str) -> None:
+        if number in self.at_write:
+            self.kills_to_come.insert(0, self.at_write.pop(number))
 
     def _tick(self) -> None:
         if self.plane.lives:
@@ -91,13 +110,15 @@ class Partial(Trainers):
             self.kills_to_come.insert(0, self.at_control.pop(number))
 
     def _kill(self, kill: Kill) -> bool:
-        """`beyond`: the hosts of the first slots (if negative, the last), together, once a checkpoint counts; `any`: of
-        one, come what may."""
-        if kill.who not in ("beyond", "any"):
+        """`beyond`: the hosts of the first slots (if negative, the last), together, once a checkpoint counts; `saved`:
+        so, once a prioritised save on it counts, before which nobody goes back; `any`: of one, come what may."""
+        if kill.who not in ("beyond", "any", "saved"):
             return super()._kill(kill)
         if not self.plane.lives or not self.coordinator.slots:
             return False
-        if kill.who == "beyond":
+        if kill.who == "saved" and not self._is_saved():
+            return False
+        if kill.who != "any":
             slots = self.coordinator.slots
             some = slots[: kill.which] if kill.which > 0 else slots[kill.which :]
             servers = {place.server for place in some}
@@ -107,13 +128,28 @@ class Partial(Trainers):
             servers = {self.coordinator.slots[kill.which].server}
         for server in servers - self.network.dead - {""}:
             self.network.kill(server)
-        if kill.who == "beyond":
+        if kill.who != "any":
             self.marks["lost"] = self.now
         return True
+
+    def _is_saved(self) -> bool:
+        """A save is on the newest checkpoint, and all logs begin after it."""
+        known, slots = self.coordinator._state.saving.known, self.slots()
+        if not known.since or not slots:
+            return False
+        step = self.shelf.find(known.since[0][0]).step
+        return all(slot.ready and slot.log.floor >= step for slot in slots)
 
     def _idle(self) -> bool:
         if "lost" in self.marks and "whole" not in self.marks and self.events_of("recovered_partly") and self.whole():
             self.marks["whole"] = self.now
+        if self.then is not None and self.fired:
+            self.kills_to_come.append(dataclasses.replace(self.then, at=self.then.at + self.now[0]))
+            self.then = None
+        running = self.coordinator._state.checkpointing._running if self.plane.lives else None
+        if running is not None and running.save:
+            for kind, number in zip(self.saving, (*self.now, self.shelf.writes), strict=True):
+                self.saving[kind].add(number)
         return super()._idle()
 
     @property
@@ -158,18 +194,27 @@ class Oracle:
         self.layouts = layouts_of(run.scenario.code, JOB)
         self.renewals = run.coordinator._state.partial.renewals
 
-    def began(self, slot: int, through: int = STEPS) -> tuple[int, list[np.ndarray]]:
+    def saves(self, slot: int, life: int) -> list[str]:
+        """Prioritised saves that a life of a slot has begun with, oldest first."""
+        return self.run.shelf.begun.get((slot, life), [])
+
+    def began(self, slot: int, through: int) -> tuple[int, list[np.ndarray]]:
         """Since which step a slot has had every one, and the tables then; as it was after step `through`."""
         lives = [(one.folder, s, life, at) for one in self.renewals for s, life, at in one.lives]
-        last = [(folder, at) for folder, s, life, at in lives if s == slot and life and at and at <= through]
+        last = [
+            (folder, at, self.saves(slot, life))
+            for folder, s, life, at in lives
+            if s == slot and life and at and at <= through
+        ]
         restored, shelf = self.run.coordinator.restored, self.run.shelf
         if restored is not None:
-            last.insert(0, (restored.folder, restored.done))
+            last.insert(0, (restored.folder, restored.done, []))
         if not last:
             return 0, list(initial())
-        return last[-1][1], [records.numpy() for records in shelf.records(JOB, shelf.find(last[-1][0]))]
+        folder, at, saves = last[-1]
+        return at, [records.numpy() for records in shelf.records(JOB, shelf.find(folder), saves)]
 
-    def tables(self, through: int, then: int = STEPS) -> list[np.ndarray]:
+    def tables(self, through: int, then: int) -> list[np.ndarray]:
         """(R, B) uint8 of each slab after a step; rows of slots that began later, up to `then`, are as they began."""
         found = [records_RB.copy() for records_RB in initial()]
         for slot in range(self.run.scenario.code.slots):
@@ -199,37 +244,54 @@ class Oracle:
 def check(run: Partial) -> None:
     """After a run: records, lookups and the portion of lost samples are what the oracle says (`go` checks parities)."""
     oracle = Oracle(run)
-    for slab, right_RB in enumerate(oracle.tables(STEPS)):
+    for slab, right_RB in enumerate(oracle.tables(run.steps, run.steps)):
         mine_RB = run.run.records[slab].numpy().view(np.uint8)
         wrong = np.flatnonzero((mine_RB != right_RB).any(axis=1))
         slots = oracle.layouts[slab].locate(wrong)[0]
         assert not len(wrong), f"slab {slab}: rows {wrong} of slots {slots} differ; {oracle.renewals}"
     _check_reads(run, oracle)
+    _check_begun(run, oracle)
     if run.lives == 1:
         _check_checkpoints(run, oracle)
     status = run.coordinator.status(run.network.clock.now_s)["partial"]
     if oracle.renewals:
         went_on = max(at or 0 for one in oracle.renewals for _, _, at in one.lives)
-        assert went_on <= status["of_steps"] <= STEPS
+        assert went_on <= status["of_steps"] <= run.steps
         assert abs(status["lost_samples"] - oracle.lost_samples(status["of_steps"])) < 1e-6
         assert status["exact"] is False
 
 
+def _check_begun(run: Partial, oracle: Oracle) -> None:
+    """Which saves a slot has begun with: the oldest of those on its checkpoint, none of a step after it went on."""
+    for one in oracle.renewals:
+        on = [save for save in run.shelf.saves if save.base == one.folder]
+        for slot, life, at in one.lives:
+            used = oracle.saves(slot, life) if life else []
+            assert used == [name for name, _ in one.saves][: len(used)]
+            assert all(run.shelf.find(name) in on and run.shelf.find(name).done <= (at or 0) for name in used)
+
+
 def _check_checkpoints(run: Partial, oracle: Oracle) -> None:
-    """Each holds what the slots held: before some began anew, and after it."""
+    """Each holds what the slots held: before some began anew, and after it. So does each save, of the rows it has."""
     going = {step for one in oracle.renewals for _, _, at in one.lives if at for step in range(at - WINDOW, at)}
     for finished in run.shelf.counts:
         if finished.done not in going:  # of these, a checkpoint may be of before or of after
             right = oracle.tables(finished.done, finished.done)
             for slab, mine_RB in enumerate(run.shelf.records(JOB, finished)):
                 assert np.array_equal(mine_RB.numpy(), right[slab]), f"{finished.folder}, slab {slab}"
+    for save in run.shelf.saves:
+        if save.done not in going:
+            right = oracle.tables(save.done, save.done)
+            for slot in save.parts:
+                for portion in run.shelf.parts[save.folder, slot].portions:
+                    assert np.array_equal(portion.records_NB, right[portion.slab][portion.rows_N]), f"{save}, {slot}"
 
 
 def _check_reads(run: Partial, oracle: Oracle) -> None:
     """Every trainer has read one state: of each row the oracle's, but for what was under way when slots were lost."""
-    began = [oracle.began(slot)[0] for slot in range(run.scenario.code.slots)]
-    for step in range(1, STEPS + 1):
-        tables = oracle.tables(step - 1)
+    began = [oracle.began(slot, run.steps)[0] for slot in range(run.scenario.code.slots)]
+    for step in range(1, run.steps + 1):
+        tables = oracle.tables(step - 1, run.steps)
         for trainer in range(TRAINERS):
             for slab, (rows, weights) in enumerate(run.read[step, trainer]):
                 right = tables[slab].view(np.float32)[rows.numpy(), : weights.shape[1]]

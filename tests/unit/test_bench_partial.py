@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from torch_ecrec.bench.partial import Job, add_arguments, emulate, full
+from torch_ecrec.bench.emulation import Job
+from torch_ecrec.bench.partial import add_arguments, emulate, full
+from torch_ecrec.bench.partial_auc import Training, train
 from torch_ecrec.cli.main import main
+from torch_ecrec.demo import criteo
 from torch_ecrec.overhead import model
 from torch_ecrec.overhead.model import HOUR_S, Costs
 
@@ -129,3 +133,40 @@ def test_bad_input_is_one_message(
 ) -> None:
     assert main(["bench", "partial", *words, "--out", str(tmp_path / "out")]) == 2
     assert says in capsys.readouterr().err
+
+
+AREAS = ["--batch-size", "10", "--epochs", "2", "--rows-per-table", "20", "--seeds", "2", "--portion", "0.25"]
+
+
+def test_areas_of_each_way_beside_exact_recovery(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "clicks.tsv"
+    criteo.write_synthetic(data, 200, seed=3)
+    assert main(["bench", "partial", *WORDS, *AREAS, "--data", str(data), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads((tmp_path / "out" / "partial-auc.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == ["exact", "everything", "mfu", "ssu", "scar"] and "| mfu |" in printed
+    exact, everything, *some = rows
+    assert exact["- exact"] == exact["sd of that"] == exact["lost updates %"] == 0 and 0 < exact["AUC"] < 1
+    assert everything["lost updates %"] > max(row["lost updates %"] for row in some) > 0
+    assert all(row["sd"] > 0 for row in rows)
+
+
+def test_nothing_lost_is_exact(tmp_path: Path) -> None:
+    """Without failures every way is exact recovery, bit for bit."""
+    criteo.write_synthetic(tmp_path / "clicks.tsv", 200, seed=3)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args([*WORDS, *AREAS])
+    train_on, test_on = criteo.read(tmp_path / "clicks.tsv", 20).split()
+    training = Training.of(arguments, Job.of(arguments), 10 * HOUR_S / 4, len(train_on))
+    assert (training.steps, training.every, training.some) == (32, 8, 2)
+    exact, _ = train(training, train_on, test_on, "exact", 5)
+    never = dataclasses.replace(training, job=dataclasses.replace(training.job, failures=[]))
+    assert [train(never, train_on, test_on, way, 5) for way in ("everything", "mfu")] == [(exact, 0.0)] * 2
+
+
+def test_areas_want_saves_within_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    criteo.write_synthetic(tmp_path / "clicks.tsv", 50, seed=3)
+    words = [*WORDS, *AREAS, "--epochs", "1", "--portion", "0.1", "--data", str(tmp_path / "clicks.tsv")]
+    assert main(["bench", "partial", *words, "--out", str(tmp_path / "out")]) == 2
+    assert "a portion of the interval is" in capsys.readouterr().err

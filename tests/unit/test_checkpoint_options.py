@@ -16,8 +16,10 @@ OPTIONS = {  # each another value than without a word
     "--checkpoint-bytes-per-s": "1234.5",
     "--checkpoint-timeout": "12.5",
     "--checkpoint-zstd": "3",
-    "--beyond": "checkpoint",
+    "--beyond": "partial",
     "--most-lost-samples": "0.25",
+    "--checkpoint-saver": "mfu",
+    "--checkpoint-portion": "0.25",
 }
 WORDS = [word for option in OPTIONS.items() for word in option]
 
@@ -34,6 +36,18 @@ def test_every_option_reaches_the_coordinator(command: str) -> None:
     same = {name for name, value in vars(there).items() if value == getattr(without, name)}
     assert same == {"every_steps", "again_s"}, "which no option is about, or is by steps"
     assert there.timeout_s == 12.5
+
+
+def test_savers_want_somebody_who_reads_what_they_save() -> None:
+    words = ["up", "--checkpoint", "store", "--checkpoint-every", "100", "--checkpoint-saver", "scar"]
+    with pytest.raises(ValueError, match=r"`saver` is 'scar', whose saves only a partial recovery reads"):
+        checkpoint_arguments(parser().parse_args([*words, "--beyond", "checkpoint"]))
+    words += ["--beyond", "partial"]
+    assert checkpoints_of(parser().parse_args(words)).saves_every == 12
+    with pytest.raises(ValueError, match=r"`portion` must be above 0 and below 1, got 1\.0"):
+        checkpoint_arguments(parser().parse_args([*words, "--checkpoint-portion", "1"]))
+    with pytest.raises(ValueError, match=r"`every_steps` must be at least 200, .* got 100"):
+        checkpoint_arguments(parser().parse_args([*words, "--checkpoint-portion", "0.005"]))
 
 
 def test_chaos_has_all_that_a_coordinator_is_told() -> None:

@@ -35,6 +35,17 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
         {"event": "checkpoint_void", "step": 10, "reason": "slot 1: no room"},
     ),
     (
+        events.Saved("000000000012-a-1", 12, "000000000010-a-1", 1234, 0.5),
+        {
+            "event": "saved",
+            "name": "000000000012-a-1",
+            "step": 12,
+            "base": "000000000010-a-1",
+            "bytes": 1234,
+            "seconds": 0.5,
+        },
+    ),
+    (
         events.WentBeyond("000000000010-a-1", 10, "slots [0, 1] are lost together"),
         {"event": "went_beyond", "name": "000000000010-a-1", "step": 10, "reason": "slots [0, 1] are lost together"},
     ),
@@ -48,6 +59,7 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
             "at": 12,
             "lost_samples": 0.25,
             "reason": "slots [0, 1] are lost together",
+            "saves": 0,
         },
     ),
     (

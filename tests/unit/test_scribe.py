@@ -60,23 +60,23 @@ def slots_of(slab: int) -> Any:
 
 
 def write(
-    url: str, order: messages.Capture, truth: list[Any], swapped: bool = False, every: int = 1
+    url: str, order: messages.Capture, truth: list[Any], swapped: bool = False, every: int = 1, dense: bool = True
 ) -> dict[int, dict[str, Any]]:
     """All slots' parts, as they tell them. `swapped`: two slots have each other's rows. `every`: so many rows are left
-    out between two."""
+    out between two. `dense`: slot 0 writes the dense model."""
     told = {}
     for slot in range(JOB.code.slots):
         of = {0: 1, 1: 0}.get(slot, slot) if swapped else slot
         rows = [np.flatnonzero(slots_of(s) == of)[::every] for s in range(len(truth))]
         portions = [Portion(s, rows[s], r[rows[s]]) for s, r in enumerate(truth)]
-        dense = [((order.step, t), ([order.done, t], torch.full((9,), t, dtype=torch.uint8))) for t in range(2)]
+        parts = [((order.step, t), ([order.done, t], torch.full((9,), t, dtype=torch.uint8))) for t in range(2)]
         done, left = Answer(), iter(portions)
         FileScribe(lambda act: act()).write(
             order,
             slot,
             JOB.slabs,
             lambda size, left=left: next(left, None),
-            dense if slot == 0 else (),
+            parts if dense and slot == 0 else (),
             done,
             done,
         )
@@ -87,7 +87,7 @@ def write(
 
 
 def ledger_of(url: str, **more: Any) -> FileLedger:
-    return FileLedger(CheckpointSettings(url=url, every_steps=1, **more), lambda: JOB, lambda act: act())
+    return FileLedger(CheckpointSettings(**{"url": url, "every_steps": 1, **more}), lambda: JOB, lambda act: act())
 
 
 @pytest.mark.parametrize("encoding", [{}, {"zstd": 3}, {"bits": 8}], ids=["exact", "zstd", "bits"])

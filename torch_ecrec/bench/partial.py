@@ -20,25 +20,20 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torch_ecrec.bench.record import header, table, write
-from torch_ecrec.overhead.model import HOUR_S, Costs, partial_interval_s, young_interval_s
-from torch_ecrec.overhead.report import measured
-from torch_ecrec.records.merge import Merged, merge
+from torch_ecrec.bench import partial_auc
+from torch_ecrec.bench.emulation import COSTS, EmulatedSlot, Job, interval_of
+from torch_ecrec.bench.record import header, markdown, table, write
+from torch_ecrec.overhead.model import HOUR_S, young_interval_s
 from torch_ecrec.records.optimizers import NAMES, optimizer
-from torch_ecrec.records.positions import Positions
-from torch_ecrec.records.savers import SAVERS, Saver, saver_of
-from torch_ecrec.records.shard import Shard
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.records.savers import SAVERS
 
-COSTS = ("save_s", "load_s", "restart_s")
 PUBLISHED = "published (CPR, abstract): full recovery 8.2 to 8.5 %, CPR-MFU and CPR-SSU 0.53 to 0.68 %"
-ZIPF = 1.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=NAMES, default="rowwise_adagrad")
     parser.add_argument("--seed", type=int, default=0, help="of failures, rows and gradients")
     parser.add_argument("--out", type=Path, default=Path("build/partial"), metavar="DIR", help="gets partial.json")
+    partial_auc.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,83 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
     print(table(rows))
     print(PUBLISHED)
     write(arguments.out, "partial", {"header": header(), "costs": job.costs}, rows)
+    if arguments.data is not None:
+        areas = partial_auc.compare(arguments, job, interval_of(job), print)
+        print(markdown(areas))
+        write(arguments.out, "partial-auc", {"header": header(), "costs": job.costs}, areas)
     return 0
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is emulated.
-
-    Attributes:
-        costs: seconds, by the names in `COSTS`.
-        failures: (step during which it comes, slot), in order of time.
-        draws: rows that a slot's step draws; `rows`: of a slot.
-    """
-
-    hours: float
-    slots: int
-    pls: float
-    portion: float
-    costs: dict[str, float]
-    steps: int
-    rows: int
-    draws: int
-    dim: int
-    optimizer: str
-    seed: int
-    failures: list[tuple[int, int]]
-
-    @staticmethod
-    def of(arguments: argparse.Namespace) -> Job:
-        """As the command line says. Raises ValueError, TypeError."""
-        for name in ("slots", "failures", "steps", "rows", "touched", "dim"):
-            require_int(name, getattr(arguments, name), 1)
-        require(arguments.hours > 0, f"`hours` must be positive, got {arguments.hours}")
-        for name in ("pls", "portion"):
-            value = getattr(arguments, name)
-            require(0 < value < 1, f"`{name}` must be above 0 and below 1, got {value}")
-        costs = {} if arguments.measured is None else measured(arguments.measured)
-        said = {name: getattr(arguments, name.removesuffix("_s")) for name in COSTS}
-        costs |= {name: value for name, value in said.items() if value is not None}
-        missing = [f"--{name.removesuffix('_s')}" for name in COSTS if name not in costs]
-        require(
-            not missing, f"{', '.join(missing)}: say what it costs, or name a run that has measured it (`--measured`)"
-        )
-        require(costs["save_s"] > 0, f"`save_s` must be positive, got {costs['save_s']}")
-        require(min(costs["load_s"], costs["restart_s"]) >= 0, "`load_s` and `restart_s` must not be negative")
-        rng = np.random.default_rng(arguments.seed)
-        at = sorted(int(step) for step in rng.integers(1, arguments.steps + 1, arguments.failures))
-        return Job(
-            hours=arguments.hours,
-            slots=arguments.slots,
-            pls=arguments.pls,
-            portion=arguments.portion,
-            costs={name: costs[name] for name in COSTS},
-            steps=arguments.steps,
-            rows=arguments.rows,
-            draws=arguments.touched,
-            dim=arguments.dim,
-            optimizer=arguments.optimizer,
-            seed=arguments.seed,
-            failures=[(step, int(rng.integers(arguments.slots))) for step in at],
-        )
-
-    @property
-    def failures_per_s(self) -> float:
-        """Of any slot."""
-        return len(self.failures) / (self.hours * HOUR_S)
-
-    def steps_of(self, seconds: float, what: str) -> int:
-        """How many steps stand for so long. Raises ValueError where that is less than one."""
-        steps = seconds * self.steps / (self.hours * HOUR_S)
-        require(steps >= 1, f"{what} is {steps:.2g} steps: raise --steps to {int(self.steps / steps) + 1} or more")
-        return round(steps)
-
-    def batch(self, step: int, slot: int) -> Merged:
-        """What a step does to a slot: the same for every way."""
-        rng = np.random.default_rng((self.seed, step, slot))
-        at = np.unique((rng.zipf(ZIPF, self.draws) - 1) % self.rows).astype(np.int64)
-        return merge([(at, rng.standard_normal((len(at), self.dim), np.float32))])
 
 
 @dataclass
@@ -215,63 +139,26 @@ def full(job: Job) -> Way:
     )
 
 
-@dataclass
-class _Slot:
-    """One slot's records, what was saved of them, and its saver."""
-
-    job: Job
-    name: str
-    index: int
-    shard: Shard = field(init=False)
-    saver: Saver = field(init=False)
-
-    def __post_init__(self) -> None:
-        job = self.job
-        self.shard = Shard(optimizer(job.optimizer).schema(job.dim), job.rows, 0, sealed=False)
-        self.everything: Positions = np.arange(job.rows, dtype=np.int64)
-        self.saved_PB = self.shard.gather(self.everything)
-        self.since_P = np.zeros(job.rows, np.int64)  # steps that have changed a row since it was saved
-        self.new_saver()
-
-    def new_saver(self) -> None:
-        """As a new host has it: what is there is what was saved."""
-        job = self.job
-        self.saver = saver_of(self.name, job.rows, job.portion, self.shard.gather_weights, job.seed + self.index)
-
-    def save(self, rows_N: Positions) -> None:
-        """These rows are durable as they are."""
-        self.saved_PB[rows_N] = self.shard.gather(rows_N)
-        self.since_P[rows_N] = 0
-
-    def lose(self) -> tuple[int, float]:
-        """It begins anew with what was saved of it: updates that are lost, and squared L2 of the weights' change."""
-        before = self.shard.gather_weights(self.everything)
-        self.shard.scatter_(self.everything, self.saved_PB)
-        change = before - self.shard.gather_weights(self.everything)
-        lost, self.since_P[:] = int(self.since_P.sum()), 0
-        self.new_saver()
-        return lost, float(np.sum(np.square(change, dtype=np.float64)))
-
-
 def emulate(job: Job, name: str) -> Way:
     """Partial recovery with one saver: steps are made, and rows saved and lost.
 
     Raises:
         ValueError: an interval is less than a step.
     """
-    costs = Costs(job.slots, job.slots / job.failures_per_s, k=1, r=max(1, job.slots - 1), **job.costs)  # r: unused
-    interval_s = partial_interval_s(costs, job.pls)
+    interval_s = interval_of(job)
     every = job.steps_of(interval_s, "the interval between two saves")
     portion = 1.0 if name == "everything" else job.portion
     some = every if name == "everything" else job.steps_of(portion * interval_s, "a portion of the interval")
-    spec, slots = optimizer(job.optimizer), [_Slot(job, name, index) for index in range(job.slots)]
+    zeros_PD = np.zeros((job.rows, job.dim), np.float32)
+    spec = optimizer(job.optimizer)
+    slots = [EmulatedSlot(name, job.optimizer, zeros_PD, job.portion, job.seed + index) for index in range(job.slots)]
     way, apply_s, note_s, picks_s = Way(name, interval_s / HOUR_S), 0.0, 0.0, list[float]()
     updates = lost_updates = saved_rows = 0
     squares = lost_samples = 0.0
     last_save, failures = 0, list(job.failures)
     for step in range(1, job.steps + 1):
-        for slot in slots:
-            batch = job.batch(step, slot.index)
+        for index, slot in enumerate(slots):
+            batch = job.batch(step, index)
             begin_s = time.perf_counter()
             slot.shard.apply_(spec, batch, 0.05, step, {})
             applied_s = time.perf_counter()
@@ -287,14 +174,13 @@ def emulate(job: Job, name: str) -> Way:
         if step % every == 0:
             last_save = step
             for slot in slots:
-                slot.save(slot.everything)
-                slot.saver.pick(job.rows)  # all of them count as saved
+                slot.save_everything()
                 saved_rows += job.rows
         elif step % some == 0:
             for slot in slots:
                 way.memory = max(way.memory, slot.saver.memory_bytes / (4 * job.rows * job.dim))
                 begin_s = time.perf_counter()
-                rows_N = slot.saver.pick(max(1, int(portion * job.rows)))
+                rows_N = slot.pick()
                 picks_s.append(time.perf_counter() - begin_s)
                 slot.save(rows_N)
                 saved_rows += len(rows_N)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
-from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy, new_run
+from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy, CheckpointSaver, new_run
 
 if TYPE_CHECKING:  # it loads torch: not to read a command line
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
@@ -131,6 +131,20 @@ def _add_beyond(group: argparse._ArgumentGroup) -> None:
         default=0.1,
         help="of the run (0 to 1, default 0.1): where --beyond partial would lose more, all go back",
     )
+    group.add_argument(
+        "--checkpoint-saver",
+        choices=get_args(CheckpointSaver),
+        default="everything",
+        help="for --beyond partial: which rows are saved more often than checkpoints are written; everything: none"
+        " (default); mfu: most frequently used; ssu: a sample of those used; scar: changed most",
+    )
+    group.add_argument(
+        "--checkpoint-portion",
+        metavar="R",
+        type=float,
+        default=0.125,
+        help="of each slot's rows, that such a save has, every R-th part of --checkpoint-every (default 0.125)",
+    )
 
 
 def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
@@ -152,6 +166,8 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         timeout_s=arguments.checkpoint_timeout,
         beyond=arguments.beyond,
         most_lost_samples=arguments.most_lost_samples,
+        saver=arguments.checkpoint_saver,
+        portion=arguments.checkpoint_portion,
         encoding=(("zstd", arguments.checkpoint_zstd), ("bits", arguments.checkpoint_bits)),
         run=arguments.run or new_run(),
     )
@@ -166,7 +182,7 @@ def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:
     steps, seconds = arguments.checkpoint_every
     found += ["--checkpoint", arguments.checkpoint, "--checkpoint-every", f"{seconds}s" if seconds else str(steps)]
     found += ["--beyond", arguments.beyond, "--most-lost-samples", str(arguments.most_lost_samples)]
-    for name in ("keep", "policy", "bytes_per_s", "timeout", "zstd", "bits"):
+    for name in ("keep", "policy", "bytes_per_s", "timeout", "zstd", "bits", "saver", "portion"):
         if (value := getattr(arguments, f"checkpoint_{name}")) is not None:
             found += [f"--checkpoint-{name.replace('_', '-')}", str(value)]
     return found

@@ -59,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         checkpoint_zstd=0,
         checkpoint_bits=0,
         most_lost_samples=0.0,
+        checkpoint_saver="everything",
+        checkpoint_portion=0.125,
         beyond="stop",
         restore="",
         run="",

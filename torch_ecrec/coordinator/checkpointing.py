@@ -9,6 +9,9 @@ A checkpoint is void when the host of a slot is lost, since it does not know wha
 slot gives up, or when it takes too long; then another is tried, with a pause that grows. Nothing of this stops training
 or changes what it does, and the last checkpoint that counts goes on to count.
 
+Prioritised saves (`saving.py`) take the same way: of some rows, on a checkpoint that counts. Where both are due, the
+checkpoint comes first, and what fails of saves does not delay it.
+
 Pure, as the coordinator is: what is written, listed or removed is asked of a `Ledger`, which answers by a call.
 """
 
@@ -18,9 +21,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
@@ -41,6 +47,7 @@ class Finished:
         parts: what the slots have said of theirs, by slot.
         dense_of: the slot whose part has the dense model.
         began_with: the checkpoint that the cluster began with, or went back to; None: training began at its beginning.
+        save: it is a prioritised save on `base`, without the dense model.
     """
 
     folder: str
@@ -50,6 +57,7 @@ class Finished:
     parts: Mapping[int, Mapping[str, Any]]
     dense_of: int
     began_with: messages.Restored | None = None
+    save: bool = False
 
 
 def life_of(folder: str) -> int:
@@ -76,8 +84,8 @@ class Ledger(Protocol):
                 it builds on may be gone.
         """
 
-    def discard(self, folder: str) -> None:
-        """A checkpoint came to nothing: what was written of it goes."""
+    def discard(self, folder: str, save: bool = False) -> None:
+        """A checkpoint, or a prioritised save, came to nothing: what was written of it goes."""
 
     def newest(
         self,
@@ -104,6 +112,7 @@ class _Running:
     since_s: float
     asked_s: float
     wanted: int | None  # steps of training that it is due after; None: the last that can be had
+    save: bool  # a prioritised one
     shown: dict[int, messages.Shown] = field(default_factory=dict)
     order: messages.Capture | None = None
     written: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -117,6 +126,7 @@ class Checkpointing:
         settings: which.
         ledger: None: `settings` wants none.
         job, members: of the coordinator.
+        saving: when prioritised saves are due, and which count.
         announce: tells observers of an event.
 
     Attributes:
@@ -131,9 +141,10 @@ class Checkpointing:
         ledger: Ledger | None,
         job: RunningJob,
         members: Members,
+        saving: Saving,
         announce: Callable[[Event], None],
     ) -> None:
-        self.settings, self._ledger = settings, ledger
+        self.settings, self._ledger, self.saving = settings, ledger, saving
         self._job, self._members, self._announce = job, members, announce
         self._running: _Running | None = None
         self._released: messages.Release | None = None  # the last one
@@ -156,12 +167,20 @@ class Checkpointing:
         """Tells a server what it may have missed."""
         if not self.wanted or self._members.by_name[name].role != "server":
             return
-        settings, running = self.settings, self._running
-        self._members.send(name, messages.Checkpointing(settings.every_steps, settings.policy != "full"))
+        running = self._running
+        self._members.send(name, self._checkpointing())
         if self._released is not None:
-            self._members.send(name, self._released)
+            self._members.send(name, msgspec.structs.replace(self._released, saves=self.saving.known))
         if running is not None and not running.committing:  # a new host must not write what the manifest is made of
             self._members.send(name, running.order or messages.Survey(running.number))
+
+    def _checkpointing(self) -> messages.Checkpointing:
+        settings = self.settings
+        marks = settings.policy != "full"
+        if not self.saving.wanted:
+            return messages.Checkpointing(settings.every_steps, marks)
+        some = settings.saver, settings.portion, settings.saves_every
+        return messages.Checkpointing(settings.every_steps, marks, *some)
 
     # when -----------------------------------------------------------------------------------------
 
@@ -177,8 +196,13 @@ class Checkpointing:
         if self._next_s is None and self.settings.every_s and whole:
             self._next_s = now_s + self.settings.every_s
         by_time = self._next_s is not None and now_s >= self._next_s
-        if whole and now_s >= self._not_before_s and (by_time or self._due is not None):
-            self._begin(now_s)
+        if not whole:
+            return
+        if by_time or self._due is not None:
+            if now_s >= self._not_before_s:
+                self._begin(now_s, self._due)
+        elif self.saving.is_due(now_s):
+            self._begin(now_s, self.saving.due, save=True)
 
     def _look_after(self, running: _Running, now_s: float, whole: bool) -> None:
         if now_s > running.since_s + self.settings.timeout_s:
@@ -209,13 +233,17 @@ class Checkpointing:
 
     def _on_due(self, word: messages.Due, whole: bool) -> None:
         """The dense snapshot of a step is whole after which a checkpoint is due."""
-        if self.wanted and self.settings.every_steps and word.done > self.last_done:
-            self._due = word.done
+        every = self.settings.every_steps
+        if self.wanted and every and word.done > self.last_done:
+            if word.done % every == 0:
+                self._due = word.done
+            else:
+                self.saving.due = word.done
             self.on_tick(self._now_s, whole)
 
-    def _begin(self, now_s: float) -> None:
+    def _begin(self, now_s: float, wanted: int | None, save: bool = False) -> None:
         self._number += 1
-        self._running = _Running(self._number, now_s, now_s, self._due)
+        self._running = _Running(self._number, now_s, now_s, wanted, save)
         self._survey(self._running, now_s)
 
     def _survey(self, running: _Running, now_s: float) -> None:
@@ -234,23 +262,27 @@ class Checkpointing:
             return
         assert self._job.spec is not None
         chosen = choose(running.shown, self._job.spec.trainers, running.wanted)
-        if chosen is None or chosen[1] <= self.last_done:
+        if chosen is None or chosen[1] <= max(self.last_done, self.saving.known.newest if running.save else 0):
             return  # asked again, a little later
         step, done, dense_of = chosen
-        settings = self.settings
+        settings, full = self.settings, "" if self._full else self._base
         running.order = messages.Capture(
             checkpoint=running.number,
             step=step,
             done=done,
             dense_of=dense_of,
-            base="" if self._full else self._base,
+            base=self.saving.known.base if running.save else full,
             url=settings.url,
             folder=f"{done:012d}-{self._job.run}-{self._members.life}-{running.number}",
             encoding=dict(settings.encoding),
             bytes_per_s=settings.bytes_per_s,
+            portion=settings.portion if running.save else 1.0,
         )
         self._members.tell(running.order, "server")
-        self._announce(events.CheckpointBegun(running.order.folder, done, running.order.base))
+        if running.save:
+            self.saving.on_begun(running.order.folder, done)
+        else:
+            self._announce(events.CheckpointBegun(running.order.folder, done, running.order.base))
 
     # whether it counts ----------------------------------------------------------------------------
 
@@ -265,8 +297,9 @@ class Checkpointing:
         running.committing = True
         order = running.order
         assert self._ledger is not None
+        began, parts = self._job.restored, running.written
         finished = Finished(
-            order.folder, order.step, order.done, order.base, running.written, order.dense_of, self._job.restored
+            order.folder, order.step, order.done, order.base, parts, order.dense_of, began, running.save
         )
         self._ledger.commit(finished, lambda *answer: self._on_committed(running, *answer))
 
@@ -274,22 +307,37 @@ class Checkpointing:
         if running is not self._running:
             return  # it took too long; it may count all the same, and what slots write next holds all that it does
         if error is not None:
-            self._full |= full
+            self._full |= full and not running.save
             self._give_up(error)
             return
         order = running.order
         assert order is not None
+        if running.save:
+            self._on_saved(running, order)
+            return
         rebase = not order.base or self.settings.policy == "consecutive"
-        self._release(messages.Release(running.number, order.folder, rebase))
+        self.saving.on_checkpoint(order.folder, order.done, self._now_s)
+        self._release(messages.Release(running.number, order.folder, rebase, self.saving.known))
         self._base = order.folder if rebase else order.base
         self._full = full or self.settings.policy == "full"
         self.last, self.last_done, self.last_s = order.folder, order.done, self._now_s
         self._running, self._due, self.failing, self._void = None, None, "", 0
         self._next_s = self._now_s + self.settings.every_s if self.settings.every_s else None
+        self._announce(events.Checkpointed(order.folder, order.done, order.base, *self._cost(running)))
+
+    def _on_saved(self, running: _Running, order: messages.Capture) -> None:
+        """A prioritised save is durable; it counts, if training has not gone back meanwhile to before its step."""
+        if not self.saving.on_written(self._now_s):
+            self._give_up(f"the trainers went back to before step {order.done}")
+            return
+        self._running = None
+        self._release(messages.Release(running.number, order.folder, False, self.saving.known))
+        self._announce(events.Saved(order.folder, order.done, order.base, *self._cost(running)))
+
+    def _cost(self, running: _Running) -> tuple[int, float]:
+        """Bytes, and seconds from its beginning."""
         size = sum(int(part.get("bytes", 0)) for part in running.written.values())
-        self._announce(
-            events.Checkpointed(order.folder, order.done, order.base, size, round(self._now_s - running.since_s, 3))
-        )
+        return size, round(self._now_s - running.since_s, 3)
 
     def _on_unwritten(self, word: messages.Unwritten) -> None:
         """A slot has given up its part."""
@@ -305,15 +353,20 @@ class Checkpointing:
     def _give_up(self, reason: str) -> None:
         assert self._running is not None
         running, self._running = self._running, None
-        self._release(messages.Release(running.number, "", False))
+        self._release(messages.Release(running.number, "", False, self.saving.known))
         self._discard(running)
+        done = running.order.done if running.order is not None else 0
+        if running.save:
+            self.saving.on_void(reason, self._now_s)
+            self._announce(events.CheckpointVoid(done, f"a prioritised save: {reason}"))
+            return
         if not self.failing:
             self.failing_since_s = self._now_s
         self.failing = reason
         self._void += 1
         again_s = self.settings.again_s
         self._not_before_s = self._now_s + again_s[min(self._void, len(again_s)) - 1]
-        self._announce(events.CheckpointVoid(running.order.done if running.order is not None else 0, reason))
+        self._announce(events.CheckpointVoid(done, reason))
 
     def follow(self, before: Checkpointing) -> None:
         """Takes over from a cluster that went back."""
@@ -322,7 +375,7 @@ class Checkpointing:
 
     def _discard(self, running: _Running) -> None:
         if running.order is not None and not running.committing and self._ledger is not None:
-            self._ledger.discard(running.order.folder)
+            self._ledger.discard(running.order.folder, running.save)
 
     def _release(self, release: messages.Release) -> None:
         self._released = release
@@ -343,6 +396,7 @@ class Checkpointing:
             "running": running.order.folder if running is not None and running.order is not None else "",
             "failing": self.failing,
             "failing_for_s": round(self._now_s - self.failing_since_s, 1) if self.failing else None,
+            "saves": self.saving.status() if self.saving.wanted else None,
         }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery
+from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
@@ -77,9 +78,14 @@ class Eras:
     """
 
     def __init__(
-        self, job: RunningJob, members: Members, partial: PartialRecovery, announce: Callable[[Event], None]
+        self,
+        job: RunningJob,
+        members: Members,
+        partial: PartialRecovery,
+        saving: Saving,
+        announce: Callable[[Event], None],
     ) -> None:
-        self._job, self._members, self._partial, self._announce = job, members, partial, announce
+        self._job, self._members, self._partial, self._saving, self._announce = job, members, partial, saving, announce
         self.number = 0
         self.resume_step, self.done = 0, job.done_at_origin
         self.floor, self.kept = 0, False
@@ -149,6 +155,7 @@ class Eras:
         kept = (done for said in reach for step, done, _ in said.snapshots if step == chosen)
         back.done = next(kept, job.done_at_origin)
         self._partial.go_back(back.done)
+        self._saving.forget_after(back.done)
         self._announce(events.GoingBack(self.number, back.done, back.done + last - chosen))
         self._tell_all("server")
 
@@ -173,10 +180,12 @@ class Eras:
             )
         else:
             self.resume_step, self.done, self.going_back, self.kept = step, done, None, True
+            self._saving.forget_after(done)
             job.step = max(job.step, done)
             self.floor = min(step, max(first, step - (done - partial.read_from)))
             lives = [slot for slot, _, _ in last.lives]
-            self._announce(events.RecoveredPartly(lives, last.folder, last.done, done, round(lost, 6), partial.why))
+            found = last.folder, last.done, done, round(lost, 6), partial.why, len(last.saves)
+            self._announce(events.RecoveredPartly(lives, *found))
             self._tell_all("server")
             self._tell_all("trainer")  # those that wait for their beginning; to the others it says nothing new
             for member in self._members.present("trainer"):

@@ -249,7 +249,10 @@ class SlotTable:
         keepers = set(range(min(job.code.parities + 1, len(self.slots))))
         dense_lost = not (partial.dense - anew) & keepers
         lives: list[tuple[int, int, int | None]] = [(i, self.slots[i].incarnation, None) for i in sorted(anew)]
-        partial.renew(messages.Renewal(lives, found[0].url, found[0].folder, found[0].done, dense_lost), survivors)
+        restored = found[0]
+        saves = self._checkpointing.saving.on(restored.folder)
+        renewal = messages.Renewal(lives, restored.url, restored.folder, restored.done, dense_lost, saves)
+        partial.renew(renewal, survivors)
         if dense_lost:
             partial.dense |= keepers
         back = self._eras.going_back

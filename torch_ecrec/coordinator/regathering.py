@@ -57,6 +57,13 @@ class Knowledge:
         return [] if newest is None else list(newest.renewals)
 
     @property
+    def saves(self) -> messages.Saves:
+        """Prioritised saves that count, as who knows of the newest does, of those that have heard where all go on."""
+        era = max((one.era for one in self.said.values()), default=0)
+        said = [one.saves for one in self.said.values() if one.era == era]
+        return max(said, key=lambda saves: (saves.done, saves.newest), default=messages.Saves())
+
+    @property
     def kept(self) -> dict[tuple[int, int], bool]:
         """(slot, incarnation) of those that have all their records -> whether dense snapshots are there."""
         return {(slot, life): dense for one in self.said.values() for slot, life, dense in one.kept}

@@ -11,6 +11,7 @@ from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery
 from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.regathering import Knowledge, Regathering
+from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.coordinator.world import World
@@ -42,8 +43,9 @@ class ClusterState:
         )
         self.world = World(settings.spares, settings.store, self.job, self.members, announce)
         self.partial = PartialRecovery(checkpoint.beyond == "partial", checkpoint.most_lost_samples)
-        self.eras = Eras(self.job, self.members, self.partial, announce)
-        self.checkpointing = Checkpointing(checkpoint, ledger, self.job, self.members, announce)
+        self.saving = Saving(checkpoint)
+        self.eras = Eras(self.job, self.members, self.partial, self.saving, announce)
+        self.checkpointing = Checkpointing(checkpoint, ledger, self.job, self.members, self.saving, announce)
         self.suspicion = Suspicion()
         self.table = SlotTable(
             settings.without_spare,
@@ -88,3 +90,4 @@ class ClusterState:
         self.job.learn(said)
         self.eras.learn(said)
         self.partial.renewals = known.renewals
+        self.saving.known = known.saves

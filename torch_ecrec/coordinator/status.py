@@ -26,6 +26,7 @@ def partial_status(state: ClusterState) -> dict[str, Any] | None:
         "lost_steps": lost_steps(partial.renewals, slots),
         "last": last.folder,
         "last_step": last.done,
+        "last_saves": len(last.saves),
         "last_slots": [slot for slot, _, _ in last.lives],
     }
 

@@ -42,6 +42,8 @@ def _of_checkpoint(event: AnyEvent) -> str:
         case events.Checkpointed():
             of = f", what has changed since {event.base}" if event.base else ""
             return f"  checkpoint of step {event.step}: {size(event.bytes)}{of}"
+        case events.Saved():
+            return f"  save of step {event.step}: {size(event.bytes)}, on {event.base}"
         case events.CheckpointVoid():
             return f"  no checkpoint: {event.reason}"
         case events.WentBeyond():

@@ -228,6 +228,17 @@ class Checkpointed(Event, frozen=True, tag="checkpointed"):
     seconds: float
 
 
+class Saved(Event, frozen=True, tag="saved"):
+    """A prioritised save counts: some rows of every slot, on the checkpoint `base`, which is no checkpoint itself.
+    `step`: of training; `seconds`: as of `Checkpointed`."""
+
+    name: str
+    step: int
+    base: str
+    bytes: int
+    seconds: float
+
+
 class WentBeyond(Event, frozen=True, tag="went_beyond"):
     """More was lost than parity can repair, or everything at once: all go back to a checkpoint. `step`: of training,
     that it is of."""
@@ -242,7 +253,7 @@ class RecoveredPartly(Event, frozen=True, tag="recovered_partly"):
     what was trained since.
 
     `step`: of training, that the checkpoint is of; `at`: where training goes on; `lost_samples`: CPR's portion of lost
-    samples, of the whole run until now.
+    samples, of the whole run until now; `saves`: prioritised ones that there were since, of which rows were newer.
     """
 
     slots: list[int]
@@ -251,6 +262,7 @@ class RecoveredPartly(Event, frozen=True, tag="recovered_partly"):
     at: int
     lost_samples: float
     reason: str
+    saves: int = 0
 
 
 class CheckpointVoid(Event, frozen=True, tag="checkpoint_void"):
@@ -306,6 +318,7 @@ AnyEvent = (
     | CheckpointBegun
     | Checkpointed
     | CheckpointVoid
+    | Saved
     | WentBeyond
     | RecoveredPartly
     | Fatal

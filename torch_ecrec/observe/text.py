@@ -65,6 +65,8 @@ def format_status(status: Message) -> str:
     if status.get("checkpoints"):
         lines += format_checkpoints(status["checkpoints"])
     figures = slot_figures(status)
+    if status.get("checkpoints") and status["checkpoints"].get("saves"):
+        lines += format_saves(status["checkpoints"]["saves"], list(figures.values()))
     rows = [["slot", "server", "incarnation", "state", "step", "watermark", "records", "parity", "logs", "snapshots"]]
     for place in status["slots"]:
         own = figures.get(place["slot"])
@@ -97,9 +99,11 @@ def format_status(status: Message) -> str:
 def format_partial(partial: Message) -> str:
     """What partial recoveries have lost, for people."""
     slots = ", ".join(map(str, partial["last_slots"]))
+    saves = f" and {partial['last_saves']} saves on it" if partial.get("last_saves") else ""
     return (
         f"NOT EXACT: {partial['lost_samples']:.3%} of lost samples (CPR) by {partial['times']} partial recoveries;"
         f" the last: slots {slots} took their records from checkpoint {partial['last']}, of step {partial['last_step']}"
+        f"{saves}"
     )
 
 
@@ -111,4 +115,18 @@ def format_checkpoints(said: Message) -> list[str]:
     lines = [f"checkpoints at {said['url']}: {last}" + (f"; writing {said['running']}" if said["running"] else "")]
     if said["failing"]:
         lines.append(f"  FAILING for {said['failing_for_s']:.0f} s, is tried again: {said['failing']}")
+    return lines
+
+
+def format_saves(said: Message, slots: list[Message]) -> list[str]:
+    """Prioritised saves since that checkpoint, and what their savers cost the slots that tell it."""
+    last = f", the last of step {said['last_step']}" if said["saves"] else ""
+    memory = size(sum(slot.get("saver_bytes", 0) for slot in slots))
+    longest_ms = 1e3 * max((slot.get("saver_pick_s", 0.0) for slot in slots), default=0.0)
+    lines = [
+        f"  saves of {said['portion']:.1%} of the rows ({said['saver']}) since then: {said['saves']}{last}; savers have"
+        f" {memory}, and picked within {longest_ms:.1f} ms"
+    ]
+    if said["failing"]:
+        lines.append(f"  the last save FAILED, is tried again: {said['failing']}")
     return lines

@@ -15,7 +15,9 @@ from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.restoring import records_of, require_same_model
+from torch_ecrec.storage.saves import Save, Saves
 
 log = logging.getLogger(__name__)
 
@@ -101,24 +103,31 @@ def _work(renewal: Renewal, job: JobSpec, slot: int, reading: FileReading) -> No
 
 
 def slot_records(renewal: Renewal, job: JobSpec, slot: int) -> Iterator[tuple[int, Positions, Bytes]]:
-    """A slot's records of a checkpoint: slab, positions (N,) int64, records (N, B) uint8.
+    """A slot's records of a checkpoint, with the prioritised saves on it that are named.
 
     Where all that it builds on was written by a cluster of the same layout, the slot's own parts are read, else all.
+
+    Yields:
+        Slab, positions (N,) int64, records (N, B) uint8.
 
     Raises:
         CheckpointError: it is not there, is altered, or of another job.
     """
     catalog = Catalog(renewal.url)
     manifest = catalog.read(renewal.folder)
-    require_same_model(manifest, job)
+    saves = Saves(catalog.location).on(renewal.folder, [name for name, _ in renewal.saves])
+    read: list[Manifest | Save] = [*catalog.chain(manifest), *saves]
+    for one in read:
+        require_same_model(one, job)
     layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
-    alike = all(_layout(one.spec.code) == _layout(job.code) for one in catalog.chain(manifest))
+    alike = all(_layout(one.spec.code) == _layout(job.code) for one in read)
 
     def mine(slab: int, rows_N: Positions) -> NDArray[np.bool_]:
         of_slot: NDArray[np.bool_] = layouts[slab].locate(rows_N)[0] == slot
         return of_slot
 
-    for slab, rows_N, records_NB in records_of(catalog, manifest, mine=mine, slots=[slot] if alike else None):
+    slots = [slot] if alike else None
+    for slab, rows_N, records_NB in records_of(catalog, manifest, mine=mine, slots=slots, saves=saves):
         yield slab, layouts[slab].locate(rows_N)[1], records_NB
 
 

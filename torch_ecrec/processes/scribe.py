@@ -29,6 +29,7 @@ from torch_ecrec.storage.manifest import Encoding, Manifest, PartEntry
 from torch_ecrec.storage.parts import PartWriter
 from torch_ecrec.storage.policy import next_kind
 from torch_ecrec.storage.restoring import check_rows
+from torch_ecrec.storage.saves import Save, Saves
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,9 @@ class FileScribe:
         name = f"slot-{slot:05d}"
         encoding = Encoding.of(order.encoding)
         tables = [[*zip((table.name for table in slab.tables), slab.first_rows, strict=True)] for slab in slabs]
-        at, schemas = Location(order.url).below(order.folder), [slab.schema for slab in slabs]
+        place = Location(order.url)
+        at = Saves(place).folder(order.folder) if order.portion < 1 else place.below(order.folder)
+        schemas = [slab.schema for slab in slabs]
         part = PartWriter(at, name, schemas, encoding, slot, tables)
         try:
             bytes_per_s = default_bytes_per_s() if order.bytes_per_s is None else order.bytes_per_s
@@ -271,15 +274,16 @@ class FileLedger:
         """See `Ledger`."""
         job = self._job()
         assert job is not None, "what has steps has a job"
+        if finished.save:
+            self._work.put(lambda: self._commit_save(finished, job, done))
+            return
 
         def work() -> None:
             try:
                 manifest = self._manifest(finished, job)
                 self._catalog.commit(manifest.id, manifest)
             except Exception as error:  # this thread has no caller: whatever it is makes the checkpoint void, by name
-                if not isinstance(error, CheckpointError):
-                    log.exception("checkpoint %s", finished.folder)
-                reason = str(error) if isinstance(error, CheckpointError) else repr(error)
+                reason = _reason(error, finished.folder)
                 self._call(lambda: done(reason, True))
                 return
             self._sizes.append((not finished.base, manifest.bytes))
@@ -289,12 +293,34 @@ class FileLedger:
 
         self._work.put(work)
 
-    def discard(self, folder: str) -> None:
+    def _commit_save(self, finished: Finished, job: JobSpec, done: Callable[[str | None, bool], None]) -> None:
+        try:
+            save = Save(
+                id=finished.folder,
+                done=finished.done,
+                step=finished.step,
+                base=finished.base,
+                job=job.to_json(),
+                parts=_parts(finished),
+                encoding=self._encoding,
+                written_s=time.time(),
+            )
+            Saves(self._catalog.location).commit(save)
+        except Exception as error:  # as above
+            reason = _reason(error, finished.folder)
+            self._call(lambda: done(reason, False))
+        else:
+            self._call(lambda: done(None, False))
+
+    def discard(self, folder: str, save: bool = False) -> None:
         """See `Ledger`. Where that fails, it is tried again when the next checkpoint counts."""
 
         def work() -> None:
             try:
-                self._catalog.clean(lambda other: other != folder)
+                if save:
+                    Saves(self._catalog.location).remove(folder)
+                else:
+                    self._catalog.clean(lambda other: other != folder)
             except CheckpointError as error:
                 log.warning("what is left of checkpoint %s stays: %s", folder, error)
 
@@ -347,7 +373,7 @@ class FileLedger:
             kind="incremental" if finished.base else "full",
             base=finished.base or None,
             job=job.to_json(),
-            parts=[PartEntry.of(dict(finished.parts[slot])) for slot in sorted(finished.parts)],
+            parts=_parts(finished),
             encoding=self._encoding,
             began_with=self._began_with(finished),
             written_s=time.time(),
@@ -378,6 +404,10 @@ class FileLedger:
             kept = self._catalog.keep(self._settings.keep, lambda folder: run_of(folder) in runs)
             for folder in [*kept, *self._catalog.clean(may_run)]:
                 log.info("checkpoint %s was removed", folder)
+            saves = Saves(self._catalog.location)
+            for folder in saves.names() if self._settings.saver != "everything" else ():
+                if not may_run(folder):  # it was on a checkpoint before this one
+                    saves.remove(folder)
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)
 
@@ -392,6 +422,19 @@ class FileLedger:
             began = {one.began_with for one in whole if run_of(one.id) in new and one.began_with is not None}
             new = {run_of(folder) for folder in began} - runs
         return runs
+
+
+def _parts(finished: Finished) -> list[PartEntry]:
+    """Files, as the slots have described them. Raises CheckpointError."""
+    return [PartEntry.of(dict(finished.parts[slot])) for slot in sorted(finished.parts)]
+
+
+def _reason(error: Exception, folder: str) -> str:
+    """Why nothing came of a checkpoint, for people."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    log.error("checkpoint %s", folder, exc_info=error)
+    return repr(error)
 
 
 def _attempt(folder: str) -> tuple[str, int, int]:

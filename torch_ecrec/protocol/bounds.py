@@ -12,6 +12,7 @@ TABLES_MOST = 100_000
 MEMBERS_MOST = 100_000
 MESSAGES_MOST = 1000
 RENEWALS_MOST = 10_000
+SAVES_MOST = 10_000  # of portions of rows, since the last checkpoint
 FIGURES_MOST = 40  # in a progress report
 TEXT_MOST = 200
 PLACES_MOST = 100  # that are named of what is damaged
@@ -31,6 +32,7 @@ Birth = Annotated[str, Meta(min_length=1, max_length=64)]
 Role = Literal["server", "trainer"]
 TransportName = Literal["sockets", "rpc"]
 Scalar = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Text | None
+Portion = Annotated[float, Meta(gt=0, le=1)]
 Names = Annotated[list[Name], Meta(max_length=MEMBERS_MOST)]
 Ranks = Annotated[list[Annotated[int, Meta(ge=0, lt=MEMBERS_MOST)]], Meta(max_length=MEMBERS_MOST)]
 Snapshots = Annotated[  # (step, steps of training, trainers whose parts of the dense model are kept)

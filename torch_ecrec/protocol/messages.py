@@ -32,7 +32,6 @@ from torch_ecrec.protocol.bounds import (
     MEMBERS_MOST,
     MESSAGES_MOST,
     PLACES_MOST,
-    RENEWALS_MOST,
     SHOWN_MOST,
     SLOTS_MOST,
     TABLES_MOST,
@@ -45,6 +44,7 @@ from torch_ecrec.protocol.bounds import (
     Name,
     Names,
     Place,
+    Portion,
     Rank,
     Ranks,
     Role,
@@ -57,8 +57,13 @@ from torch_ecrec.protocol.bounds import (
     Version,
 )
 from torch_ecrec.protocol.build import refusal
+from torch_ecrec.protocol.recoveries import Renewal as Renewal
+from torch_ecrec.protocol.recoveries import Renewals
+from torch_ecrec.protocol.recoveries import Restored as Restored
+from torch_ecrec.protocol.recoveries import Saves as Saves
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.settings import CheckpointSaver
 
 
 class BadMessage(ValueError):
@@ -76,41 +81,6 @@ class Said(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
 class Placement(Struct, frozen=True, forbid_unknown_fields=True):
     epoch: Version
     slots: Annotated[list[Place], Meta(min_length=1, max_length=SLOTS_MOST)]
-
-
-class Restored(Struct, frozen=True, forbid_unknown_fields=True):
-    """The checkpoint that a cluster began with, or went back to.
-
-    Attributes:
-        done: steps of training until then.
-        times: how often this cluster went back to one.
-    """
-
-    url: Url
-    folder: Folder
-    done: Count
-    times: Count = 0
-
-
-class Renewal(Struct, frozen=True, forbid_unknown_fields=True):
-    """Slots that were lost beyond repair and begin anew with their records of a checkpoint, the others as they are.
-
-    Attributes:
-        lives: (slot, incarnation, at) of each: the life that begins so, and the steps of training after which it goes
-            on (None: not known yet). What was trained from `done` to there is lost in that slot.
-        url, folder: the checkpoint.
-        done: steps of training until then.
-        dense_lost: no slot was left that kept dense snapshots.
-    """
-
-    lives: Annotated[list[tuple[Count, Version, Count | None]], Meta(max_length=SLOTS_MOST)]
-    url: Url
-    folder: Folder
-    done: Count
-    dense_lost: bool = False
-
-
-Renewals = Annotated[list[Renewal], Meta(max_length=RENEWALS_MOST)]
 
 
 class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,6 +164,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     floor: Count = 0  # of `resume_step`: see `Era`
     renewals: Renewals = []
     kept: Annotated[list[tuple[Count, Count, bool]], Meta(max_length=SLOTS_MOST)] = []
+    saves: Saves = Saves()
     run: Run
 
     @property
@@ -453,10 +424,17 @@ class Renewed(Said, frozen=True, tag="renewed"):
 class Checkpointing(Said, frozen=True, tag="checkpointing"):
     """What servers do for checkpoints to come. `every_steps`: they are due then; 0: when the coordinator asks.
     `marks`: some hold only what has changed.
+
+    Attributes:
+        saver: which rows prioritised saves have; "everything": there are none.
+        portion: of each slot's rows, that one has. `saves_every`: steps of training, as `every_steps`.
     """
 
     every_steps: Count = 0
     marks: bool = False
+    saver: CheckpointSaver = "everything"
+    portion: Portion = 1.0
+    saves_every: Count = 0
 
 
 class Survey(Said, frozen=True, tag="survey"):
@@ -476,6 +454,7 @@ class Capture(Said, frozen=True, tag="capture"):
         url, folder: where.
         encoding: of the parts, as `storage` reads it.
         bytes_per_s: limit of what one process writes; 0: none; None: what the cores of its machine allow for.
+        portion: below 1, it is a prioritised save on `base`, of that portion of the rows, which the slot's saver picks.
     """
 
     checkpoint: Version
@@ -487,14 +466,17 @@ class Capture(Said, frozen=True, tag="capture"):
     folder: Folder
     encoding: dict[Text, Scalar]
     bytes_per_s: Annotated[float, Meta(ge=0)] | None
+    portion: Portion = 1.0
 
 
 class Release(Said, frozen=True, tag="release"):
-    """A checkpoint is over. `counts`: its name, or "" if it does not; `rebase`: the next one builds on it."""
+    """A checkpoint, or a prioritised save, is over. `counts`: its name, or "" if it does not; `rebase`: the next
+    checkpoint builds on it; `saves`: those that count now."""
 
     checkpoint: Version
     counts: FolderOrNone
     rebase: bool
+    saves: Saves = Saves()
 
 
 class Move(OfMove, frozen=True, tag="move"):

@@ -2,13 +2,17 @@
 
 A lost slot that begins anew from what was saved lacks what was trained since. So between two saves of everything, the
 rows that matter most are saved more often: a portion r of them every r-th part of the interval. A *saver* notes what
-each step changes, and picks rows when a save is due. Rows that it has picked begin anew: they count as saved.
+each step changes, and picks rows when a save is due. Rows that it has picked begin anew: they count as saved. A save
+may come to nothing: then they are put back.
 
     name         picks                                  memory for each row
     everything   all rows                               none
     mfu          the rows that most steps changed       4 bytes, a counter
     ssu          rows that a sample of changes has met  1 byte, and 8 for each row of the portion
     scar         the rows whose weights changed most    a copy of its weights
+
+and, from a pick until it is settled or put back, what undoes it: 8 bytes for each row that was picked, with mfu 4 more,
+with scar its weights.
 
 Example: r = 1/2, four rows, steps change 0 and 1, then 1 and 3, then 1: mfu has counted 1, 3, 0, 1 and picks 0 and 1
 (of as many, the first).
@@ -52,6 +56,12 @@ class Saver(Protocol):
     def pick(self, most: int) -> Positions:
         """At most so many rows (N,), to be saved now; they count as saved, as they are now."""
 
+    def settle(self) -> None:
+        """They were: what was picked last cannot be put back any more."""
+
+    def put_back(self) -> None:
+        """They were not: those that were picked last, unless that is settled, are as if they had not been."""
+
 
 class Everything:
     """All rows, always. Raises ValueError when asked for fewer: it has no order among them."""
@@ -69,17 +79,25 @@ class Everything:
         require(most >= self._rows, f"`most` must be at least {self._rows}, which is everything, got {most}")
         return np.arange(self._rows, dtype=np.int64)
 
+    def settle(self) -> None:
+        """See `Saver`."""
+
+    def put_back(self) -> None:
+        """See `Saver`."""
+
 
 class MostFrequentlyUsed:
     """The rows that most steps have changed since they were saved."""
 
     def __init__(self, rows: int) -> None:
         self._counts_P = np.zeros(rows, np.uint32)
+        self._picked_N: Positions
+        self.settle()
 
     @property
     def memory_bytes(self) -> int:
         """See `Saver`."""
-        return self._counts_P.nbytes
+        return self._counts_P.nbytes + self._picked_N.nbytes + self._were_N.nbytes
 
     def note(self, positions_U: Positions) -> None:
         """See `Saver`."""
@@ -88,8 +106,18 @@ class MostFrequentlyUsed:
     def pick(self, most: int) -> Positions:
         """See `Saver`."""
         picked_N = greatest(self._counts_P, most)
+        self._picked_N, self._were_N = picked_N, self._counts_P[picked_N]
         self._counts_P[picked_N] = 0
         return picked_N
+
+    def settle(self) -> None:
+        """See `Saver`."""
+        self._picked_N, self._were_N = np.empty(0, np.int64), np.empty(0, np.uint32)
+
+    def put_back(self) -> None:
+        """See `Saver`."""
+        self._counts_P[self._picked_N] += self._were_N
+        self.settle()
 
 
 class SubSampledUsed:
@@ -110,17 +138,22 @@ class SubSampledUsed:
         self._is_kept_P = np.zeros(rows, np.bool_)
         self._count = 0
         self._until = 0  # so many changes are passed over before the next one is looked at
+        self._picked_N: Positions
+        self.settle()
 
     @property
     def memory_bytes(self) -> int:
         """See `Saver`."""
-        return self._kept_K.nbytes + self._is_kept_P.nbytes
+        return self._kept_K.nbytes + self._is_kept_P.nbytes + self._picked_N.nbytes
 
     def note(self, positions_U: Positions) -> None:
         """See `Saver`."""
         sample = positions_U[self._until :: self._every]
         self._until = (self._until - len(positions_U)) % self._every
-        new, most = sample[~self._is_kept_P[sample]], len(self._kept_K)
+        self._remember(sample)
+
+    def _remember(self, rows_N: Positions) -> None:
+        new, most = rows_N[~self._is_kept_P[rows_N]], len(self._kept_K)
         if len(new) > most:
             new = self._some_of(new, most)
         before, room = self._count, most - self._count
@@ -140,7 +173,17 @@ class SubSampledUsed:
         stay = kept[self._is_kept_P[kept]]
         self._count = len(stay)
         self._kept_K[: self._count] = stay
+        self._picked_N = picked_N
         return picked_N
+
+    def settle(self) -> None:
+        """See `Saver`."""
+        self._picked_N = np.empty(0, np.int64)
+
+    def put_back(self) -> None:
+        """See `Saver`. Remembered again, in the place of others where there are too many."""
+        self._remember(self._picked_N)
+        self.settle()
 
     def _some_of(self, rows_N: Positions, count: int) -> Positions:
         return self._rng.choice(rows_N, count, replace=False, shuffle=False)
@@ -156,12 +199,18 @@ class ChangedMost:
 
     def __init__(self, rows: int, weights: Weights) -> None:
         self._weights = weights
-        self._saved_PD = weights(np.arange(rows, dtype=np.int64))
+        self._saved_PD: Floats = np.empty((rows, weights(np.empty(0, np.int64)).shape[1]), np.float32)
+        for first in range(0, rows, BLOCK):
+            block = slice(first, min(rows, first + BLOCK))
+            self._saved_PD[block] = weights(np.arange(block.start, block.stop, dtype=np.int64))
+        self._picked_N: Positions
+        self._were_ND: Floats
+        self.settle()
 
     @property
     def memory_bytes(self) -> int:
         """See `Saver`."""
-        return self._saved_PD.nbytes
+        return self._saved_PD.nbytes + self._picked_N.nbytes + self._were_ND.nbytes
 
     def note(self, positions_U: Positions) -> None:
         """See `Saver`. Nothing: it looks when it picks, at every row."""
@@ -176,8 +225,19 @@ class ChangedMost:
             change_ND -= self._saved_PD[block]
             np.einsum("nd,nd->n", change_ND, change_ND, out=squares_P[block])
         picked_N = greatest(squares_P, most)
+        self._picked_N, self._were_ND = picked_N, self._saved_PD[picked_N]
         self._saved_PD[picked_N] = self._weights(picked_N)
         return picked_N
+
+    def settle(self) -> None:
+        """See `Saver`."""
+        self._picked_N = np.empty(0, np.int64)
+        self._were_ND = np.empty((0, self._saved_PD.shape[1]), np.float32)
+
+    def put_back(self) -> None:
+        """See `Saver`."""
+        self._saved_PD[self._picked_N] = self._were_ND
+        self.settle()
 
 
 SAVERS = ("everything", "mfu", "ssu", "scar")

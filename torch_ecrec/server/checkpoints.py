@@ -11,6 +11,9 @@ begins new ones; if it comes to nothing the marks are put together again, so tha
 The new host of a lost slot has no marks: its next part holds every record.
 
 Where a checkpoint is due every N steps of training, the log keeps such a step, for a while, until the survey comes.
+
+A prioritised save (`coordinator/saving.py`) is captured in the same way: of the rows that the slot's savers pick
+(`saving.py`), without the dense model. It has nothing to do with marks: checkpoints are as if there were none.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.pieces import Key, Part
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.server.capture import Capture, Marks, Portion, all_marked, mark_changed_, none_marked
+from torch_ecrec.server.saving import SlotSavers
 from torch_ecrec.server.snapshots import SnapshotStore
 from torch_ecrec.spec.job import SlabSpec
 
@@ -121,6 +125,7 @@ class SlotCheckpoints:
         self._since = ""  # a checkpoint that counts; "": there is none
         self._said: tuple[str, dict[str, Any]] | None = None  # of the checkpoint that is under way, last
         self._taken: tuple[Marks, str] | None = None  # marks that the capture has, until it is known whether it counts
+        self._savers: SlotSavers | None = None
 
     # steps --------------------------------------------------------------------------------------
 
@@ -137,6 +142,8 @@ class SlotCheckpoints:
         if self._marks is not None:
             for marks_P, positions_U in zip(self._marks, positions, strict=True):
                 marks_P[positions_U] = 1
+        if self._host.checkpointing.saver != "everything":
+            self._note(positions)
         if self._capture is not None:
             self._capture.before_forgetting(positions, deltas)
             if self._capture.kept_bytes > self._memory_bytes:
@@ -144,11 +151,23 @@ class SlotCheckpoints:
                     f"{self._capture.kept_bytes:,} bytes were changed while it was written: raise"
                     " `checkpoint_bytes_per_s`, or TORCH_ECREC_CHECKPOINT_MEMORY_BYTES of the servers"
                 )
-        every = self._host.checkpointing.every_steps
-        if not self._surveyed and every and iteration is not None and iteration % every == 0:
+        if not self._surveyed and iteration is not None and self._is_due(iteration):
             self._pinned = self._pinned_at = step
         if not self._surveyed and self._pinned is not None and step > self._pinned_at + PINNED_STEPS:
             self._pinned = None
+
+    def _is_due(self, done: int) -> bool:
+        """Whether a checkpoint, or a prioritised save, is due after so many steps of training."""
+        told = self._host.checkpointing
+        some = told.saves_every and done % told.saves_every == 0
+        return bool(told.every_steps) and (done % told.every_steps == 0 or bool(some))
+
+    def _note(self, positions: Sequence[Positions]) -> None:
+        if self._savers is None and self._slot.whole:
+            told = self._host.checkpointing
+            self._savers = SlotSavers(self._held, told.saver, told.portion)
+        if self._savers is not None:
+            self._savers.note(positions)
 
     def keeps(self, floor: int) -> int:
         """The log may forget up to `floor`, as far as others go: how far it may with checkpoints."""
@@ -156,8 +175,7 @@ class SlotCheckpoints:
 
     def on_snapshot(self, done: int, whole: bool) -> None:
         """A trainer's part of a dense snapshot is here; `done`: steps of training; `whole`: all parts of it are."""
-        every = self._host.checkpointing.every_steps
-        if self._held.index == 0 and whole and every and done and done % every == 0:
+        if self._held.index == 0 and whole and done and self._is_due(done):
             self._slot.tell("due", done=done)
 
     def on_going_back(self, step: int) -> None:
@@ -170,6 +188,16 @@ class SlotCheckpoints:
             self._give_up(f"the trainers went back to before step {self._capture.step}")
 
     # from the coordinator -----------------------------------------------------------------------
+
+    def on_word(self, word: messages.FromCoordinator) -> None:
+        """One of those below."""
+        match word:
+            case messages.Survey():
+                self.on_survey(word.checkpoint)
+            case messages.Capture():
+                self.on_capture(word)
+            case messages.Release():
+                self.on_release(word.checkpoint, word.counts, word.rebase)
 
     def on_survey(self, checkpoint: int) -> None:
         """Says which steps this slot can show, and keeps them until the checkpoint is released."""
@@ -195,12 +223,11 @@ class SlotCheckpoints:
         if scribe is None or not self._slot.whole or not held.log.floor <= order.step <= held.rule.applied:
             self._tell_unwritten(order.checkpoint, "this slot cannot show that step (any more)")
             return
-        self._snapshots.check([order.step])
-        dense = [item for item in sorted(self._snapshots.parts.items()) if item[0][0] == order.step]
-        if order.dense_of == held.index and len(dense) != held.job.trainers:
+        dense = self._dense(order)
+        if dense is None:
             self._tell_unwritten(order.checkpoint, "this slot has not (any more) every trainer's part of that step")
             return
-        marks, look = self._take_marks(order), self._slot.scrubber.look
+        marks, look = self._marks_of(order), self._slot.scrubber.look
         self._capture = capture = Capture(held, order.step, marks, lambda slab, at: look(slab, False, at))
         if held.missing.remaining:  # something was damaged: it is being repaired
             self.on_damage()
@@ -211,10 +238,28 @@ class SlotCheckpoints:
             held.index,
             held.job.slabs,
             capture.next_portion,
-            dense if order.dense_of == held.index else (),
+            dense,
             lambda part: self._on_written(order.checkpoint, part),
             lambda reason: self._on_failed(order.checkpoint, reason),
         )
+
+    def _dense(self, order: messages.Capture) -> list[tuple[Key, Part]] | None:
+        """Parts of the dense model that this slot writes; None: it has not all of them."""
+        if order.portion < 1:
+            return []
+        self._snapshots.check([order.step])
+        if order.dense_of != self._held.index:
+            return []
+        found = [item for item in sorted(self._snapshots.parts.items()) if item[0][0] == order.step]
+        return found if len(found) == self._held.job.trainers else None
+
+    def _marks_of(self, order: messages.Capture) -> Marks:
+        """Of the records that go into a checkpoint, or into a prioritised save."""
+        some = order.portion < 1
+        if self._savers is None:
+            return none_marked(self._held) if some else self._take_marks(order)  # nobody has noted anything yet
+        picked = self._savers.pick(order.step, everything=not some)
+        return picked if some else self._take_marks(order)
 
     def _take_marks(self, order: messages.Capture) -> Marks:
         """Of the records that go into it; changes after its step are marked anew."""
@@ -239,6 +284,11 @@ class SlotCheckpoints:
         if checkpoint != self._surveyed:
             return
         self._stop()
+        if self._savers is not None:
+            if counts:
+                self._savers.settle()
+            else:
+                self._savers.put_back()
         if self._taken is not None and self._marks is not None:
             before, since = self._taken
             if counts and rebase:
@@ -294,6 +344,16 @@ class SlotCheckpoints:
             self._writing.cancel()
         self._capture = self._writing = self._said = None
         self._surveyed, self._pinned = 0, None
+
+    @property
+    def saver_bytes(self) -> int:
+        """Memory of what notes which records to save first."""
+        return 0 if self._savers is None else self._savers.memory_bytes
+
+    @property
+    def picked_s(self) -> float:
+        """How long it took to pick them last, while steps waited."""
+        return 0.0 if self._savers is None else self._savers.picked_s
 
     @property
     def kept_bytes(self) -> int:

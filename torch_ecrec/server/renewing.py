@@ -1,6 +1,8 @@
 """A slot that was lost beyond repair begins anew: with its records of a checkpoint, at the step where the others are.
 
-    reading    the host's reader gives its records, in any order
+    reading    the host's reader gives its records, in any order: those of the checkpoint; or, of rows that prioritised
+               saves on it have, of the newest. Which saves, is known once it is known where the slot goes on: those of
+               steps that nobody goes back to before of. So with saves it reads then, else at once
     waiting    all are there; servers have stopped (`Host.frozen`), and it is not known yet where they go on
     ready      applied = that step; its log says that nothing has changed since `floor`, so that it can show itself as
                of each step from there on, and go back to it; its parities are encoded anew from what the others hold
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
@@ -71,7 +74,7 @@ class RenewingHost(Protocol):
 
     @property
     def floor(self) -> int:
-        """A slot that begins anew there can be gone back with to here."""
+        """A slot that begins anew there can be gone back with to here: a step of the protocol."""
 
     @property
     def reader(self) -> CheckpointReader | None:
@@ -114,19 +117,34 @@ class Renewing:
     def __init__(self, slot: RenewedSlot, host: RenewingHost, held: Holdings, renewal: Renewal) -> None:
         self._slot, self._host, self._held, self.renewal = slot, host, held, renewal
         self._reading: Reading | None = None
+        self._asked: Renewal | None = None  # what is read, or was
         self._read = False
         self._count = 0
         self.at: int | None = None
         self.failed = ""
 
     def begin(self) -> None:
-        """Asks for the slot's records."""
+        """Asks for the slot's records, if it is known which."""
+        if not self.renewal.saves:
+            self._ask(self.renewal)
+        elif not self._host.frozen:
+            self._ask(self._told())
+
+    def _told(self) -> Renewal:
+        """What is to be read. Saves of steps that a slot may have to go back to before of are not: it could not."""
+        host = self._host
+        last = host.done - (host.resume_step - host.floor)
+        return msgspec.structs.replace(self.renewal, saves=[save for save in self.renewal.saves if save[1] <= last])
+
+    def _ask(self, wanted: Renewal) -> None:
         held, reader = self._held, self._host.reader
+        self.cancel()
+        self._asked, self._read, self._count = wanted, False, 0
         if reader is None:
             self._on_failed("this process reads no checkpoints")
         else:
             take, read, failed = self._take, self._on_read, self._on_failed
-            self._reading = reader.read(self.renewal, held.job, held.index, take, read, failed)
+            self._reading = reader.read(wanted, held.job, held.index, take, read, failed)
 
     def cancel(self) -> None:
         """This life of the slot is over."""
@@ -153,7 +171,11 @@ class Renewing:
     def proceed(self) -> None:
         """Goes on with the others as soon as all is read and it is known where."""
         host, held = self._host, self._held
-        if not self._read or self._slot.ready or self._slot.dead or host.frozen:
+        if self._slot.ready or self._slot.dead or host.frozen:
+            return
+        if self.renewal.saves and self._asked != (told := self._told()):
+            self._ask(told)  # for the first time, or all went back since
+        if not self._read:
             return
         cut, floor = host.resume_step, host.floor
         log = held.new_log(floor)

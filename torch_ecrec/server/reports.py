@@ -148,6 +148,8 @@ class Reports:
             "log_bytes": slot.log.bytes + slot.durability.log_bytes,
             "snapshot_bytes": slot.snapshots.bytes,
             "checkpoint_bytes": slot.checkpoints.kept_bytes,
+            "saver_bytes": slot.checkpoints.saver_bytes,
+            "saver_pick_s": round(slot.checkpoints.picked_s, 6),
             "scrubbed_bytes": slot.scrubber.scrubbed_bytes,
             "scrub_rounds": slot.scrubber.rounds,
             "damaged": slot.scrubber.damaged,

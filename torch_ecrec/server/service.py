@@ -54,6 +54,7 @@ class Host(Node):
         super().__init__(name, port, settings.call_timeout_s)
         self.settings, self.scribe, self.reader = settings, scribe, reader
         self.checkpointing = messages.Checkpointing()
+        self.saves = messages.Saves()  # prioritised ones that count
         self._life: int | None = None  # of the coordinator
         self.job: JobSpec | None = None
         self.slots: dict[int, Slot] = {}
@@ -103,6 +104,7 @@ class Host(Node):
                 origin=self.origin,
                 floor=self.floor,
                 renewals=[messages.json_of(renewal) for renewal in self.renewals],
+                saves=messages.json_of(self.saves),
                 kept=[
                     [slot.index, slot.incarnation, not slot.snapshots.lacks_all]
                     for slot in self.slots.values()
@@ -125,14 +127,10 @@ class Host(Node):
     def _on_checkpoint(self, word: messages.FromCoordinator) -> None:
         if isinstance(word, messages.Checkpointing):
             self.checkpointing = word
+        elif isinstance(word, messages.Release):
+            self.saves = word.saves
         for slot in self.slots.values():
-            match word:
-                case messages.Survey():
-                    slot.checkpoints.on_survey(word.checkpoint)
-                case messages.Capture():
-                    slot.checkpoints.on_capture(word)
-                case messages.Release():
-                    slot.checkpoints.on_release(word.checkpoint, word.counts, word.rebase)
+            slot.checkpoints.on_word(word)
 
     def end(self) -> None:
         """This membership is over: what writes its checkpoints stops, and lets go of its slots."""
@@ -176,6 +174,7 @@ class Host(Node):
         self._learn(word.renewals)
         if era == self.era and self.frozen and step is not None:
             self.frozen, self.resume_step, self.done, self.floor = False, step, word.done, word.floor
+            self.saves = self.saves.until(word.done)
             for slot in self.slots.values():
                 if word.keeps:
                     slot.go_on()

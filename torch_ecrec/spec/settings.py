@@ -25,6 +25,7 @@ STORE_EVENTS = ("full-disk", "slow-store", "failing-store")  # of where checkpoi
 HOST_EVENTS = ("kill-host", "cut", "cut-trainers", "slow-link", "lossy-link")  # of hosts and of what is between them
 LEADER_EVENTS = ("kill-leader", "stop-leader", "kill-etcd", "stop-etcd")  # of coordinators that stand by
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
+CheckpointSaver = Literal["everything", "mfu", "ssu", "scar"]  # what is saved between checkpoints; `records/savers.py`
 Beyond = Literal["stop", "checkpoint", "partial"]  # what follows when more is lost than can be repaired
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
 RECORD_CHECKS = ("background", "use", "none")  # when a server looks for damage to its records

@@ -14,7 +14,7 @@ Invariants
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import xxhash
@@ -23,6 +23,8 @@ from msgspec import Meta, Struct
 import torch_ecrec
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.spec.job import JobSpec
+
+T = TypeVar("T", bound=Struct)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -213,16 +215,22 @@ class _Version(Struct):
     format: int
 
 
-def encode(manifest: Manifest) -> bytes:
-    """A manifest as the bytes of its file."""
+def encode(manifest: Struct) -> bytes:
+    """A manifest, of a checkpoint or of a prioritised save, as the bytes of its file."""
     body = msgspec.json.encode(manifest)
     return msgspec.json.encode(_Envelope(FORMAT, xxhash.xxh3_128_hexdigest(body), msgspec.Raw(body)))
 
 
 def decode(data: bytes, name: str) -> Manifest:
+    """The inverse of `encode`, of a checkpoint's manifest; see `decode_as`."""
+    return decode_as(Manifest, data, name)
+
+
+def decode_as(kind: type[T], data: bytes, name: str) -> T:
     """The inverse of `encode`.
 
     Args:
+        kind: of manifest.
         data: the bytes of a manifest's file.
         name: of the file, for errors.
 
@@ -243,7 +251,7 @@ def decode(data: bytes, name: str) -> Manifest:
         body = bytes(envelope.manifest)
         if xxhash.xxh3_128_hexdigest(body) != envelope.xxh3_128 or msgspec.json.encode(envelope) != data:
             raise CheckpointError(f"{name} was altered: its hash is another one; {ADVICE}")
-        return msgspec.json.decode(body, type=Manifest)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{name} is no manifest of format {FORMAT}: {error}; {ADVICE}") from error
 

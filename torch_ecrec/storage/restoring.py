@@ -26,8 +26,10 @@ from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.storage.catalog import Catalog
-from torch_ecrec.storage.manifest import ADVICE, Manifest
+from torch_ecrec.storage.location import Location
+from torch_ecrec.storage.manifest import ADVICE, Manifest, PartEntry
 from torch_ecrec.storage.parts import Block, PartReader
+from torch_ecrec.storage.saves import Save, Saves
 from torch_ecrec.storage.seen import mark_
 
 Mine = Callable[[int, Positions], NDArray[np.bool_]]
@@ -89,6 +91,7 @@ def records_of(
     wanted: Ranges | None = None,
     mine: Mine | None = None,
     slots: Collection[int] | None = None,
+    saves: Sequence[Save] = (),
 ) -> Iterator[Block]:
     """Every record of a checkpoint once, with its newest value.
 
@@ -100,6 +103,8 @@ def records_of(
             the same, but not decoded.
         slots: read the parts of these slots alone. For a cluster of the same layout, whose slots have the same rows;
             that other rows are missing is then not found.
+        saves: prioritised ones on the checkpoint, oldest first: what they have counts in the place of what it has. That
+            is no step of the job any more.
 
     Yields:
         Slab, rows (N,) int64, records (N, B) uint8: of a block, in no order.
@@ -113,14 +118,16 @@ def records_of(
     ranges = wanted if wanted is not None else [(0, slab.rows) for slab in slabs]
     require(len(ranges) == len(slabs), f"`wanted` must have a range for each of {len(slabs)} slabs, got {len(ranges)}")
     coverage = [_Coverage(slab, i, *ranges[i]) for i, slab in enumerate(slabs)]
-    for one in reversed(chain):
-        where = catalog.folder(one.id).url
+    newest_first: list[Manifest | Save] = [*reversed(saves), *reversed(chain)]
+    for one in newest_first:
+        at = _folder(catalog, one)
+        where = at.url
 
         def newest(slab: int, rows_N: Positions, where: str = where) -> NDArray[np.bool_]:
             fresh_N = coverage[slab].fresh(rows_N, where)
             return fresh_N if mine is None else fresh_N & mine(slab, rows_N)
 
-        for reader in _readers(catalog, one, slabs, slots):
+        for reader in _readers(at, one.parts, slabs, slots):
             yield from reader.blocks(newest)
         for of_slab in coverage:
             if one.base is None:
@@ -129,14 +136,18 @@ def records_of(
                 of_slab.next_older()
 
 
+def _folder(catalog: Catalog, one: Manifest | Save) -> Location:
+    return Saves(catalog.location).folder(one.id) if isinstance(one, Save) else catalog.folder(one.id)
+
+
 def _readers(
-    catalog: Catalog, manifest: Manifest, slabs: Sequence[SlabSpec], slots: Collection[int] | None
+    at: Location, parts: Sequence[PartEntry], slabs: Sequence[SlabSpec], slots: Collection[int] | None
 ) -> Iterator[PartReader]:
-    at, schemas = catalog.folder(manifest.id), [slab.schema for slab in slabs]
-    missing = set() if slots is None else set(slots) - {part.slot for part in manifest.parts}
+    schemas = [slab.schema for slab in slabs]
+    missing = set() if slots is None else set(slots) - {part.slot for part in parts}
     if missing:
         raise CheckpointError(f"{at.url} has no parts of slots {sorted(missing)}: read it without `slots`")
-    for part in manifest.parts:
+    for part in parts:
         if slots is None or part.slot in slots:
             yield PartReader(at, part, schemas)
 
@@ -170,8 +181,8 @@ def check_rows(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None
     return sum(len(rows_N) for _, rows_N, _ in records_of(catalog, manifest, mine=mine))
 
 
-def require_same_model(manifest: Manifest, job: JobSpec) -> None:
-    """Raises CheckpointError, with the first difference, unless a job can go on from a checkpoint."""
+def require_same_model(manifest: Manifest | Save, job: JobSpec) -> None:
+    """Raises CheckpointError, with the first difference, unless a job can go on from a checkpoint, or a save."""
     difference = manifest.spec.difference(job)
     if difference:
         raise CheckpointError(f"checkpoint {manifest.id} is of another job: {difference}; restore one of this job")

@@ -48,7 +48,8 @@ class Shelf:
 
     Attributes:
         parts: (folder, slot) -> what was written last under that name.
-        counts: those that count, in their order.
+        counts: those that count, in their order; `saves`: prioritised saves that were written whole.
+        begun: (slot, life) of those that began anew -> the prioritised saves that it has read, oldest first.
         failing: says whether the next write fails, and why.
     """
 
@@ -57,6 +58,8 @@ class Shelf:
         self._clock, self._random = clock, random.Random(f"shelf {seed}")
         self.parts: dict[tuple[str, int], WrittenPart] = {}
         self.counts: list[Finished] = []
+        self.saves: list[Finished] = []
+        self.begun: dict[tuple[int, int], list[str]] = {}
         self.writes = 0
         self.failing: Callable[[int], str] = lambda write: ""
         self.on_write: Callable[[int, str], None] = lambda write, what: None
@@ -84,12 +87,12 @@ class Shelf:
 
         def act(reason: str) -> None:
             if not reason:
-                self.counts.append(finished)
+                (self.saves if finished.save else self.counts).append(finished)
             done(reason or None, bool(reason) or len(self.counts) % 3 == 0)
 
         self.later(COMMIT_S, "manifest", act)
 
-    def discard(self, folder: str) -> None:
+    def discard(self, folder: str, save: bool = False) -> None:
         """See `Ledger`."""
         assert all(one.folder != folder for one in self.counts), f"{folder} counts"
         for key in [key for key in self.parts if key[0] == folder]:
@@ -116,14 +119,19 @@ class Shelf:
         self.later(COMMIT_S, "newest", act)
 
     def find(self, folder: str) -> Finished:
-        """A checkpoint that counts."""
-        return next(one for one in self.counts if one.folder == folder)
+        """A checkpoint that counts, or a prioritised save."""
+        return next(one for one in (*self.counts, *self.saves) if one.folder == folder)
 
-    def records(self, job: JobSpec, finished: Finished) -> list[torch.Tensor]:
-        """What a checkpoint holds, with all that it builds on: of each slab (rows, B) uint8. Raises if a row lacks."""
+    def records(self, job: JobSpec, finished: Finished, saves: Sequence[str] = ()) -> list[torch.Tensor]:
+        """What a checkpoint holds, with all that it builds on, and these saves on it: of each slab (rows, B) uint8.
+
+        Raises if a row lacks.
+        """
         found = [torch.zeros(slab.rows, slab.schema.nbytes, dtype=torch.uint8) for slab in job.slabs]
         have = [torch.zeros(slab.rows, dtype=torch.bool) for slab in job.slabs]
-        for one in self._chain(finished):
+        some = [self.find(name) for name in saves]
+        assert all(one.base == finished.folder for one in some)
+        for one in (*self._chain(finished), *some):
             for slot in one.parts:
                 for portion in self.parts[one.folder, slot].portions:
                     rows_N = torch.from_numpy(portion.rows_N)
@@ -153,7 +161,10 @@ class _VirtualReader:
     ) -> _VirtualWriting:
         """See `CheckpointReader`. A slab at a time."""
         reading = _VirtualWriting()
-        records = self._shelf.records(job, self._shelf.find(renewal.folder))
+        names = [name for name, _ in renewal.saves]
+        life = next(life for other, life, _ in renewal.lives if other == slot)
+        self._shelf.begun[slot, life] = names
+        records = self._shelf.records(job, self._shelf.find(renewal.folder), names)
         slabs = list(enumerate(layouts_of(job.code, job)))
 
         def go_on(reason: str) -> None:
@@ -204,6 +215,8 @@ class _VirtualScribe:
                 failed(reason)
                 return
             portion = next_portion(PORTION_BYTES)
+            while order.portion < 1 and portion is not None and not len(portion.rows_N):
+                portion = next_portion(PORTION_BYTES)  # nothing is written of it
             if portion is None:
                 done({"bytes": sum(portion.records_NB.nbytes for portion in part.portions)})
             else:

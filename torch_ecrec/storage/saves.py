@@ -1,0 +1,122 @@
+"""Prioritised saves: some rows of every slot after one step, on top of a checkpoint. They are no checkpoints.
+
+    URL/000000000100-a1-1/manifest.json     a checkpoint, of step 100
+    URL/saves/000000000112-a1-2/save.json   slot-00000 ...     some rows after step 112, on the one above
+    URL/saves/000000000125-a1-3/slot-00000                     interrupted
+
+A slot that was lost beyond repair takes each row from the newest of them that has it, else from the checkpoint
+(`restoring.records_of`). Nothing else reads them: they have another place and another name than what `Catalog` lists,
+and another form than it reads, without the dense model. So no restore takes one for a step of the job.
+
+Durable, hashed and written last as a checkpoint's manifest is. Which of them count, the cluster knows
+(`coordinator/saving.py`); what lies here may be of steps that were taken back.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+import torch_ecrec
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.storage.location import Location
+from torch_ecrec.storage.manifest import FOLDER, Count, Encoding, Figure, Folder, PartEntry, decode_as, encode
+
+SAVES = "saves"  # below the checkpoints' URL
+MANIFEST = "save.json"
+_FOLDER = re.compile(FOLDER)
+
+
+class Save(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a prioritised save is: a manifest.
+
+    Attributes:
+        id: its folder.
+        done: steps of training until then. `step`: the protocol's number of the last of them.
+        base: the checkpoint that it is on.
+        job: `JobSpec.to_json`.
+        parts: its files, none with a part of the dense model.
+        encoding, written_s, version: as in `Manifest`.
+    """
+
+    id: Folder
+    done: Count
+    step: Count
+    base: Folder
+    job: dict[str, Any]
+    parts: Annotated[list[PartEntry], Meta(min_length=1)]
+    encoding: Encoding
+    written_s: Figure
+    version: Annotated[str, Meta(max_length=100)] = torch_ecrec.__version__
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job. Raises ValueError if it is none."""
+        return JobSpec.from_json(self.job)
+
+    @property
+    def bytes(self) -> int:
+        """Of all its parts."""
+        return sum(part.bytes for part in self.parts)
+
+
+class Saves:
+    """The prioritised saves at a URL.
+
+    Args:
+        location: the URL, of the checkpoints.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self.location = location.below(SAVES)
+
+    def folder(self, name: str) -> Location:
+        """Where the files of one are."""
+        if not _FOLDER.match(name):
+            raise CheckpointError(f"{name!r} is no name of a prioritised save")
+        return self.location.below(name)
+
+    def commit(self, save: Save) -> None:
+        """Makes a save of a folder whose parts are durable.
+
+        Raises:
+            CheckpointError: a part is not there or has another size, or the manifest could not be written.
+        """
+        at = self.folder(save.id)
+        for part in save.parts:
+            size = at.size(part.name)
+            if size != part.bytes:
+                raise CheckpointError(f"{at.url}/{part.name} has {size} bytes, {part.bytes} were written")
+        at.write_whole(MANIFEST, encode(save))
+
+    def names(self) -> list[str]:
+        """Of all that lie there, interrupted ones too."""
+        return [name for name in self.location.list() if _FOLDER.match(name)]
+
+    def read(self, name: str) -> Save:
+        """One's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
+        at = self.folder(name)
+        save = decode_as(Save, at.read(MANIFEST), f"{at.url}/{MANIFEST}")
+        if save.id != name:
+            raise CheckpointError(f"{at.url} has the manifest of {save.id}: give the folder its name back")
+        return save
+
+    def on(self, base: str, names: list[str]) -> list[Save]:
+        """Some, in the order of their names; all must be on that checkpoint and of its model.
+
+        Raises:
+            CheckpointError: one is not, or cannot be read.
+        """
+        found = [self.read(name) for name in names]
+        for save in found:
+            if save.base != base:
+                raise CheckpointError(f"{self.folder(save.id).url} is on {save.base}, not on {base}")
+        return found
+
+    def remove(self, name: str) -> None:
+        """Its manifest first. One that is not there is no error."""
+        self.folder(name).remove(MANIFEST)
+        self.location.remove(name)
