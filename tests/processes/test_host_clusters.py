@@ -10,7 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Cluster:
     def __init__(self, hosts: Hosts, folder: Path, transport: str) -> None:
         self.hosts, self.folder = hosts, folder
         self.trainers: list[subprocess.Popen[Any]] = []
+        self.troubled_s = 0.0  # since when its links are bad
         self.environment = {**os.environ, **COMMON, "TORCH_ECREC_TRANSPORT": transport}
         self.join = f"{hosts[0].address}:{PORT}"
         code = ["--servers", "3", "-k", "2", "-r", "1", "--spares", "1"]
@@ -49,9 +51,9 @@ class Cluster:
         with (self.folder / f"{name}.log").open("ab") as log:
             return self.hosts[number].start(command, stdout=log, stderr=log, env=self.environment)
 
-    def train_on(self, number: int) -> subprocess.Popen[Any]:
+    def train_on(self, number: int, more: Sequence[str] = ()) -> subprocess.Popen[Any]:
         """The same line on each host with trainers."""
-        words = ["run", "--join", self.join, "--nodes", "2", "--meet", self.hosts[0].address, "--", *TRAIN]
+        words = ["run", "--join", self.join, "--nodes", "2", "--meet", self.hosts[0].address, "--", *TRAIN, *more]
         return self.start(number, f"trainer-on-{number}", [*words, "--report", str(self.folder / "report.json")])
 
     def said(self, name: str) -> str:
@@ -64,18 +66,28 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, transport: str = "sockets") -> Iterator[Cluster]:
+def cluster(folder: Path, transport: str = "sockets", link: Mapping[str, float] | None = None) -> Iterator[Cluster]:
     folder.mkdir()
     with Hosts(5) as hosts:
+        for host in hosts if link else ():
+            host.link(**(link or {}))
         yield Cluster(hosts, folder, transport)
 
 
-def trained(folder: Path, transport: str, during: Callable[[Cluster], None]) -> list[dict[str, Any]]:
-    with cluster(folder, transport) as running:
-        running.trainers = [running.train_on(number) for number in (0, 4)]
+def trained(
+    folder: Path,
+    transport: str,
+    during: Callable[[Cluster], None],
+    more: Sequence[str] = (),
+    limit_s: float = LIMIT_S,
+    link: Mapping[str, float] | None = None,
+) -> list[dict[str, Any]]:
+    """What the trainers report in the end. `more`: words for the script; `link`: what each host's is like."""
+    with cluster(folder, transport, link or {}) as running:
+        running.trainers = [running.train_on(number, more) for number in (0, 4)]
         during(running)
         for process in running.trainers:
-            assert process.wait(LIMIT_S) == 0, (
+            assert process.wait(limit_s) == 0, (
                 running.said("trainer-on-0")[-3000:] + running.said("coordinator")[-3000:]
             )
         return running.reports()
@@ -129,6 +141,49 @@ def both(running: Cluster) -> None:
 def test_hosts_die_and_nothing_differs(transport: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
     assert undisturbed[0]["digest"] is not None and len(undisturbed[0]["losses"]) == STEPS
     assert trained(tmp_path / "disturbed", transport, both) == undisturbed
+
+
+LOAD = 8  # at least: processes that compute and nothing else are added to what the machine does anyway
+DELAY_S, LOSS = 0.05, 0.01  # of each host's link: a way from one to another has two
+CALM_STEPS = int(os.environ.get("TORCH_ECREC_TEST_CALM_STEPS", "200"))  # more: a longer look
+
+
+@contextlib.contextmanager
+def burning() -> Iterator[None]:
+    missing = max(0, LOAD - int(os.getloadavg()[0]))
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(missing)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_nobody_is_lost_by_delay_loss_and_load(tmp_path: Path) -> None:
+    """100 ms each way, one of 50 packets lost, and a load of 8."""
+
+    def during(running: Cluster) -> None:
+        wait_until(lambda: "step 20 " in running.said("trainer-on-0"), LIMIT_S, "training")
+        running.troubled_s = time.monotonic()
+
+    found: list[Cluster] = []
+    with burning():
+        trained(
+            tmp_path / "calm",
+            "sockets",
+            lambda one: (found.append(one), during(one))[1],
+            more=["--steps", str(CALM_STEPS)],
+            limit_s=3000.0,
+            link={"delay_s": DELAY_S, "loss": LOSS},
+        )
+    [running] = found
+    for_s = time.monotonic() - running.troubled_s
+    lost, cuts = events_of(running, "lost"), events_of(running, "cut")
+    print(f"{for_s:.0f} s of it, {CALM_STEPS} steps: lost {lost}, cuts {cuts}")
+    assert not lost and not cuts and for_s > 30.0
 
 
 @pytest.mark.slow  # test_links.py has the protocol, test_hosts.py the tries

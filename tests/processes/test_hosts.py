@@ -116,6 +116,15 @@ def test_a_function_runs_as_on_a_host_and_what_leaves_it_is_counted(hosts: Hosts
         hosts[0].within(lambda: 1 // 0)
 
 
+def test_it_is_known_where_a_process_runs(hosts: Hosts) -> None:
+    process = hosts[1].start(["sleep", "1000"])
+    wait_until(lambda: hosts.host_of(process.pid) == 1, LIMIT_S, "it is there")
+    assert hosts.host_of(os.getpid()) is None
+    process.kill()
+    process.wait(LIMIT_S)
+    assert hosts.host_of(process.pid) is None
+
+
 def test_a_cut_is_silent_and_in_the_direction_that_was_meant(hosts: Hosts) -> None:
     server = echo(hosts, 1)
     hosts.cut_one_way(1, 0)
@@ -152,13 +161,18 @@ def test_a_host_dies_with_all_its_processes_and_comes_back_empty(hosts: Hosts) -
 def test_links_are_slow_late_lossy_or_out_of_order(hosts: Hosts) -> None:
     """Bounds that hold however slow the machine is."""
     echo(hosts, 1)
+    assert hosts[1].held_up() == 0
     hosts[1].link(bits_per_s=8e6)
     assert float(call(hosts, STREAM, 0, 1, 1 << 20)) > 0.6, "1 MiB at 1 MB/s, less what a link may send at once"
+    assert hosts[1].held_up() > 0 and hosts[0].held_up() == 0
     hosts[1].link(delay_s=0.05)
+    assert hosts[1].held_up() < 10, "of the link as it is now"
     assert float(call(hosts, STREAM, 0, 1, 1 << 20)) > 0.2, "a handshake and an answer, 0.05 s each way"
+    assert hosts[1].held_up() > 10
     hosts[1].link(loss=0.3, seed=1)
     back = call(hosts, DATAGRAMS, 0, 1, 200, limit_s=SILENCE_S).split()
     assert 40 < len(back) < 160, "half of them, each way 0.7"
+    assert hosts[1].held_up() >= 200 - len(back)
     assert float(call(hosts, STREAM, 0, 1, 1 << 16)) > 0, "TCP sends them again"
     hosts[1].link(jitter_s=0.05)
     back = call(hosts, DATAGRAMS, 0, 1, 100).split()

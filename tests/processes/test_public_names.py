@@ -80,7 +80,16 @@ def test_one_import_line_is_the_change_from_torchrec() -> None:
     assert model_parallel.get_default_sharders is get_default_sharders
     for name in set(model_parallel.__all__) - {"DistributedModelParallel", "get_default_sharders"}:
         assert getattr(model_parallel, name) is getattr(theirs, name)
-    with pytest.raises(ImportError, match="DMPCollection is not served: its replicas"):
+    from torch_ecrec.model_parallel import EmbeddingShardingPlanner, ShardingEnv, sharded_model_copy  # as a script may
+
+    assert (ShardingEnv, sharded_model_copy) == (theirs.ShardingEnv, theirs.sharded_model_copy)
+    assert EmbeddingShardingPlanner is theirs.EmbeddingShardingPlanner
+    for name in ("DMPCollection", "DMPCollectionConfig"):
+        with pytest.raises(ImportError, match=f"{name} is not served: its replicas"):
+            getattr(model_parallel, name)
+    with pytest.raises(ImportError, match="DMPCollection is not served"):
         from torch_ecrec.model_parallel import DMPCollection  # noqa: F401
+    with pytest.raises(ImportError, match="HybridEvalDMP is TorchRec's own sharding"):
+        from torch_ecrec.model_parallel import HybridEvalDMP  # noqa: F401
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         model_parallel.Nonsense  # noqa: B018

@@ -177,6 +177,9 @@ REFUSED: dict[str, tuple[type | None, dict[str, Any], dict[str, Any], str]] = {
     "half weights": (torch.optim.SGD, {}, {"weights_precision": DataType.FP16}, "`weights_precision`="),
     "half state": (torch.optim.Adam, {}, {"optimizer_state_dtypes": {"momentum1": SparseType.FP16}}, "is float32"),
     "ids made good": (None, {}, {"bounds_check_mode": BoundsCheckMode.WARNING}, "`bounds_check_mode`=WARNING is not"),
+    "ids made good, by number": (None, {}, {"bounds_check_mode": 2}, "`bounds_check_mode`=2 is not"),
+    "no dtypes": (None, {}, {"optimizer_state_dtypes": "FP16"}, "`optimizer_state_dtypes`=FP16 is not"),
+    "no decay mode": (RowWiseAdagrad, {}, {"weight_decay_mode": "L2"}, "`weight_decay_mode` L2 is not"),
     "unknown": (torch.optim.SGD, {}, {"nonsense": 3}, "sgd with nonsense=3 is not supported"),
     "counters": (
         RowWiseAdagrad, {}, {"weight_decay_mode": MODES.COUNTER}, "`weight_decay_mode` COUNTER .* NONE, L2, DECOUPLE",

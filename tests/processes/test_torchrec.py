@@ -153,6 +153,12 @@ def load_not_alike(trainer: int) -> None:
         group["lr"] *= 1 + trainer
     with pytest.raises(RuntimeError, match=r"trains, and .* else, or not with the learning rates \[.*\] of this one"):
         step._check_finite(rows, gradients, True, step.rates())
+    for group in model.fused_optimizer.param_groups:
+        group["lr"] /= 1 + trainer
+    assert step._check_finite(rows, gradients, True, step.rates()) is None
+    next(p for name, p in model.named_parameters() if name.endswith("wide.weight")).requires_grad_(trainer == 0)
+    with pytest.raises(RuntimeError, match=r"trains, and .* else, or not with the learning rates \[.*\]"):
+        step._check_finite(rows, gradients, True, step.rates())
 
 
 def share_snapshot(trainer: int) -> None:

@@ -84,6 +84,62 @@ def test_a_host_that_is_silent_for_all_is_lost_before_its_lease_ends() -> None:
     assert h.places[1] == "server-1", "nobody complains: it hangs, or is slow, and has its lease"
 
 
+def test_a_coordinator_that_stood_still_reads_what_others_said_first() -> None:
+    h = Harness(lease_s=10.0).start()
+    going_on(h, 10.0, {})
+    h.now_s += 1.0
+    h.say("server-0", type="beat", unreachable=["server-1"])
+    assert h.places[1] == "server-1", "its word is not read yet"
+    h.say("server-1", type="beat")
+    h.core.on_tick(h.now_s)
+    assert h.places[1] == "server-1"
+    going_on(h, 1.0, {"server-0": ["server-1"]}, silent=("server-1",))
+    assert h.places[1] == "server-1", "as it seemed to be for a second before"
+    going_on(h, 0.75, {"server-0": ["server-1"]}, silent=("server-1",))
+    assert h.places[1] != "server-1"
+
+
+def test_of_one_that_nobody_reaches_some_complain_first() -> None:
+    """Not the first who does is fenced, although its name comes first."""
+    h = Harness().start()
+    going_on(h, 1.0, {"server-0": ["server-2"]})
+    going_on(h, 2.0, {"server-0": ["server-2"], "server-1": ["server-2"], "trainer-1": ["server-2"]})
+    assert [event["fenced"] for event in cut_events(h)] == [["server-2"]]
+    assert h.places == ["server-0", "server-1", "server-3"]
+
+
+def test_a_slot_that_lacks_records_leaves_who_cannot_reach_what_it_needs() -> None:
+    """Neither of the two may be fenced while it does; once it is whole, one is."""
+    h = Harness(spares=0).start(servers=3)
+    h.lose("server-0")
+    host, other = ("server-1", "server-2") if h.places[0] == "server-1" else ("server-2", "server-1")
+    h.server()
+    h.enter()
+    going_on(h, 3.0, {host: [other], other: [host]})
+    assert h.places[0] == "server-3" and h.core.slots[0].incarnation == 2, h.places
+    assert not [name for event in cut_events(h) for name in event["fenced"]]
+    h.rebuilt(0)
+    going_on(h, 1.0, {host: [other], other: [host]})
+    assert [event["fenced"] for event in cut_events(h) if event["fenced"]] == [[min(host, other)]]
+
+
+def test_a_move_ends_where_its_ends_cannot_reach_each_other() -> None:
+    h = Harness(spares=0).start(servers=3)
+    h.lose("server-0")
+    h.rebuilt(0)
+    h.server()
+    h.enter()
+    move = h.core._state.table.moves.current
+    assert move is not None and move.server == "server-3"
+    going_on(h, 2.0, {"server-3": [h.places[move.slot]]})
+    assert h.core._state.table.moves.current is None and "stayed" in [event["event"] for event in h.events]
+    epoch = h.core.epoch
+    going_on(h, 20.0, {"server-3": [h.places[move.slot]]})
+    assert h.core.epoch == epoch, "it is not begun again while that lasts"
+    going_on(h, 31.0, {})
+    assert h.core._state.table.moves.current is not None, "but when that was long ago"
+
+
 def test_nobody_is_fenced_whose_slot_would_find_no_host() -> None:
     h = Harness(spares=0, without_spare="wait").start(servers=3)
     going_on(h, 5.0, {"server-0": ["server-1"]})

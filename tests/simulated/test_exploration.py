@@ -3,6 +3,7 @@
 import mutations
 import pytest
 
+from torch_ecrec.coordinator import departures
 from torch_ecrec.testing import exploration
 from torch_ecrec.testing.exploration import Budget, Exploration, Violation
 
@@ -15,6 +16,7 @@ SMALL = {
     "the trainers": Exploration(2, Budget(trainers=1), FOLDS),
     "a zombie": Exploration(1, Budget(leases=1), FOLDS | {"fatal", "Push of trainer 1"}),
     "the coordinator": Exploration(2, Budget(coordinators=1), FOLDS),
+    "a cut": Exploration(1, Budget(cuts=1), frozenset()),
     "loading": Exploration(0, Budget(), FOLDS | {"Load"}, loads=2),
     "a server while loading": Exploration(0, Budget(servers=1), FOLDS, loads=1),
     "the coordinator while loading": Exploration(0, Budget(coordinators=1), frozenset({"loaded"}), loads=1),
@@ -54,6 +56,23 @@ def test_mutation_is_found(mutate, explored, monkeypatch):
     with pytest.raises(Violation) as found:
         explorer.run(seconds=600)
     print(found.value)
+
+
+def test_a_slot_moves_and_all_states_hold() -> None:
+    """Few of them, but at the end it is elsewhere."""
+    explorer = Exploration(1, Budget(moves=1), exploration.OF_A_MOVE).explorer()
+    found = explorer.run()
+    assert found.exhausted and found.ends and found.states > 500
+    placed = [local.view["slots placed"] for local in explorer.states.locals.things if "slots placed" in local.view]
+    assert {server for places in placed for server, _ in places} == {f"server-{i}" for i in range(4)}
+
+
+def test_a_cut_that_nothing_is_done_about_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    explorer = SMALL["a cut"].explorer()
+    monkeypatch.setattr(departures, "act_on_complaints", lambda *_: None)
+    with pytest.raises(Violation, match="the end cannot be reached") as found:
+        explorer.run(seconds=600)
+    assert "cut" in str(found.value)
 
 
 @pytest.mark.slow

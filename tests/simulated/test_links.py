@@ -16,7 +16,7 @@ from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.testing import Scenario, SimulatedCluster, SimulationResult
-from torch_ecrec.testing.links import COORDINATOR, Links
+from torch_ecrec.testing.links import COORDINATOR, Cut, Links
 
 SCENARIO = Scenario(code=TWO_ONE, steps=3, spares=1)
 HOSTS = ["server-0", "server-1", "server-2"]
@@ -29,7 +29,7 @@ EVERY = pytest.mark.parametrize(
 def cut(scenario: Scenario, message: int, one: str, other: str, way: str = "both") -> SimulationResult:
     """A run with that link cut from that message on, equal to the undisturbed one."""
     links = Links(SimulatedCluster(scenario))
-    links.cut_at(message, *((one, other) if way != "back" else (other, one)), one_way=way != "both")
+    links.cut_at(message, Cut(*((one, other) if way != "back" else (other, one)), one_way=way != "both"))
     run = links.go()
     assert links.cuts, f"no cut at {message}"
     run.check_against(oracle(scenario))
@@ -84,7 +84,7 @@ def test_a_fenced_server_that_is_still_cut_off_is_a_spare_and_stays_one() -> Non
     scenario = Scenario(code=TWO_ONE, steps=6, spares=1)
     cluster = SimulatedCluster(scenario)
     links = Links(cluster)
-    links.cut_at(20, "server-0", "server-1")
+    links.cut_at(20, Cut("server-0", "server-1"))
     run = links.go()
     run.check_against(oracle(scenario))
     assert run.fenced == 1
@@ -98,7 +98,7 @@ def test_a_cut_and_then_a_loss() -> None:
     for message in range(3, len(oracle(SCENARIO).messages), 41):
         scenario = Scenario(code=TWO_ONE, steps=6, spares=1, kills=((2, 4),), settle_first=True, network_seed=message)
         links = Links(SimulatedCluster(scenario))
-        links.cut_at(message, "server-0", "server-1")
+        links.cut_at(message, Cut("server-0", "server-1"))
         run = links.go()
         run.check_against(oracle(scenario))
         assert run.kills == 1

@@ -40,6 +40,7 @@ from virtual_trainers import Kill, Trainers
 
 from torch_ecrec.nn import streamed, tables_state
 from torch_ecrec.nn.managed import ManagedModule
+from torch_ecrec.nn.module_settings import ModuleSettings
 from torch_ecrec.nn.reader import Reader
 from torch_ecrec.nn.slices import Slice
 from torch_ecrec.records.optimizers import NAMES
@@ -152,6 +153,9 @@ def optimizers(draw: Any, kinds: tuple[str, ...]) -> Optimized:
     return Optimized(kind, draw(st.sampled_from([0.05, 0.5, 0.003])), fixed)
 
 
+FROZEN = (*[frozenset[int]()] * 4, frozenset({1}), frozenset({1, 2}), frozenset({2, 3}), frozenset({1, 2, 3, 4}))
+
+
 @st.composite
 def parts(draw: Any, most_tables: int, exact: bool, once: bool) -> Part:
     kind = draw(st.sampled_from(EXACT if exact else KINDS))
@@ -177,6 +181,7 @@ def parts(draw: Any, most_tables: int, exact: bool, once: bool) -> Part:
                 mean=pools and kind not in ("weighted", "processed") and draw(st.booleans()),
                 start=draw(starts),
                 optimized=one if fused or draw(st.booleans()) else draw(optimizers(sure)),
+                frozen=draw(st.sampled_from(FROZEN)),
             )
         )
     asks = 1 if once else draw(st.sampled_from([1, 1, 2, 3]))
@@ -310,10 +315,25 @@ def hosts_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Applier, "update_", counted)
 
 
+def thawed_late(patch: pytest.MonkeyPatch) -> None:
+    """A trainer that is started again has tables frozen as the script begins."""
+    load_ = ModuleSettings.load_
+
+    def without_tables(self: ModuleSettings, changed: Any) -> None:
+        kept = {
+            path: {name: value for name, value in values.items() if not name.startswith("requires_grad of table")}
+            for path, values in changed.items()
+        }
+        load_(self, kept)
+
+    patch.setattr(ModuleSettings, "load_", without_tables)
+
+
 ADAM = Optimized("adam", 0.05, (("beta1", 0.5),))
 MUTATIONS: dict[Any, Part] = {
     maps_stay: Part("managed bags", (Tables(6, 4, ("f0",)),), interval=1),
     means_are_sums: Part("bags", (Tables(5, 4, ("f0",), mean=True),)),
+    thawed_late: Part("bags", (Tables(6, 4, ("f0",), frozen=frozenset({1})),)),
     hosts_count: Part("sequences", (Tables(40, 3, ("f0", "f1"), optimized=ADAM),)),
 }
 

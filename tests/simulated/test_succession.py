@@ -89,6 +89,37 @@ def test_who_does_not_come_back_is_lost() -> None:
     assert after.core.era == 0
 
 
+def test_nobody_is_lost_early_where_that_would_be_more_than_parity_repairs() -> None:
+    """The coordinator's host has died with a server of it; another member finds its successor later than the others,
+    since the network that it had was that host's, too."""
+    before, after = Harness().start(), Harness()
+    lease_s = after.core._state.members.lease_s
+    assert lease_s > REGATHER_S
+    for name in MEMBERS:
+        if name not in ("server-1", "server-2"):
+            rejoin(after, known(before, name))
+    begin_s = after.now_s
+    for after.now_s in (begin_s + REGATHER_S + 0.1, begin_s + lease_s - 0.1):
+        after.core.on_tick(after.now_s)
+        assert after.core.regathering and after.core.fatal is None
+    rejoin(after, known(before, "server-2"))
+    after.core.on_tick(after.now_s)
+    assert not after.core.regathering and after.core.fatal is None
+    assert after.places == ["server-0", "server-3", "server-2"], "only server-1 is lost"
+
+
+def test_what_is_beyond_repair_is_lost_after_a_lease() -> None:
+    before, after = Harness().start(), Harness()
+    back = [name for name in MEMBERS if name not in ("server-1", "server-2")]
+    for name in back:
+        rejoin(after, known(before, name))
+    after.now_s += after.core._state.members.lease_s + 0.1
+    for name in back:
+        after.core.on_heard(name, after.now_s)
+    after.core.on_tick(after.now_s)
+    assert not after.core.regathering and after.core.fatal_kind == "data_loss"
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -74,7 +74,11 @@ class Optimized:
 
 @dataclass(frozen=True)
 class Tables:
-    """A table."""
+    """A table.
+
+    Args:
+        frozen: steps in which it gets no gradients.
+    """
 
     rows: int
     dim: int
@@ -83,6 +87,7 @@ class Tables:
     mean: bool = False
     start: str = "drawn"
     optimized: Optimized = Optimized()
+    frozen: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

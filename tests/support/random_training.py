@@ -22,6 +22,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torch_ecrec import checkpoint
 from torch_ecrec.nn.dense import Replicated
 from torch_ecrec.nn.parallel import DistributedModelParallel
+from torch_ecrec.nn.placeholder import TableParameter
 from torch_ecrec.spec.job import JobSpec
 
 PIPELINES: dict[str, Any] = {
@@ -101,6 +102,14 @@ def load(model: DistributedModelParallel, what: str) -> None:
     model.load_state_dict(new if what == "some" else {**state, **new}, strict=what != "some")
 
 
+def freeze(model: Model, made: DistributedModelParallel, step: int) -> None:
+    """Before a step: the tables that get no gradients in it."""
+    for name, parameter in made.named_parameters():
+        if isinstance(parameter, TableParameter):
+            _, part, *_, table, _ = name.split(".")
+            parameter.requires_grad_(step not in model.parts[int(part)].tables[int(table.removeprefix("t"))].frozen)
+
+
 @dataclass
 class End:
     """Of one trainer, after its last step."""
@@ -127,6 +136,7 @@ def train(model: Model, session: Any, on_end: Callable[[int, End], None], looks:
     together = CombinedOptimizer([made.fused_optimizer, dense])
     schedulers = [StepLR(together, step_size=2, gamma=0.5)] if model.schedule else []
     trace = Trace()
+    freeze(model, made, 1)
     if looks:
         made.flush()  # first weights are there
         end.first = records_of_all(made) if rank == 0 else None
@@ -155,6 +165,7 @@ def train(model: Model, session: Any, on_end: Callable[[int, End], None], looks:
         for at, what in model.loads:
             if at == number:
                 load(made, what)
+        freeze(model, made, number + 1)
     made.flush()
     end.trace = list(trace)
     if rank == 0:

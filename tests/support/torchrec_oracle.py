@@ -51,6 +51,7 @@ _MODULES = (
 _ENVIRONMENT = ("MASTER_ADDR", "GLOO_DEVICE_TRANSPORT", "TORCH_ECREC_ORACLE")
 TIMEOUT_S = 600.0  # only a hang reaches it
 MODELS_AT_ONCE = 2
+LEASE_S = 240.0  # nobody is taken for lost who is only slow
 _CONNECT = parallel._connect
 _SESSIONS: list[EmbeddingBackend] = []
 _CLUSTERS: dict[int, subprocess.Popen[str]] = {}  # by session, of those that trainer 0 has started
@@ -89,6 +90,7 @@ def model_class() -> type[Any]:
 def swap() -> None:
     """Gives TorchRec's test modules our class, in this process."""
     provide_missing()
+    os.environ.setdefault("TORCH_ECREC_LEASE_S", str(LEASE_S))
     if mode() != "stock":
         parallel._connect = {"memory": _in_memory, "cluster": _in_cluster, "up": _in_named}[mode()]
     for name in _MODULES:

@@ -274,7 +274,7 @@ class Unsharded:
             for rows_U, gradients_UD in parts:  # in trainer order
                 for row, gradient in zip(rows_U.tolist(), gradients_UD, strict=True):
                     found[row] = found[row] + gradient if row in found else gradient
-            wanted_rows, wanted_gradients = self._gradients(number, batches)
+            wanted_rows, wanted_gradients = self._gradients(number, batches, step)
             positions = np.array(sorted(found), np.int64)
             assert positions.tolist() == sorted(wanted_rows), f"rows of slab {number} in step {step}"
             merged = np.stack([found[row] for row in positions.tolist()]) if len(found) else np.zeros((0, dim), F32)
@@ -284,13 +284,13 @@ class Unsharded:
             self.numbers[number] = stepped(slab.optimizer.kind, self.numbers[number], *arguments)
             self.numbers[number][:, :dim] = self._rounded(torch.from_numpy(self.numbers[number][:, :dim]), number)
 
-    def _gradients(self, number: int, batches: list[Batch]) -> tuple[set[int], np.ndarray]:
-        """Of a slab: rows that the loss has seen, and autograd's gradients of all."""
+    def _gradients(self, number: int, batches: list[Batch], step: int) -> tuple[set[int], np.ndarray]:
+        """Of a slab: rows that the loss has seen, and autograd's gradients of all; of frozen tables none."""
         touched: set[int] = set()
         total = np.zeros((self.job.slabs[number].rows, self.job.slabs[number].dim), F32)
         for i, j, slab, rows in self._tables():
             part = self.model.parts[i]
-            if slab != number:
+            if slab != number or step in part.tables[j].frozen:
                 continue
             modules = []
             for ask in range(part.asks):

@@ -77,6 +77,7 @@ PURE = {
     "torch_ecrec.server.inbox",
     "torch_ecrec.protocol.wire",
     "torch_ecrec.protocol.wellformed",
+    "torch_ecrec.transport.accrual",
     "torch_ecrec.coordinator.admission",
     "torch_ecrec.coordinator.suspicion",
     "torch_ecrec.coordinator.domains",

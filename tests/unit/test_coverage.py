@@ -26,7 +26,10 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
@@ -294,6 +297,10 @@ class Custom(EmbeddingBagCollectionSharder):
         raise AssertionError("the tables are on servers")
 
 
+class OwnMaps(ManagedCollisionCollectionSharder):
+    shard = Custom.shard
+
+
 class Placed(EmbeddingBagCollectionSharder):
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return ["row_wise"]
@@ -306,6 +313,22 @@ def test_wishes_of_a_sharder_are_not_passed_over() -> None:
     shard(Net(collection()), sharders=[Placed()])
     with pytest.warns(UserWarning, match="has a `qcomm_codecs_registry`, which has no effect"):
         shard(Net(collection()), sharders=[EmbeddingBagCollectionSharder(qcomm_codecs_registry=codec)])
+    with pytest.warns(UserWarning, match="`fused_params` of sharder FusedEmbeddingBagCollectionSharder have no effect"):
+        shard(Net(collection()), sharders=[FusedEmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5})])
+
+
+@pytest.mark.parametrize(
+    "sharder",
+    [
+        FeatureProcessedEmbeddingBagCollectionSharder(Custom()),
+        ManagedCollisionEmbeddingBagCollectionSharder(ebc_sharder=Custom()),
+        ManagedCollisionEmbeddingBagCollectionSharder(mc_sharder=OwnMaps()),
+    ],
+    ids=["processed", "collection", "map"],
+)
+def test_wishes_of_a_sharder_in_a_sharder_are_not_passed_over(sharder: Any) -> None:
+    with pytest.raises(ValueError, match=r"sharder (Custom|OwnMaps) has a `shard` of its own"):
+        shard(Net(collection()), sharders=[sharder])
 
 
 def test_trackers_are_refused() -> None:

@@ -33,6 +33,8 @@ def test_names_shapes_and_counts_are_those_of_torchrec() -> None:
     mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert mine == {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in theirs.parameters())
+    plain = {name: tuple(parameter.shape) for name, parameter in model.module.named_parameters()}  # a module of torch
+    assert plain == {name: tuple(parameter.shape) for name, parameter in theirs.module.named_parameters()} == mine
     assert set(dense_parameters(model)) == set(dense_parameters(theirs)) == {"over.weight", "over.bias"}
     filtered = dict(in_backward_optimizer_filter(model.named_parameters(), include=True))
     assert {type(parameter) for parameter in filtered.values()} == {TableParameter}
@@ -79,6 +81,7 @@ WITH_ROWS: dict[str, Callable[[TableParameter], Any]] = {
     "stack": lambda p: torch.stack([p]),
     "embedding": lambda p: nn.functional.embedding(torch.tensor([1]), p),
     "save": lambda p: torch.save(p, io.BytesIO()),
+    "grad": lambda p: setattr(p, "grad", torch.zeros(5, 3, device="meta")),
 }
 
 
@@ -88,6 +91,22 @@ def test_what_needs_rows_is_refused_by_name(what: str) -> None:
         WITH_ROWS[what](parameter())
 
 
+def test_a_table_is_not_replaced() -> None:
+    model, _ = shard(Net(collection()))
+    sharded = model.module.collections[0]
+    with pytest.raises(RuntimeError, match="`weight` of table wide: its rows live on the servers"):
+        sharded.embedding_bags["wide"].weight = nn.Parameter(torch.zeros(50, 8))
+    with pytest.raises(RuntimeError, match="table wide cannot be replaced: its rows live on the servers"):
+        sharded.embedding_bags["wide"] = nn.EmbeddingBag(50, 8)
+    assert list(sharded.embedding_bags) == ["wide", "small", "shared", "last"]
+
+
+def test_resharding_is_refused() -> None:
+    model, _ = shard(Net(collection()))
+    with pytest.raises(ValueError, match="`reshard` moves tables between trainers"):
+        model.reshard({}, "collections.0")
+
+
 def test_initialising_all_parameters_is_refused() -> None:
     model, _ = shard(Net(collection()))
     with pytest.raises(RuntimeError, match="`normal_` of table wide: its rows live on the servers"):
@@ -95,6 +114,18 @@ def test_initialising_all_parameters_is_refused() -> None:
             nn.init.normal_(each)
     with pytest.raises(RuntimeError, match="of table wide"):
         model.apply(lambda module: [p.data.zero_() for p in module.parameters()])
+    with pytest.raises(RuntimeError, match="`normal_` of table wide: its rows live on the servers"):
+        for each in model.module.parameters():
+            nn.init.normal_(each)
+
+
+def test_what_moves_a_model_leaves_placeholders_alone() -> None:
+    model, _ = shard(Net(collection()))
+    before = dict(model.named_parameters())
+    model.to(torch.float64).to("cpu").double()
+    model.module.share_memory()
+    for name, parameter in model.named_parameters():
+        assert (parameter is before[name] and parameter.dtype is torch.float32) == ("embedding_bags" in name)
 
 
 def test_a_dense_optimizer_of_all_parameters_trains_the_dense_ones() -> None:

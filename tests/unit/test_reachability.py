@@ -49,7 +49,7 @@ def test_who_answers_is_never_unreachable_however_late() -> None:
 
 def test_who_says_nothing_is_unreachable_until_it_does() -> None:
     found = silence([0.2, 5.0], 6.0)
-    assert found[0] == pytest.approx(0.5 + reachability.SILENT_S + LOOK_S) and found[-1] < 5.0
+    assert found[0] == pytest.approx(0.3 + reachability.SILENT_S + LOOK_S) and found[-1] < 5.0
     assert len(found) == round((found[-1] - found[0]) / LOOK_S) + 1, "without a break"
 
 
@@ -149,6 +149,20 @@ def test_silence_needs_two_witnesses() -> None:
     known["a"].heard_s = 10.0
     suspicion.on_beat("a", [], known, 10.0)
     assert suspicion.silent(known, 10.0) == {}, "it is reached again"
+
+
+def test_a_coordinator_that_hears_nobody_of_other_hosts_accuses_none_of_them() -> None:
+    """A trainer beside it cannot reach them either: it is their own network that is gone."""
+    known, suspicion = members("beside", "b", "c", "d", heard_s=10.0), Suspicion()
+    suspicion.on_beat("beside", ["b", "c", "d"], known, 12.0)
+    for now_s in (10.8, 12.0, 16.0):
+        known["beside"].heard_s = now_s
+        assert suspicion.silent(known, now_s) == {}
+    known["d"].heard_s = 15.9
+    assert suspicion.silent(known, 16.0) == {"b": "beside", "c": "beside"}
+    del known["b"], known["d"]
+    suspicion.forget_gone(known, 16.0)
+    assert suspicion.silent(known, 16.0) == {"c": "beside"}, "there is no third host"
 
 
 def test_a_cut_is_one_when_it_lasts_and_both_are_heard() -> None:

@@ -6,6 +6,7 @@
     pooled           looked-up rows to bags; its backward makes the gradients of the rows: over the number of trainers,
                      and checked to be finite by ours alone
     sequence         looked-up rows to a row for each id, and back
+                     (looked-up rows are a piece from each slot: a rival that wants one table puts them together)
     bfloat16         rows at scattered places of a table, rounded, as they travel if that is the `wire`
     8 bits           rows quantised row by row, and back, as they may travel to evaluations (`evaluation_wire`)
 
@@ -97,6 +98,7 @@ class _Batch:
         found, self.inverse_N = routing.arrange(self.layout, self.rows_N)
         self.rows_U = found.rows
         self.weights_UD = torch.from_numpy(random.standard_normal((len(self.rows_U), dim), dtype=np.float32))
+        self.parts = [part.clone() for part in self.weights_UD.tensor_split(SLOTS)]  # as they come from the slots
         self.weights_N = torch.from_numpy(random.random(len(self.ids_N), dtype=np.float32))
         self.gradient_BFD = torch.from_numpy(random.standard_normal((batch, FEATURES, dim), dtype=np.float32))
 
@@ -155,7 +157,7 @@ class _Batch:
         features, batch = lengths_FB.shape
         out_BFD = torch.empty(batch, features, self.dim)
         per_id_N, mean_F = self.weights_N.numpy(), np.zeros(features, np.bool_)
-        parts = [self.weights_UD.numpy()]
+        parts = [part.numpy() for part in self.parts]
         pooling.pool(parts, self.inverse_N.numpy(), lengths_FB, per_id_N, weighted, mean_F, out_BFD.numpy())
         return out_BFD
 
@@ -189,8 +191,8 @@ class _Batch:
         name = "pooled, weights of ids" if weighted else "pooled"
         alternatives: Alternatives = {
             "ours": (_nothing, lambda _: self._pool(self.lengths_FB, weighted)),
-            "fbgemm": (_nothing, lambda _: self._fbgemm_pool(self.weights_UD, weighted)),
-            "torch": (_nothing, lambda _: self._torch_pool(self.weights_UD, weighted)),
+            "fbgemm": (_nothing, lambda _: self._fbgemm_pool(torch.cat(self.parts), weighted)),
+            "torch": (_nothing, lambda _: self._torch_pool(torch.cat(self.parts), weighted)),
         }
         return Case(name, alternatives)
 
@@ -222,8 +224,8 @@ class _Batch:
         each_1N = np.ones((1, len(self.inverse_N)), np.int32)
         alternatives: Alternatives = {
             "ours": (_nothing, lambda _: self._pool(each_1N, False).flatten(1)),
-            "fbgemm": (_nothing, lambda _: _FBGEMM.index_select_dim0(self.weights_UD, self.inverse_N)),
-            "torch": (_nothing, lambda _: self.weights_UD.index_select(0, self.inverse_N)),
+            "fbgemm": (_nothing, lambda _: _FBGEMM.index_select_dim0(torch.cat(self.parts), self.inverse_N)),
+            "torch": (_nothing, lambda _: torch.cat(self.parts).index_select(0, self.inverse_N)),
         }
         return Case("sequence", alternatives)
 

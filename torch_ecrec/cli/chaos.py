@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import get_args
 
 from torch_ecrec.cli.arguments import add_code, add_data, add_training, checkpoint_arguments, interval
-from torch_ecrec.spec.settings import BEYOND_EVENTS, CHAOS_EVENTS, FLIP_EVENTS, STORE_EVENTS, CheckpointPolicy
+from torch_ecrec.spec.settings import (
+    BEYOND_EVENTS,
+    CHAOS_EVENTS,
+    FLIP_EVENTS,
+    HOST_EVENTS,
+    LEADER_EVENTS,
+    STORE_EVENTS,
+    CheckpointPolicy,
+)
 
 HELP = "kills and hangs at random while it trains: does one bit differ?"
 
@@ -15,15 +23,26 @@ HELP = "kills and hangs at random while it trains: does one bit differ?"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `chaos`."""
     add_code(parser)
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="over 4 to 6 hosts, network namespaces of this machine (needs root): they die, links are cut or bad",
+    )
+    parser.add_argument(
+        "--elect", action="store_true", help="with --hosts: three coordinators of which etcd says who leads"
+    )
     parser.add_argument("--minutes", type=float, default=2.0, metavar="M", help="of disturbed training, about")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule and of the model")
     parser.add_argument(
         "--events",
         type=lambda text: text.split(","),
-        default=list(CHAOS_EVENTS),
         metavar="EVENT,...",
-        help=f"of {', '.join(CHAOS_EVENTS)} (default: all of these); of {', '.join(FLIP_EVENTS)}, bits that change in"
-        f" servers' memory; and of {', '.join(BEYOND_EVENTS + STORE_EVENTS)},"
+        help=f"of {', '.join(CHAOS_EVENTS)} (default: all of these); with --hosts, of {', '.join(HOST_EVENTS)}"
+        f" (and all of these), with --elect, of {', '.join(LEADER_EVENTS)} (likewise); of"
+        f" {', '.join(FLIP_EVENTS)}, bits that change in servers' memory; and of"
+        f" {', '.join(BEYOND_EVENTS + STORE_EVENTS)},"
         " with which the cluster writes checkpoints to a file system in the memory of this host",
     )
     parser.add_argument(
@@ -55,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, disturbed at random and undisturbed."""
-    from torch_ecrec.demo.chaos import check, run_chaos
+    from torch_ecrec.demo.chaos.command import check, run_chaos
 
     code = check(arguments)
 

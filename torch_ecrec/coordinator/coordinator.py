@@ -257,7 +257,7 @@ class Coordinator:
             self._tell_again(name)
             return
         if not self.regathering:
-            state.regathering.begin(now_s)
+            state.regathering.begin(now_s, state.members.lease_s)
             state.world.pause()
             self._announce(events.Regathering())
         state.members.add(name, rejoin, now_s, rejoin.generation)
@@ -282,7 +282,7 @@ class Coordinator:
             return objection
         self.on_heard(name, now_s, word.report if isinstance(word, (messages.Beat, messages.Leave)) else None)
         if isinstance(word, messages.Beat):
-            self._state.suspicion.on_beat(name, word.unreachable, self.members, now_s)
+            departures.on_beat(self._state, name, word, now_s)
         elif isinstance(word, messages.OfMove):
             self._state.table.moves.on_word(name, word)
         elif isinstance(word, OfSlot):

@@ -61,29 +61,70 @@ def lose_absent(state: ClusterState) -> None:
         state.table.lose(slots)
 
 
+def on_beat(state: ClusterState, name: str, word: messages.Beat, now_s: float) -> None:
+    """A member is there; what follows of a complaint follows at once, or at the next tick.
+
+    If this process has stood still, others may have said something that is not read yet.
+    """
+    state.suspicion.on_beat(name, word.unreachable, state.members.by_name, now_s)
+    if word.unreachable and state.members.is_awake(now_s):
+        act_on_complaints(state, now_s)
+
+
 def act_on_complaints(state: ClusterState, now_s: float) -> None:
     """Members that cannot be reached are lost early; of two that cannot reach each other one is fenced."""
     suspicion, known, table = state.suspicion, state.members.by_name, state.table
-    suspicion.forget_gone(known, now_s)
+    forgiven = suspicion.forget_gone(known, now_s)
     if state.regathering.active or state.job.fatal is not None:
         return
     for name, witness in suspicion.silent(known, now_s).items():
         why = f"{witness} cannot reach it, and it was not heard of for {now_s - known[name].heard_s:.1f} s"
         fence(state, name, now_s, why)
     suspicion.forget_gone(known, now_s)
-    needed = set(table.needed())
-    cuts = [pair for pair in suspicion.cuts(known, now_s) if needed.issuperset(pair)]
-    among_servers = [pair for pair in cuts if any(map(table.hosted_by, pair))]
-    cover = smallest_cover(among_servers, lambda name: len(table.hosted_by(name)), table.may_lose)
+    needed, all_cuts = set(table.needed()), suspicion.cuts(known, now_s)
+    _end_move(state, all_cuts)
+    cuts = [pair for pair in all_cuts if needed.issuperset(pair)]
+    among_servers, cover = _cover(state, cuts, now_s)
     if cover and suspicion.may_fence(now_s):
         suspicion.fenced(now_s)
         state.announce(events.Cut(among_servers, sorted(cover), ""))
         for name in sorted(cover):
             others = sorted({other for pair in among_servers if name in pair for other in pair} - {name})
             fence(state, name, now_s, f"it and {', '.join(others)} cannot reach each other")
+    elif among_servers and not cover:
+        if leaving := table.leaving({name for pair in among_servers for name in pair}):
+            slots = ", ".join(map(str, leaving))
+            state.announce(events.Cut(among_servers, [], f"slots that lack records get another host: {slots}"))
+            table.leave(leaving)
     why = "" if cover or not among_servers else "more slots would be lost than can be repaired or find a host"
     left = [pair for pair in cuts if pair not in among_servers or not cover]
     _say_unresolved(state, left, why or "trainers cannot reach each other")
+    if forgiven:
+        table.moves.rebalance()
+
+
+def _cover(state: ClusterState, cuts: list[Pair], now_s: float) -> tuple[list[Pair], set[str]]:
+    """The pairs that something can be done about, and which servers go.
+
+    What is complained of but not for long yet counts, too, once something is decided: of one that nobody can reach some
+    complain before others.
+    """
+    table, known = state.table, state.members.by_name
+    needed = set(table.needed())
+    recent = [pair for pair in state.suspicion.cuts(known, now_s, 0.0) if needed.issuperset(pair)] if cuts else []
+    for pairs in (recent, cuts):
+        among_servers = [pair for pair in pairs if any(map(table.hosted_by, pair))]
+        cover = smallest_cover(among_servers, lambda name: len(table.hosted_by(name)), table.may_lose)
+        if cover:
+            break
+    return among_servers, cover
+
+
+def _end_move(state: ClusterState, cuts: list[Pair]) -> None:
+    """A slot that moves where somebody cannot be reached stays: it may have stopped, and nobody needs its new host."""
+    move = state.table.moves.current
+    if move is not None and any(move.server in pair for pair in cuts):
+        state.table.moves.stay()
 
 
 def _say_unresolved(state: ClusterState, pairs: list[Pair], why: str) -> None:

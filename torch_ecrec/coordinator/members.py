@@ -19,6 +19,7 @@ from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
 
 NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
 TICK_MOST_S = 2.0  # between two calls of `Members.silent`, unless the coordinator itself was stopped
+AWAKE_S = 0.4  # after a call of it, others were heard until then
 GONE_MOST = 100  # servers that are gone and still shown
 
 
@@ -158,6 +159,10 @@ class Members:
             for member in self.by_name.values():
                 member.heard_s += slept_s + TICK_MOST_S
         return [member for member in self.present() if now_s - member.heard_s > self.lease_s]
+
+    def is_awake(self, now_s: float) -> bool:
+        """This process has not stood still just now: what members have said of late, it has heard."""
+        return now_s - self._ticked_s <= AWAKE_S
 
     def forget_gone(self) -> None:
         """Servers that were lost or have left are shown for a while, not for ever."""

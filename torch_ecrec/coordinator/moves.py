@@ -118,6 +118,12 @@ class Moves:
         self.rebalance()
         return objection
 
+    def stay(self) -> None:
+        """The slot that moves stays where it is, and perhaps another move begins."""
+        if self.current is not None:
+            self._table.new_epoch(events.Stayed)
+            self.rebalance()
+
     def send_to(self, name: str) -> None:
         """Tells a member of the move (once more), if it is the one that copies."""
         move = self.current
@@ -146,5 +152,4 @@ class Moves:
         """A server without slots is gone. If one was to move there, it stays, or moves elsewhere."""
         move = self.current
         if move is not None and move.server == name:
-            self._table.new_epoch(events.Stayed)
-            self.rebalance()
+            self.stay()

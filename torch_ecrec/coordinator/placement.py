@@ -179,11 +179,26 @@ class SlotTable:
         if self._partial.pending:
             self._partial.begin(slots, "")  # what follows of that is decided for all of them
         elif not self._stop_if_lost(self.unhealthy() | set(slots), slots):
-            for i in slots:
-                self._place_anew(i)
-            self.new_epoch(events.PlacedAnew)
-            if self._eras.going_back is not None:
-                self._eras.begin(self._eras.going_back.keeps)
+            self.leave(slots)
+
+    def leaving(self, servers: Collection[str]) -> list[int]:
+        """Slots without all their records on these servers that would find a host with less trouble to reach others."""
+        partial = self._partial
+        return [
+            i
+            for i in sorted(self.unhealthy() - partial.pending - partial.intact)
+            if self.slots[i].server in servers
+            and (host := self._choose_host(i)) != NO_HOST
+            and self.troubles_of(host) < self.troubles_of(self.slots[i].server)
+        ]
+
+    def leave(self, slots: Collection[int]) -> None:
+        """These get other hosts."""
+        for i in slots:
+            self._place_anew(i)
+        self.new_epoch(events.PlacedAnew)
+        if self._eras.going_back is not None:
+            self._eras.begin(self._eras.going_back.keeps)
 
     def _place_anew(self, slot: int) -> None:
         self.slots[slot] = SlotPlace(self._choose_host(slot), self.slots[slot].incarnation + 1, False)

@@ -1,7 +1,8 @@
 """A coordinator that was started again knows nothing: members of the one before tell it what they know.
 
 It waits until everybody of the newest placement has rejoined, or `REGATHER_S` from the first; who is missing then is
-lost. What they said, taken together, is `Knowledge`.
+lost. Where that would be more than parity repairs it waits for a whole lease: what took the coordinator may have taken
+a member's way to it, too, and nothing is won by ending a job sooner. What they said, taken together, is `Knowledge`.
 """
 
 from __future__ import annotations
@@ -103,15 +104,17 @@ class Regathering:
     Attributes:
         active: they are.
         said: by name, in order of arrival; empty when it is not active.
+        last_s: nobody is waited for after that, whatever is lost.
     """
 
     def __init__(self) -> None:
         self.active = False
         self.said: dict[str, Rejoin] = {}
-        self._until_s = 0.0
+        self._until_s = self.last_s = 0.0
 
-    def begin(self, now_s: float) -> None:
+    def begin(self, now_s: float, lease_s: float) -> None:
         self.active, self.said, self._until_s = True, {}, now_s + REGATHER_S
+        self.last_s = now_s + max(lease_s, REGATHER_S)
 
     def add(self, rejoin: Rejoin) -> None:
         """A member has told what it knows."""

@@ -66,6 +66,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
             {
                 "name": m.name,
                 "role": m.role,
+                "rank": m.rank,
                 "pid": m.pid,
                 "alive": m.alive,
                 "left": m.left,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.admission import WENT_BACK
+from torch_ecrec.coordinator.placement import data_loss
 from torch_ecrec.coordinator.regathering import Knowledge
 from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.observe import events
@@ -17,6 +18,8 @@ def go_on(state: ClusterState, now_s: float) -> None:
     """Ends the regathering as soon as everybody is back who is needed, or the time is up."""
     if not state.regathering.is_over(now_s, state.job.spec):
         return
+    if now_s < state.regathering.last_s and _is_beyond_repair(state, Knowledge(state.regathering.said)):
+        return
     known = _newest(state, state.regathering.end())
     state.learn(known)
     state.announce(events.Regathered(state.table.epoch, sorted(known.said)))
@@ -29,6 +32,16 @@ def go_on(state: ClusterState, now_s: float) -> None:
         # What waited for the end of a generation, or for a slot that was rebuilt meanwhile: neither may come again.
         state.table.place_waiting()
         state.table.moves.rebalance()
+
+
+def _is_beyond_repair(state: ClusterState, known: Knowledge) -> bool:
+    """More would be lost than parity repairs, if who is missing is lost."""
+    job = known.job or state.job.spec
+    if known.placement is None or job is None:
+        return False
+    slots, lost = known.slots()
+    gone = {i for i, place in enumerate(slots) if not place.healthy or place.server not in known.said} | lost
+    return data_loss(state.job.code, job, gone) is not None
 
 
 def _newest(state: ClusterState, known: Knowledge) -> Knowledge:

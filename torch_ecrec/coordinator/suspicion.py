@@ -3,8 +3,9 @@
 A *complaint* is a pair (who, whom) that `who` repeats with every heartbeat: it tries, and nothing comes back
 (`transport/reachability.py`). It is *fresh* while `who` itself is heard.
 
-- `silent`: a fresh complaint, and the coordinator does not hear of the accused either: its host is gone or cut off.
-  Two witnesses, so nobody waits for the end of its lease.
+- `silent`: a fresh complaint, and the coordinator does not hear of the accused either, for longer than is usual
+  (`transport/accrual.py`): its host is gone or cut off. Two witnesses, so nobody waits for the end of its lease; and
+  somebody of a third host is heard, so it is not the coordinator that is cut off.
 - `cuts`: a fresh complaint that is `CUT_S` old, while both are heard all that time: the network between the two is cut.
   If both are needed for training, one must go. `smallest_cover` says who.
 
@@ -22,9 +23,11 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import combinations
 
 from torch_ecrec.coordinator.members import MemberRecord
+from torch_ecrec.transport.accrual import Accrual
 
 HEARD_S = 1.0  # heard of within that: it is there
-SILENT_S = 1.5  # with a complaint, it is taken for lost; heartbeats come every 0.25 s
+SILENT_S = 1.5  # with a complaint, it is taken for lost, until it is known what is usual; heartbeats come every 0.25 s
+SILENT_LEAST_S, SILENT_MOST_S = 0.75, 5.0
 CUT_S = 1.5
 REMEMBERED_S = 30.0
 PAUSE_LEAST_S, PAUSE_MOST_S = 3.0, 60.0  # between two that are fenced for cuts: twice as long each time
@@ -65,12 +68,18 @@ class Suspicion:
     def __init__(self) -> None:
         self.unresolved: tuple[list[Pair], str] = ([], "")
         self._since: dict[Pair, float] = {}
+        self._beats: dict[str, tuple[float, Accrual]] = {}  # when the last one came, and how they come
         self._troubles: dict[frozenset[str], float] = {}  # two hosts -> until when it is remembered
         self._next_s = 0.0  # nobody is fenced before
         self._pause_s = PAUSE_LEAST_S
 
     def on_beat(self, who: str, unreachable: Iterable[str], known: dict[str, MemberRecord], now_s: float) -> None:
-        """A member says, or does not any more, whom it cannot reach."""
+        """A member says that it is there, and whom it cannot reach (not any more, if it does not say so)."""
+        last_s, usual = self._beats.get(who, (now_s, None))
+        usual = usual or _usual()
+        if last_s < now_s:
+            usual.ended(now_s - last_s)
+        self._beats[who] = now_s, usual
         accused = {whom for whom in unreachable if whom != who and whom in known and known[whom].present}
         for pair in [pair for pair in self._since if pair[0] == who and pair[1] not in accused]:
             del self._since[pair]
@@ -78,31 +87,48 @@ class Suspicion:
             self._since.setdefault((who, whom), now_s)
             self._troubles[_hosts(known[who], known[whom])] = now_s + REMEMBERED_S
 
-    def forget_gone(self, known: dict[str, MemberRecord], now_s: float) -> None:
-        """What is over."""
+    def forget_gone(self, known: dict[str, MemberRecord], now_s: float) -> bool:
+        """What is over. Returns whether two hosts are taken for good neighbours again."""
         gone = [pair for pair in self._since if not all(name in known and known[name].present for name in pair)]
         for pair in gone:
             del self._since[pair]
+        self._beats = {who: beats for who, beats in self._beats.items() if who in known and known[who].present}
+        troubles = len(self._troubles)
         self._troubles = {hosts: until_s for hosts, until_s in self._troubles.items() if until_s > now_s}
+        return len(self._troubles) < troubles
 
     def complaints(self, now_s: float) -> list[tuple[str, str, float]]:
         """Who cannot reach whom, and for how long the coordinator has known."""
         return [(who, whom, now_s - since_s) for (who, whom), since_s in self._since.items()]
 
     def silent(self, known: dict[str, MemberRecord], now_s: float) -> dict[str, str]:
-        """Members that neither the coordinator hears of nor who is named beside them can reach."""
-        return {
-            whom: who
-            for who, whom in self._since
-            if now_s - known[who].heard_s <= HEARD_S and now_s - known[whom].heard_s >= SILENT_S
-        }
+        """Members that neither the coordinator hears of nor who is named beside them can reach.
 
-    def cuts(self, known: dict[str, MemberRecord], now_s: float) -> list[Pair]:
-        """Pairs that are heard, both, and cannot reach each other."""
+        Both may be on one host, whose own network is gone: then nobody of other hosts is heard. So somebody of a third
+        host must be, where there is one.
+        """
+        found = {}
+        for who, whom in self._since:
+            silent_s = now_s - known[whom].heard_s
+            fresh_s = min(silent_s / 2, HEARD_S)
+            if silent_s < self.limit_s(whom) or now_s - known[who].heard_s > fresh_s:
+                continue
+            ends = {_host(known[who]), _host(known[whom])}
+            third = [one for one in known.values() if one.present and _host(one) not in ends]
+            if not third or any(now_s - one.heard_s <= fresh_s for one in third):
+                found[whom] = who
+        return found
+
+    def limit_s(self, who: str) -> float:
+        """How long a member may be silent, as it was heard of until now."""
+        return self._beats[who][1].limit_s if who in self._beats else SILENT_S
+
+    def cuts(self, known: dict[str, MemberRecord], now_s: float, for_s: float = CUT_S) -> list[Pair]:
+        """Pairs that are heard, both, and cannot reach each other, as has been said for so long."""
         return sorted(
             pair
             for pair, since_s in self._since.items()
-            if now_s - since_s >= CUT_S and all(now_s - known[name].heard_s <= HEARD_S for name in pair)
+            if now_s - since_s >= for_s and all(now_s - known[name].heard_s <= HEARD_S for name in pair)
         )
 
     def troubles(self, server: str, needed: Collection[str], known: dict[str, MemberRecord]) -> int:
@@ -119,6 +145,14 @@ class Suspicion:
     def fenced(self, now_s: float) -> None:
         """Somebody is."""
         self._next_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, PAUSE_MOST_S)
+
+
+def _usual() -> Accrual:
+    return Accrual(SILENT_S, SILENT_LEAST_S, SILENT_MOST_S)
+
+
+def _host(one: MemberRecord) -> str:
+    return one.host or one.name
 
 
 def _hosts(one: MemberRecord, other: MemberRecord) -> frozenset[str]:

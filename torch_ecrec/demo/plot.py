@@ -24,6 +24,25 @@ INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 RUN, CALM, BAND = "#2563eb", "#9aa5b1", "#fde68a"
 LOST, REBUILDING, HEALTHY = "#dc2626", "#f59e0b", "#86c7a3"
 WIDTH_INCHES, DPI = 10.0, 160
+OF_EVENTS = {  # colors of what chaos does; others are black
+    "kill-server": LOST,
+    "stop-server": REBUILDING,
+    "kill-trainer": "#7c3aed",
+    "stop-trainer": "#c4b5fd",
+    "kill-all": "#881337",
+    "kill-beyond-r": "#db2777",
+    "full-disk": "#0f766e",
+    "slow-store": "#65a30d",
+    "failing-store": "#0369a1",
+    "kill-host": "#7f1d1d",
+    "cut": "#1d4ed8",
+    "cut-trainers": "#60a5fa",
+    "slow-link": "#a16207",
+    "lossy-link": "#d97706",
+    "stop-leader": "#6b7280",
+    "kill-etcd": "#047857",
+    "stop-etcd": "#34d399",
+}
 LEAST_WINDOW_S, WINDOW_STEPS = 0.15, 5
 GRID_S = 0.01
 LABEL_SHARE = 0.125  # of the width that a label takes
@@ -172,18 +191,15 @@ def draw_chaos(result: dict[str, Any], path: Path) -> None:
     rates.plot(times_s, samples_per_s, color=RUN, lw=0.8)
     rates.set_ylim(0, 1.2 * np.quantile(samples_per_s, 0.98))  # steps that were told late seem to come in a burst
     rates.set_ylabel("samples / s")
-    colors = {"kill-server": LOST, "stop-server": REBUILDING, "kill-trainer": "#7c3aed", "stop-trainer": "#c4b5fd"}
-    colors |= {"kill-all": "#881337", "kill-beyond-r": "#db2777"}
-    colors |= {"full-disk": "#0f766e", "slow-store": "#65a30d", "failing-store": "#0369a1"}
     for entry in result["schedule"]:
-        color = colors.get(entry["event"], INK)
+        color = OF_EVENTS.get(entry["event"], INK)
         for axes in (rates, strip):
             axes.axvline(entry["s"], color=color, lw=0.9, alpha=0.8)
             if entry["seconds"]:
                 axes.axvspan(entry["s"], entry["s"] + entry["seconds"], color=color, alpha=0.15, lw=0)
     for event in dict.fromkeys(entry["event"] for entry in result["schedule"]):
         count = sum(entry["event"] == event for entry in result["schedule"])
-        rates.plot([], [], color=colors.get(event, INK), label=f"{count} {event}")
+        rates.plot([], [], color=OF_EVENTS.get(event, INK), label=f"{count} {event}")
     if result["schedule"]:
         rates.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False)
     slots = 1 + max((slot for sample in samples for slot in sample["unhealthy"]), default=0)

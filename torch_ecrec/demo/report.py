@@ -205,6 +205,8 @@ class Record:
         self.mended = 0  # records and parities
         self.kills: list[Kill] = []
         self.may_be_lost: set[str] = set()  # members that we stopped for so long that they may be taken for lost
+        self.lost: dict[str, str] = {}  # members, and why
+        self.excused: set[str] | None = None  # who else may be lost now; trainers are looked at, too, if it is not None
         self.unexpected: list[str] = []  # losses that are not our doing
         self._ranks: set[int] = set()  # of trainers that have joined
         self.fatal: Message | None = None  # kind and reason
@@ -296,11 +298,13 @@ class Record:
                         kill.rejoined_s = kill.rejoined_s or time_s
 
     def _on_lost(self, event: events.Lost, time_s: float) -> None:
+        self.lost[event.member] = event.why
         for kill in self.kills:
             if kill.member == event.member and kill.detected_s is None:
                 kill.detected_s = time_s
-        expected = {kill.member for kill in self.kills} | self.may_be_lost
-        if event.slots and event.member not in expected:
+        expected = {kill.member for kill in self.kills} | self.may_be_lost | (self.excused or set())
+        counts = event.slots or (self.excused is not None and self.roles.get(event.member) == "trainer")
+        if counts and event.member not in expected:
             self.unexpected.append(f"{event.member} was lost though nobody killed it: {event.why}")
 
     def _on_slot(self, event: events.Rehosted | events.SlotRebuilt, time_s: float) -> None:
@@ -360,7 +364,8 @@ class Record:
     @property
     def _trainers_may_be_lost(self) -> bool:
         """By our doing, once in this run: torchrun may start them again more than once then."""
-        stopped = any(self.roles.get(name) == "trainer" for name in self.may_be_lost)
+        excused = self.may_be_lost | (self.excused or set())
+        stopped = any(self.roles.get(name) == "trainer" for name in excused)
         return stopped or bool(self.went_back) or any(kill.role in ("trainer", "all") for kill in self.kills)
 
     def target(self, role: str, number: int) -> str | None:

@@ -16,11 +16,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import torch_ecrec
 from torch_ecrec.demo import report
+from torch_ecrec.demo.catching_up import catch_up
 from torch_ecrec.demo.interrupts import raise_if_interrupted
 from torch_ecrec.demo.kills import KillSpec, beyond_parity
 from torch_ecrec.demo.news import news_of
@@ -52,8 +55,54 @@ def example() -> tuple[str, Path]:
     return "torch_ecrec.examples.dlrm_criteo", root
 
 
+class Process(Protocol):
+    """Of `subprocess.Popen`, what is needed of a coordinator."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+
+class Cluster(Protocol):
+    """What a run needs of its cluster: a `Supervisor`, or one over several hosts. Use as a context manager.
+
+    Attributes:
+        join: what its trainers join.
+        ended: the coordinator's exit code, once there will be no other.
+    """
+
+    ended: int | None
+
+    @property
+    def join(self) -> str: ...
+
+    @property
+    def coordinator(self) -> Process:
+        """The one that leads."""
+
+    @property
+    def children(self) -> Sequence[Process]:
+        """Its processes."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None: ...
+
+
+class Trainers(Protocol):
+    """What starts the trainers, and starts them again, on one host or on several."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None: it runs."""
+
+    def wait(self, timeout: float) -> int:
+        """Raises subprocess.TimeoutExpired."""
+
+
 class DemoRun:
     """One training: cluster, trainers, kills.
+
+    Who runs it elsewhere than on this host overrides `start_cluster`, `start_trainers` and `connect`.
 
     Args:
         arguments: of the demo, checked.
@@ -87,7 +136,8 @@ class DemoRun:
         self._over = False
         self._timers: list[threading.Timer] = []
         self._coordinator_gone: str | None = None
-        self._cluster: Supervisor | None = None
+        self._cluster: Cluster | None = None
+        self.start_limit_s, self.stall_limit_s = START_LIMIT_S, STALL_LIMIT_S
         self.environment = {"TORCH_ECREC_HEARTBEAT_S": str(HEARTBEAT_S), "OMP_NUM_THREADS": "1"}
         self._news: list[str] = []  # lines to show
         self._moved_s = time.monotonic()  # when a step was completed last, or chaos disturbed the run
@@ -98,6 +148,8 @@ class DemoRun:
         with self._lock:
             before, trained = self.record.step, len(self.record.trained)
             event = self.record.on_message(message)
+            if message.get("type") == "status":
+                catch_up(self.record, message)
             if self.record.step > before or len(self.record.trained) > trained:
                 self._moved_s = time.monotonic()
                 self._start_kills()
@@ -111,13 +163,14 @@ class DemoRun:
     def _watch_again(self, reason: str) -> None:
         """The coordinator is gone: another one may be on its way."""
         try:
-            self._connect()
+            self.connect()
         except ClusterUnavailable:
             with self._lock:
                 self._coordinator_gone = reason
 
-    def _connect(self) -> None:
-        assert self._cluster is not None
+    def connect(self) -> None:
+        """Watches the coordinator from now on. Raises ClusterUnavailable if there is none."""
+        assert isinstance(self._cluster, Supervisor)
         self.client = ControlClient(*self._cluster.address, self._on_message, self._on_closed, COORDINATOR_S)
         self.client.send({"type": "watch"})
 
@@ -194,22 +247,13 @@ class DemoRun:
         for file in self.logs.glob("*.log"):
             file.unlink()
         self._moved_s = time.monotonic()
-        cluster = Supervisor(
-            self.code,
-            self.arguments.spares,
-            without_spare=self.arguments.without_spare,
-            logs=self.logs,
-            environment=self.environment,
-            coordinator=self._checkpoints,
-        )
-        self._cluster = cluster
+        self._cluster = cluster = self.start_cluster()
         with cluster:
-            self._connect()
+            self.connect()
             try:
                 for trainer in range(self.arguments.trainers):
                     self._report_path(trainer).unlink(missing_ok=True)
-                told = {**self.environment, "TORCH_ECREC_JOIN": cluster.join}
-                with torchrun(self._words(), self._log, told, example()[1]) as trainers:
+                with self.start_trainers(cluster) as trainers:
                     self._watch(cluster, trainers)
                 self._settle()
             finally:
@@ -220,14 +264,30 @@ class DemoRun:
                 self.client.close()
         self._read_reports()
 
+    def start_cluster(self) -> Cluster:
+        """The coordinator and the servers; it is left as a context manager."""
+        return Supervisor(
+            self.code,
+            self.arguments.spares,
+            without_spare=self.arguments.without_spare,
+            logs=self.logs,
+            environment=self.environment,
+            coordinator=self._checkpoints,
+        )
+
+    def start_trainers(self, cluster: Cluster) -> AbstractContextManager[Trainers]:
+        """What trains; leaving the context ends it."""
+        told = {**self.environment, "TORCH_ECREC_JOIN": cluster.join}
+        words = ["--nproc-per-node", str(self.arguments.trainers), "--max-restarts", str(self.arguments.max_restarts)]
+        return torchrun([*words, *self.script()], self._log, told, example()[1])
+
     def _report_path(self, trainer: int) -> Path:
         return self.logs / f"trainer.{trainer}.json"
 
-    def _words(self) -> list[str]:
+    def script(self) -> list[str]:
         """What torchrun is to run."""
         arguments = self.arguments
-        words = ["--nproc-per-node", str(arguments.trainers), "--max-restarts", str(arguments.max_restarts)]
-        words += ["-m", example()[0], "--steps", str(arguments.steps), "--batch-size", str(arguments.batch_size)]
+        words = ["-m", example()[0], "--steps", str(arguments.steps), "--batch-size", str(arguments.batch_size)]
         words += ["--optimizer", arguments.optimizer, "--seed", str(arguments.seed)]
         words += ["--snapshot-every", str(arguments.snapshot_every)]
         words += ["--report", str((self.logs / "trainer.json").resolve())]
@@ -243,7 +303,7 @@ class DemoRun:
     def on_tick(self) -> None:
         """Called many times a second while the trainers run."""
 
-    def _watch(self, cluster: Supervisor, trainers: subprocess.Popen[bytes]) -> None:
+    def _watch(self, cluster: Cluster, trainers: Trainers) -> None:
         """Until the trainers are done."""
         steps = self.arguments.steps
         begin_s = asked_s = time.monotonic()
@@ -271,9 +331,9 @@ class DemoRun:
                 if now_s - fatal_s > FATAL_GRACE_S:
                     log.warning("trainers did not end within %g s of the end of the cluster", FATAL_GRACE_S)
                     break
-            elif idle_s > (STALL_LIMIT_S if step else START_LIMIT_S):
+            elif idle_s > (self.stall_limit_s if step else self.start_limit_s):
                 raise ClusterUnavailable(f"no step was completed for {idle_s:.0f} s, at step {step}\n{tail(self._log)}")
-            elif now_s - begin_s > START_LIMIT_S + STEP_LIMIT_S * steps:
+            elif now_s - begin_s > self.start_limit_s + STEP_LIMIT_S * steps:
                 raise ClusterUnavailable(f"not done within {now_s - begin_s:.0f} s, at step {step}\n{tail(self._log)}")
         with self._lock:
             fatal = self.record.fatal

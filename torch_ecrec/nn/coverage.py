@@ -28,16 +28,19 @@ from torchrec.distributed.fused_embedding import FusedEmbeddingCollectionSharder
 from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
 from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 from torch_ecrec.nn.remapping import why_not_served
 from torch_ecrec.nn.unsharded import COLLECTIONS, Collection, inside_of
@@ -61,8 +64,11 @@ _STOCK: dict[type[nn.Module], type[ModuleSharder[Any]]] = {
     FusedEmbeddingCollection: FusedEmbeddingCollectionSharder,
     ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollectionSharder,
     ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder,
+    ManagedCollisionCollection: ManagedCollisionCollectionSharder,
 }
 """TorchRec's own sharders for what is served; of others nobody knows what they would do."""
+_FUSED = (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
+_INNER_SHARDERS = ("_ebc_sharder", "_e_sharder", "_mc_sharder")  # of those for wrappers: for what is in them
 _KEPT: tuple[type[nn.Module], ...] = (EmbeddingBagCollection, EmbeddingCollection)
 """Those of which `local_shards.py` finds all that TorchRec keeps."""
 _REMAPPING: tuple[type[BaseManagedCollisionEmbeddingCollection], ...] = (
@@ -236,6 +242,8 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
                 f"{name} is a subclass of {served.__name__}, and the servers would not do what it does otherwise;"
                 f" use {served.__name__} itself"
             )
+    if isinstance(module, (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection)):
+        return f"{name} prunes rows by what its own trainer has looked up, so that trainers would ask for others"
     if type(module) in tables_of:
         full = f"{type(module).__module__}.{name}"  # quantised ones have the names of others
         return f"{full} is not served; {', '.join(cls.__name__ for cls in COLLECTIONS)} are"
@@ -247,7 +255,7 @@ def _reason(module: nn.Module, tables_of: set[type[nn.Module]], planned: bool) -
 def check_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
     """Refuses what a sharder for a served module wants and the servers do not do; where tables lie is their business.
 
-    Quantised collectives are told to have no effect.
+    Quantised collectives are told to have no effect, and so are `fused_params` for fused collections.
 
     Raises:
         ValueError: names the sharder and its wish.
@@ -260,6 +268,13 @@ def check_sharders(sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
             raise ValueError(
                 f"sharder {name} has a `shard` of its own, not TorchRec's for {sharder.module_type.__name__}: the"
                 " servers would not do what it does otherwise; leave it out"
+            )
+        check_sharders([inner for place in _INNER_SHARDERS if (inner := getattr(sharder, place, None)) is not None])
+        if sharder.module_type in _FUSED and getattr(sharder, "fused_params", None):
+            warnings.warn(
+                f"`fused_params` of sharder {name} have no effect, as with TorchRec: a fused collection has its own"
+                " optimizer, with which it was made",
+                stacklevel=3,
             )
         if getattr(sharder, "qcomm_codecs_registry", None):
             warnings.warn(

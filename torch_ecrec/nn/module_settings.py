@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_ecrec.nn.placeholder import TableParameter, are_trained
 from torch_ecrec.nn.random_states import GENERATORS, set_state_of, state_of
 from torch_ecrec.nn.values import decode, encode
 
@@ -24,6 +25,7 @@ _PLAIN = frozenset({bool, int, float, str})
 _USUAL = frozenset({dict, OrderedDict, set, list, tuple, type(None)})  # what hooks and the like are in
 _LIBRARIES = ("torch_ecrec.", "torchrec.distributed.", "torch.nn.parallel.")
 _TRAINED = "requires_grad of "
+_OF_TABLE = "requires_grad of table "  # under the path of the model
 
 
 class ModuleSettings:
@@ -33,6 +35,7 @@ class ModuleSettings:
         self._modules = {
             path: module for path, module in model.named_modules() if not type(module).__module__.startswith(_LIBRARIES)
         }
+        self._tables = {name: p for name, p in model.named_parameters() if isinstance(p, TableParameter)}
         self._first: dict[tuple[str, str], Any] = {}
         self._first = {(path, name): value for path, values in self.changed().items() for name, value in values.items()}
 
@@ -57,6 +60,9 @@ class ModuleSettings:
                     key = _TRAINED + name
                     if parameter.requires_grad != first.get((path, key)):
                         found.setdefault(path, {})[key] = parameter.requires_grad
+        for name, trains in zip(self._tables, are_trained(self._tables.values()), strict=True):
+            if trains != first.get(("", _OF_TABLE + name)):
+                found.setdefault("", {})[_OF_TABLE + name] = trains
         return found
 
     def load_(self, changed: Mapping[str, Mapping[str, Any]]) -> None:
@@ -66,10 +72,13 @@ class ModuleSettings:
             ValueError: the model has no such module.
         """
         for path in changed:
-            if path not in self._modules:
+            if path and path not in self._modules:
                 raise ValueError(f"the model has no module {path!r}, which it had when the snapshot was taken")
         late = {(path, name): value for path, values in changed.items() for name, value in values.items()}
         for (path, name), value in (self._first | late).items():
+            if name.startswith(_OF_TABLE):
+                self._tables[name.removeprefix(_OF_TABLE)].requires_grad_(value)
+                continue
             module = self._modules[path]
             if name.startswith(_TRAINED):
                 module.get_parameter(name.removeprefix(_TRAINED)).requires_grad_(value)

@@ -21,7 +21,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Never
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,11 +48,14 @@ from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_in
 from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.digest import digest_of
 from torch_ecrec.nn.local_shards import LocalShards, data_parallel, shards_of
+from torch_ecrec.nn.lost_changes import check_lost_changes
 from torch_ecrec.nn.no_tables import NO_TABLES, NoTables
 from torch_ecrec.nn.processed import watch_batches
 from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
+from torch_ecrec.nn.refused_methods import NO_TRACKER, RefusedMethods
+from torch_ecrec.nn.served import show_tables
 from torch_ecrec.nn.sharder import all_table_specs, job_names, output_dtypes, sharders_for
 from torch_ecrec.nn.state_dict_forms import StateDictForms
 from torch_ecrec.nn.step import SparseStep
@@ -63,13 +66,8 @@ from torch_ecrec.spec.settings import Settings
 
 log = logging.getLogger(__name__)
 
-NO_TRACKER = (
-    "trackers of TorchRec (`model_tracker_configs`, `init_torchrec_delta_tracker`) look for tables in the trainers, and"
-    " would find none; leave them out"
-)
 
-
-class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedModelParallel):
+class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distributed.DistributedModelParallel):
     """Drop-in for `torchrec.distributed.DistributedModelParallel`.
 
     Args:
@@ -95,7 +93,8 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
 
     Raises:
         ValueError: a collection that cannot be served (see `table_specs`); a module that nobody would protect, a
-            sharder with a wish that the servers do not serve (`coverage.py`); a `session` of another job.
+            sharder with a wish that the servers do not serve (`coverage.py`); something done to a table that would be
+            lost (`lost_changes.py`); a `session` of another job.
     """
 
     _attached: Attachment | None = None
@@ -128,6 +127,7 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         others = [s for s in get_default_sharders() if sharders is None] + list(sharders or ())
         check_sharders(others)
         covered = coverage_of(module, plan, others)
+        check_lost_changes(module, covered.served, covered.remapping)
         covered.check(unprotected)
         names = job_names(covered.served)
         tables = all_table_specs(module, covered.served, names, others, plan)
@@ -152,12 +152,12 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,
         )
-        self._step, self.coverage, self._unprotected = step, covered, unprotected
+        show_tables(self)
+        self._step, self.coverage, self._unprotected, self._compiled = step, covered, unprotected, Compiled()
         self._recorder, self._owns_session = recorder, connected is not None  # None but in a rehearsal
         shards = _left_to_torchrec(self.module, step, covered, unprotected)
         self._dense = DenseSnapshot(self, session.trainer, session.trainers, snapshot_every, shards)
         self._step.on_training_lookup, self._step.may_load = self._keep_dense, self._may_load
-        self._compiled = Compiled()
         self._abandoned = weakref.finalize(self, _leave, connected)
         self._abandoned.atexit = False
 
@@ -292,10 +292,6 @@ class DistributedModelParallel(StateDictForms, torchrec.distributed.DistributedM
         if self._attached is not None:
             self._attached.on_loaded()
         return keys
-
-    def init_torchrec_delta_tracker(self, *_: Any, **__: Any) -> Never:
-        """Refused: it would track nothing."""
-        raise ValueError(NO_TRACKER)
 
     @property
     def session(self) -> EmbeddingBackend:

@@ -2,6 +2,7 @@
 
     Base, SparseDist, SparseDistLite, PrefetchSparseDist, FusedSparseDist, Staged     rows as the step before left them
     SemiSync                                                                      rows as the step before that left them
+    EvalPipelineCPUSparse                               an evaluation, which it does not say: `torch.no_grad()` does
 
 A trainer that goes on after step s has the rows of s only, so it could not repeat what a batch had read that was looked
 up earlier: such pipelines are refused.
@@ -33,5 +34,6 @@ def check_in_sync(forward: object) -> None:
         raise RuntimeError(
             "this pipeline (TrainPipelineSemiSync, or one with its order of stages) looks rows up before the step"
             " before them is over. After a loss of trainers those rows are gone, and training would not go on with the"
-            " same bits. Take TrainPipelineSparseDist or TrainPipelineFusedSparseDist"
+            " same bits. Take TrainPipelineSparseDist or TrainPipelineFusedSparseDist; put an evaluation under"
+            " torch.no_grad()"
         )

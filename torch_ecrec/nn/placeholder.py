@@ -5,13 +5,14 @@
         parameter.data.normal_()         # a table: RuntimeError, it lives on the servers
 
 So counting, listing and filtering of parameters does what it does with TorchRec, and a write that would go nowhere is
-an error.
+an error. A table whose placeholder has `requires_grad` False when its rows are looked up is frozen: it gets no
+gradients of that lookup, and is not stepped. It begins as the weights of the unsharded table are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ _METHODS = (
     *("is_floating_point", "is_complex", "is_contiguous", "is_pinned", "__len__", "__hash__"),
 )
 _SET = ("grad", "requires_grad")
+_GRADIENT: Any = Tensor.grad
 _ALLOWED: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
     *(getattr(Tensor, name).__set__ for name in _SET),
@@ -46,14 +48,17 @@ class TableParameter(nn.Parameter):
         table: its name.
         rows, dim: of the table.
         dtype: of its weights.
+        trains: whether it begins with `requires_grad`.
     """
 
     table: str
     _in_backward_optimizers: list[Optimizer]  # what TorchRec's filter of dense parameters looks for
 
-    def __new__(cls, table: str, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> TableParameter:
+    def __new__(
+        cls, table: str, rows: int, dim: int, dtype: torch.dtype = torch.float32, trains: bool = True
+    ) -> TableParameter:
         weight = torch.empty(rows, dim, dtype=dtype, device="meta")
-        made: TableParameter = super().__new__(cls, weight)  # type: ignore[assignment]
+        made: TableParameter = super().__new__(cls, weight, trains)  # type: ignore[assignment]
         made.table = table
         made._in_backward_optimizers = [EmptyFusedOptimizer()]
         return made
@@ -69,7 +74,7 @@ class TableParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
         rows, dim = self.shape
-        return TableParameter(self.table, rows, dim, self.dtype)
+        return TableParameter(self.table, rows, dim, self.dtype, self.requires_grad)
 
     def _refusal(self, what: str) -> RuntimeError:
         return RuntimeError(
@@ -85,6 +90,8 @@ class TableParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func == _GRADIENT.__set__ and args[1] is not None:  # None is what `zero_grad` sets
+            raise args[0]._refusal("grad")
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -93,3 +100,42 @@ class TableParameter(nn.Parameter):
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         given = tree_leaves((args, dict(kwargs or {})))
         raise next(arg for arg in given if isinstance(arg, TableParameter))._refusal(name)
+
+
+class _StandIn(nn.Module):
+    """For the module of a table: has the placeholder as its `weight`, and no other."""
+
+    def __init__(self, weight: TableParameter) -> None:
+        super().__init__()
+        self.register_parameter("weight", weight)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        standing = self._parameters.get(name) if name == "weight" else None
+        if isinstance(standing, TableParameter):
+            raise standing._refusal(name)
+        super().__setattr__(name, value)
+
+
+class StandIns(nn.ModuleDict):
+    """For the modules of a collection's tables, by name.
+
+    Args:
+        weights: by name of a table.
+    """
+
+    def __init__(self, weights: Mapping[str, TableParameter]) -> None:
+        super().__init__()
+        for name, weight in weights.items():
+            super().add_module(name, _StandIn(weight))
+
+    def add_module(self, name: str, module: nn.Module | None) -> Never:
+        """Refused, as is `[name] = module`."""
+        raise RuntimeError(
+            f"table {name} cannot be replaced: its rows live on the servers. Set them with `model.load_state_dict(...)`"
+        )
+
+
+def are_trained(parameters: Iterable[TableParameter]) -> list[bool]:
+    """Of each whether it has `requires_grad`: asked for in every step."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [parameter.requires_grad for parameter in parameters]

@@ -43,14 +43,14 @@ from torchrec.streamable import Multistreamable
 from torch_ecrec.nn.dense import WithTables
 from torch_ecrec.nn.lookup import PooledLookup
 from torch_ecrec.nn.pipelines import check_in_sync
-from torch_ecrec.nn.placeholder import TableParameter
+from torch_ecrec.nn.placeholder import StandIns, TableParameter, are_trained
 from torch_ecrec.nn.repeats import Repeats, check_lengths
 from torch_ecrec.nn.server_optimizer import ServerOptimizer
 from torch_ecrec.nn.slices import Bags, Slice, Table
 from torch_ecrec.nn.staging import HostIds, Staging
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.tables_state import TablesState
-from torch_ecrec.nn.unsharded import Collection, configs_of, draw_weights, folder_of, is_default, pooling_of
+from torch_ecrec.nn.unsharded import Collection, configs_of, draw_weights, folder_of, is_default, pooling_of, weight_of
 
 Output = TypeVar("Output")
 PIPELINED_MOST = 8  # batches that a pipeline has announced and not computed; TorchRec's have up to 3
@@ -132,9 +132,12 @@ class ServedModule(
         self._optimizer = ServerOptimizer(self._state)
         step.optimizers.append(self._optimizer)
         self._parameters_of_tables = {
-            self._state.key_of(table.name): TableParameter(table.name, table.rows, table.dim, table.dtype)
+            self._state.key_of(table.name): TableParameter(
+                table.name, table.rows, table.dim, table.dtype, weight_of(module, table.name).requires_grad
+            )
             for table in self._tables.values()
         }
+        step.frozen.append(self._frozen)
         self._configs = {config.name: config for config in configs}
         self._outputs = [torch.float32] * len(places)  # of each column; see `give_out_as`
         self._validated = False
@@ -246,7 +249,8 @@ class ServedModule(
             rows, bags = self._prepare(ids or self._staging.ids(features))
         crossings = [self._staging.crossing() for _ in bags]
         if torch.is_grad_enabled():
-            pooled = PooledLookup.apply(self._anchor, step, rows, bags, crossings, *(part.per_id_N for part in bags))
+            per_id = (part.per_id_N for part in bags)
+            pooled = PooledLookup.apply(self._anchor, step, rows, bags, crossings, self._frozen(), *per_id)
         else:
             weights = step.lookup(rows, evaluation=not self.training)
             pooled = [part.pool(weights[part.slab], crossing) for part, crossing in zip(bags, crossings, strict=True)]
@@ -269,13 +273,18 @@ class ServedModule(
         for name, parameter in self._parameters_of_tables.items():
             yield f"{prefix}.{name}" if prefix else name, parameter
 
+    def _apply(self, fn: Any, recurse: bool = True) -> ServedModule[Any]:
+        """Nothing is moved or made another dtype (`model.to(...)`, `model.half()`): there are placeholders only."""
+        return self
+
+    def _frozen(self) -> list[Table]:
+        """Tables that get no gradients."""
+        trained = are_trained(self._parameters_of_tables.values())
+        return [table for table, trains in zip(self._tables.values(), trained, strict=True) if not trains]
+
     def modules_of_tables(self) -> nn.ModuleDict:
         """What stands for the unsharded module's tables: by name, each with a `weight` (`placeholder.py`)."""
-        found = nn.ModuleDict()
-        for name in self._tables:
-            found[name] = nn.Module()
-            found[name].register_parameter("weight", self._parameters_of_tables[self._state.key_of(name)])
-        return found
+        return StandIns({name: self._parameters_of_tables[self._state.key_of(name)] for name in self._tables})
 
     def reset_parameters(self) -> None:
         """Gives every row new first weights, as the configs say; optimizer state stays. Every trainer calls it.
@@ -321,6 +330,16 @@ class ServedModule(
             for table in self._tables.values()
         ]
         return "\n".join(lines)
+
+
+def show_tables(model: nn.Module) -> None:
+    """From now on modules of torch list the tables of those in them, too: they look into `_parameters`.
+
+    Not before a model is built, since TorchRec's makes anew what it finds there on the meta device.
+    """
+    for module in model.modules():
+        if isinstance(module, ServedModule):
+            module._parameters.update(module._parameters_of_tables)
 
 
 def _uniform(config: BaseEmbeddingConfig, dtype: torch.dtype, rows: int) -> Tensor:

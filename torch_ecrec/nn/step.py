@@ -43,6 +43,13 @@ class LearningRates(Protocol):
         """Groups as in `torch.optim`, each with an `lr`."""
 
 
+class Named(Protocol):
+    """A table, as far as it is told of."""
+
+    @property
+    def job_name(self) -> str: ...
+
+
 class Ticket:
     """One training lookup. Its graph holds it: a forward that was thrown away does not keep a step open."""
 
@@ -82,6 +89,7 @@ class SparseStep:
         self.elsewhere: list[str] = []  # what TorchRec steps in the backward, whatever is refused here
         self.form = "sharded"  # of tables in the state dict that is being made; see `TablesState.read`
         self.optimizers: list[LearningRates] = []
+        self.frozen: list[Callable[[], Sequence[Named]]] = []  # tables that are looked up and not stepped
         self.on_pushed: list[Callable[[], None]] = []  # called when the rows of the next step may be asked for
         self._group = group
         self._refuses_nan = nan_gradients == "raise"
@@ -284,7 +292,8 @@ class SparseStep:
         """The reason to refuse the step, the same on every trainer; `finite` if this trainer's are known to be.
 
         Raises:
-            RuntimeError: another trainer does not train, or with other learning rates: the servers take trainer 0's.
+            RuntimeError: another trainer does not train, or with other learning rates (the servers take trainer 0's),
+                or with other tables frozen.
         """
         job = self.session.job
         flags = [0] * len(job.tables)
@@ -294,7 +303,9 @@ class SparseStep:
                 at = torch.bucketize(bad_rows, torch.tensor(slab.first_rows), right=True) - 1
                 for table in at.unique().tolist():
                     flags[slab.table_indices[table]] = 1
-        flags = self._agree("trains", flags, f"learning rates {rates}")
+        frozen = sorted(table.job_name for tables in self.frozen for table in tables())
+        alike = f"learning rates {rates}" + (f" or the frozen tables {', '.join(frozen)}" if frozen else "")
+        flags = self._agree("trains", flags, alike)
         names = [table.name for table, flag in zip(job.tables, flags, strict=True) if flag]
         if not names:
             return None

@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Any
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torchrec.modules.embedding_configs import DataType
 
@@ -43,6 +44,7 @@ _OF_MEMORY = (
 _OF_OTHERS = ("beta1", "beta2", "eta")  # scripts give them to any optimizer; FBGEMM looks at them in a few
 _PRECISIONS = ("cache_precision", "weights_precision")
 _FLOAT32 = (DataType.FP32, SparseType.FP32)
+_FATAL = (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
 _DECAY_MODES = ("NONE", "L2", "DECOUPLE")  # 0, 1, 2
 _REASONS = {
     "EMAINPLACE_ROWWISE_ADAGRAD": "it moves every row of a table at once, in one step of ten",
@@ -179,18 +181,17 @@ def _take_settings(wishes: dict[str, Any]) -> None:
                 " its config"
             )
     dtypes = wishes.pop("optimizer_state_dtypes", {})
-    if any(value not in _FLOAT32 for value in dtypes.values()):
+    if not isinstance(dtypes, Mapping) or any(value not in _FLOAT32 for value in dtypes.values()):
         raise ValueError(f"`optimizer_state_dtypes`={dtypes} is not supported; optimizer state is float32")
     mode = wishes.pop("bounds_check_mode", None)
-    if isinstance(mode, Enum) and mode.name not in ("FATAL", "V2_FATAL"):
-        raise ValueError(
-            f"`bounds_check_mode`={mode.name} is not supported: ids out of range are errors, as with FATAL"
-        )
+    if mode is not None and mode not in _FATAL:
+        name = mode.name if isinstance(mode, Enum) else repr(mode)
+        raise ValueError(f"`bounds_check_mode`={name} is not supported: ids out of range are errors, as with FATAL")
 
 
 def _decay_mode(value: Any) -> float:
     """FBGEMM's `WeightDecayMode`, or its number."""
-    number = int(value)
+    number = int(value) if isinstance(value, (int, float)) else -1
     if number not in range(len(_DECAY_MODES)):
         name = value.name if isinstance(value, Enum) else str(value)
         raise ValueError(

@@ -17,6 +17,8 @@ from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, parse_place
 
 log = logging.getLogger(__name__)
 
+PATIENT = 0.5  # of its lease may an answer of etcd take; with slower ones nobody could lead
+
 
 class Acting:
     """Does things, in order, while a condition holds. On one thread.
@@ -57,9 +59,9 @@ class Office:
 
     def __init__(self, elect: str, address: tuple[str, int], lease_s: int, run: str) -> None:
         self._elect = elect
-        # Several addresses and a renewal must fit into the lease.
+        # Several addresses and a renewal must fit into the lease; where each answer is slow, at least one must.
         place = parse_place(elect)
-        self._keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)))
+        self._keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
         self._candidate = Candidate(self._keys, address, lease_s, run, time.monotonic)
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations, product
 
 from torch_ecrec.testing.global_states import COORDINATOR, GlobalState
 from torch_ecrec.testing.local_states import LocalStates
@@ -17,10 +18,11 @@ class Actions:
         scenario: what runs.
         states: of single processes.
         free: names of messages that arrive at any time; the others arrive at once. See `exploration.py`.
+        moves: slots do: then links fail that lead to where one moves to. (Others, without a move, are explored apart.)
     """
 
-    def __init__(self, scenario: Scenario, states: LocalStates, free: frozenset[str]) -> None:
-        self.scenario, self.states, self.free = scenario, states, free
+    def __init__(self, scenario: Scenario, states: LocalStates, free: frozenset[str], moves: bool = False) -> None:
+        self.scenario, self.states, self.free, self.moves = scenario, states, free, moves
 
     def enabled(self, state: GlobalState, is_end: bool) -> list[Action]:
         """Every action that may come next; crashes last, and none once the end is reached."""
@@ -69,6 +71,23 @@ class Actions:
             yield "crash", COORDINATOR
         if left.leases and COORDINATOR in names:
             yield from self._ends_of_leases(state)
+        if COORDINATOR in names:
+            yield from self._cuts_and_moves(state)
+
+    def _cuts_and_moves(self, state: GlobalState) -> Iterator[Action]:
+        """The network fails between two hosts of slots; they complain; a server is to be without slots."""
+        center = self.states.view(dict(state.processes)[COORDINATOR])
+        placed = {server for server, _ in center["slots placed"]} & set(state.connected)
+        arriving = {name for name, number in state.processes if self.states.view(number).get("arriving")}
+        if state.left.cuts:
+            pairs = product(arriving, sorted(placed)) if self.moves else combinations(sorted(placed), 2)
+            for one, other in pairs:
+                ways = ((one, other),), ((other, one),), ((one, other), (other, one))
+                yield from (("cut", cut, takes_along) for cut in ways for takes_along in (False, True))
+        if any((placed | arriving).issuperset(pair) for pair in state.cuts):
+            yield ("complain",)
+        if state.left.moves:
+            yield from (("drain", server) for server in sorted(placed))
 
     def _ends_of_leases(self, state: GlobalState) -> Iterator[Action]:
         """Within the contract: at most r slots are lost or not whole, as the coordinator will see it."""

@@ -11,9 +11,11 @@ giving a new one the events that led there; two states of a process are one if t
 Enabled in a state: the arrival of any request, answer or word of the coordinator that is under way (words on one
 connection in order); the crash of a server that hosts a slot, of all trainers or of the coordinator, as long as the
 budget allows; their start; the end of the lease of a server that lives and goes on, until it hears of it; the end of
-the time in which members may come back to a new coordinator, when a host has not yet. A process that dies takes along
-everything it has sent, or nothing. Members rejoin in the order of their names, or, as long as a lease may end, one of
-them later than others. Time (pauses, limits) passes when nothing is under way.
+the time in which members may come back to a new coordinator, when a host has not yet; the network between two hosts of
+slots fails, one way or both, for good, and they complain of it (a call on such a link ends without an answer); a
+server is to be without slots, and one of them moves. A process that dies, or a link that fails, takes along everything
+that was sent, or nothing. Members rejoin in the order of their names, or, as long as a lease may end, one of them later
+than others. Time (pauses, limits) passes when nothing is under way.
 
 All orders of all messages are too many: 10^5 states for one step, without any crash. So an exploration names the
 messages that are *free*, which arrive at any time; the others arrive at once, in a fixed order. A crash may come
@@ -36,7 +38,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import msgspec
@@ -115,7 +117,7 @@ class Explorer:
         self.scenario = scenario
         self.states = LocalStates(frozenset(free))
         self.transitions = Transitions(scenario, budget, self.states, Oracle.of(scenario))
-        self.actions = Actions(scenario, self.states, frozenset(free))
+        self.actions = Actions(scenario, self.states, frozenset(free), moves=budget.moves > 0)
         self._pairs: set[tuple[int, int]] = set()  # states of two processes that were checked together
         self.explored = Explored()
 
@@ -260,7 +262,7 @@ def explore(exploration: Exploration, limit: int = 10**9, seconds: float = 1e9) 
     found = exploration.explorer().run(limit, seconds, progress)
     budget, free = exploration.budget, ", ".join(sorted(exploration.free)) or "none"
     whole = "" if found.exhausted else "more than "
-    crashes = f"{budget.servers} / {budget.trainers} / {budget.coordinators} / {budget.leases}"
+    crashes = " / ".join(str(number) for number in astuple(budget))
     figures = f"{whole}{found.states:,} | {found.transitions:,} | {found.ends} | {found.depth} | {found.worked_out:,}"
     steps = f"{exploration.loads} + {exploration.steps}" if exploration.loads else exploration.steps
     return found, f"| {steps} | {crashes} | {free} | {figures} | {found.seconds:.0f} |"
@@ -277,6 +279,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trainer-crashes", type=int, default=0, help="each of all trainers together")
     parser.add_argument("--coordinator-crashes", type=int, default=0)
     parser.add_argument("--leases", type=int, default=0, help="servers that are taken for lost and live")
+    parser.add_argument("--cuts", type=int, default=0, help="of the network between two servers, for good")
+    parser.add_argument("--moves", type=int, default=0, help="of a slot to a spare")
     parser.add_argument(
         "--free",
         type=lambda text: frozenset(text.split(",")) - {""},
@@ -289,9 +293,11 @@ def arguments() -> argparse.Namespace:
 
 
 HEADER = """\
-| steps | servers / trainers / coordinators / leases | free | states | transitions | ends | depth | worked out | s |
+| steps | servers / trainers / coordinators / leases / cuts / moves | free |\
+ states | transitions | ends | depth | worked out | s |
 |---|---|---|---|---|---|---|---|---|"""
 NONE: frozenset[str] = frozenset()
+OF_A_MOVE = frozenset({"move", "FetchChanged", "Copy", "level", "HandOver", "Handed", "arrived", "placement to server"})
 EXPLORATIONS = (
     Exploration(1, Budget(), frozenset({"Push", "Fold", "Snapshot"})),
     Exploration(1, Budget(servers=1), frozenset({"Push of trainer 1", "Fold of slot 0", "placement to server"})),
@@ -308,6 +314,10 @@ EXPLORATIONS = (
     Exploration(1, Budget(servers=1, coordinators=1), NONE),
     Exploration(1, Budget(trainers=1, coordinators=1), NONE),
     Exploration(1, Budget(servers=1, trainers=1, coordinators=1), NONE),
+    Exploration(1, Budget(cuts=1), NONE),
+    Exploration(1, Budget(cuts=1), frozenset({"Fold of slot 0", "fatal"})),
+    Exploration(1, Budget(moves=1), OF_A_MOVE),
+    Exploration(2, Budget(moves=1), OF_A_MOVE),
     Exploration(0, Budget(), frozenset({"Load", "Fold"}), loads=2),
     Exploration(0, Budget(servers=1), frozenset({"Fold of slot 0"}), loads=2),
     Exploration(0, Budget(coordinators=1), frozenset({"loaded"}), loads=1),
@@ -319,7 +329,8 @@ def main() -> int:
     args = arguments()
     chosen: Iterable[Exploration] = EXPLORATIONS
     if args.free is not None:
-        budget = Budget(args.server_crashes, args.trainer_crashes, args.coordinator_crashes, args.leases)
+        crashes = args.server_crashes, args.trainer_crashes, args.coordinator_crashes, args.leases
+        budget = Budget(*crashes, args.cuts, args.moves)
         chosen = [Exploration(args.steps, budget, args.free, args.loads)]
     print(HEADER, flush=True)
     for exploration in chosen:

@@ -11,12 +11,15 @@ COORDINATOR = "coordinator"
 @dataclass(frozen=True)
 class Budget:
     """How many crashes of each kind, and how many servers are taken for lost that are not: since their lease ended, or
-    since they did not come back to a new coordinator in time."""
+    since they did not come back to a new coordinator in time. `cuts`: how often the network between two hosts of slots
+    fails, for good; `moves`: how often a slot is to leave the server that it is on."""
 
     servers: int = 0
     trainers: int = 0
     coordinators: int = 0
     leases: int = 0
+    cuts: int = 0
+    moves: int = 0
 
 
 class Table:
@@ -45,6 +48,7 @@ class GlobalState:
         connected: members that the coordinator has a connection with.
         left: crashes that may still come.
         life: how many coordinators there were before.
+        cuts: (from, to): nothing passes.
     """
 
     processes: tuple[tuple[str, int], ...]
@@ -53,6 +57,7 @@ class GlobalState:
     connected: tuple[str, ...]
     left: Budget
     life: int
+    cuts: tuple[tuple[str, str], ...] = ()
 
 
 class Draft:
@@ -63,7 +68,7 @@ class Draft:
         self.flight = list(state.flight)
         self.lines = {(origin, to): list(words) for origin, to, words in state.lines}
         self.connected = set(state.connected)
-        self.left, self.life = state.left, state.life
+        self.left, self.life, self.cuts = state.left, state.life, set(state.cuts)
 
     def say(self, origin: str, to: str, word: int) -> None:
         self.lines.setdefault((origin, to), []).append(word)
@@ -80,4 +85,5 @@ class Draft:
             tuple(sorted(self.connected)),
             self.left,
             self.life,
+            tuple(sorted(self.cuts)),
         )

@@ -175,6 +175,11 @@ class Host:
                 return int(counts.split()[8])
         raise HostsError(f"{self.name} has no link")
 
+    @property
+    def network(self) -> int:
+        """The number (inode) of its network."""
+        return self._space.inode
+
     def processes(self) -> list[int]:
         """Pids of what runs here."""
         return [pid for pid in inside(self._space.inode) if pid != self._space.pid]
@@ -239,6 +244,14 @@ class Host:
             how = {"delay_s": delay_s, "jitter_s": jitter_s, "loss": loss, "seed": seed + self.number}
             self._relay = _Relay(self._switch, self.port, how)
 
+    def held_up(self) -> int:
+        """Packets that its link, as it is now, has lost or carried later: that a rate, a delay or a loss has met."""
+        met = 0 if self._relay is None else self._relay.met()
+        for space, interface in ((self._space, "eth0"), (self._switch, self.port)):
+            for rule in json.loads(space.run("tc", "-s", "-j", "qdisc", "show", "dev", interface)):
+                met += rule["overlimits"] + rule["drops"] if rule["kind"] == "tbf" else 0
+        return met
+
     def drop_to(self, other: Host) -> None:
         """What is sent from here to another host is lost, without a word."""
         self._space.run(*f"ip neigh replace {other.address} lladdr {NOWHERE} nud permanent dev eth0".split())
@@ -282,6 +295,13 @@ class _Relay:
             self.close()
             raise HostsError(f"{port}: its relay did not start")
         switch.run("ip", "link", "set", outer, "master", "switch")
+
+    def met(self) -> int:
+        """Packets that it has lost, or has carried later."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
 
     def close(self) -> None:
         """The port is on the switch again."""
@@ -327,6 +347,14 @@ class Hosts:
 
     def __iter__(self) -> Iterator[Host]:
         return iter(self.hosts)
+
+    def host_of(self, pid: int) -> int | None:
+        """On which host a process runs; None: on none of these, or it has ended."""
+        try:
+            network = os.stat(f"/proc/{pid}/ns/net").st_ino
+        except OSError:
+            return None
+        return next((host.number for host in self if host.network == network), None)
 
     def cut(self, one: int, other: int) -> None:
         """Nothing passes between two hosts any more, in neither direction."""

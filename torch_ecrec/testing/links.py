@@ -1,18 +1,24 @@
 """Links of the simulated cluster that fail: between two processes, or one and the coordinator.
 
     links = Links(SimulatedCluster(Scenario(...)))
-    links.cut_at(17, "server-0", "server-1")        # from request 17 on nothing passes between them, either way
-    links.cut_at(17, "server-0", "server-1", one_way=True)      # only what server-0 sends is lost
-    links.cut_at(17, "server-0", COORDINATOR)
+    links.cut_at(17, Cut("server-0", "server-1"))  # from request 17 on nothing passes between them, either way
+    links.cut_at(17, Cut("server-0", "server-1", one_way=True))  # only what server-0 sends is lost
+    links.cut_at(17, Cut("server-0", COORDINATOR, heals_s=2.5))  # and passes again 2.5 s later
     links.go().check_against(undisturbed)
 
 A process stands for a host: a server that is fenced and comes back as another is on the host of the one before, where
 the cut goes on. From the first cut on processes send heartbeats as the real ones do, with those that they cannot reach:
-tries need both ways, and a complaint follows `SILENT_S` after the cut began. What the coordinator and a process that is
-cut off from it say to each other is lost.
+tries need both ways, and a complaint follows `SILENT_S` after the cut began.
+
+What is sent on a link that is cut waits in the sender's kernel, as with TCP. When the link heals it arrives, late (and
+in order, where the coordinator is at one end); or it is *lost*, as the connections have ended meanwhile. Connections
+with the coordinator end by themselves once they are cut for `ENDS_S`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch_ecrec.testing.membership import VirtualProcess
 from torch_ecrec.testing.result import SimulationResult
@@ -21,6 +27,29 @@ from torch_ecrec.transport.reachability import SILENT_S
 
 COORDINATOR = "coordinator"
 BEAT_S = 0.25
+ENDS_S = 15.0  # `TCP_USER_TIMEOUT` and keepalive of `transport/control.py`
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Nothing passes between two hosts, which are called as the first processes there.
+
+    Args:
+        one_way: only from `one` to `other`.
+        heals_s: after so long everything passes again; None: never.
+        lost: what was sent meanwhile never arrives; else it does, late.
+    """
+
+    one: str
+    other: str
+    one_way: bool = False
+    heals_s: float | None = None
+    lost: bool = False
+
+    @property
+    def ways(self) -> list[tuple[str, str]]:
+        there, back = (self.one, self.other), (self.other, self.one)
+        return [there] if self.one_way else [there, back]
 
 
 class Links:
@@ -28,41 +57,93 @@ class Links:
 
     Attributes:
         cuts: host and host that nothing passes from and to -> since when.
+        healed: how many cuts have.
+        waited: how many messages waited in kernels.
     """
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self.cluster = cluster
         self.cuts: dict[tuple[str, str], float] = {}
-        self._planned: list[tuple[int, str, str, bool]] = []
-        cluster.network.passes = self._passes
-        cluster.plane.passes = lambda process: self._is_open(process.host, COORDINATOR)
+        self.healed = self.waited = 0
+        self._planned: list[tuple[int, Cut]] = []
+        self._waiting: dict[tuple[str, str], list[Callable[[], None]]] = {}
+        self._beats = False
+        cluster.network.passes, cluster.network.held = self._passes, self._hold
+        cluster.plane.passes, cluster.plane.held = self._reaches, self._hold_word
 
-    def cut_at(self, message: int, one: str, other: str, one_way: bool = False) -> None:
-        """Nothing passes between two hosts from that request on. They are called as the first processes there."""
-        self._planned.append((message, one, other, one_way))
+    def cut_at(self, message: int, cut: Cut) -> None:
+        """It begins with that request."""
+        self._planned.append((message, cut))
 
-    def cut(self, one: str, other: str, one_way: bool = False) -> None:
-        """Nothing passes between two hosts from now on; `one_way`: nothing from one to the other."""
-        first, now_s = not self.cuts, self.cluster.network.clock.now_s
-        self.cuts.setdefault((one, other), now_s)
-        if not one_way:
-            self.cuts.setdefault((other, one), now_s)
-        if first:
+    def cut(self, cut: Cut) -> None:
+        """It begins now."""
+        clock = self.cluster.network.clock
+        for way in cut.ways:
+            self.cuts.setdefault(way, clock.now_s)
+        if cut.heals_s is not None:
+            clock.later(cut.heals_s, lambda: self._heal(cut))
+        if COORDINATOR in (cut.one, cut.other):
+            clock.later(ENDS_S, lambda: self._end(cut))
+        if not self._beats:
+            self._beats = True
             self._beat()
 
     def go(self) -> SimulationResult:
         """See `SimulatedCluster.go`."""
         return self.cluster.go()
 
+    def _heal(self, cut: Cut) -> None:
+        self.healed += 1
+        if cut.lost:
+            self._end(cut)
+        for way in cut.ways:
+            self.cuts.pop(way, None)
+            for arrive in self._waiting.pop(way, []):
+                if COORDINATOR in way:
+                    arrive()
+                else:
+                    self.cluster.network.clock.later(self.cluster.network.delay_s(late=True), arrive)
+
+    def _end(self, cut: Cut) -> None:
+        """Connections on that link end, with what waits on them, if it is still cut."""
+        if not any(way in self.cuts for way in cut.ways):
+            return
+        for way in cut.ways:
+            self._waiting.pop(way, None)
+        if COORDINATOR in (cut.one, cut.other):
+            ends = [process for process in self.cluster.plane.processes if process.host in (cut.one, cut.other)]
+            self.cluster.plane.reset([process.connection for process in ends])
+
+    # what the network asks ----------------------------------------------------------------------
+
+    def _way(self, sender: str, receiver: str) -> tuple[str, str]:
+        return self._host_of(sender), self._host_of(receiver)
+
+    def _host_of(self, name: str) -> str:
+        process = self.cluster.process_of.get(name)
+        return name if process is None else process.host  # nobody: a slot without a host
+
     def _passes(self, sender: str, receiver: str) -> bool:
         while self._planned and len(self.cluster.network.sent) > self._planned[0][0]:
-            self.cut(*self._planned.pop(0)[1:])
-        processes = self.cluster.process_of
-        return (processes[sender].host, processes[receiver].host) not in self.cuts
+            self.cut(self._planned.pop(0)[1])
+        return self._way(sender, receiver) not in self.cuts
 
-    def _is_open(self, one: str, other: str) -> bool:
-        """Both ways: what a connection needs."""
-        return (one, other) not in self.cuts and (other, one) not in self.cuts
+    def _hold(self, sender: str, receiver: str, arrive: Callable[[], None]) -> None:
+        self.waited += 1
+        self._waiting.setdefault(self._way(sender, receiver), []).append(arrive)
+
+    @staticmethod
+    def _way_of_words(process: VirtualProcess, to_coordinator: bool) -> tuple[str, str]:
+        return (process.host, COORDINATOR) if to_coordinator else (COORDINATOR, process.host)
+
+    def _reaches(self, process: VirtualProcess, to_coordinator: bool) -> bool:
+        return self._way_of_words(process, to_coordinator) not in self.cuts
+
+    def _hold_word(self, process: VirtualProcess, to_coordinator: bool, arrive: Callable[[], None]) -> None:
+        self.waited += 1
+        self._waiting.setdefault(self._way_of_words(process, to_coordinator), []).append(arrive)
+
+    # what processes say of it -------------------------------------------------------------------
 
     def _unreachable(self, process: VirtualProcess) -> list[str]:
         long_ago_s = self.cluster.network.clock.now_s - SILENT_S

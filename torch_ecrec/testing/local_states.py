@@ -173,7 +173,7 @@ def view_of(process: Process) -> dict[str, Any]:
         view["whole"] = bool(slots) and core.going_back is None and all(place.healthy for place in slots)
     elif isinstance(process, Server):
         host = process.node
-        view |= {"history": host.history, "snapshot slots": host.snapshot_slots}
+        view |= {"history": host.history, "snapshot slots": host.snapshot_slots, "arriving": bool(host.arrivals)}
         if host.placement is not None:
             places = [(place.server, place.healthy) for place in host.placement.slots]
             view["placement"] = host.placement.epoch, places

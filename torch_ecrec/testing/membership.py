@@ -28,7 +28,8 @@ from torch_ecrec.processes.member import join_message, rejoin_message
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.spec.job import JobSpec
-from torch_ecrec.transport.liveness import ALIVE, GONE
+from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
+from torch_ecrec.transport.liveness import PROBE_S as PROBED_S
 from torch_ecrec.transport.local import EOF_S, Line, VirtualClock
 
 Message = dict[str, Any]
@@ -137,18 +138,27 @@ class VirtualConnection:
     def send(self, message: Message) -> None:
         """To the process."""
         if self.open:
-            if not self.stalled and self.plane.passes(self.process):
-                self._to.carry(lambda: self.plane.deliver(self, message))
+            if not self.stalled:
+                self._carry(False, lambda: self.plane.deliver(self, message))
             self.plane.count(self)
 
     def say(self, message: Message) -> None:
         """To the coordinator."""
         if self.open:
-            self._from.carry(lambda: self._heard(message))
+            self._carry(True, lambda: self._heard(message))
             self.plane.count(self)
 
+    def _carry(self, to_coordinator: bool, action: Callable[[], None]) -> None:
+        def arrive() -> None:
+            if self.plane.passes(self.process, to_coordinator):
+                action()
+            else:
+                self.plane.held(self.process, to_coordinator, arrive)
+
+        (self._from if to_coordinator else self._to).carry(arrive)
+
     def _heard(self, message: Message) -> None:
-        if self.open and self.router is self.plane.router and self.plane.passes(self.process):
+        if self.open and self.router is self.plane.router:
             self.router.on_message(self, message, self.plane.clock.now_s)
 
     def admit(self) -> None:
@@ -156,12 +166,12 @@ class VirtualConnection:
 
     def close(self) -> None:
         """By the coordinator: the process reads what was sent, then the end."""
-        self._to.carry(self.noticed_by_process)
+        self._carry(False, self.noticed_by_process)
         self.plane.clock.later(0.0, self.noticed_by_coordinator)
 
     def end_of_process(self) -> None:
         """What it said before may arrive, and then its end."""
-        self.plane.clock.later(EOF_S, lambda: self._from.carry(self.noticed_by_coordinator))
+        self.plane.clock.later(EOF_S, lambda: self._carry(True, self.noticed_by_coordinator))
 
     def noticed_by_coordinator(self) -> None:
         if self.router is self.plane.router:
@@ -200,7 +210,8 @@ class ControlPlane:
         self.random = random.Random(f"control {seed}")
         self.processes: list[VirtualProcess] = []
         self.late_probes = False
-        self.passes: Callable[[VirtualProcess], bool] = lambda process: True
+        self.passes: Callable[[VirtualProcess, bool], bool] = lambda process, to_coordinator: True
+        self.held: Callable[[VirtualProcess, bool, Callable[[], None]], None] = lambda *_: None
         self.sent = 0
         self.connections = 0  # so far
         self.life = 0  # which coordinator it is
@@ -224,6 +235,9 @@ class ControlPlane:
                     self.router.on_probed(name, number, found, self.clock.now_s)
 
             def arrive() -> None:
+                if not self._is_open(process):
+                    self.clock.later(PROBED_S, lambda: answer(UNREACHABLE))
+                    return
                 found = GONE if process.dead else ALIVE
                 self.clock.later(delays_s[1], lambda: answer(found))
 
@@ -275,7 +289,7 @@ class ControlPlane:
         """It has no connection: it tries until there is a coordinator, and says who it is."""
         if process.dead or process.connection is not None:
             return
-        if not self.lives:
+        if not self.lives or not self._is_open(process):
             self.clock.later(TRY_AGAIN_S, lambda: self.connect(process))
             return
         self.connections += 1
@@ -296,6 +310,10 @@ class ControlPlane:
             run=process.run,
         )
         process.connection.say(rejoin)
+
+    def _is_open(self, process: VirtualProcess) -> bool:
+        """Both ways: what a connection needs to begin."""
+        return self.passes(process, True) and self.passes(process, False)
 
     def tell(self, process: VirtualProcess, message: Message) -> None:
         """What a process wants to say is lost while it has no connection."""

@@ -5,8 +5,8 @@ it does follows from its birth and the events since. `exploration` puts these to
 
 Events (kind, what): `request` (a `Call`), `answer` (token, answer), `end` (token: the one asked is gone), `loss` (step,
 trainer, loss), `told` (a message of the coordinator), `time` (pauses are over), `rejoin` (a new coordinator is there);
-at the coordinator `heard` (name, message), `lost` (name), `lease` (name: silent for too long), `join`, `start` (all
-trainers), `time`.
+at the coordinator `heard` (name, message), `lost` (name), `lease` (name: silent for too long), `complaints` (pairs that
+cannot reach each other), `drain` (server), `join`, `start` (all trainers), `time`.
 
 What is in `out`: ("request", `Call`), ("answer", asker, token, answer), ("loss", to, step, trainer, loss), ("tell",
 message), and of the coordinator ("send", name, message), ("born", rank, name), ("fence", name).
@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.coordinator.suspicion import CUT_S
 from torch_ecrec.layout.stripes import Layout
 from torch_ecrec.processes.member import join_message, rejoin_message
 from torch_ecrec.protocol import messages
@@ -366,6 +367,20 @@ class Center(Process):
         """A member was silent for too long, whether it lives or not."""
         self.core.members[name].heard_s = -2 * NO_LEASE_S
         self.core.on_tick(0.0)
+
+    def on_complaints(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """These cannot reach each other, and have said so for so long that the coordinator decides."""
+        accused = {name: [b if a == name else a for a, b in pairs if name in (a, b)] for pair in pairs for name in pair}
+        for now_s in (0.0, CUT_S):
+            for name in [name for name in self.core.members if name in accused]:
+                self.core.on_message(name, messages.Beat(unreachable=accused[name]), now_s)
+        self.core.on_tick(CUT_S)
+        for name in [name for name in self.core.members if name in accused]:
+            self.core.on_message(name, messages.Beat(unreachable=[]), CUT_S)
+
+    def on_drain(self, server: str) -> None:
+        """A server is to be without slots."""
+        self.core.drain(server, False)
 
     def on_time(self, _: None) -> None:
         self.core.on_tick(LATER_S)

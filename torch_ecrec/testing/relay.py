@@ -1,8 +1,9 @@
 """Carries packets between two interfaces, a while later and not all of them: what netem does where the kernel lacks it.
 
-Standard library alone. Its argument is JSON: interfaces (two), delay_s, jitter_s, loss, seed. It says `ready`, and ends
-when its standard input does. Packets go as they are, also those of 64 KiB that TCP leaves to the interface to cut, with
-what the kernel notes of their checksums (`PACKET_VNET_HDR`).
+Standard library alone. Its argument is JSON: interfaces (two), delay_s, jitter_s, loss, seed. It says `ready`, to each
+line how many packets it has lost or carried later, and ends when its standard input does. Packets go as they are, also
+those of 64 KiB that TCP leaves to the interface to cut, with what the kernel notes of their checksums
+(`PACKET_VNET_HDR`).
 """
 
 import heapq
@@ -36,19 +37,26 @@ def main() -> None:
     opposite = {one: other, other: one}
     chance, numbers = random.Random(options["seed"]), itertools.count()
     waiting: list[tuple[float, int, socket.socket, bytes]] = []
+    late = options["delay_s"] > 0 or options["jitter_s"] > 0
+    met = 0
     selector = selectors.DefaultSelector()
-    selector.register(sys.stdin, selectors.EVENT_READ)
+    selector.register(sys.stdin, selectors.EVENT_READ)  # whoever asks waits for the answer: one line at a time
     for end in (one, other):
         selector.register(end, selectors.EVENT_READ, end)
     print("ready", flush=True)
     while True:
         span_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         for key, _ in selector.select(span_s):
-            if key.fileobj is sys.stdin:
-                return
+            if key.data is None:
+                if not sys.stdin.readline():
+                    return
+                print(met, flush=True)
+                continue
             source = key.data
             for packet in arrived(source):
-                if chance.random() >= options["loss"] and len(waiting) < WAITING_MOST:
+                lost = chance.random() < options["loss"] or len(waiting) >= WAITING_MOST
+                met += lost or late
+                if not lost:
                     due_s = time.monotonic() + options["delay_s"] + chance.uniform(0.0, options["jitter_s"])
                     heapq.heappush(waiting, (due_s, next(numbers), opposite[source], packet))
         while waiting and waiting[0][0] <= time.monotonic():

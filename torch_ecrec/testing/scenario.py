@@ -126,6 +126,7 @@ class Scenario:
         checkpoint: which checkpoints are written (`testing/checkpoints.py`).
         domains: failure domains of server processes, in the order in which they start, again and again.
         restore: the checkpoint that the cluster begins with, and the job that it is of.
+        lease_s: who was silent for so long is lost. For clusters with heartbeats (`testing/links.py`).
     """
 
     code: CodeSpec = CodeSpec(slots=3, k=2, r=1)
@@ -160,6 +161,7 @@ class Scenario:
     overwrites: tuple[tuple[int, bool, Load], ...] = ()
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     restore: tuple[Restored, JobSpec] | None = None
+    lease_s: float = NO_LEASE_S
 
     @property
     def job(self) -> JobSpec:
@@ -174,7 +176,7 @@ class Scenario:
             self.spares,
             store,
             self.without_spare,
-            NO_LEASE_S,
+            self.lease_s,
             checkpoint=self.checkpoint,
             restore=self.restore,
         )

@@ -54,7 +54,7 @@ class Transitions:
         for one in said:
             if one[0] == "flight":
                 if one[1] in draft.processes or self.states.messages.things[one[2]][0] == "request":
-                    draft.flight.append(one[2])
+                    draft.flight.append(self._as_it_arrives(draft, one[2]))
             elif one[0] == "tell":
                 if name in draft.connected:
                     draft.say(name, COORDINATOR, one[1])
@@ -65,6 +65,15 @@ class Transitions:
                 self._born(draft, one[1], one[2])
             elif one[0] == "fence":
                 draft.say(COORDINATOR, one[1], self.states.word({"type": "fenced"}))
+
+    def _as_it_arrives(self, draft: Draft, number: int) -> int:
+        """A message that is sent. Where nothing passes, it is the end of its call: the time limit of whoever asked."""
+        message = self.states.messages.things[number]
+        origin, to, token = _ends(message)
+        if (origin, to) not in draft.cuts:
+            return number
+        end = "end", origin if message[0] == "request" else to, token
+        return self.states.message(end, end)
 
     def _born(self, draft: Draft, rank: int, name: str) -> None:
         scenario, settings, oracle = self.scenario, self.settings, self.oracle
@@ -99,6 +108,17 @@ class Transitions:
         elif kind == "hurry":
             draft.spend("leases")
             self._at(draft, COORDINATOR, "time", None, 0)
+        elif kind == "cut":
+            draft.spend("cuts")
+            draft.cuts |= {*action[1]}
+            if action[2]:
+                draft.flight = [self._as_it_arrives(draft, number) for number in draft.flight]
+        elif kind == "complain":
+            pairs = sorted({tuple(sorted(pair)) for pair in draft.cuts})
+            self._at(draft, COORDINATOR, "complaints", pairs, self.states.word({"type": "complaints", "pairs": pairs}))
+        elif kind == "drain":
+            draft.spend("moves")
+            self._at(draft, COORDINATOR, "drain", action[1], self.states.word({"type": "drain", "what": action[1]}))
         elif kind == "start trainers":
             self._at(draft, COORDINATOR, "start", None, 0)
         elif kind == "start coordinator":
@@ -157,8 +177,12 @@ class Transitions:
                 self._end(draft, self._trainers(draft), takes_along=False)
                 continue
             self._end(draft, [name], takes_along=False)
-            if COORDINATOR in draft.processes:  # as a new one
+            if COORDINATOR in draft.processes:  # as a new one, on the same host
+                known = set(draft.processes)
                 self._at(draft, COORDINATOR, "join", join_message(role="server", birth="one"), 0)
+                for heir in set(draft.processes) - known:
+                    ends = {name: heir}
+                    draft.cuts |= {(ends.get(one, one), ends.get(other, other)) for one, other in draft.cuts}
 
     def _end(self, draft: Draft, names: list[str], takes_along: bool) -> None:
         """Some processes are gone, with what they have under way or without."""

@@ -6,7 +6,8 @@ A cluster has a name, and in etcd two keys under it:
     /torch-ecrec/NAME/last      who has led last, and the word of the run; it stays
 
 The revision at which `leader` was made tells one leader from the next: it only grows. Every call is one transaction of
-etcd, asks one address after the other, and takes `timeout_s` at most for each.
+etcd, and asks one address after the other. How long each may take follows from how long it took before: on a busy
+machine etcd may need longer for every answer than a short limit allows, and then nobody could ever lead.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import base64
 import contextlib
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME, or etcds://...[?ca=FILE&cert=FILE&key=FILE] for TLS"
 PORT = 2379
+SLOWER = 4.0  # than the last answer may the next one be
 _SHAPE = re.compile(r"(etcds?)://([^/]+)/([A-Za-z0-9._-]+)(?:\?(.*))?")
 _TLS = "ca", "cert", "key"
 
@@ -99,7 +102,8 @@ class EtcdKeys:
 
     Args:
         place: where.
-        timeout_s: for each address.
+        timeout_s: for each address, at first.
+        patient_s: likewise, at most: twice as long each time that an address has not answered. None: as at first.
 
     Raises:
         ClusterError: the package for etcd is not installed.
@@ -107,7 +111,7 @@ class EtcdKeys:
     Every method raises EtcdUnavailable where etcd does not answer; what was asked may have been done all the same.
     """
 
-    def __init__(self, place: Place, timeout_s: float) -> None:
+    def __init__(self, place: Place, timeout_s: float, patient_s: float | None = None) -> None:
         try:
             from etcd3gw.client import Etcd3Client
         except ImportError as error:
@@ -117,21 +121,29 @@ class EtcdKeys:
             Etcd3Client(host, port, place.protocol, authority, key, certificate, timeout_s, "/v3/")
             for host, port in place.addresses
         ]
+        self._timeout_s, self._patient_s = timeout_s, max(timeout_s, patient_s or 0.0)
         self._leader, self._last = (f"/torch-ecrec/{place.name}/{key}" for key in ("leader", "last"))
 
     def _ask(self, do: Callable[[Etcd3Client], T]) -> T:
         import requests
-        from etcd3gw.exceptions import Etcd3Exception
+        from etcd3gw.exceptions import ConnectionTimeoutError, Etcd3Exception
 
         reasons = []
         for _ in range(len(self._clients)):
-            client = self._clients[0]
+            client, asked_s = self._clients[0], time.monotonic()
             try:
-                return do(client)
+                found = do(client)
+                self._allow(client, SLOWER * (time.monotonic() - asked_s))
+                return found
             except (Etcd3Exception, requests.RequestException, ValueError) as error:
+                if isinstance(error, (ConnectionTimeoutError, requests.Timeout)):
+                    self._allow(client, 2 * (client.timeout or self._timeout_s))
                 reasons.append(f"{client.host}:{client.port}: {_said(error)}")
                 self._clients.append(self._clients.pop(0))  # the next one is asked first from now on
         raise EtcdUnavailable(f"etcd does not answer ({'; '.join(reasons)})")
+
+    def _allow(self, client: Etcd3Client, limit_s: float) -> None:
+        client.timeout = min(max(limit_s, self._timeout_s), self._patient_s)
 
     def leader(self) -> Leader | None:
         """Who leads."""

@@ -111,6 +111,7 @@ class LocalNetwork:
         late: how often a request or an answer takes much longer than others.
         sent: every request so far: (sender, receiver, class).
         passes: whether anything passes from a sender to a receiver now.
+        held: gets what was sent and does not pass: sender, receiver, and its arrival. It is lost unless that says more.
         overdue: numbers of the requests whose time limit ran out although neither they nor their answer were lost and
             the receiver lives: it kept them waiting.
     """
@@ -120,6 +121,7 @@ class LocalNetwork:
     may_crash: Callable[[str], bool] = lambda name: True
     crash_coordinator: Callable[[], None] = lambda: None
     passes: Callable[[str, str], bool] = lambda sender, receiver: True
+    held: Callable[[str, str, Callable[[], None]], None] = lambda sender, receiver, arrive: None
     faults: list[Fault] = field(default_factory=list)
     noise: float = 0.0
     late: float = LATE
@@ -176,8 +178,12 @@ class LocalNetwork:
             end(Unknown(f"no answer within {timeout_s:g} s"))
 
         def reply(answer: Any) -> None:  # `Node` looks whether it is one
-            if receiver not in self.dead and not lose_answer and self.passes(receiver, sender):
-                self.clock.later(self.delay_s(late_answer), lambda: end(Ok(answer)))
+            if receiver not in self.dead and not lose_answer:
+                delay_s = self.delay_s(late_answer)
+                if self.passes(receiver, sender):
+                    self.clock.later(delay_s, lambda: end(Ok(answer)))
+                else:
+                    self.held(receiver, sender, lambda: end(Ok(answer)))
 
         def arrive() -> None:
             if self._fires(number, "crash_receiver", receiver):
@@ -190,7 +196,9 @@ class LocalNetwork:
                 self.kill(receiver)
 
         self.clock.later(timeout_s, time_is_up)
-        if not drop and self.passes(sender, receiver):
+        if not drop and not self.passes(sender, receiver):
+            self.held(sender, receiver, arrive)
+        elif not drop:
             self.clock.later(self.delay_s(late), arrive)
             if duplicate:
                 self.clock.later(self.delay_s(late=True), arrive)

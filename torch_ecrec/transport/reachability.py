@@ -1,12 +1,13 @@
 """Which other hosts this process cannot reach: what it finds by trying, told to the coordinator with its heartbeat.
 
 A host is *tried* every `TRY_S`: a connection is asked for, and its kernel answers. It is *silent* since the first try
-that nothing came after, and *unreachable* once that is longer than `SILENT_S`. Any answer of its kernel counts, a
-refusal too, and so does what comes on connections that are there (`heard_s_ago`): so a process that is busy, stopped or
-gone, and a link that is slow, are never taken for a cut. Whether a process lives is for others to find out.
+that nothing came after, and *unreachable* once that is longer than is usual there (`accrual.py`; `SILENT_S` until that
+is known). Any answer of its kernel counts, a refusal too, and so does what comes on connections that are there
+(`heard_s_ago`): so a process that is busy, stopped or gone, and a link that is slow, are never taken for a cut.
+Whether a process lives is for others to find out.
 
-    tried at 0.0; 0.5; 1.0; 1.5    nothing comes: unreachable after 1.5, until something does
-    tried at 0.0, heard at 1.2     silent for 1.2 s, now at most since the try after that
+    tried at 0.0, 0.25, ...        answers come within 1 ms, and then none does: unreachable after 0.75
+    tried at 0.0, heard at 1.2     silent for 1.2 s, now at most since the try after that; 1.8 s are usual now
 
 Each way counts: without the way there nothing is answered, without the way back no answer comes.
 
@@ -26,10 +27,13 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch_ecrec.runtime.addresses import family_of, own_host
+from torch_ecrec.transport.accrual import Accrual
 
-TRY_S = 0.5
-TRY_LIMIT_S = 1.0  # without an answer by then, it is asked for anew: the kernel would ask again only after a second
-SILENT_S = 1.5
+TRY_S = 0.25
+TRY_LIMIT_S = 2.0  # an answer that takes longer counts for nothing; others are asked for meanwhile
+SILENT_S = 1.5  # before it is known what is usual
+SILENT_LEAST_S, SILENT_MOST_S = 0.75, 5.0
+LEAST_TRIES = 3  # in any silence that counts
 DOUBT_S = 0.3  # silent for longer: connections that are there are looked at
 TRIES_A_SECOND = 40.0  # at most: a large cluster is tried less often
 STALLED_S = 1.0  # between two looks: then this process stood still itself, and the others are given that time
@@ -43,12 +47,15 @@ class Reachability:
     def __init__(self) -> None:
         self._next: dict[str, float] = {}  # host -> when it is tried next
         self._since: dict[str, float] = {}  # host -> the first try that nothing has come after
+        self._usual: dict[str, Accrual] = {}  # host -> how long it is silent, as a rule
         self._looked_s: float | None = None
 
     def keep(self, hosts: Collection[str], now_s: float) -> None:
         """These are tried from now on, and no others."""
         self._next = {host: self._next.get(host, now_s) for host in hosts}
         self._since = {host: since for host, since in self._since.items() if host in self._next}
+        fresh = {host: Accrual(SILENT_S, SILENT_LEAST_S, SILENT_MOST_S) for host in hosts if host not in self._usual}
+        self._usual = {host: self._usual.get(host) or fresh[host] for host in hosts}
 
     def due(self, now_s: float) -> list[str]:
         """Whom to try now; that counts as done. To be called several times a second."""
@@ -58,18 +65,28 @@ class Reachability:
             self._since = {host: since + stalled_s for host, since in self._since.items()}
         due = [host for host, next_s in self._next.items() if next_s <= now_s]
         for host in due:
-            self._next[host] = now_s + max(TRY_S, len(self._next) / TRIES_A_SECOND)
+            self._next[host] = now_s + self._pause_s
             self._since.setdefault(host, now_s)
         return due
 
     def heard(self, host: str, at_s: float) -> None:
         """Something of this host has come."""
         if at_s >= self._since.get(host, at_s + 1.0):
-            del self._since[host]
+            self._usual[host].ended(at_s - self._since.pop(host))
 
-    def silent(self, now_s: float, limit_s: float = SILENT_S) -> list[str]:
-        """Hosts that nothing has come of for more than `limit_s`, though they were tried."""
-        return [host for host, since in self._since.items() if now_s - since > limit_s]
+    def silent(self, now_s: float) -> list[str]:
+        """Hosts that nothing has come of for longer than is usual, though they were tried."""
+        tried_s = min(LEAST_TRIES * self._pause_s, SILENT_S)
+        silences = ((host, now_s - since) for host, since in self._since.items())
+        return [host for host, for_s in silences if for_s > tried_s and self._usual[host].is_suspicious(for_s)]
+
+    def doubtful(self, now_s: float) -> bool:
+        """Whether any host is silent for longer than a good one would be."""
+        return any(now_s - since > DOUBT_S for since in self._since.values())
+
+    @property
+    def _pause_s(self) -> float:
+        return max(TRY_S, len(self._next) / TRIES_A_SECOND)
 
 
 class Tries:
@@ -80,7 +97,7 @@ class Tries:
         self._wanted: dict[str, Place] = {}  # by member; replaced as a whole
         self._places: dict[str, Place] = {}  # by host
         self._known: dict[str, Place] | None = None  # what `_places` was made of
-        self._under_way: dict[str, tuple[socket.socket, float]] = {}  # by host; until when
+        self._under_way: list[tuple[str, socket.socket, float]] = []  # host; until when
         self._unreachable: frozenset[str] = frozenset()  # hosts
 
     def follow(self, places: Mapping[str, Place], own_host: str = "") -> None:
@@ -98,18 +115,20 @@ class Tries:
             self._known = self._wanted
             self._places = {place[0]: place for place in self._known.values()}
             self._hosts.keep(self._places, now_s)
-        for host, (sock, until_s) in list(self._under_way.items()):
+        waiting = []
+        for host, sock, until_s in self._under_way:
             answered = _answered(sock, self._places.get(host))
             if answered:
                 self._hosts.heard(host, now_s)
             if answered is not None or now_s > until_s:
                 sock.close()
-                del self._under_way[host]
+            else:
+                waiting.append((host, sock, until_s))
+        self._under_way = waiting
         for host in self._hosts.due(now_s):
-            begun = _try(self._places[host]) if host not in self._under_way else None
-            if begun is not None:
-                self._under_way[host] = begun, now_s + TRY_LIMIT_S
-        if self._hosts.silent(now_s, DOUBT_S):
+            if (begun := _try(self._places[host])) is not None:
+                self._under_way.append((host, begun, now_s + TRY_LIMIT_S))
+        if self._hosts.doubtful(now_s):
             for connection in connections:
                 found = heard_s_ago(connection)
                 if found is not None:
@@ -120,9 +139,9 @@ class Tries:
         """No more tries. May be called again."""
         self._wanted = {}
         self._unreachable = frozenset()
-        for sock, _ in self._under_way.values():
+        for _, sock, _ in self._under_way:
             sock.close()
-        self._under_way = {}
+        self._under_way = []
 
 
 def refusing(store: Place) -> socket.socket:

@@ -1,0 +1,122 @@
+"""`torch-ecrec chaos --hosts`: services that are started again, and short runs of the whole of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import MARK, leftover, wait_for_none, wait_until
+
+from torch_ecrec.cli.main import main
+from torch_ecrec.demo.chaos import hosted
+from torch_ecrec.demo.chaos.hosted import HostedCluster, Runs, Service
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import HOST_EVENTS, LEADER_EVENTS
+from torch_ecrec.testing import hosts as kit
+from torch_ecrec.testing.hosts import Hosts
+
+LIMIT_S = 300.0  # for anything at all: only a hang reaches it
+REASON = kit.unavailable()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(1e6)"]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostedCluster]:
+    """On four hosts and one more, with processes that sleep in the place of ours."""
+    monkeypatch.setattr(hosted, "_OURS", SLEEPS)
+    with (
+        Hosts(5) as hosts,
+        HostedCluster(hosts, CodeSpec(3, 2, 1), 2, "survivor", tmp_path, {}, Path("/bin/true")) as one,
+    ):
+        yield one
+
+
+def wait_for(cluster: HostedCluster, service: Service, runs: bool) -> None:
+    def look() -> bool:
+        cluster.look(time.monotonic())
+        return service.runs == runs
+
+    wait_until(look, LIMIT_S, f"{service.name} runs: {runs}")
+
+
+def test_every_service_has_its_host_and_is_started_again(cluster: HostedCluster) -> None:
+    places = {one.name: one.host for one in cluster.services}
+    assert places == {
+        **{f"etcd-{i}": i for i in range(3)},
+        **{f"coordinator-{i}": i for i in range(3)},
+        **{f"server-{i}": i % 4 for i in range(5)},
+    }
+    assert cluster.join == "etcd://10.77.0.1:2379,10.77.0.2:2379,10.77.0.3:2379/chaos"
+    server = cluster.of("server")[1]
+    assert server.process is not None
+    wait_until(lambda: cluster.hosts.host_of(server.process.pid) == 1, LIMIT_S, "it is there")
+    server.process.kill()
+    wait_for(cluster, server, False)
+    wait_for(cluster, server, True)
+    assert server.starts == 2
+    assert cluster.leader.name == "coordinator-0" and cluster.coordinator.pid > 0
+    cluster.leads = lambda: cluster.hosts[2].address
+    assert cluster.leader.name == "coordinator-2"
+
+
+def test_what_is_held_back_and_a_host_that_is_away_are_not_started_before_their_time(cluster: HostedCluster) -> None:
+    server = cluster.of("server")[2]
+    assert server.process is not None
+    server.process.kill()
+    cluster.hold_back(server, time.monotonic() + 1e6)
+    wait_for(cluster, server, False)
+    cluster.look(time.monotonic() + 100)
+    assert not server.runs
+    server.not_before_s = 0.0
+    wait_for(cluster, server, True)
+    assert cluster.kill_host(2, time.monotonic() + 1e6) >= 2, "a server and a coordinator"
+    wait_for(cluster, server, False)
+    cluster.look(time.monotonic() + 100)
+    assert not server.runs and not cluster.complete and not cluster.hosts[2].alive
+    cluster.return_all()
+    wait_for(cluster, server, True)
+    assert cluster.hosts[2].alive
+
+
+def test_trainers_are_done_when_all_are(cluster: HostedCluster) -> None:
+    with cluster.trainers(2, 10, ["-m", "nothing"]) as runs:
+        assert isinstance(runs, Runs)
+        found = cluster.of("run")
+        assert [one.host for one in found] == [2, 3]
+        assert all("--meet" in one.words and "10.77.0.4:29500" in one.words for one in found)
+        assert runs.poll() is None
+        for one in found:
+            one.words = [sys.executable, "-c", ""]
+        wait_until(lambda: (cluster.look(time.monotonic()), runs.poll())[1] == 0, LIMIT_S, "both are done")
+        assert runs.wait(1.0) == 0
+
+
+RUNS = [
+    pytest.param("sockets", ["--events", "kill-host,cut,slow-link"], id="hosts"),
+    pytest.param("rpc", ["--events", "cut-trainers,lossy-link,kill-host"], id="hosts over rpc"),
+    pytest.param("sockets", ["--elect", "--events", "kill-leader,stop-leader,kill-etcd,stop-etcd"], id="leaders"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("transport", "words"), RUNS)
+def test_a_short_run(transport: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_ECREC_TRANSPORT", transport)
+    code = main(["chaos", "--hosts", "4", "--minutes", "0.75", "--seed", "5", *words, "--out", str(tmp_path)])
+    result: dict[str, Any] = json.loads((tmp_path / "chaos.json").read_text())
+    assert result["error"] is None and result["digest"] is not None
+    assert result["differences"] == [] and result["unexpected"] == [] and result["processes_left"] == []
+    late = [text for text in result["not_effective"] if "never came" in text]  # how many come is up to the machine
+    assert result["not_effective"] == late and (code == 0) == (not late)
+    felt = [entry for entry in result["schedule"] if entry["event"] in HOST_EVENTS + LEADER_EVENTS]
+    assert felt and all(entry["felt"] for entry in felt)
+    assert not wait_for_none(lambda: leftover(os.getpid(), os.environ[MARK]), LIMIT_S)
+    assert not list((tmp_path / "logs" / "run").glob("etcd-?")), "what etcd wrote is gone"

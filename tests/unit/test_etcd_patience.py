@@ -1,0 +1,94 @@
+"""How long etcd may take to answer: what follows from how long it took before. etcd is a stand-in with a clock."""
+
+from __future__ import annotations
+
+import pytest
+from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError
+
+from torch_ecrec.transport import etcd
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, parse_place
+
+
+class Address:
+    """One of etcd's: answers after so many seconds, or not at all."""
+
+    def __init__(self, name: str, clock: list[float], timeout_s: float) -> None:
+        self.host, self.port, self.timeout = name, 2379, timeout_s
+        self.clock, self.takes_s, self.refuses = clock, 0.0, False
+        self.asked = 0
+
+    def get(self, key: str, metadata: bool) -> list[object]:
+        self.asked += 1
+        if self.refuses:
+            raise ConnectionFailedError("Connection refused")
+        self.clock[0] += min(self.takes_s, self.timeout)
+        if self.takes_s > self.timeout:
+            raise ConnectionTimeoutError("late")
+        return []
+
+
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> list[Address]:
+    clock = [100.0]
+    monkeypatch.setattr(etcd.time, "monotonic", lambda: clock[0])
+    return [Address(name, clock, 0.2) for name in "abc"]
+
+
+def keys(addresses: list[Address], patient_s: float | None = 1.0) -> EtcdKeys:
+    found = EtcdKeys(parse_place("etcd://a,b,c/ads"), 0.2, patient_s)
+    found._clients = list(addresses)  # type: ignore[arg-type]
+    return found
+
+
+def test_an_etcd_that_is_slow_all_the_time_is_waited_for(addresses: list[Address]) -> None:
+    """On a busy machine every answer took 0.2 to 0.8 s, nobody waited so long, and nobody led for minutes."""
+    for one in addresses:
+        one.takes_s = 0.7
+    asks = keys(addresses)
+    failed = 0
+    while True:
+        try:
+            assert asks.leader() is None
+            break
+        except EtcdUnavailable as error:
+            assert str(error).count("no answer in time") == 3
+            failed += 1
+    assert failed == 2, "0.2, then 0.4, then 0.8"
+    for _ in range(5):
+        assert asks.leader() is None, "from then on each time"
+
+
+def test_patience_has_an_end_and_shrinks_with_the_answers(addresses: list[Address]) -> None:
+    asks = keys(addresses)
+    for one in addresses:
+        one.takes_s = 5.0
+    for _ in range(10):
+        with pytest.raises(EtcdUnavailable):
+            asks.leader()
+    assert [one.timeout for one in addresses] == [1.0, 1.0, 1.0]
+    addresses[0].takes_s = 0.1
+    asks.leader()
+    assert addresses[0].timeout == pytest.approx(0.4), "some times what it took"
+    addresses[0].takes_s = 0.001
+    asks.leader()
+    assert addresses[0].timeout == 0.2 and addresses[1].timeout == 1.0
+
+
+def test_one_address_that_hangs_costs_little_and_one_that_refuses_nothing(addresses: list[Address]) -> None:
+    asks, clock = keys(addresses), addresses[0].clock
+    addresses[0].takes_s, addresses[1].refuses = 60.0, True
+    begin_s = clock[0]
+    for _ in range(20):
+        asks.leader()
+    assert clock[0] - begin_s == pytest.approx(0.2), "it is not asked first any more"
+    assert [one.asked for one in addresses] == [1, 1, 20] and addresses[1].timeout == 0.2
+
+
+def test_who_has_no_patience_waits_as_long_each_time(addresses: list[Address]) -> None:
+    asks = keys(addresses, None)
+    for one in addresses:
+        one.takes_s = 0.3
+    for _ in range(5):
+        with pytest.raises(EtcdUnavailable):
+            asks.leader()
+    assert {one.timeout for one in addresses} == {0.2}

@@ -1,0 +1,238 @@
+"""The command: what it is told, its runs, and what is written of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch_ecrec.demo import run as demo
+from torch_ecrec.demo.chaos.hosted import require_etcd
+from torch_ecrec.demo.chaos.hosts_chaos import HostsChaos
+from torch_ecrec.demo.chaos.run import ChaosRun
+from torch_ecrec.demo.chaos.schedule import EVERY_KIND
+from torch_ecrec.demo.interrupts import sigterm_interrupts
+from torch_ecrec.demo.result import arguments_json, differences, versions, without_nan
+from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.demo.training import DemoRun
+from torch_ecrec.demo.troubled_store import TroubledStore
+from torch_ecrec.errors import ClusterError
+from torch_ecrec.observe import events
+from torch_ecrec.processes.children import descendants
+from torch_ecrec.processes.launch import warm
+from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import (
+    BEYOND_EVENTS,
+    CHAOS_EVENTS,
+    FLIP_EVENTS,
+    HOST_EVENTS,
+    LEADER_EVENTS,
+    STORE_EVENTS,
+)
+from torch_ecrec.testing import hosts as kit
+
+PACE_STEPS = 150  # of the run that measures the pace
+DISTURBED = 0.6  # of the pace is left, about, while events come
+DISTURBED_ON_HOSTS = 0.25  # likewise, of the pace on one host
+HOSTS_LEAST, HOSTS_MOST = 4, 6
+
+
+def check(arguments: argparse.Namespace) -> CodeSpec:
+    """Raises ValueError or TypeError if an argument is wrong; nothing was started."""
+    if arguments.events is None:
+        arguments.events = list(CHAOS_EVENTS)
+        arguments.events += HOST_EVENTS if arguments.hosts else ()
+        arguments.events += LEADER_EVENTS if arguments.elect else ()
+    unknown = [event for event in arguments.events if event not in EVERY_KIND]
+    require(not unknown, f"`--events` must be of {', '.join(EVERY_KIND)}, got {', '.join(unknown)}")
+    check_hosts(arguments)
+    require(0 < arguments.minutes < math.inf, f"`--minutes` must be positive, got {arguments.minutes}")
+    arguments.kill, arguments.compare, arguments.max_restarts = ["none"], True, 10_000
+    arguments.steps = PACE_STEPS
+    code, _ = demo.check(argparse.Namespace(**{**vars(arguments), "checkpoint_every": None}))
+    require(code.parities > 0, "chaos without protection loses data at once")
+    return code
+
+
+def check_hosts(arguments: argparse.Namespace) -> None:
+    """Whether what is asked for goes with so many hosts, and they can be here. Raises ValueError."""
+    asked = set(arguments.events)
+    require_int("hosts", arguments.hosts, 0)
+    if not arguments.hosts:
+        needs = [kind for kind in arguments.events if kind in HOST_EVENTS + LEADER_EVENTS]
+        require(not arguments.elect, "`--elect` goes with `--hosts N`")
+        require(not needs, f"`--events {','.join(needs)}` goes with `--hosts N`")
+        return
+    require(
+        HOSTS_LEAST <= arguments.hosts <= HOSTS_MOST,
+        f"`--hosts` must be from {HOSTS_LEAST} to {HOSTS_MOST}, got {arguments.hosts}",
+    )
+    require(
+        arguments.trainers <= arguments.hosts,
+        f"`--trainers {arguments.trainers}`: each has a host of its own, and there are {arguments.hosts}",
+    )
+    needs = sorted(asked & set(LEADER_EVENTS))
+    require(arguments.elect or not needs, f"`--events {','.join(needs)}` goes with `--elect`")
+    others = sorted(asked & set(BEYOND_EVENTS + STORE_EVENTS))
+    require(not others, f"`--events {','.join(others)}` does not go with `--hosts`: leave `--hosts` out")
+    require(
+        "cut-trainers" not in asked or arguments.trainers > 1,
+        f"`--events cut-trainers` needs two trainers, got {arguments.trainers}",
+    )
+    reason = kit.unavailable()
+    require(not reason, f"`--hosts`: {reason}")
+    if arguments.elect:
+        require_etcd()
+
+
+def pace(arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: Terminal) -> float:
+    """Steps per second of an undisturbed run."""
+    run = DemoRun(arguments, code, [], logs, terminal)
+    run.execute()
+    times = run.record.step_times
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def assemble(
+    arguments: argparse.Namespace,
+    run: ChaosRun,
+    calm: DemoRun | None,
+    error: str | None,
+    before: set[int],
+    left_out: dict[str, str],
+) -> dict[str, Any]:
+    """The contents of chaos.json; docs/chaos.md says what they mean. `before`: processes that were there before it;
+    `left_out`: kinds of events that are not to be had here, and why."""
+    figures = run.figures()
+    return {
+        "versions": versions(),
+        "arguments": arguments_json(arguments),
+        "error": error,
+        "differences": differences(figures, calm.figures()) if calm is not None and calm.reports else [],
+        "unexpected": run.record.unexpected,
+        "processes_left": [pid for pid in descendants(os.getpid()) if pid not in before],
+        "left_out": left_out,
+        "not_effective": run.not_effective(),
+        "checkpoints": [asdict(one) for one in run.record.checkpoints],
+        "checkpoints_void": [asdict(one) for one in run.record.void],
+        "damaged": [events.json_of(event) for event in run.record.damaged],
+        "mended": run.record.mended,
+        "went_back": [asdict(one) for one in run.record.went_back],
+        "trained": run.record.trained,
+        "threads": [thread.name for thread in threading.enumerate()],
+        "schedule": run.schedule,
+        "kills": [kill.to_json(run.record.step_times) for kill in run.record.kills],
+        "samples": run.samples,
+        **figures,
+    }
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The verdict, how many events there were of each kind, and how long training stood still after them."""
+    different = result["differences"]
+    verdict = "EQUAL: every record, every dense parameter and every loss, bit for bit" if not different else "NOT EQUAL"
+    counts = Counter(entry["event"] for entry in result["schedule"])
+    lines = [verdict, "events: " + ", ".join(f"{counts[event]} {event}" for event in EVERY_KIND if counts[event])]
+    if result["checkpoints"] or result["checkpoints_void"]:
+        again = sum(back["from_step"] - back["step"] for back in result["went_back"])
+        lines.append(
+            f"checkpoints: {len(result['checkpoints'])}, and {len(result['checkpoints_void'])} that came to nothing;"
+            f" all went back to one {len(result['went_back'])} times, and trained {again} steps again"
+        )
+    for name, role in (("a trainer", "trainer"), ("a server", "server")):
+        values = [kill["after_kill_s"]["first_step_s"] for kill in result["kills"] if kill["role"] == role]
+        known = sorted(value for value in values if value is not None)
+        if known:
+            middle = known[len(known) // 2]
+            lines.append(f"first step after the loss of {name}: {middle:.2f} s median, {known[-1]:.2f} s worst")
+    return "\n".join(lines)
+
+
+def prepare_store(arguments: argparse.Namespace) -> tuple[TroubledStore | None, dict[str, str]]:
+    """Where checkpoints are kept, if an event wants any, and which kinds of events cannot be made here, and why.
+
+    They are taken out of `arguments.events`.
+
+    Raises:
+        ValueError: no event would be left.
+    """
+    if set(arguments.events) <= set(CHAOS_EVENTS + FLIP_EVENTS):
+        return None, {}
+    store = TroubledStore(arguments.out / "disk")
+    left_out = {kind: reason for kind, reason in store.left_out.items() if kind in arguments.events}
+    arguments.events = [kind for kind in arguments.events if kind not in left_out]
+    require(bool(arguments.events), f"`--events`: none can be had here: {left_out}")
+    return store, left_out
+
+
+def run_chaos(arguments: argparse.Namespace, code: CodeSpec, words: Callable[[str], list[str]]) -> int:
+    """Runs it; returns 0 if nothing differs and everybody ended, 1 otherwise.
+
+    Args:
+        arguments: of the command, checked.
+        code: of the cluster.
+        words: what a coordinator is told that writes checkpoints to a URL.
+
+    Raises:
+        ValueError, TypeError: bad arguments.
+        ClusterError: a run did not come to its end; the seed is on standard error.
+    """
+    out, terminal = arguments.out, Terminal()
+    begin_s, before = time.time(), set(descendants(os.getpid()))
+    error: str | None = "interrupted"
+    calm: DemoRun | None = None
+    with sigterm_interrupts():
+        store, left_out = prepare_store(arguments)  # first: processes that were started before would not see it
+        for kind, reason in left_out.items():
+            terminal.say(f"{kind} is left out: {reason}")
+        warm()
+        terminal.say("measuring the pace")
+        rate = pace(arguments, code, out / "logs" / "pace", terminal)
+        left = DISTURBED_ON_HOSTS if arguments.hosts else DISTURBED
+        arguments.steps = max(PACE_STEPS, math.ceil(60 * arguments.minutes * rate * left))
+        terminal.say(f"{rate:.1f} steps/s undisturbed: {arguments.steps} steps; seed {arguments.seed}")
+        checkpoints = words(store.url) if store is not None else []
+        logs = out / "logs" / "run"
+        if arguments.hosts:
+            run: ChaosRun = HostsChaos(arguments, code, logs, terminal, require_etcd() if arguments.elect else None)
+        else:
+            run = ChaosRun(arguments, code, logs, terminal, store, checkpoints)
+        try:
+            try:
+                run.execute()
+            finally:
+                run.release()
+            minutes = (time.time() - begin_s) / 60
+            terminal.say("\nthe same training, undisturbed:")
+            calm = DemoRun(arguments, code, [], out / "logs" / "undisturbed", terminal)
+            calm.execute()
+            error = None
+        except ClusterError as failure:
+            error = str(failure)
+            print(f"torch-ecrec: chaos with seed {arguments.seed} failed; logs: {out / 'logs'}", file=sys.stderr)
+            raise
+        finally:
+            result = assemble(arguments, run, calm, error, before, left_out)
+            (out / "chaos.json").write_text(json.dumps(without_nan(result), indent=1, allow_nan=False) + "\n")
+            with contextlib.suppress(ImportError):  # no matplotlib: the figures are in the JSON
+                from torch_ecrec.demo.plot import draw_chaos
+
+                draw_chaos(result, out / "chaos.png")
+    faults = [*result["differences"], *run.record.unexpected, *result["not_effective"]]
+    faults += [f"process {pid} is left" for pid in result["processes_left"]]
+    terminal.say(f"\n{minutes:.1f} minutes, {arguments.steps} steps, seed {arguments.seed}: {summary(result)}")
+    terminal.say(f"written: {out / 'chaos.json'}, {out / 'chaos.png'}")
+    if faults:
+        print(f"torch-ecrec: seed {arguments.seed}: {'; '.join(faults)}; logs: {out / 'logs'}", file=sys.stderr)
+    return 1 if faults else 0

@@ -1,0 +1,159 @@
+"""What happens to hosts, to the network between them and to who leads: how it begins, ends, and by what it was felt.
+
+A *disturbance* lasts for the time that was drawn for it, and until it was felt, `FELT_S` at most. Nobody may be lost
+but whom it may cost:
+
+    kill-host       all that run there; all trainers, if one does
+    cut             servers at both ends, of which one is to be fenced. Where one end is the coordinator's, it does not
+                    hear of those at the other: they are lost by its lease or before, trainers too
+    cut-trainers    servers at both ends. Trainers wait; the coordinator says at once that it can do nothing
+    slow-link, lossy-link, kill-leader, stop-leader, kill-etcd, stop-etcd       nobody
+
+`World` is what is known of who is where; it has no clock and starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_ecrec.demo.report import Record
+from torch_ecrec.spec.job import CodeSpec
+
+FELT_S = 90.0  # for a disturbance to be felt, on a busy machine
+LOOK_S = 0.5  # between two looks at whether it was felt
+AWAY_S = (1.0, 4.0, 10.0)  # of a host
+ETCD_AWAY_S = (2.0, 5.0, 10.0)
+CUT_S = (2.0, 5.0, 9.0)
+CUT_TRAINERS_S = (2.0, 4.0)  # torchrun's hosts give each other up after 15 s
+LINK_S = (4.0, 8.0, 15.0)
+STOP_LEADER_S = (5.0, 12.0)  # longer than its lease
+SLOW = ({"bits_per_s": 1e7}, {"delay_s": 0.1, "jitter_s": 0.02})  # 1 % of a link of 1 Gbit/s; a link across a continent
+LOSSY = ({"loss": 0.02}, {"loss": 0.1})
+MET_LEAST = 20  # packets that a bad link must have held up
+
+
+@dataclass
+class Disturbance:
+    """Under way.
+
+    Args:
+        entry: of the schedule.
+        since_s, until_s: when it began, and how long it lasts at least (monotonic).
+        felt: by what it was felt, "" if it was not yet.
+        end: ends it.
+    """
+
+    entry: dict[str, Any]
+    since_s: float
+    until_s: float
+    felt: Callable[[], str]
+    end: Callable[[], None]
+    looked_s: float = 0.0
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether it may end; looks whether it was felt."""
+        if not self.entry["felt"] and now_s - self.looked_s >= LOOK_S:
+            self.looked_s, self.entry["felt"] = now_s, self.felt()
+        return now_s >= self.until_s and (bool(self.entry["felt"]) or now_s - self.since_s > FELT_S)
+
+
+@dataclass
+class World:
+    """Who is where.
+
+    Args:
+        record: of the run, with the last status.
+        code: of the cluster.
+        hosts: how many there are.
+        where: hosts of members, by name.
+        leads: the host of the coordinator that leads.
+        may_lead: hosts of coordinators: with election another may lead at any time, if etcd is slow, say.
+    """
+
+    record: Record
+    code: CodeSpec
+    hosts: int
+    leads: Callable[[], int]
+    may_lead: Collection[int]
+    where: dict[str, int] = field(default_factory=dict)
+
+    def present(self) -> set[str]:
+        """Members that are there, as the coordinator sees it."""
+        status = {one["name"] for one in self.record.status.get("members", []) if one["alive"] and not one["left"]}
+        return status - self.record.lost.keys()
+
+    def on(self, host: int, role: str | None = None) -> list[str]:
+        """Members on a host. `role`: of this role only."""
+        roles = self.record.roles
+        return sorted(n for n in self.present() if self.where.get(n) == host and role in (None, roles.get(n)))
+
+    def slots_on(self, host: int) -> list[int]:
+        """Slots whose servers are there."""
+        return [slot for slot, (name, _) in enumerate(self.record.places) if self.where.get(name) == host]
+
+    def ranks_on(self, host: int) -> list[int]:
+        """Trainers that are there."""
+        return [rank for rank, name in self.record.trainers.items() if self.where.get(name) == host]
+
+    # whom an event may hit ----------------------------------------------------------------------
+
+    def may_die(self, most_slots: int, alive: Collection[int]) -> list[int]:
+        """Hosts that may die without more than so many slots."""
+        return [host for host in alive if len(self.slots_on(host)) <= most_slots]
+
+    def may_be_cut(self, most_slots: int, alive: Collection[int], trainers: bool) -> list[tuple[int, int]]:
+        """Pairs of hosts that may be cut apart. `trainers`: both have some, and neither has the coordinator."""
+        found = []
+        for one in alive:
+            for other in alive:
+                cost = max(len(self.slots_on(one)), len(self.slots_on(other)))
+                of_trainers = bool(self.ranks_on(one) and self.ranks_on(other))
+                leads = self.leads() in (one, other)
+                if one != other and cost <= most_slots and of_trainers == trainers and not (trainers and leads):
+                    found.append((one, other))
+        return found
+
+    def busy(self, alive: Collection[int]) -> list[int]:
+        """Hosts with so much to send that a bad link is felt: a spare's has heartbeats."""
+        return [host for host in alive if self.slots_on(host) or self.ranks_on(host)]
+
+    # whom it may cost ---------------------------------------------------------------------------
+
+    def lost_with(self, host: int) -> set[str]:
+        """Members that may be lost as a host is."""
+        return {*self.on(host), *(self.record.trainers.values() if self.ranks_on(host) else ())}
+
+    def lost_by_cut(self, one: int, other: int) -> set[str]:
+        """Members that may be lost as nothing passes between two hosts."""
+        servers = {name for host in (one, other) for name in self.on(host, "server")}
+        apart = {one, other} & set(self.may_lead) and (self.ranks_on(one) or self.ranks_on(other))
+        return servers | (set(self.record.trainers.values()) if apart else set())
+
+    # by what it was felt ------------------------------------------------------------------------
+
+    def felt_of_loss(self, names: Collection[str], since_s: float) -> str:
+        """All of these are lost, as the coordinator has said since (time of day)."""
+        status = self.record.status
+        if status.get("time_s", 0.0) <= since_s or not status.get("slots"):
+            return ""
+        left = self.present() & set(names)
+        return "" if left else f"lost: {', '.join(sorted(names)) or 'nobody'}"
+
+    def felt_of_cut(self, one: int, other: int, names: Collection[str], lost: Collection[str]) -> str:
+        """A complaint of one end about the other, or somebody at one end is lost who was not in `lost`."""
+        for entry in self.record.status.get("unreachable", []):
+            if {self.where.get(entry["who"]), self.where.get(entry["whom"])} == {one, other}:
+                return f"{entry['who']} cannot reach {entry['whom']}"
+        gone = sorted(name for name in names if name in self.record.lost and name not in lost)
+        return f"{gone[0]} is lost: {self.record.lost[gone[0]]}" if gone else ""
+
+    def felt_as_unresolved(self, one: int, other: int) -> str:
+        """The coordinator says of trainers at both ends that they cannot reach each other, and that this is all."""
+        unresolved = self.record.status.get("unresolved") or {"pairs": [], "why": ""}
+        for pair in unresolved["pairs"]:
+            trainers = all(self.record.roles.get(name) == "trainer" for name in pair)
+            if trainers and {self.where.get(name) for name in pair} == {one, other}:
+                return f"{' and '.join(sorted(pair))}: {unresolved['why']}"
+        return ""

@@ -1,0 +1,229 @@
+"""One training over several hosts, disturbed at random: hosts, their network and coordinators, too."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from torch_ecrec.demo.chaos import host_events
+from torch_ecrec.demo.chaos.host_events import Disturbance
+from torch_ecrec.demo.chaos.hosted import Service
+from torch_ecrec.demo.chaos.hosts_run import HostsRun
+from torch_ecrec.demo.chaos.run import send
+from torch_ecrec.demo.chaos.schedule import role_of
+from torch_ecrec.spec.settings import HOST_EVENTS, LEADER_EVENTS
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Place
+
+ASK_ETCD_S = 1.0
+FIRST = ("kill-host", "cut-trainers", "cut")  # at an instant: what they may cost decides who else may be hit
+
+
+class HostsChaos(HostsRun):
+    """A `HostsRun` with all that happens in it."""
+
+    def _perform(self, kinds: Sequence[str], now_s: float, since_s: float) -> None:
+        self._hit.clear()
+        self._left_to_lose = self.code.parities
+        with self._lock:
+            self.record.excused = set()
+        self._leaderless = any(role_of(kind) == "coordinator" for kind in kinds)
+        for kind in sorted(kinds, key=lambda kind: FIRST.index(kind) if kind in FIRST else len(FIRST)):
+            if kind in HOST_EVENTS + LEADER_EVENTS:
+                self._disturb(kind, kinds, now_s, since_s)
+            elif kind == "kill-coordinator" and self._etcd is not None:
+                self._kill_a_coordinator(since_s)
+            elif role_of(kind) != "server" or self._left_to_lose > 0:
+                self._left_to_lose -= role_of(kind) == "server"
+                if role_of(kind) == "trainer":
+                    with self._lock:
+                        self.record.excused.update(self.record.trainers.values())
+                self._do(kind, since_s, alone=self._leaderless)
+
+    def _disturb(self, kind: str, kinds: Sequence[str], now_s: float, since_s: float) -> None:
+        begin = {
+            "kill-host": self._kill_host,
+            "cut": self._cut,
+            "cut-trainers": self._cut,
+            "slow-link": self._bad_link,
+            "lossy-link": self._bad_link,
+            "kill-leader": self._take_leader,
+            "stop-leader": self._take_leader,
+            "kill-etcd": self._take_etcd,
+            "stop-etcd": self._take_etcd,
+        }[kind]
+        if kind == "stop-leader" and any(role_of(other) == "etcd" for other in kinds):
+            return  # nobody else could lead
+        begin(kind, now_s, since_s)
+
+    @property
+    def _alive(self) -> list[int]:
+        return [host.number for host in self._hosts if host.alive and host is not self._watches_from]
+
+    def _begin(
+        self,
+        kind: str,
+        number: int | list[int],
+        what: str,
+        since_s: float,
+        length_s: float,
+        felt: Callable[[], str],
+        end: Callable[[], None],
+    ) -> None:
+        """Notes it. Called with the lock."""
+        entry = {"s": since_s, "event": kind, "role": role_of(kind), "number": number, "member": what, "pid": 0}
+        self.schedule.append({**entry, "seconds": 0.0, "step": self.record.step, "felt": ""})
+        now_s = time.monotonic()
+        self._under_way.append(Disturbance(self.schedule[-1], now_s, now_s + length_s, felt, end))
+        self._news.append(f"step {self.record.step}: {kind} {what} for {length_s:g} s")
+
+    def _kill_host(self, kind: str, now_s: float, since_s: float) -> None:
+        world, record = self._world, self.record
+        with self._lock:
+            hosts = world.may_die(self._left_to_lose, self._alive)
+            if not hosts:
+                return
+            host, length_s = self._random.choice(hosts), self._random.choice(host_events.AWAY_S)
+            there, time_s = world.on(host), time.time()
+            self._left_to_lose -= len(world.slots_on(host))
+            record.excused = {*(record.excused or ()), *world.lost_with(host)}
+            for slot in world.slots_on(host):
+                record.on_kill(kind, "server", slot, time_s)
+            for rank in world.ranks_on(host):
+                record.on_kill(kind, "trainer", rank, time_s)
+            if self._hosted.leader.host == host:
+                self._leaderless = True
+                self._on_kill_of_leader(kind, time_s)
+            self._hit.update(there)
+            killed = self._hosted.kill_host(host, now_s + length_s)
+
+            def felt() -> str:
+                with self._lock:
+                    found = world.felt_of_loss(there, time_s)
+                return found and f"{killed} processes were killed; {found}"
+
+            self._begin(kind, host, f"host {host} ({', '.join(there)})", since_s, length_s, felt, lambda: None)
+
+    def _on_kill_of_leader(self, kind: str, time_s: float) -> None:
+        self._hit.add("coordinator")
+        self.record.pids["coordinator"] = self._hosted.coordinator.pid
+        self.record.on_kill(kind, "coordinator", 0, time_s)
+
+    def _cut(self, kind: str, now_s: float, since_s: float) -> None:
+        world, trainers = self._world, kind == "cut-trainers"
+        with self._lock:
+            pairs = world.may_be_cut(self._left_to_lose, self._alive, trainers)
+            if not pairs:
+                return
+            one, other = self._random.choice(pairs)
+            one_way = self._random.random() < 0.5
+            length_s = self._random.choice(host_events.CUT_TRAINERS_S if trainers else host_events.CUT_S)
+            self._left_to_lose -= max(len(world.slots_on(one)), len(world.slots_on(other)))
+            names = world.lost_by_cut(one, other)
+            self.record.excused = {*(self.record.excused or ()), *names}
+            at_ends, before = {*world.on(one), *world.on(other)}, set(self.record.lost)
+            self._hit.update(at_ends)
+
+            def felt() -> str:
+                with self._lock:
+                    if trainers:
+                        return world.felt_as_unresolved(one, other)
+                    return world.felt_of_cut(one, other, at_ends, before)
+
+            def end() -> None:
+                self._hosts[one].reach(self._hosts[other])
+                self._hosts[other].reach(self._hosts[one])
+
+            what = f"from host {one} to host {other}" if one_way else f"between hosts {one} and {other}"
+            self._begin(kind, [one, other], what, since_s, length_s, felt, end)
+        (self._hosts.cut_one_way if one_way else self._hosts.cut)(one, other)
+
+    def _bad_link(self, kind: str, now_s: float, since_s: float) -> None:
+        how: dict[str, float] = self._random.choice(host_events.SLOW if kind == "slow-link" else host_events.LOSSY)
+        with self._lock:
+            hosts = self._world.busy(self._alive)
+        if not hosts:
+            return
+        number = self._random.choice(hosts)
+        host, length_s = self._hosts[number], self._random.choice(host_events.LINK_S)
+        host.link(**how, seed=self.arguments.seed)
+
+        def felt() -> str:
+            met = host.held_up() if host.alive else 0
+            return f"{met} packets were held up or lost" if met >= host_events.MET_LEAST else ""
+
+        told = ", ".join(f"{name} {value:g}" for name, value in how.items())
+        with self._lock:
+            if self._leaderless:  # who is behind it may be late at the next coordinator
+                self.record.excused = {*(self.record.excused or ()), *self._world.lost_with(number)}
+            self._begin(kind, number, f"host {number} ({told})", since_s, length_s, felt, host.link)
+
+    def _take_leader(self, kind: str, now_s: float, since_s: float) -> None:
+        with self._lock:
+            service, leader = self._hosted.leader, self._leader
+            if "coordinator" in self._hit or leader is None or service.process is None or not service.runs:
+                return
+            pid, revision = service.process.pid, leader.revision
+            stops = kind == "stop-leader"
+            length_s = self._random.choice(host_events.STOP_LEADER_S) if stops else 0.0
+            self._on_kill_of_leader(kind, time.time())
+
+            def felt() -> str:
+                leads = self._leader
+                new = leads is not None and leads.revision > revision
+                return f"{self._hosted.leader.name} leads" if new else ""
+
+            end = (lambda: send(pid, signal.SIGCONT)) if stops else (lambda: None)
+            self._begin(kind, service.host, f"{service.name} (pid {pid})", since_s, length_s, felt, end)
+        send(pid, signal.SIGSTOP if stops else signal.SIGKILL)
+
+    def _kill_a_coordinator(self, since_s: float) -> None:
+        """Any of them: the one that leads, or one that stands by."""
+        service = self._random.choice(self._hosted.of("coordinator"))
+        if service is self._hosted.leader:
+            self._take_leader("kill-coordinator", time.monotonic(), since_s)
+            return
+        if service.process is None or not service.runs:
+            return
+        pid = service.process.pid
+        with self._lock:
+            self._begin(
+                "kill-coordinator", service.host, f"{service.name} (pid {pid}), which stood by", since_s, 0.0,
+                self._again(service), lambda: None,
+            )  # fmt: skip
+        send(pid, signal.SIGKILL)
+
+    @staticmethod
+    def _again(service: Service) -> Callable[[], str]:
+        starts = service.starts
+        return lambda: f"it was started again, {service.starts}" if service.starts > starts and service.runs else ""
+
+    def _take_etcd(self, kind: str, now_s: float, since_s: float) -> None:
+        """One of them, or a majority."""
+        running = [one for one in self._hosted.of("etcd") if one.runs and self._hosts[one.host].alive]
+        chosen = self._random.sample(running, min(self._random.randint(1, 3), len(running)))
+        if not chosen:
+            return
+        length_s, stops = self._random.choice(host_events.ETCD_AWAY_S), kind == "stop-etcd"
+        pids = [one.process.pid for one in chosen if one.process is not None]
+        address = self._hosted.etcd_addresses[chosen[0].host]
+        asked = EtcdKeys(Place("http", (address,), "chaos"), ASK_ETCD_S)
+
+        def felt() -> str:
+            try:
+                self._watches_from.within(asked.leader)
+            except EtcdUnavailable as error:
+                return str(error)
+            return ""
+
+        def end() -> None:
+            for pid in pids if stops else ():
+                send(pid, signal.SIGCONT)
+
+        for one, pid in zip(chosen, pids, strict=True):
+            if not stops:
+                self._hosted.hold_back(one, now_s + length_s)
+            send(pid, signal.SIGSTOP if stops else signal.SIGKILL)
+        names = ", ".join(one.name for one in chosen)
+        with self._lock:
+            self._begin(kind, [one.host for one in chosen], names, since_s, length_s, felt, end)

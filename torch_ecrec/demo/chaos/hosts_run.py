@@ -1,0 +1,182 @@
+"""One training over several hosts: its cluster, who watches it, and when it is whole."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch_ecrec.demo.chaos.host_events import Disturbance, World
+from torch_ecrec.demo.chaos.hosted import COORDINATORS, HostedCluster
+from torch_ecrec.demo.chaos.run import ChaosRun
+from torch_ecrec.demo.terminal import Terminal
+from torch_ecrec.demo.training import Cluster, Trainers
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.testing.hosts import Host, Hosts
+from torch_ecrec.transport.control import ControlClient
+from torch_ecrec.transport.etcd import Leader
+from torch_ecrec.transport.whereabouts import follow, reach, whereabouts
+
+CONNECT_S = 180.0  # for a coordinator that is started again where its host has come back
+START_S = 480.0  # for the first step: all these processes start on one machine
+STALL_S = 300.0  # for a step: trainers whose host was lost start again
+WHOLE_S = 300.0
+HEARD_S = 1.5  # who was heard of within that is there
+FRESH_S = 3.0  # how old a status may be
+AT_END = "training was over before"
+
+
+class HostsRun(ChaosRun):
+    """One training over `arguments.hosts` hosts, and one more from which it is watched. They are there while it runs.
+
+    Args:
+        etcd: etcd's server, for coordinators that stand by; None: there is one coordinator.
+    """
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        code: CodeSpec,
+        logs: Path,
+        terminal: Terminal,
+        etcd: Path | None,
+    ) -> None:
+        super().__init__(arguments, code, logs, terminal)
+        self._etcd = etcd
+        self._hosts: Hosts
+        self.start_limit_s, self.stall_limit_s, self.whole_limit_s = START_S, STALL_S, WHOLE_S
+        self.record.excused = set()
+        self._leader: Leader | None = None  # whom the watcher is connected with
+        self._leads = ""  # the last one that it was
+        self._world = World(
+            self.record, code, arguments.hosts, self._host_that_leads, range(1 if etcd is None else COORDINATORS)
+        )
+        self._under_way: list[Disturbance] = []
+        self._over_event = threading.Event()
+        self._left_to_lose = code.parities  # slots, at this instant
+        self._leaderless = False  # nobody leads for a while, by what came at this instant
+
+    def _host_that_leads(self) -> int:
+        return next(host.number for host in self._hosts if host.address == self._leads)
+
+    # the cluster, and watching it ---------------------------------------------------------------
+
+    @property
+    def _hosted(self) -> HostedCluster:
+        assert isinstance(self._cluster, HostedCluster)
+        return self._cluster
+
+    @property
+    def _watches_from(self) -> Host:
+        """A host that nothing happens to."""
+        return self._hosts[self.arguments.hosts]
+
+    def execute(self) -> None:
+        with Hosts(self.arguments.hosts + 1) as self._hosts:
+            self._leads = self._hosts[0].address
+            try:
+                super().execute()
+            finally:
+                self._over_event.set()
+                self.release()
+
+    def start_cluster(self) -> Cluster:
+        arguments = self.arguments
+        cluster = HostedCluster(
+            self._hosts, self.code, arguments.spares, arguments.without_spare, self.logs, self.environment, self._etcd
+        )
+        cluster.leads = lambda: self._leads
+        self._where = whereabouts(cluster.join)
+        return cluster
+
+    @contextlib.contextmanager
+    def start_trainers(self, cluster: Cluster) -> Iterator[Trainers]:
+        self._watches_from.within(
+            lambda: follow(self._where, self._over_event, lambda: self._leader, self._on_other_leader)
+        )
+        with self._hosted.trainers(self.arguments.trainers, self.arguments.max_restarts, self.script()) as trainers:
+            yield trainers
+        self.release()
+
+    def connect(self) -> None:
+        def connect() -> tuple[ControlClient, Leader]:
+            return reach(
+                self._where,
+                CONNECT_S,
+                lambda host, port, limit_s: ControlClient(host, port, self._on_message, self._on_closed, limit_s),
+            )
+
+        self.client, self._leader = self._watches_from.within(connect)
+        self._leads = self._leader.address[0]
+        self.client.send({"type": "watch"})
+
+    def _on_closed(self, reason: str) -> None:
+        self._leader = None
+        super()._on_closed(reason)
+
+    def _on_other_leader(self, reason: str) -> None:
+        """Another leads than the one that is watched, whose host may be gone."""
+        self._leader = None
+        self.client.close()
+        self._on_closed(reason)
+
+    # when ---------------------------------------------------------------------------------------
+
+    def on_tick(self) -> None:
+        now_s = time.monotonic()
+        self._hosted.look(now_s)
+        with self._lock:
+            new = [(name, pid) for name, pid in self.record.pids.items() if name not in self._world.where]
+        for name, pid in new:
+            host = self._hosts.host_of(pid)
+            if host is not None:
+                self._world.where[name] = host
+        super().on_tick()
+
+    def _is_whole(self) -> bool:
+        return super()._is_whole() and not self._lacking()
+
+    def _lacking(self) -> str:
+        """What is not there again; "": nothing. Called with the lock."""
+        status, wanted = self.record.status, self.code.slots + self.arguments.spares
+        here = [one for one in status.get("members", []) if one["alive"] and not one["left"]]
+        servers = [one["name"] for one in here if one["role"] == "server"]
+        if self._under_way:
+            return f"{self._under_way[0].entry['event']} is under way"
+        if not self._hosted.complete:
+            return "a process is not there"
+        if time.time() - status.get("time_s", 0.0) > FRESH_S or self._leader is None:
+            return "the coordinator does not answer"
+        if len(servers) != wanted or any(one["silent_s"] > HEARD_S for one in here):
+            return f"{len(servers)} servers of {wanted} are there, and all members must be heard of"
+        if status["unreachable"] or status["going_back"] or status["move"]:
+            return "members cannot reach each other, or servers go back, or a slot moves"
+        return ""
+
+    def _lacks(self) -> str:
+        with self._lock:
+            return f" ({self._lacking() or 'slots or trainers'}){super()._lacks()}"
+
+    def _look_after(self, now_s: float, since_s: float, last: bool) -> None:
+        """Ends what is over."""
+        super()._look_after(now_s, since_s, last)
+        for one in list(self._under_way):
+            one.entry["seconds"] = since_s - one.entry["s"]
+            if one.is_over(now_s):
+                self._end(one)
+
+    def _end(self, one: Disturbance) -> None:
+        one.end()
+        self._under_way.remove(one)
+        with self._lock:
+            self._news.append(f"  {one.entry['event']} is over: {one.entry['felt'] or 'NOBODY FELT IT'}")
+
+    def release(self) -> None:
+        """No more disturbances: of those that nobody has felt yet, the end of training came first."""
+        for one in list(self._under_way):
+            one.entry["felt"] = one.entry["felt"] or AT_END
+            self._end(one)
+        super().release()
