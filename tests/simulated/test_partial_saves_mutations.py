@@ -14,8 +14,6 @@ from partial_runs import Partial, check
 from schedules import first_failure
 from virtual_trainers import Kill
 
-from torch_ecrec.coordinator.checkpointing import Checkpointing
-from torch_ecrec.protocol.messages import Release
 from torch_ecrec.server.capture import Capture
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import checkpoints as shelves
@@ -28,11 +26,13 @@ QUICK_S = (1e-5, 1e-4)
 
 
 def schedules() -> list[dict[str, Any]]:
-    """Two slots are lost around saves, or around the checkpoint after them; trainers, or two others, a little later.
+    """Two slots are lost around saves, or around the checkpoint after them; another one, trainers, or two others later.
 
     `quick`: what is written is there within a step, so that saves are of the last steps.
     """
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = [
+        {"quick": False, "kills": [Kill("beyond", -2, at)], "then": Kill("any", 1, 150)} for at in (700, 760, 820)
+    ]
     for at in range(560, 800, 48):
         for quick in (True, False):
             first = Kill("beyond", -2, at)
@@ -51,19 +51,7 @@ def what_came_before_is_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Capture, "_keep", lambda self, slab, positions_U, records_UB: None)
 
 
-def saves_count_as_checkpoints(patch: pytest.MonkeyPatch) -> None:
-    """The next checkpoint holds what has changed since a save, which has some rows only."""
-    before = Checkpointing._on_saved
-
-    def on_saved(self: Checkpointing, running: Any, order: Any) -> None:
-        before(self, running, order)
-        self._release(Release(running.number, order.folder, True, self.saving.known))
-        self._base, self._full = order.folder, False
-
-    patch.setattr(Checkpointing, "_on_saved", on_saved)
-
-
-MUTATIONS: list[Any] = [nothing_is_kept, what_came_before_is_not_kept, saves_count_as_checkpoints]
+MUTATIONS: list[Any] = [nothing_is_kept, what_came_before_is_not_kept]
 
 
 def checked() -> dict[str, Callable[[], None]]:
