@@ -1,7 +1,7 @@
 """A coordinator that was started again knows nothing: members of the one before tell it what they know.
 
 It waits until everybody of the newest placement has rejoined, or `REGATHER_S` from the first; who is missing then is
-lost. Where that would be more than parity repairs it waits for a whole lease: what took the coordinator may have taken
+lost. Where that would be more than parity repairs it waits for a lease, 10 s at most: what took the coordinator may have taken
 a member's way to it, too, and nothing is won by ending a job sooner. What they said, taken together, is `Knowledge`.
 """
 
@@ -16,6 +16,7 @@ from torch_ecrec.protocol.wire import NO_HOST, SlotPlace
 from torch_ecrec.spec.job import JobSpec
 
 REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for the others
+BEYOND_MOST_S = 10.0  # for those whose loss would be more than parity repairs
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Regathering:
 
     def begin(self, now_s: float, lease_s: float) -> None:
         self.active, self.said, self._until_s = True, {}, now_s + REGATHER_S
-        self.last_s = now_s + max(lease_s, REGATHER_S)
+        self.last_s = now_s + max(min(lease_s, BEYOND_MOST_S), REGATHER_S)
 
     def add(self, rejoin: Rejoin) -> None:
         """A member has told what it knows."""
