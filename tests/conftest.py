@@ -88,13 +88,11 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _few_objects() -> Iterator[None]:
-    """Tests and libraries are as many as a million objects: looks through all of them leave these out."""
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects() -> None:
+    """Libraries, tests and what they left are as many as a million objects: looks through all of them leave these out."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

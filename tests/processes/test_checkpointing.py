@@ -336,6 +336,7 @@ def test_beyond_parity_without_a_checkpoint_it_ends_and_says_so(tmp_path: Path) 
 # what cannot be restored ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_an_altered_checkpoint_is_refused_and_another_job_too(tmp_path: Path) -> None:
     store = tmp_path / "store"

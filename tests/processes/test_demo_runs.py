@@ -74,6 +74,7 @@ def test_more_losses_than_parities_end_with_exit_code_3(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_kills_of_a_trainer_the_coordinator_and_a_server_change_nothing(tmp_path: Path) -> None:
     """The coordinator while trainers start again: later, training might be over before the next one is there."""
     texts = ["trainer:1@15", "coordinator@15+1000", "server:0@45~"]

@@ -5,8 +5,8 @@ move, a load, a checkpoint, ...) and what a point of them is. The links: any two
 coordinator and any of them; each way, and both. Every run ends, with the bits of the undisturbed one. Nobody is fenced,
 and nobody lost who lives, for a cut that heals before it is noticed; for one that does not, one server at most is.
 
-In every run of the tests some points, spread evenly; with `-m slow`, in parts, all of those without a crash, and of
-the (hundreds of times as many) pairs of a cut and a crash one in so many.
+In every run of the tests some points, spread evenly; more of them in turns; with `-m slow`, in parts and for hours, all
+of those without a crash, and of the (hundreds of times as many) pairs of a cut and a crash one in so many.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from torch_ecrec.testing.links import COORDINATOR
 
 PARTS = 8  # of each situation
 SOME = {False: 3_989, True: 99_991}  # one in so many, by default; with a crash. Primes: nothing is met in step
+MORE = {False: 31, True: 997}
 WIDE = {False: 1, True: 97}
-SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
+SLOW = [pytest.mark.slow, pytest.mark.timeout(7200)]  # too long to take turns
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,15 @@ def test_some_cuts_in_every_situation(crashes: bool) -> None:
         assert found.total() - found["not reached"] >= 3
         all_of_them += found
     assert all_of_them["fenced"] >= 2 and all_of_them["beyond"] <= 0.06 * all_of_them.total()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("crashes", [False, True], ids=["alone", "with a crash"])
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_more_cuts(situation: str, crashes: bool) -> None:
+    found = sweep(situation, range(7, cut_runs.count(situation, crashes), MORE[crashes]), crashes)
+    assert found.total() - found["not reached"] > 100 and found["beyond"] <= 0.06 * found.total()
 
 
 @pytest.mark.parametrize("crashes", [False, True], ids=["alone", "with a crash"])

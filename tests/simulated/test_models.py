@@ -277,7 +277,7 @@ def test_any_model_is_trained_as_unsharded_and_to_the_same_bits_whoever_is_lost(
     """The same in every run."""
 
     @seed(part)
-    @settings(max_examples=6, database=None, **SWEEP)
+    @settings(max_examples=4, database=None, **SWEEP)
     @given(models(), st.lists(lives(), min_size=1, max_size=2))
     def check_some(model: Model, more: list[Life]) -> None:
         check(model, more)

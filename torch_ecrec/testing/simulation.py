@@ -268,10 +268,13 @@ class SimulatedCluster:
             self.trainer_kills.remove((trainer, step))
             self.kill(self.ranks[trainer])
         if trainer == 0:
-            for kill in [kill for kill in self.kills if kill[1] == step]:
+            # Of earlier steps, too: whoever starts again after a step does not end it once more.
+            for kill in [kill for kill in self.kills if kill[1] <= step]:
                 self._kill_when_allowed(kill)
 
     def _kill_when_allowed(self, kill: tuple[int, int]) -> None:
+        if kill not in self.kills:
+            return
         host = self.slots_known[kill[0]].server
         if not self.scenario.settle_first or (self.whole() and self.may_crash(host)):
             self.kills.remove(kill)
