@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="also run undisturbed")
     add_checkpoints(parser, restore=False)
+    parser.set_defaults(checkpoint_bytes_per_s=100e6)  # its tables are small, and so few steps are over soon
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="DIR")
 
 
