@@ -90,7 +90,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_objects() -> None:
-    """Libraries, tests and what they left are as many as a million objects: looks through all of them leave these out."""
+    """Libraries, tests and what they left are a million objects: looks through all of them leave these out."""
     gc.collect()
     gc.freeze()
 

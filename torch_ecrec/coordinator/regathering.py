@@ -1,8 +1,9 @@
 """A coordinator that was started again knows nothing: members of the one before tell it what they know.
 
 It waits until everybody of the newest placement has rejoined, or `REGATHER_S` from the first; who is missing then is
-lost. Where that would be more than parity repairs it waits for a lease, 10 s at most: what took the coordinator may have taken
-a member's way to it, too, and nothing is won by ending a job sooner. What they said, taken together, is `Knowledge`.
+lost. Where that would be more than parity repairs it waits for a lease, 10 s at most: what took the coordinator may
+have taken a member's way to it, too, and nothing is won by ending a job sooner. What they said, taken together, is
+`Knowledge`.
 """
 
 from __future__ import annotations
