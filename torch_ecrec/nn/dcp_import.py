@@ -46,7 +46,7 @@ from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage import exporting, importing
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.description import Description, Found, find, is_below
-from torch_ecrec.storage.importing import check_tensor
+from torch_ecrec.storage.importing import check_tensor, tensors_of
 from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.tensor_file import SUFFIX, TensorFile
 
@@ -347,16 +347,10 @@ class DcpSource:
 
     def __init__(self, folder: Folder, found: Found, job: JobSpec) -> None:
         self._chunks: dict[tuple[str, str], list[Chunk]] = {}
-        for slab in job.slabs:
-            for table in slab.tables:
-                for field in slab.schema.fields:
-                    place = table.name, field.name
-                    if place not in found.names:
-                        continue
-                    name = found.names[place]
-                    dtype = str(folder.dtype_of(name)).removeprefix("torch.")
-                    check_tensor(f"{folder.path}: {name}", table.rows, field, folder.tensors[name].size, dtype)
-                    self._chunks[place] = folder.chunks(name)
+        for table, field, name in tensors_of(job, found):
+            dtype = str(folder.dtype_of(name)).removeprefix("torch.")
+            check_tensor(f"{folder.path}: {name}", table.rows, field, folder.tensors[name].size, dtype)
+            self._chunks[table.name, field.name] = folder.chunks(name)
 
     def rows(self, table: str, field: Field, first: int, last: int) -> Bytes | None:
         """See `importing.Source`."""

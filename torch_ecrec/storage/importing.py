@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.schema import Field, Schema
-from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.job import JobSpec, TableSpec
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.description import Found
 from torch_ecrec.storage.manifest import Encoding, Manifest, PartEntry
@@ -64,21 +64,24 @@ class TensorSource:
 
     def __init__(self, file: TensorFile, found: Found, job: JobSpec, where: Path) -> None:
         self._rows: dict[tuple[str, str], Bytes] = {}
-        for slab in job.slabs:
-            for table in slab.tables:
-                for field in slab.schema.fields:
-                    place = table.name, field.name
-                    if place not in found.names:
-                        continue
-                    name = found.names[place]
-                    tensor = file.tensors[name]
-                    check_tensor(f"{where}: {name}", table.rows, field, tensor.shape, tensor.numbers)
-                    self._rows[place] = file.rows_of(name)
+        for table, field, name in tensors_of(job, found):
+            tensor = file.tensors[name]
+            check_tensor(f"{where}: {name}", table.rows, field, tensor.shape, tensor.numbers)
+            self._rows[table.name, field.name] = file.rows_of(name)
 
     def rows(self, table: str, field: Field, first: int, last: int) -> Bytes | None:
         """See `Source`."""
         rows_RB = self._rows.get((table, field.name))
         return None if rows_RB is None else rows_RB[first:last]
+
+
+def tensors_of(job: JobSpec, found: Found) -> Iterator[tuple[TableSpec, Field, str]]:
+    """Of each table and field that a source has: the tensor's name."""
+    for slab in job.slabs:
+        for table in slab.tables:
+            for field in slab.schema.fields:
+                if (name := found.names.get((table.name, field.name))) is not None:
+                    yield table, field, name
 
 
 def check_tensor(what: str, rows: int, field: Field, shape: Sequence[int], dtype: str) -> None:
