@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dependent_steps import begin, train
 from kept import random_records
 from virtual_trainers import Kill, Trainers, TurnsSession
 
@@ -68,26 +69,12 @@ def imported() -> StoredCheckpoint:
 
 def script(rank: int, session: TurnsSession) -> None:
     """A script that loads for itself, or is given what was imported. Its gradients depend on all that it has seen."""
-    dense, first = torch.full((1,), DENSE, dtype=torch.float64), 1
-    if session.restarted:
-        done, parts = session.resume()
-        first = done + 1
-        if parts:  # after step 0 in a cluster that was not restored there are none
-            payload, header = parts[rank]
-            assert header == [done]
-            dense = payload.clone().view(torch.float64)
-    elif rank == 0:
+    dense, first = begin(rank, session, torch.full((1,), DENSE, dtype=torch.float64))
+    if not session.restarted and rank == 0:
         for slab, records_RB in enumerate(records()):
             session.load(slab, torch.arange(len(records_RB)), torch.from_numpy(records_RB).view(torch.float32))
     session.loaded()
-    for step in range(first, STEPS + 1):
-        rng = np.random.default_rng([step, rank])
-        rows = [torch.from_numpy(np.flatnonzero(rng.random(slab.rows) < 0.3)) for slab in session.job.slabs]
-        weights = [torch.cat(parts) for parts in session.lookup_parts(rows)]
-        dense = dense * 0.5 + sum(float(part.double().sum()) for part in weights)
-        session.push(rows, [torch.sin(part * 3 + step + dense).float() for part in weights], [0.1] * len(rows))
-        session.snapshot(dense.view(torch.uint8).clone(), [step])
-    session.flush()
+    train(rank, session, dense, range(first, STEPS + 1))
 
 
 class Restoring(Trainers):

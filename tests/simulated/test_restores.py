@@ -11,9 +11,9 @@ import functools
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from dependent_steps import begin, train
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession
 
 from torch_ecrec.client import loading
@@ -38,23 +38,9 @@ def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def script(rank: int, session: TurnsSession) -> None:
     """Its gradients, and its dense number, depend on all that it has looked up."""
-    dense, first = torch.zeros(1, dtype=torch.float64), 1
-    if session.restarted:
-        done, parts = session.resume()
-        first = done + 1
-        if parts:
-            payload, header = parts[rank]
-            assert header == [done]
-            dense = payload.clone().view(torch.float64)
+    dense, first = begin(rank, session, torch.zeros(1, dtype=torch.float64))
     session.loaded()
-    for step in range(first, STEPS + 1):
-        rng = np.random.default_rng([step, rank])
-        rows = [torch.from_numpy(np.flatnonzero(rng.random(slab.rows) < 0.3)) for slab in session.job.slabs]
-        weights = [torch.cat(parts) for parts in session.lookup_parts(rows)]
-        dense = dense * 0.5 + sum(float(part.double().sum()) for part in weights)
-        session.push(rows, [torch.sin(part * 3 + step + dense).float() for part in weights], [0.1] * len(rows))
-        session.snapshot(dense.view(torch.uint8).clone(), [step])
-    session.flush()
+    train(rank, session, dense, range(first, STEPS + 1))
 
 
 class Restoring(Trainers):

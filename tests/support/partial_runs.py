@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from dependent_steps import begin, train
 from virtual_trainers import Kill, OnShelf, Told, Trainers, TurnsSession
 
 from torch_ecrec.client.client import Client
@@ -34,24 +36,14 @@ PORTION = 1 / 6  # of the rows that prioritised saves have; so they are due ever
 
 def script(rank: int, session: TurnsSession) -> None:
     """Its gradients, and its dense number, depend on all that it has looked up."""
-    dense, first = torch.zeros(1, dtype=torch.float64), 1
-    if session.restarted:
-        done, parts = session.resume()
-        first = done + 1
-        if parts:
-            payload, header = parts[rank]
-            assert header == [done]
-            dense = payload.clone().view(torch.float64)
-    session.loaded()
-    for step in range(first, session.cluster.steps + 1):  # type: ignore[attr-defined]
-        rng = np.random.default_rng([step, rank])
-        rows = [torch.from_numpy(np.flatnonzero(rng.random(slab.rows) < 0.4)) for slab in session.job.slabs]
-        weights = [torch.cat(parts) for parts in session.lookup_parts(rows)]
+
+    def seen(step: int, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
         session.cluster.read[step, rank] = [*zip(rows, [w.clone() for w in weights], strict=True)]  # type: ignore[attr-defined]
-        dense = dense * 0.5 + sum(float(part.double().sum()) for part in weights)
-        session.push(rows, [torch.sin(part * 3 + step + dense).float() for part in weights], [0.1] * len(rows))
-        session.snapshot(dense.view(torch.uint8).clone(), [step])
-    session.flush()
+
+    dense, first = begin(rank, session, torch.zeros(1, dtype=torch.float64))
+    session.loaded()
+    steps = range(first, session.cluster.steps + 1)  # type: ignore[attr-defined]
+    train(rank, session, dense, steps, touched=0.4, seen=seen)
 
 
 class LatestTold(Told):
