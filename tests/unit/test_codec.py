@@ -144,6 +144,7 @@ def test_both_forms_of_every_factor_are_its_product():
 OTHER_PROCESSOR = """
 import numpy as np
 from torch_ecrec.codec.field import PRODUCT, combine, fold_rows_
+from torch_ecrec.codec.seals import seals_of
 random = np.random.default_rng(0)
 for width in (4, 12, 56, 60, 64, 124, 128, 260):
     target, source = random.integers(0, 256, (2, 256, width), dtype=np.uint8)
@@ -154,6 +155,7 @@ for width in (4, 12, 56, 60, 64, 124, 128, 260):
     assert np.array_equal(target, wanted), width
     wanted = PRODUCT[7, target] ^ PRODUCT[200, source]
     assert np.array_equal(combine(np.array([[7, 200]], np.uint8), [target, source])[0], wanted), width
+print([seals_of(random.integers(0, 256, (9, 4 * words), dtype=np.uint8)).tolist() for words in range(1, 70)])
 """
 
 
@@ -173,6 +175,8 @@ def test_the_bits_are_the_same_as_compiled_for_another_processor(name, features,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
+    here = subprocess.run([sys.executable, "-c", OTHER_PROCESSOR], capture_output=True, text=True, timeout=600)
+    assert done.stdout == here.stdout and len(here.stdout) > 1000, "seals differ"
 
 
 def test_a_row_that_comes_twice_is_changed_twice():

@@ -177,7 +177,7 @@ def test_a_shard_of_halves(weights: str) -> None:
         parity.fold_(code, np.zeros(1, np.int64), first[member : member + 1], code.coefficients[0, member : member + 1])
     positions = np.arange(2)
     merged = Merged(positions, [np.full((2, 5), 0.3, F32)], positions[None, :])
-    delta = shard.apply_(optimizer(kind), merged, 0.1, 1, {})
+    delta = shard.apply_(optimizer(kind), merged, 0.1, 1, {}).deltas_UB
     assert delta.shape == (2, schema.nbytes) and (shard.gather(positions) != first).any(axis=1).all()
     for member in range(2):
         parity.fold_(code, np.zeros(1, np.int64), delta[member : member + 1], code.coefficients[0, member : member + 1])

@@ -217,7 +217,7 @@ def test_many_steps_are_undone_made_again_and_decoded_to_the_same_bits(kind):
 
     def apply(step):
         part = (steps[step - 1], make_gradients(len(steps[step - 1]), 6, seed=step))
-        delta = data.apply_(optimizer(kind), merge([part]), 0.1 / step, step, fixed)
+        delta = data.apply_(optimizer(kind), merge([part]), 0.1 / step, step, fixed).deltas_UB
         parity.fold_(code, part[0], delta, np.ones(len(delta), np.uint8))
         return delta
 

@@ -288,7 +288,7 @@ def test_what_a_shard_applies_it_undoes(kind):
     for shard in (one, other):
         parity.fold_(code, every, shard.gather(every), np.ones(9, np.uint8))
     positions = np.array([1, 4, 8])
-    deltas = one.apply_(optimizer(kind), merge([(positions, make_gradients(3, 8))]), 0.1, 2, fixed)
+    deltas = one.apply_(optimizer(kind), merge([(positions, make_gradients(3, 8))]), 0.1, 2, fixed).deltas_UB
     after = one.gather(every)
     assert np.array_equal(np.flatnonzero((before != after).any(axis=1)), positions)
     parity.fold_(code, positions, deltas, np.ones(3, np.uint8))
@@ -580,7 +580,7 @@ def test_warm_leaves_nothing_to_compile():
         part = (np.arange(4), make_gradients(4, 8))
         merged = merge([part, part, part])
         positions = merged.positions
-        delta = store.apply_(optimizer(kind), merged, 0.1, 1, {})
+        delta = store.apply_(optimizer(kind), merged, 0.1, 1, {}).deltas_UB
         store.scatter_(positions, store.gather(positions))
         store.gather_weights(positions)
         log = DeltaLog(1)

@@ -116,7 +116,7 @@ def test_whatever_changes_a_record_or_a_parity_keeps_its_seal_up(kind: str, weig
     for step in range(1, 4):
         at = np.flatnonzero(rng.random(8) < 0.7)
         merged = merge([(at, rng.standard_normal((len(at), 5), np.float32))])
-        deltas = one.apply_(spec, merged, 0.1, step, {})
+        deltas = one.apply_(spec, merged, 0.1, step, {}).deltas_UB
         undo.append((at, deltas))
         fold(0, deltas, at)
         assert whole() == [[], [], []]
@@ -127,9 +127,9 @@ def test_whatever_changes_a_record_or_a_parity_keeps_its_seal_up(kind: str, weig
     one.undo_(at, deltas)
     fold(0, deltas, at)
     values = some(3, schema.nbytes // 4)
-    fold(1, other.overwrite_(np.array([0, 5, 6]), values), np.array([0, 5, 6]))
+    fold(1, other.overwrite_(np.array([0, 5, 6]), values).deltas_UB, np.array([0, 5, 6]))
     merged = merge([(every, rng.standard_normal((8, 5), np.float32))])
-    fold(0, one.apply_(spec, merged, 0.1, 5, {}), every)
+    fold(0, one.apply_(spec, merged, 0.1, 5, {}).deltas_UB, every)
     assert whole() == [[2], [], [5]]
     lost, missing = Shard(schema, 8, 0), np.ones(8, bool)
     lost.install_(code, every, missing, [1, 3], [other.gather(every), parity.gather(every, parity=True)], 0)

@@ -18,8 +18,7 @@ from torch_ecrec.codec import LinearCode
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.records.merge import merge
 from torch_ecrec.records.optimizers import NAMES, optimizer
-from torch_ecrec.records.positions import Bytes
-from torch_ecrec.records.shard import Shard
+from torch_ecrec.records.shard import SealedDeltas, Shard
 from torch_ecrec.runtime.checks import require_int
 
 
@@ -67,11 +66,12 @@ def measure(arguments: argparse.Namespace, sealed: bool) -> dict[str, float]:
     def once(step: int) -> None:
         at = np.sort(rng.choice(arguments.rows, count, replace=False))
         merged = merge([(at, rng.standard_normal((count, arguments.dim), np.float32))])
-        log, deltas = DeltaLog(1, sealed=sealed), list[Bytes]()
+        log, made = DeltaLog(1, sealed=sealed), list[SealedDeltas]()
         timed("lookup", lambda: shard.gather_weights(at))
-        timed("step", lambda: deltas.append(shard.apply_(spec, merged, 0.1, step, {})))
-        timed("log", lambda: log.append(1, [at], deltas))
-        timed("fold", lambda: shard.fold_(code, at, deltas[0], ones))
+        timed("step", lambda: made.append(shard.apply_(spec, merged, 0.1, step, {})))
+        deltas_UB, seals_U = made[0]
+        timed("log", lambda: log.append(1, [at], [deltas_UB], [seals_U]))
+        timed("fold", lambda: shard.fold_(code, at, deltas_UB, ones))
         if sealed:
             timed("look", lambda: shard.broken(at))
 

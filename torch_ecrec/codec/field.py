@@ -26,10 +26,11 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from torch_ecrec.codec import vectors
+from torch_ecrec.codec.vectors import I8, I32, I64, ir, tools
 from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import first_outside, prefetch_row
 
@@ -87,76 +88,38 @@ FACTOR_BYTES = FACTORS.itemsize * FACTORS.shape[1]
 # What follows writes LLVM code, at the time a kernel is compiled. Memory is named by address, so that kernels can work
 # on any number of arrays; the functions at the end of the file have checked all that is checked.
 
-_tools: Any = cgutils  # untyped
-_ir: Any = _tools.ir
-_I8, _I32, _I64 = _ir.IntType(8), _ir.IntType(32), _ir.IntType(64)
-
-
-def _spread(builder: Any, value: Any, count: int) -> Any:
-    """A vector of `count` times the same value."""
-    one = builder.insert_element(_ir.Constant(_ir.VectorType(value.type, count), _ir.Undefined), value, _I32(0))
-    return builder.shuffle_vector(one, one, _ir.Constant(_ir.VectorType(_I32, count), [0] * count))
-
-
-def _pick(builder: Any, vector: Any, first: int, count: int) -> Any:
-    """`count` elements of a vector from `first` on, and round to its start where it has no more."""
-    places = [place % vector.type.count for place in range(first, first + count)]
-    return builder.shuffle_vector(vector, vector, _ir.Constant(_ir.VectorType(_I32, count), places))
-
-
-def _affine(builder: Any, vector: Any, matrix: Any, widest: int) -> Any:
-    """GFNI's matrix times every byte of a vector, in registers of 16 to `widest` bytes."""
-    count = vector.type.count
-    if count > widest:
-        halves = [_affine(builder, _pick(builder, vector, i, count // 2), matrix, widest) for i in (0, count // 2)]
-        return builder.shuffle_vector(*halves, _ir.Constant(_ir.VectorType(_I32, count), list(range(count))))
-    if count < 16:
-        return _pick(builder, _affine(builder, _pick(builder, vector, 0, 16), matrix, widest), 0, count)
-    kind = vector.type
-    function = _tools.get_or_insert_function(
-        builder.module, _ir.FunctionType(kind, [kind, kind, _I8]), f"llvm.x86.vgf2p8affineqb.{8 * count}"
-    )
-    return builder.call(function, [vector, builder.bitcast(_spread(builder, matrix, count // 8), kind), _I8(0)])
-
-
-def _features(target: Any) -> set[str]:
-    """Of the CPU that Numba compiles for. They are part of the key under which it caches a kernel."""
-    return set(target.codegen().magic_tuple()[2].split(","))
-
-
 def _product(target: Any, builder: Any, words: Any, factor: Sequence[Any]) -> Any:
     """c * words for a vector of words, where `factor` is the row of c in `FACTORS`."""
-    features = _features(target)
-    kind = _ir.VectorType(_I8, WORD_BYTES * words.type.count)
+    kind = ir.VectorType(I8, WORD_BYTES * words.type.count)
     vector = builder.bitcast(words, kind)
     columns, matrix = factor
-    if "+gfni" in features:
-        widest = 64 if "+avx512f" in features else 32 if "+avx" in features else 16
-        return builder.bitcast(_affine(builder, vector, matrix, widest), words.type)
-    zero = _ir.Constant(kind, None)
+    if vectors.has_gfni(target):
+        matrices = vectors.spread(builder, matrix, max(kind.count, vectors.LEAST_BYTES) // vectors.MATRIX_BYTES)
+        return builder.bitcast(vectors.affine(target, builder, vector, matrices), words.type)
+    zero = ir.Constant(kind, None)
     product = zero
     for bit in range(8):
-        column = _spread(builder, builder.trunc(builder.lshr(columns, _I64(8 * bit)), _I8), kind.count)
-        is_set = builder.icmp_unsigned("!=", builder.and_(vector, _ir.Constant(kind, [1 << bit] * kind.count)), zero)
+        column = vectors.spread(builder, builder.trunc(builder.lshr(columns, I64(8 * bit)), I8), kind.count)
+        is_set = builder.icmp_unsigned("!=", builder.and_(vector, ir.Constant(kind, [1 << bit] * kind.count)), zero)
         product = builder.xor(product, builder.select(is_set, column, zero))
     return builder.bitcast(product, words.type)
 
 
 def _place(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
     """Pointer to a `kind` that lies `offset` words after an address."""
-    moved = builder.add(address, builder.shl(offset, _I64(2)))
+    moved = builder.add(address, builder.shl(offset, I64(2)))
     return builder.inttoptr(moved, kind.as_pointer())
 
 
 def _in_vectors(builder: Any, words: Any, most: int, step: Callable[[Any, int], None]) -> None:
     """Lets `step(offset, count)` write the code for all words: vectors of `most`, then of half as many once, ..."""
-    whole = builder.and_(words, _I64(-most))
-    with _tools.for_range_slice(builder, _I64(0), whole, _I64(most)) as (offset, _):
+    whole = builder.and_(words, I64(-most))
+    with tools.for_range_slice(builder, I64(0), whole, I64(most)) as (offset, _):
         step(offset, most)
     offset, count = whole, most // 2
     while count:
-        left = builder.and_(words, _I64(count))
-        with builder.if_then(builder.icmp_unsigned("!=", left, _I64(0))):
+        left = builder.and_(words, I64(count))
+        with builder.if_then(builder.icmp_unsigned("!=", left, I64(0))):
             step(offset, count)
         offset, count = builder.add(offset, left), count // 2
 
@@ -169,7 +132,7 @@ def _type_add(is_product: bool) -> Any:
             changed, read, words, *factor = args
 
             def step(offset: Any, count: int) -> None:
-                kind = _ir.VectorType(_I32, count)
+                kind = ir.VectorType(I32, count)
                 place = _place(builder, changed, offset, kind)
                 value = builder.load(_place(builder, read, offset, kind), align=WORD_BYTES)
                 if is_product:
@@ -196,16 +159,16 @@ def _type_sum(is_product: bool) -> Any:
             result, sources, many, first, words, factors = args
 
             def step(offset: Any, count: int) -> None:
-                kind = _ir.VectorType(_I32, count)
-                total = _tools.alloca_once(builder, kind)
-                builder.store(_ir.Constant(kind, None), total)
-                with _tools.for_range(builder, many) as loop:
-                    source = builder.load(_place(builder, sources, builder.shl(loop.index, _I64(1)), _I64))
+                kind = ir.VectorType(I32, count)
+                total = tools.alloca_once(builder, kind)
+                builder.store(ir.Constant(kind, None), total)
+                with tools.for_range(builder, many) as loop:
+                    source = builder.load(_place(builder, sources, builder.shl(loop.index, I64(1)), I64))
                     value = builder.load(_place(builder, builder.add(source, first), offset, kind), align=WORD_BYTES)
                     if is_product:
-                        row = builder.shl(loop.index, _I64(2))
+                        row = builder.shl(loop.index, I64(2))
                         factor = [
-                            builder.load(_place(builder, factors, builder.add(row, _I64(2 * form)), _I64))
+                            builder.load(_place(builder, factors, builder.add(row, I64(2 * form)), I64))
                             for form in range(2)
                         ]
                         value = _product(compiler, builder, value, factor)
@@ -224,7 +187,7 @@ def _type_has_gfni(context: Any) -> Any:
     """The intrinsic `has_gfni()`: whether a product is as cheap as a XOR; known when a kernel is compiled."""
 
     def generate(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _ir.Constant(_ir.IntType(1), "+gfni" in _features(compiler))
+        return ir.Constant(ir.IntType(1), vectors.has_gfni(compiler))
 
     return types.boolean(), generate
 

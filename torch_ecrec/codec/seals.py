@@ -29,11 +29,12 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from torch_ecrec.codec.field import POLYNOMIAL, PRODUCT, WORD_BYTES
+from torch_ecrec.codec import vectors
+from torch_ecrec.codec.field import FACTORS, POLYNOMIAL, PRODUCT, WORD_BYTES
+from torch_ecrec.codec.vectors import I8, I32, I64, ir, tools
 from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import first_outside, prefetch_row
 
@@ -56,31 +57,44 @@ def _powers() -> list[int]:
 
 POWERS = _powers()
 
-_tools: Any = cgutils  # untyped
-_ir: Any = _tools.ir
-_I8, _I32, _I64 = _ir.IntType(8), _ir.IntType(32), _ir.IntType(64)
-_WORDS, _BYTES = _ir.VectorType(_I32, LANES), _ir.VectorType(_I8, LANES * WORD_BYTES)
+_WORDS, _BYTES = ir.VectorType(I32, LANES), ir.VectorType(I8, LANES * WORD_BYTES)
 
 
 def _each(value: int) -> Any:
     """A vector of 64 times the same byte."""
-    return _ir.Constant(_BYTES, [_I8(value)] * _BYTES.count)
+    return ir.Constant(_BYTES, [I8(value)] * _BYTES.count)
 
 
-def _doubled(builder: Any, words: Any) -> Any:
+def _doubled(target: Any, builder: Any, words: Any) -> Any:
     """2 * every byte of 16 words."""
     vector = builder.bitcast(words, _BYTES)
+    if vectors.has_gfni(target):
+        matrices = ir.Constant(ir.VectorType(I64, LANES // 2), [I64(int(FACTORS[2, 1]))] * (LANES // 2))
+        return builder.bitcast(vectors.affine(target, builder, vector, matrices), _WORDS)
     carried = builder.select(builder.icmp_signed("<", vector, _each(0)), _each(POLYNOMIAL & 0xFF), _each(0))
     return builder.bitcast(builder.xor(builder.add(vector, vector), carried), _WORDS)
 
 
-def _weighed(builder: Any, words: Any) -> Any:
+def _power(lane: int, more: int = 0) -> int:
+    """2^(16 l + more)."""
+    return POWERS[(LANES * lane + more) % 255]
+
+
+def _weighed(target: Any, builder: Any, words: Any) -> Any:
     """Every byte of lane l times 2^(16 l)."""
     vector, total = builder.bitcast(words, _BYTES), _each(0)
+    if vectors.has_gfni(target):  # a matrix is of two lanes: of each product every other lane counts
+        products = []
+        for odd in (0, 1):
+            matrices = [I64(int(FACTORS[_power(lane + odd), 1])) for lane in range(0, LANES, 2)]
+            of_both = vectors.affine(target, builder, vector, ir.Constant(ir.VectorType(I64, LANES // 2), matrices))
+            products.append(builder.bitcast(of_both, _WORDS))
+        places = [I32(lane + LANES * (lane % 2)) for lane in range(LANES)]
+        return builder.shuffle_vector(*products, ir.Constant(ir.VectorType(I32, LANES), places))
     for bit in range(8):
-        counts = [_I8(POWERS[(16 * lane + bit) % 255]) for lane in range(LANES) for _ in range(WORD_BYTES)]
+        counts = [I8(_power(lane, bit)) for lane in range(LANES) for _ in range(WORD_BYTES)]
         is_set = builder.icmp_unsigned("!=", builder.and_(vector, _each(1 << bit)), _each(0))
-        total = builder.xor(total, builder.select(is_set, _ir.Constant(_BYTES, counts), _each(0)))
+        total = builder.xor(total, builder.select(is_set, ir.Constant(_BYTES, counts), _each(0)))
     return builder.bitcast(total, _WORDS)
 
 
@@ -90,11 +104,11 @@ def _summed(builder: Any, words: Any) -> Any:
     while count > 1:
         count //= 2
         halves = [
-            builder.shuffle_vector(words, words, _ir.Constant(_ir.VectorType(_I32, count), [_I32(i) for i in places]))
+            builder.shuffle_vector(words, words, ir.Constant(ir.VectorType(I32, count), [I32(i) for i in places]))
             for places in (range(count), range(count, 2 * count))
         ]
         words = builder.xor(*halves)
-    return builder.extract_element(words, _I32(0))
+    return builder.extract_element(words, I32(0))
 
 
 def _type_seal(context: Any, source: Any, words: Any) -> Any:
@@ -104,29 +118,29 @@ def _type_seal(context: Any, source: Any, words: Any) -> Any:
         source, words = args
 
         def load(offset: Any, kind: Any) -> Any:
-            place = builder.inttoptr(builder.add(source, builder.shl(offset, _I64(2))), kind.as_pointer())
+            place = builder.inttoptr(builder.add(source, builder.shl(offset, I64(2))), kind.as_pointer())
             return builder.load(place, align=WORD_BYTES)
 
-        total, rest = _tools.alloca_once(builder, _WORDS), _tools.alloca_once(builder, _WORDS)
+        total, rest = tools.alloca_once(builder, _WORDS), tools.alloca_once(builder, _WORDS)
         for place in (total, rest):
-            builder.store(_ir.Constant(_WORDS, None), place)
-        whole = builder.and_(words, _I64(-LANES))
-        with _tools.for_range_slice(builder, _I64(0), whole, _I64(LANES)) as (offset, _):
-            doubled = _doubled(builder, builder.load(total))
+            builder.store(ir.Constant(_WORDS, None), place)
+        whole = builder.and_(words, I64(-LANES))
+        with tools.for_range_slice(builder, I64(0), whole, I64(LANES)) as (offset, _):
+            doubled = _doubled(target, builder, builder.load(total))
             builder.store(builder.xor(doubled, load(offset, _WORDS)), total)
         offset, count = whole, LANES // 2
         while count:
-            left = builder.and_(words, _I64(count))
-            with builder.if_then(builder.icmp_unsigned("!=", left, _I64(0))):
-                kind = _ir.VectorType(_I32, count)
+            left = builder.and_(words, I64(count))
+            with builder.if_then(builder.icmp_unsigned("!=", left, I64(0))):
+                kind = ir.VectorType(I32, count)
                 first = LANES - 2 * count
                 places = [lane - first if first <= lane < first + count else count for lane in range(LANES)]
-                mask = _ir.Constant(_WORDS, [_I32(place) for place in places])
-                piece = builder.shuffle_vector(load(offset, kind), _ir.Constant(kind, None), mask)
+                mask = ir.Constant(_WORDS, [I32(place) for place in places])
+                piece = builder.shuffle_vector(load(offset, kind), ir.Constant(kind, None), mask)
                 builder.store(builder.xor(builder.load(rest), piece), rest)
             offset, count = builder.add(offset, left), count // 2
-        both = builder.xor(_doubled(builder, builder.load(total)), builder.load(rest))
-        return _summed(builder, _weighed(builder, both))
+        both = builder.xor(_doubled(target, builder, builder.load(total)), builder.load(rest))
+        return _summed(builder, _weighed(target, builder, both))
 
     return types.uint32(types.intp, types.intp), generate
 
@@ -154,13 +168,13 @@ def _times(product: Any, coefficient: Any, seal: Any) -> Any:
 
 
 @kernel()
-def _add(seals_N1: Any, rows_U: Any, source_UW: Any, coefficients_U: Any, product: Any) -> None:
+def _add(seals_N1: Any, rows_U: Any, source_UW: Any, coefficients_U: Any, product: Any, of_source_U: Any) -> None:
     start, words = source_UW.ctypes.data, source_UW.shape[1]
     for i in range(rows_U.shape[0]):
         prefetch_row(seals_N1, rows_U, i)
-        row = rows_U[i]
+        row, seal, coefficient = rows_U[i], _seal(start + i * words * WORD_BYTES, words), coefficients_U[i]
+        of_source_U[i] = seal
         if row >= 0:
-            seal, coefficient = _seal(start + i * words * WORD_BYTES, words), coefficients_U[i]
             seals_N1[row, 0] ^= seal if coefficient == 1 else _times(product, coefficient, seal)
 
 
@@ -230,7 +244,7 @@ def seals_of(values_UB: Bytes) -> SealsOf:
     return seals_U
 
 
-def add_(seals_N: SealsOf, rows_U: Rows, deltas_UB: Bytes, coefficients_U: Bytes | None = None) -> None:
+def add_(seals_N: SealsOf, rows_U: Rows, deltas_UB: Bytes, coefficients_U: Bytes | None = None) -> SealsOf:
     """seals[rows[i]] ^= coefficients[i] * the seal of deltas[i], in place: as `fold_rows_` does it to the rows.
 
     Args:
@@ -238,6 +252,9 @@ def add_(seals_N: SealsOf, rows_U: Rows, deltas_UB: Bytes, coefficients_U: Bytes
         rows_U: (U,) int64, in 0..N-1; -1 skips one.
         deltas_UB: (U, B) uint8.
         coefficients_U: (U,) uint8; all 1 without.
+
+    Returns:
+        (U,) uint32, the seal of every delta, fresh: a log keeps it, too.
 
     Raises:
         ValueError: a shape or a dtype does not fit.
@@ -251,8 +268,11 @@ def add_(seals_N: SealsOf, rows_U: Rows, deltas_UB: Bytes, coefficients_U: Bytes
         got = f"{len(deltas_UW)} and {coefficients_U.dtype} of {coefficients_U.shape}"
         raise ValueError(f"`deltas_UB` and `coefficients_U` must be one (uint8) for each of {len(rows_U)} rows: {got}")
     rows_U = _check_rows("rows_U", rows_U, -1, len(seals_N))
+    of_deltas_U = np.zeros(len(rows_U), np.uint32)
     if deltas_UW.size:
-        _add(seals_N.reshape(-1, 1), rows_U, deltas_UW, np.ascontiguousarray(coefficients_U), PRODUCT)
+        coefficients_U = np.ascontiguousarray(coefficients_U)
+        _add(seals_N.reshape(-1, 1), rows_U, deltas_UW, coefficients_U, PRODUCT, of_deltas_U)
+    return of_deltas_U
 
 
 def times(coefficient: int, seals_U: SealsOf) -> SealsOf:

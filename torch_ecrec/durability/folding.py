@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from torch_ecrec.codec.seals import SealsOf
 from torch_ecrec.durability.holdings import Change, Holdings, with_coefficient
 from torch_ecrec.durability.policy import Looks, Reply
 from torch_ecrec.errors import MemoryDamaged
@@ -106,17 +107,24 @@ class Folds:
         source = request.source
         positions = [p.numpy() for p in request.positions]
         deltas = [d.numpy() for d in request.deltas]
-        self._fold_in(source, positions, deltas)
+        of_deltas = self._fold_in(source, positions, deltas)
         log = self.logs[source]
-        log.append(request.step, positions, deltas)
+        log.append(request.step, positions, deltas, of_deltas)
         log.forget(request.floor)
         self.held.rule.on_folded(source, request.step)
 
-    def _fold_in(self, source: int, positions: list[np.ndarray], deltas: list[np.ndarray]) -> None:
-        """XORs a source's deltas, times their coefficients, into the parities that are there. Its own inverse."""
-        held = self.held
+    def _fold_in(
+        self, source: int, positions: list[np.ndarray], deltas: list[np.ndarray]
+    ) -> list[SealsOf | None]:
+        """XORs a source's deltas, times their coefficients, into the parities that are there. Its own inverse.
+
+        Returns:
+            The seals of the deltas of each run, where they were made.
+        """
+        held, of_deltas = self.held, list[SealsOf | None]()
         parts = [(slab, run) for slab, runs in enumerate(self.runs[source]) for run in runs]
         for (slab, run), positions_U, deltas_UB in zip(parts, positions, deltas, strict=True):
+            seals_U = None
             if len(positions_U):
                 parities = positions_U + run.shift
                 present = held.missing.present(slab, True, parities)
@@ -124,7 +132,9 @@ class Folds:
                     parities = np.where(present, parities, -1)
                 coefficient = held.code.coefficients[run.parity, run.member]
                 coefficients = np.full(len(parities), coefficient, dtype=np.uint8)
-                held.shards[slab].fold_(held.code, parities, deltas_UB, coefficients)
+                seals_U = held.shards[slab].fold_(held.code, parities, deltas_UB, coefficients)
+            of_deltas.append(seals_U)
+        return of_deltas
 
     def drop_early(self, source: int) -> None:
         """Folds of a source that wait for their turn will not get it."""

@@ -124,13 +124,20 @@ class DeltaLog:
         """Memory of all positions and deltas held."""
         return self._bytes
 
-    def append(self, step: int, positions: Sequence[Positions], deltas: Sequence[Bytes]) -> None:
+    def append(
+        self,
+        step: int,
+        positions: Sequence[Positions],
+        deltas: Sequence[Bytes],
+        of_deltas: Sequence[seals.SealsOf | None] | None = None,
+    ) -> None:
         """Adds the next step.
 
         Args:
             step: `last + 1`.
             positions: for each slab (U,) int64, ascending, no duplicates. Kept: must not be written afterwards.
             deltas: for each slab (U, B) uint8. Kept likewise.
+            of_deltas: for each slab (U,) uint32, the seals of its deltas, where somebody has made them already. Kept.
 
         Raises:
             ValueError: another step, or a shape, a dtype or the order of positions does not fit. Nothing was changed.
@@ -150,7 +157,13 @@ class DeltaLog:
         entry = tuple(zip(positions, deltas, strict=True))
         self._entries.append(entry)
         if self._sealed is not None:
-            self._sealed.append(tuple((seals.seals_of(deltas), _sum_of(positions)) for positions, deltas in entry))
+            known = of_deltas or [None] * len(entry)
+            self._sealed.append(
+                tuple(
+                    (seals.seals_of(deltas_UB) if seals_U is None else seals_U, _sum_of(positions_U))
+                    for (positions_U, deltas_UB), seals_U in zip(entry, known, strict=True)
+                )
+            )
         self._bytes += _entry_bytes(entry)
 
     def pop(self) -> Entry:

@@ -18,7 +18,7 @@ Does not know rows, stripes or steps, and does not lock: the server owns the ord
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch_ecrec.codec import seals
 from torch_ecrec.codec.field import xor_rows_
 from torch_ecrec.codec.linear import LinearCode
+from torch_ecrec.codec.seals import SealsOf
 from torch_ecrec.records import quantised
 from torch_ecrec.records.halves import bfloat16_of, gather_weights
 from torch_ecrec.records.initial import InitialRecords
@@ -71,6 +72,13 @@ def scatter(target_PW: Any, positions_U: Any, values_UW: Any) -> None:
         position = positions_U[i]
         for j in range(values_UW.shape[1]):
             target_PW[position, j] = values_UW[i, j]
+
+
+class SealedDeltas(NamedTuple):
+    """What a verb has changed of some records, in the order of their positions. Fresh."""
+
+    deltas_UB: Bytes  # (U, B) uint8, old XOR new
+    seals_U: SealsOf | None  # (U,) uint32, of the deltas; None where none are kept
 
 
 class Shard:
@@ -138,11 +146,10 @@ class Shard:
 
     def apply_(
         self, optimizer: SparseOptimizer, merged: Merged, lr: float, iteration: int, fixed: Mapping[str, float]
-    ) -> Bytes:
-        """One step of an optimizer; see `SparseOptimizer.update_`, whose result this is."""
+    ) -> SealedDeltas:
+        """One step of an optimizer; see `SparseOptimizer.update_`, whose result the deltas are."""
         deltas_VB = optimizer.update_(self._records_PW, merged, lr, iteration, fixed, weights=self.schema.weights)
-        self._note(False, merged.positions, deltas_VB)
-        return deltas_VB
+        return SealedDeltas(deltas_VB, self._note(False, merged.positions, deltas_VB))
 
     def undo_(self, positions_U: Positions, deltas_UB: Bytes) -> None:
         """Takes back what `apply_` or `overwrite_` has changed.
@@ -160,7 +167,7 @@ class Shard:
 
     def fold_(
         self, code: LinearCode, positions_U: Positions, deltas_UB: Bytes, coefficients_U: Bytes, parity: bool = True
-    ) -> None:
+    ) -> SealsOf | None:
         """Folds changes of other records into parity records, or into data records that were decoded.
 
         Args:
@@ -170,11 +177,14 @@ class Shard:
             coefficients_U: (U,) uint8, see `LinearCode.fold_`.
             parity: whether the positions are of parity records.
 
+        Returns:
+            (U,) uint32, the seal of every delta, fresh; None where none are kept.
+
         Raises:
             As `LinearCode.fold_`.
         """
         code.fold_(self._of(parity), positions_U, deltas_UB, coefficients_U)
-        self._note(parity, positions_U, deltas_UB, coefficients_U)
+        return self._note(parity, positions_U, deltas_UB, coefficients_U)
 
     def install_(
         self,
@@ -296,15 +306,12 @@ class Shard:
         if self._seals is not None:
             self._seals[parity][positions_U] = seals.seals_of(values_UB)
 
-    def overwrite_(self, positions_U: Positions, values_UB: Bytes) -> Bytes:
+    def overwrite_(self, positions_U: Positions, values_UB: Bytes) -> SealedDeltas:
         """Overwrites some data records, in place; returns what that changed, as an optimizer's step does.
 
         Args:
             positions_U: (U,) int64, no duplicates.
             values_UB: (U, B) uint8.
-
-        Returns:
-            (U, B) uint8, old XOR new; fresh.
 
         Raises:
             ValueError, IndexError: see `scatter_`. Nothing was changed then.
@@ -312,18 +319,19 @@ class Shard:
         deltas_UB = self.gather(positions_U)
         self.scatter_(positions_U, values_UB)
         np.bitwise_xor(deltas_UB, values_UB, out=deltas_UB)
-        return deltas_UB
+        return SealedDeltas(deltas_UB, seals.seals_of(deltas_UB) if self.sealed else None)
 
     # seals --------------------------------------------------------------------------------------
 
     def _note(
         self, parity: bool, positions_U: Positions, deltas_UB: Bytes, coefficients_U: Bytes | None = None
-    ) -> None:
-        """These have changed by their deltas, times their coefficients."""
+    ) -> SealsOf | None:
+        """These have changed by their deltas, times their coefficients; returns the seals of the deltas."""
         if self.touched is not None:
             self.touched.note(parity, positions_U)
-        if self._seals is not None:
-            seals.add_(self._seals[parity], positions_U, deltas_UB, coefficients_U)
+        if self._seals is None:
+            return None
+        return seals.add_(self._seals[parity], positions_U, deltas_UB, coefficients_U)
 
     def broken(self, positions_U: Positions, parity: bool = False) -> Positions:
         """Which of some records do not fit their seals; none, where none are kept.

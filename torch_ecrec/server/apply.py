@@ -16,9 +16,10 @@ import numpy as np
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.protocol import wire
 from torch_ecrec.records import merge
+from torch_ecrec.records.shard import SealedDeltas
 from torch_ecrec.runtime.tensors import as_array
 
-Changed = tuple[list[np.ndarray], list[np.ndarray]]  # by a step, per slab: (U,) positions and (U, B) deltas
+Changed = tuple[list[np.ndarray], list[SealedDeltas]]  # by a step, per slab: (U,) positions, and what changed there
 
 
 class IsMissing(Protocol):
@@ -53,15 +54,15 @@ class Applier:
         if self._merged is None or self._merged[0] != step:
             self._merged = (step, self._merge(pushes))
         merged = self._merged[1]
-        positions, deltas = [part.positions for part in merged], []
+        positions, changes = [part.positions for part in merged], []
         if self.is_missing(positions):
             return None
         held, iteration = self.held, pushes[0].iteration
         for slab, shard, rate, part in zip(held.job.slabs, held.shards, pushes[0].rates, merged, strict=True):
             spec = slab.optimizer
-            deltas.append(shard.apply_(spec.optimizer, part, rate, iteration, dict(spec.fixed)))
+            changes.append(shard.apply_(spec.optimizer, part, rate, iteration, dict(spec.fixed)))
         self._merged = None
-        return positions, deltas
+        return positions, changes
 
     def load_(self, loads: Sequence[wire.Load]) -> Changed | None:
         """Applies a step that loads values; None if records are missing.
@@ -75,14 +76,14 @@ class Applier:
             positions.append(np.unique(np.concatenate(mine)) if mine else np.empty(0, dtype=np.int64))
         if self.is_missing(positions, looked=True):  # what is written over would hide it, and its parity keep it
             return None
-        deltas = []
+        changes = []
         for slab, (positions_U, shard) in enumerate(zip(positions, held.shards, strict=True)):
             values_UB = shard.gather(positions_U)
             for load in loads:
                 if load.slab == slab:
                     self._write_(values_UB, positions_U, load)
-            deltas.append(shard.overwrite_(positions_U, values_UB))
-        return positions, deltas
+            changes.append(shard.overwrite_(positions_U, values_UB))
+        return positions, changes
 
     def _write_(self, values_UB: np.ndarray, positions_U: np.ndarray, load: wire.Load) -> None:
         """What a load writes into the records (U, B) at these positions (U,), which are among them."""

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.records.positions import Bytes, Positions
 
+POOL_BYTES = 16 << 20  # of kept records in one piece of memory
+
 CLEAN, MARKED, KEPT = 0, 1, 2  # of a record: not in the capture; to be written as it is; to be written as it was kept
 
 Marks = list[NDArray[np.uint8]]  # of each slab, (P,): CLEAN or MARKED
@@ -61,6 +63,44 @@ def mark_changed_(marks: Marks, held: Holdings, after: int) -> None:
             marks_P[positions_U] = MARKED
 
 
+class _Kept:
+    """Records of one slab that were kept, in the order in which that was; found by their positions.
+
+    So a portion costs what it has, however many steps have kept something.
+    """
+
+    def __init__(self, count: int, record_bytes: int) -> None:
+        self._record_bytes = record_bytes
+        self._number_P = np.empty(count, np.min_scalar_type(count))  # of those that are KEPT
+        self._most = max(1, POOL_BYTES // record_bytes)  # records of a piece
+        self._pieces: list[Bytes] = []
+        self._count = 0
+
+    def add(self, positions_U: Positions, records_UB: Bytes) -> int:
+        """Copies some; returns the memory that they take."""
+        self._number_P[positions_U] = np.arange(self._count, self._count + len(positions_U))
+        done = 0
+        while done < len(positions_U):
+            piece, first = divmod(self._count, self._most)
+            if piece == len(self._pieces):
+                self._pieces.append(np.empty((self._most, self._record_bytes), np.uint8))
+            some = min(self._most - first, len(positions_U) - done)
+            self._pieces[piece][first : first + some] = records_UB[done : done + some]
+            self._count, done = self._count + some, done + some
+        return self._number_P.itemsize * len(positions_U) + records_UB.nbytes
+
+    def put_into(self, records_NB: Bytes, at_M: Positions, positions_M: Positions) -> None:
+        """records[at[i]] = the one that was kept of positions[i]."""
+        piece_M, row_M = np.divmod(self._number_P[positions_M].astype(np.int64), self._most)
+        for piece in np.unique(piece_M):
+            its = np.flatnonzero(piece_M == piece)
+            records_NB[at_M[its]] = self._pieces[piece][row_M[its]]
+
+    def clear(self) -> None:
+        """Nobody will ask for them any more."""
+        self._pieces.clear()
+
+
 class Capture:
     """Records of one slot as they were after a step.
 
@@ -84,7 +124,7 @@ class Capture:
         self._look = look
         self._held, self._marks = held, marks
         self._slab = self._next = 0  # where the scan is
-        self._kept: list[list[tuple[Positions, Bytes]]] = [[] for _ in marks]
+        self._kept = [_Kept(shard.data_rows, shard.schema.nbytes) for shard in held.shards]
         for later in range(step + 1, held.rule.applied + 1):
             for slab, (positions_U, _) in enumerate(held.log.get(later)):
                 wanted_U = positions_U[marks[slab][positions_U] == MARKED]
@@ -108,8 +148,7 @@ class Capture:
     def _keep(self, slab: int, positions_U: Positions, records_UB: Bytes) -> None:
         if len(positions_U):
             self._marks[slab][positions_U] = KEPT
-            self._kept[slab].append((positions_U, records_UB))
-            self.kept_bytes += positions_U.nbytes + records_UB.nbytes
+            self.kept_bytes += self._kept[slab].add(positions_U, records_UB)
 
     def next_portion(self, most_bytes: int) -> Portion | None:
         """The next records, of at most so many bytes (at least one record); None: that was all.
@@ -127,9 +166,8 @@ class Capture:
         wanted_N = first + np.flatnonzero(self._marks[slab][first:end]).astype(np.int64, copy=False)
         self._look(slab, wanted_N)
         records_NB = shards[slab].gather(wanted_N)
-        for positions_U, kept_UB in self._kept[slab]:
-            low, high = np.searchsorted(positions_U, (first, end))
-            records_NB[np.searchsorted(wanted_N, positions_U[low:high])] = kept_UB[low:high]
+        kept_M = np.flatnonzero(self._marks[slab][wanted_N] == KEPT).astype(np.int64, copy=False)
+        self._kept[slab].put_into(records_NB, kept_M, wanted_N[kept_M])
         self._next = end
         return Portion(slab, self._held.layouts[slab].row_at(self._held.index, wanted_N), records_NB)
 
