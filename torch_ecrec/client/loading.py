@@ -28,11 +28,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torch_ecrec.client.client import LOAD_BYTES, Client
 from torch_ecrec.errors import CheckpointError
+from torch_ecrec.runtime.tensors import as_array, as_tensor
 
 
 class Wait(Protocol):
@@ -166,8 +168,9 @@ class Loading:
         steps = [sum(-(-rows // most) for rows, most in zip(share, most_rows, strict=True)) for share in shares]
         sent, given = 0, [0] * len(most_rows)
         for slab, rows_U, records_UB in _portions(checkpoint.records(client.trainer, client.job.trainers), most_rows):
-            in_order_U, order_U = torch.sort(rows_U)
-            self._send(slab, in_order_U, records_UB[order_U], patient=True)
+            order_U = np.argsort(rows_U.numpy(), kind="stable")  # a part's rows are a few runs that ascend
+            in_order_UB = as_tensor(np.take(as_array(records_UB), order_U, axis=0))
+            self._send(slab, as_tensor(rows_U.numpy()[order_U]), in_order_UB, patient=True)
             sent, given[slab] = sent + 1, given[slab] + len(rows_U)
         mine = shares[client.trainer]
         if given != mine:

@@ -128,6 +128,8 @@ class Holdings:
         fresh: true at the start of a job: records get their initial values, parities encode them. False on the new
             host of a lost slot: everything is missing.
         sealed: every record and parity has a seal, by which damage to it is found.
+        restored: a checkpoint is loaded over every record before anybody reads one: they begin as zeros, whose parities
+            are zeros, and no initial value is drawn.
 
     Attributes:
         shards: records and parities, one `Shard` per slab.
@@ -146,6 +148,7 @@ class Holdings:
         incarnations: Sequence[int],
         fresh: bool,
         sealed: bool = True,
+        restored: bool = False,
     ) -> None:
         self.job, self.code, self.layouts = job, code, layouts
         self.index, self.incarnation = index, incarnation
@@ -167,7 +170,7 @@ class Holdings:
         self.sealed = sealed
         self.log = self.new_log()
         self.missing = Missing(self.shards, fresh)
-        if fresh:
+        if fresh and not restored:
             self._initialise_()
 
     def _initialise_(self) -> None:

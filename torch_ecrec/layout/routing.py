@@ -112,6 +112,13 @@ def _relabel(index_N: Any, rank_U: Any) -> None:
         index_N[i] = rank_U[index_N[i]]
 
 
+@kernel()
+def _place(target_UB: Any, rank_U: Any, source_UB: Any) -> None:
+    for u in range(rank_U.shape[0]):
+        for byte in range(source_UB.shape[1]):
+            target_UB[rank_U[u], byte] = source_UB[u, byte]
+
+
 def _parts(values: Tensor, starts: list[int]) -> list[Tensor]:
     """Slices of a tensor, each with a storage of its own size: what is sent of it is the slice alone."""
     array = as_array(values)
@@ -139,11 +146,13 @@ class Route:
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Per slot, the part of `values` (U, ...) that belongs to it: views, if the rows are in the order by slot."""
-        if self.rank is not None:
+        values = values.contiguous()
+        if self.rank is not None and len(values):
             ordered = torch.empty_like(values)
-            ordered[self.rank] = values
+            target_UB, source_UB = (as_array(part.view(len(part), -1).view(torch.uint8)) for part in (ordered, values))
+            _place(target_UB, self.rank.numpy(), source_UB)
             values = ordered
-        return _parts(values.contiguous(), self.starts)
+        return _parts(values, self.starts)
 
     def join(self, parts: list[Tensor], out: Tensor) -> Tensor:
         """Inverse of `split`, into `out`; parts of slots that have no rows may be missing."""
@@ -202,3 +211,4 @@ def route(layout: Layout, rows_U: Tensor) -> Route:
 def warm() -> None:
     """Compiles or loads every kernel of this module."""
     arrange(Layout(1, 1, 0, 1), torch.zeros(1, dtype=torch.int64))
+    _place(np.zeros((1, 1), np.uint8), np.zeros(1, np.int64), np.zeros((1, 1), np.uint8))

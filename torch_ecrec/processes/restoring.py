@@ -17,12 +17,14 @@ from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.storage.ahead import read_ahead
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.manifest import ADVICE, Manifest
 from torch_ecrec.storage.parts import Block
 from torch_ecrec.storage.restoring import dense_of, records_of
 
 NEWEST = "newest"
+AHEAD = 4  # blocks that are read while others are sent
 
 
 def find(wanted: str, url: str) -> tuple[Restored, JobSpec] | None:
@@ -114,7 +116,7 @@ class StoredCheckpoint:
             found = records_of(self._catalog, self._manifest, mine=mine, slots=slots_of[trainer])
         elif trainer == 0:
             found = records_of(self._catalog, self._manifest)
-        for slab, rows_N, records_NB in found:
+        for slab, rows_N, records_NB in read_ahead(found, AHEAD):
             yield slab, torch.from_numpy(rows_N), torch.from_numpy(records_NB)
 
     @functools.cached_property
