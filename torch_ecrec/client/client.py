@@ -38,7 +38,7 @@ from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import Port
 
-LOAD_BYTES = 4 << 20  # of records in one step that loads
+LOAD_BYTES = 8 << 20  # of records in one step that loads
 
 
 @dataclass

@@ -1,0 +1,41 @@
+"""Reads on while what was read is used."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def read_ahead(items: Iterator[T], most: int) -> Generator[T, None, None]:
+    """The same items in the same order, drawn by a thread of its own, up to `most` before they are asked for.
+
+    What drawing raises is raised in its place. Whoever stops early closes the generator, as a loop that is left does:
+    no further item is begun then.
+    """
+    found = queue.SimpleQueue[tuple[T | None, BaseException | None]]()
+    room, unwanted = threading.Semaphore(most), threading.Event()
+
+    def draw() -> None:
+        try:
+            while room.acquire() and not unwanted.is_set():
+                found.put((next(items), None))
+        except BaseException as error:  # the end of the items, too: who asked for them hears of it
+            found.put((None, error))
+
+    threading.Thread(target=draw, name="reads ahead", daemon=True).start()
+    try:
+        while True:
+            item, error = found.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            room.release()
+            yield item  # type: ignore[misc]  # with no error there is one, and it may be None itself
+    finally:
+        unwanted.set()
+        room.release()
