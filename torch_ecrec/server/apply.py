@@ -13,13 +13,15 @@ from typing import Protocol
 
 import numpy as np
 
+from torch_ecrec.codec.seals import SealsOf
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.protocol import wire
 from torch_ecrec.records import merge
 from torch_ecrec.records.shard import SealedDeltas
 from torch_ecrec.runtime.tensors import as_array
 
-Changed = tuple[list[np.ndarray], list[SealedDeltas]]  # by a step, per slab: (U,) positions, and what changed there
+Changed = tuple[list[np.ndarray], list[np.ndarray], list[SealsOf | None]]
+"""By a step, per slab: (U,) positions, (U, B) deltas, and (U,) seals of these, where they are kept."""
 
 
 class IsMissing(Protocol):
@@ -62,7 +64,7 @@ class Applier:
             spec = slab.optimizer
             changes.append(shard.apply_(spec.optimizer, part, rate, iteration, dict(spec.fixed)))
         self._merged = None
-        return positions, changes
+        return _changed(positions, changes)
 
     def load_(self, loads: Sequence[wire.Load]) -> Changed | None:
         """Applies a step that loads values; None if records are missing.
@@ -86,7 +88,7 @@ class Applier:
                 for load in mine:
                     self._write_(values_UB, positions_U, load)
             changes.append(shard.overwrite_(positions_U, values_UB))
-        return positions, changes
+        return _changed(positions, changes)
 
     def _write_(self, values_UB: np.ndarray, positions_U: np.ndarray, load: wire.Load) -> None:
         """What a load writes into the records (U, B) at these positions (U,), which are among them."""
@@ -102,6 +104,10 @@ class Applier:
             merge.merge([(pushes[i].positions[s].numpy(), as_array(pushes[i].gradients[s])) for i in sorted(pushes)])
             for s in range(len(self.held.shards))
         ]
+
+
+def _changed(positions: list[np.ndarray], changes: list[SealedDeltas]) -> Changed:
+    return positions, [change.deltas_UB for change in changes], [change.seals_U for change in changes]
 
 
 def _union(of_loads: list[np.ndarray]) -> np.ndarray:

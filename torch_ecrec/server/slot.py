@@ -209,16 +209,15 @@ class Slot:
             due = self.inbox.due(step)
             if due is None:
                 return
-            changed = self.applier.load_(due) if isinstance(due, list) else self.applier.update_(step, due)
-            if changed is None:
+            change = self.applier.load_(due) if isinstance(due, list) else self.applier.update_(step, due)
+            if change is None:
                 return
-            positions, deltas = changed[0], [change.deltas_UB for change in changed[1]]
             self.inbox.on_applied(step)
             iteration = None if isinstance(due, list) else due[0].iteration
             self.not_trained = self.not_trained if iteration is None else step - iteration
             self.rule.on_applied(step)
-            self.log.append(step, positions, deltas, [change.seals_U for change in changed[1]])
-            self.checkpoints.on_applied(step, positions, deltas, iteration)
+            self.log.append(step, *change)
+            self.checkpoints.on_applied(step, *change[:2], iteration)
             self.durability.on_applied(step)
 
     def on_settled(self, through: int) -> None:
