@@ -88,6 +88,7 @@ FACTOR_BYTES = FACTORS.itemsize * FACTORS.shape[1]
 # What follows writes LLVM code, at the time a kernel is compiled. Memory is named by address, so that kernels can work
 # on any number of arrays; the functions at the end of the file have checked all that is checked.
 
+
 def _product(target: Any, builder: Any, words: Any, factor: Sequence[Any]) -> Any:
     """c * words for a vector of words, where `factor` is the row of c in `FACTORS`."""
     kind = ir.VectorType(I8, WORD_BYTES * words.type.count)

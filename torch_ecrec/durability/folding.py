@@ -113,9 +113,7 @@ class Folds:
         log.forget(request.floor)
         self.held.rule.on_folded(source, request.step)
 
-    def _fold_in(
-        self, source: int, positions: list[np.ndarray], deltas: list[np.ndarray]
-    ) -> list[SealsOf | None]:
+    def _fold_in(self, source: int, positions: list[np.ndarray], deltas: list[np.ndarray]) -> list[SealsOf | None]:
         """XORs a source's deltas, times their coefficients, into the parities that are there. Its own inverse.
 
         Returns:

@@ -80,12 +80,13 @@ class Applier:
             return None
         changes = []
         for slab, (positions_U, shard) in enumerate(zip(positions, held.shards, strict=True)):
-            mine = [load for load in loads if load.slab == slab]
-            if len(mine) == 1 and mine[0].records is not None and mine[0].records.shape[1] == shard.schema.nbytes:
-                values_UB = as_array(mine[0].records)  # all of each record, by one trainer
+            of_slab = [load for load in loads if load.slab == slab]
+            whole = of_slab[0].records if len(of_slab) == 1 else None
+            if whole is not None and whole.shape[1] == shard.schema.nbytes:
+                values_UB = as_array(whole)
             else:
                 values_UB = shard.gather(positions_U)
-                for load in mine:
+                for load in of_slab:
                     self._write_(values_UB, positions_U, load)
             changes.append(shard.overwrite_(positions_U, values_UB))
         return _changed(positions, changes)
