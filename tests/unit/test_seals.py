@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torch_ecrec.codec import LinearCode, seals
+from torch_ecrec.codec import LinearCode, fold_rows_, seals
 from torch_ecrec.codec.field import PRODUCT
 from torch_ecrec.records.initial import InitialRecords
 from torch_ecrec.records.merge import merge
@@ -87,9 +87,25 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="2-D uint8"):
         seals.seals_of(rows[0])
     with pytest.raises(IndexError, match=r"must be in -1\.\.8, got 9"):
-        seals.add_(sealed, np.array([9]), rows[:1])
-    with pytest.raises(ValueError, match="one \\(uint8\\) for each of 2 rows"):
-        seals.add_(sealed, np.array([1, 2]), rows[:1])
+        seals.xor_(sealed, np.array([9]), sealed[:1])
+    with pytest.raises(ValueError, match=r"must be uint32 of shape \(2,\)"):
+        seals.xor_(sealed, np.array([1, 2]), sealed[:1])
+
+
+@pytest.mark.parametrize("words", [1, 5, 65])
+def test_a_fold_with_seals_is_one_without_and_its_seals(words: int) -> None:
+    plain, deltas = some(9, words), some(6, words, 1)
+    folded, sealed = plain.copy(), seals.seals_of(plain)
+    rows, coefficients = np.array([3, -1, 8, 3, 0, 5]), np.array([1, 7, 1, 200, 0, 2], np.uint8)
+    assert (seals.fold_rows_(folded, rows, deltas, coefficients, sealed) == seals.seals_of(deltas)).all()
+    fold_rows_(plain, rows, deltas, coefficients)
+    assert (folded == plain).all() and (sealed == seals.seals_of(plain)).all()
+    before = folded.copy(), sealed.copy()
+    with pytest.raises(IndexError, match=r"must be in -1\.\.8, got 9"):
+        seals.fold_rows_(folded, np.array([0, 9]), deltas[:2], coefficients[:2], sealed)
+    with pytest.raises(ValueError, match="must be uint32 of shape"):
+        seals.fold_rows_(folded, rows, deltas, coefficients, sealed[:8])
+    assert (folded == before[0]).all() and (sealed == before[1]).all()
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])

@@ -214,21 +214,24 @@ def _xor_rows(target_NW: Any, rows_U: Any, source_UW: Any) -> None:
 
 
 @kernel()
+def fold_row(target: Any, row: Any, read: Any, words: Any, c: Any, factors: Any) -> None:
+    """Row `row` of those at an address ^= c * the words at the address `read`; a negative one is skipped."""
+    if row < 0 or c == 0:
+        return
+    changed, columns, matrix = target + row * words * WORD_BYTES, factors[c, 0], factors[c, 1]
+    if c == 1 and not _has_gfni():  # else a branch less to predict
+        _add_xor(changed, read, words, columns, matrix)
+    else:
+        _add_product(changed, read, words, columns, matrix)
+
+
+@kernel()
 def _fold_rows(target_NW: Any, rows_U: Any, source_UW: Any, coefficients_U: Any, factors: Any) -> None:
     words = source_UW.shape[1]
     target, source = target_NW.ctypes.data, source_UW.ctypes.data
     for i in range(rows_U.shape[0]):
         prefetch_row(target_NW, rows_U, i)
-        row = rows_U[i]
-        c = coefficients_U[i]
-        if row < 0 or c == 0:
-            continue
-        columns, matrix = factors[c, 0], factors[c, 1]
-        changed, read = target + row * words * WORD_BYTES, source + i * words * WORD_BYTES
-        if c == 1 and not _has_gfni():  # else a branch less to predict
-            _add_xor(changed, read, words, columns, matrix)
-        else:
-            _add_product(changed, read, words, columns, matrix)
+        fold_row(target, rows_U[i], source + i * words * WORD_BYTES, words, coefficients_U[i], factors)
 
 
 @kernel()
@@ -359,13 +362,21 @@ def fold_rows_(target_NB: Bytes, rows_U: Rows, source_UB: Bytes, coefficients_U:
         ValueError: a shape or a dtype does not fit.
         IndexError: a row is out of range. Nothing was changed then.
     """
+    arguments = checked_fold(target_NB, rows_U, source_UB, coefficients_U)
+    if source_UB.size:
+        _fold_rows(*arguments, FACTORS)
+
+
+def checked_fold(
+    target_NB: Bytes, rows_U: Rows, source_UB: Bytes, coefficients_U: Bytes
+) -> tuple[NDArray[np.uint32], Rows, NDArray[np.uint32], Bytes]:
+    """The same as kernels take them: of words, and contiguous. Raises as `fold_rows_`."""
     _check_rows(target_NB, rows_U, source_UB)
     if coefficients_U.shape != rows_U.shape or coefficients_U.dtype != BYTE:
         got = f"{coefficients_U.dtype} of {coefficients_U.shape}"
         raise ValueError(f"`coefficients_U` must be uint8 of shape {rows_U.shape}, got {got}")
-    if source_UB.size:
-        rows_U, coefficients_U = np.ascontiguousarray(rows_U), np.ascontiguousarray(coefficients_U)
-        _fold_rows(_as_words(target_NB), rows_U, _as_words(source_UB), coefficients_U, FACTORS)
+    rows_U, coefficients_U = np.ascontiguousarray(rows_U), np.ascontiguousarray(coefficients_U)
+    return _as_words(target_NB), rows_U, _as_words(source_UB), coefficients_U
 
 
 def combine(coefficients_RK: Bytes, sources: Sequence[Bytes] | Bytes, name: str = "sources") -> Bytes:

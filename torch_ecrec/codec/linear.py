@@ -26,7 +26,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_ecrec.codec import seals
 from torch_ecrec.codec.field import FIELD_SIZE, PRODUCT, Bytes, Rows, combine, combine_rows_, fold_rows_
+from torch_ecrec.codec.seals import SealsOf
 from torch_ecrec.runtime.checks import require, require_int
 
 
@@ -79,7 +81,14 @@ class LinearCode:
         """
         return self._combine("data_KUB", self.coefficients, data_KUB)
 
-    def fold_(self, parity_NB: Bytes, rows_U: Rows, delta_UB: Bytes, coefficients_U: Bytes) -> None:
+    def fold_(
+        self,
+        parity_NB: Bytes,
+        rows_U: Rows,
+        delta_UB: Bytes,
+        coefficients_U: Bytes,
+        seals_N: SealsOf | None = None,
+    ) -> SealsOf | None:
         """Folds changes of data members into their stripes' parity, in place.
 
         Args:
@@ -87,6 +96,10 @@ class LinearCode:
             rows_U: (U,) int64, the parity record of each delta; -1 skips one.
             delta_UB: (U, B) uint8, old XOR new of the record bytes.
             coefficients_U: (U,) uint8, `coefficients[parity index, member]` of each delta.
+            seals_N: (N,) uint32, the parities' seals, which follow. Mutated.
+
+        Returns:
+            (U,) uint32, the seals of the deltas, fresh; None without `seals_N`.
 
         Raises:
             ValueError: a shape or a dtype does not fit.
@@ -94,7 +107,10 @@ class LinearCode:
 
         Not checked: that a delta is folded exactly once. The step rule owns that.
         """
+        if seals_N is not None:
+            return seals.fold_rows_(parity_NB, rows_U, delta_UB, coefficients_U, seals_N)
         fold_rows_(parity_NB, rows_U, delta_UB, coefficients_U)
+        return None
 
     def decode_row(self, have: Sequence[int], want: int) -> Bytes:
         """The k coefficients that make member `want` from the members `have`, (k,) uint8, read-only.

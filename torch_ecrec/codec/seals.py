@@ -33,7 +33,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from torch_ecrec.codec import vectors
-from torch_ecrec.codec.field import FACTORS, POLYNOMIAL, PRODUCT, WORD_BYTES
+from torch_ecrec.codec.field import FACTORS, POLYNOMIAL, PRODUCT, WORD_BYTES, checked_fold, fold_row
 from torch_ecrec.codec.vectors import I8, I32, I64, ir, tools
 from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import first_outside, prefetch_row
@@ -151,7 +151,8 @@ _seal: Any = intrinsic(_type_seal)
 
 
 @kernel()
-def _seal_rows(rows_UW: Any, seals_U: Any) -> None:
+def seal_rows(rows_UW: Any, seals_U: Any) -> None:
+    """The seal of every row of words."""
     start, words = rows_UW.ctypes.data, rows_UW.shape[1]
     for i in range(rows_UW.shape[0]):
         seals_U[i] = _seal(start + i * words * WORD_BYTES, words)
@@ -168,14 +169,36 @@ def _times(product: Any, coefficient: Any, seal: Any) -> Any:
 
 
 @kernel()
-def _add(seals_N1: Any, rows_U: Any, source_UW: Any, coefficients_U: Any, product: Any, of_source_U: Any) -> None:
-    start, words = source_UW.ctypes.data, source_UW.shape[1]
+def _fold_rows(
+    target_NW: Any,
+    rows_U: Any,
+    source_UW: Any,
+    coefficients_U: Any,
+    factors: Any,
+    product: Any,
+    seals_N1: Any,
+    of_source_U: Any,
+) -> None:
+    """One pass over the source, whose rows are in the cache when they are sealed."""
+    words = source_UW.shape[1]
+    target, source = target_NW.ctypes.data, source_UW.ctypes.data
     for i in range(rows_U.shape[0]):
+        prefetch_row(target_NW, rows_U, i)
         prefetch_row(seals_N1, rows_U, i)
-        row, seal, coefficient = rows_U[i], _seal(start + i * words * WORD_BYTES, words), coefficients_U[i]
+        row, c, read = rows_U[i], coefficients_U[i], source + i * words * WORD_BYTES
+        fold_row(target, row, read, words, c, factors)
+        seal = _seal(read, words)
         of_source_U[i] = seal
         if row >= 0:
-            seals_N1[row, 0] ^= seal if coefficient == 1 else _times(product, coefficient, seal)
+            seals_N1[row, 0] ^= seal if c == 1 else _times(product, c, seal)
+
+
+@kernel()
+def _xor(seals_N1: Any, rows_U: Any, seals_U: Any) -> None:
+    for i in range(rows_U.shape[0]):
+        prefetch_row(seals_N1, rows_U, i)
+        if rows_U[i] >= 0:
+            seals_N1[rows_U[i], 0] ^= seals_U[i]
 
 
 @kernel()
@@ -240,38 +263,48 @@ def seals_of(values_UB: Bytes) -> SealsOf:
     words_UW = _words("values_UB", values_UB)
     seals_U = np.zeros(len(words_UW), np.uint32)
     if words_UW.size:
-        _seal_rows(words_UW, seals_U)
+        seal_rows(words_UW, seals_U)
     return seals_U
 
 
-def add_(seals_N: SealsOf, rows_U: Rows, deltas_UB: Bytes, coefficients_U: Bytes | None = None) -> SealsOf:
-    """seals[rows[i]] ^= coefficients[i] * the seal of deltas[i], in place: as `fold_rows_` does it to the rows.
+def xor_(seals_N: SealsOf, rows_U: Rows, seals_U: SealsOf) -> None:
+    """seals[rows[i]] ^= seals_U[i], in place: as `xor_rows_` does it to the rows, by deltas that have these seals.
 
     Args:
         seals_N: (N,) uint32. Mutated.
         rows_U: (U,) int64, in 0..N-1; -1 skips one.
-        deltas_UB: (U, B) uint8.
-        coefficients_U: (U,) uint8; all 1 without.
-
-    Returns:
-        (U,) uint32, the seal of every delta, fresh: a log keeps it, too.
+        seals_U: (U,) uint32.
 
     Raises:
         ValueError: a shape or a dtype does not fit.
         IndexError: a row is out of range. Nothing was changed then.
     """
     _check_seals(seals_N, len(seals_N))
-    deltas_UW = _words("deltas_UB", deltas_UB)
-    if coefficients_U is None:
-        coefficients_U = np.ones(len(rows_U), np.uint8)
-    if len(deltas_UW) != len(rows_U) or coefficients_U.shape != rows_U.shape or coefficients_U.dtype != np.uint8:
-        got = f"{len(deltas_UW)} and {coefficients_U.dtype} of {coefficients_U.shape}"
-        raise ValueError(f"`deltas_UB` and `coefficients_U` must be one (uint8) for each of {len(rows_U)} rows: {got}")
+    _check_seals(seals_U, len(rows_U))
     rows_U = _check_rows("rows_U", rows_U, -1, len(seals_N))
+    if len(rows_U):
+        _xor(seals_N.reshape(-1, 1), rows_U, seals_U)
+
+
+def fold_rows_(target_NB: Bytes, rows_U: Rows, deltas_UB: Bytes, coefficients_U: Bytes, seals_N: SealsOf) -> SealsOf:
+    """As `field.fold_rows_`, and the seals of the target with it.
+
+    Args:
+        target_NB, rows_U, deltas_UB, coefficients_U: as there.
+        seals_N: (N,) uint32, of the target. Mutated.
+
+    Returns:
+        (U,) uint32, the seal of every delta, fresh.
+
+    Raises:
+        ValueError: a shape or a dtype does not fit.
+        IndexError: a row is out of range. Nothing was changed then.
+    """
+    _check_seals(seals_N, len(target_NB))
+    arguments = checked_fold(target_NB, rows_U, deltas_UB, coefficients_U)
     of_deltas_U = np.zeros(len(rows_U), np.uint32)
-    if deltas_UW.size:
-        coefficients_U = np.ascontiguousarray(coefficients_U)
-        _add(seals_N.reshape(-1, 1), rows_U, deltas_UW, coefficients_U, PRODUCT, of_deltas_U)
+    if deltas_UB.size:
+        _fold_rows(*arguments, FACTORS, PRODUCT, seals_N.reshape(-1, 1), of_deltas_U)
     return of_deltas_U
 
 
@@ -318,6 +351,7 @@ def warm() -> None:
     """Compiles or loads every kernel of this module."""
     rows_NB, positions_U = np.ones((2, 4), np.uint8), np.zeros(1, np.int64)
     seals_N = seals_of(rows_NB)
-    add_(seals_N, positions_U, rows_NB[:1], np.full(1, 2, np.uint8))
+    fold_rows_(np.zeros((2, 4), np.uint8), positions_U, rows_NB[:1], np.full(1, 2, np.uint8), seals_N)
+    xor_(seals_N, positions_U, seals_N[:1].copy())
     broken(rows_NB, seals_N, positions_U)
     broken_run(rows_NB, seals_N, 0, 1)

@@ -21,12 +21,15 @@ from typing import Any
 
 import numpy as np
 
+from torch_ecrec.codec.seals import seal_rows
 from torch_ecrec.records.halves import load_block, store_block
 from torch_ecrec.records.merge import BLOCK, sum_block
 from torch_ecrec.runtime.kernel_cache import kernel
 
 
-def _all_blocks(records_PW: Any, positions_V: Any, gradients: Any, dim: Any, values_H: Any, delta_VW: Any) -> None:
+def _all_blocks(
+    records_PW: Any, positions_V: Any, gradients: Any, dim: Any, values_H: Any, delta_VW: Any, seals_V: Any
+) -> None:
     """The form of every `blockwise` kernel, which has a step of its own in place of the name."""
     sum_ND, seen_N = np.empty((BLOCK, dim), np.float32), np.empty(BLOCK, np.bool_)
     for first in range(0, positions_V.shape[0], BLOCK):
@@ -34,6 +37,8 @@ def _all_blocks(records_PW: Any, positions_V: Any, gradients: Any, dim: Any, val
         sums = sum_ND[: last - first]
         sum_block(gradients, first, seen_N, sums)
         _step(records_PW, positions_V[first:last], sums, values_H, delta_VW[first:last])
+        if seals_V.shape[0]:  # while the deltas are in the cache
+            seal_rows(delta_VW[first:last], seals_V[first:last])
 
 
 def _all_blocks_of_halves(
@@ -45,6 +50,7 @@ def _all_blocks_of_halves(
     bfloat16: Any,
     values_H: Any,
     delta_VM: Any,
+    seals_V: Any,
 ) -> None:
     """The same for records whose weights have 16 bits: a block's numbers are float32 while it is stepped."""
     sum_ND, seen_N = np.empty((BLOCK, dim), np.float32), np.empty(BLOCK, np.bool_)
@@ -59,6 +65,8 @@ def _all_blocks_of_halves(
         _step(numbers_NW, every_N[:count], sum_ND[:count], values_H, scratch_NW)
         bits_NW = numbers_NW.view(np.uint32)
         store_block(bits_NW, bfloat16, dim, halves_PH, words_PM, positions_N, delta_VM[first:last])
+        if seals_V.shape[0]:
+            seal_rows(delta_VM[first:last], seals_V[first:last])
 
 
 def _step(*_arguments: Any) -> None:
@@ -68,11 +76,12 @@ def _step(*_arguments: Any) -> None:
 def blockwise(step: Any, halves: bool = False) -> Any:
     """A kernel over any number of records, from one that steps a block: sums of gradients stay in the cache.
 
-        kernel(records_PW, positions_V, gradients, dim, values_H, delta_VW)
-        kernel(words_PM, halves_PH, positions_V, gradients, dim, bfloat16, values_H, delta_VM)    with `halves`
+        kernel(records_PW, positions_V, gradients, dim, values_H, delta_VW, seals_V)
+        kernel(words_PM, halves_PH, positions_V, gradients, dim, bfloat16, values_H, delta_VM, seals_V)    with `halves`
 
-    with `gradients` as for `merge.sum_block`. It counts as a function of the step's own file, under the step's name, so
-    that it is kept in the cache apart from others: their code is the same, only `_step` is another.
+    with `gradients` as for `merge.sum_block`, and (V,) uint32 for the seals of the deltas, or (0,) for none. It counts as
+    a function of the step's own file, under the step's name, so that it is kept in the cache apart from others: their
+    code is the same, only `_step` is another.
 
     Args:
         step: see above.

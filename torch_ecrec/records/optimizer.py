@@ -19,12 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_ecrec.codec.seals import SealsOf
 from torch_ecrec.records.blocks import blockwise
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.positions import Bytes, Floats, check_positions
 from torch_ecrec.records.schema import WORD_BYTES, Schema, StateField
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require
+
+_NO_SEALS = np.empty(0, np.uint32)
 
 OfStep = Callable[[float, int, Mapping[str, float]], Sequence[float]]
 
@@ -111,6 +114,7 @@ class SparseOptimizer:
         fixed: Mapping[str, float] | None = None,
         out: Bytes | None = None,
         weights: str = "float32",
+        seals_V: SealsOf | None = None,
     ) -> Bytes:
         """Applies one step to some records, in place.
 
@@ -122,6 +126,7 @@ class SparseOptimizer:
             fixed: hyperparameters other than their defaults.
             out: (V, B) uint8 to put the result in, contiguous and 4-byte aligned; fresh memory without it.
             weights: their dtype. Those of 16 bits are float32 while they are stepped, and then rounded (`halves.py`).
+            seals_V: (V,) uint32 to put the seal of every delta in.
 
         Returns:
             delta_VB: (V, B) uint8, old XOR new of each record's bytes.
@@ -145,12 +150,16 @@ class SparseOptimizer:
         elif out.shape != shape or out.dtype != np.uint8 or not out.flags.c_contiguous:
             raise ValueError(f"`out` must be contiguous uint8 of shape {shape}, got {out.dtype} of {out.shape}")
         gradients: tuple[Any, ...] = (*merged.places(), merged.index)
+        if seals_V is None:
+            seals_V = _NO_SEALS
+        elif seals_V.shape != positions_V.shape or seals_V.dtype != np.uint32:
+            raise ValueError(f"`seals_V` must be uint32 of {positions_V.shape}, got {seals_V.dtype} of {seals_V.shape}")
         values_H = self.values(lr, iteration, fixed or {})
         if not schema.halves:
-            self.blocks(records_PW, positions_V, gradients, dim, values_H, out.view(np.uint32))
+            self.blocks(records_PW, positions_V, gradients, dim, values_H, out.view(np.uint32), seals_V)
             return out
         words_PM, halves_PH = records_PW.view(np.uint32), records_PW.view(np.uint16)
-        step, more = self.blocks_of_halves, (dim, schema.bfloat16, values_H, out.view(np.uint32))
+        step, more = self.blocks_of_halves, (dim, schema.bfloat16, values_H, out.view(np.uint32), seals_V)
         step(words_PM, halves_PH, positions_V, gradients, *more)
         return out
 

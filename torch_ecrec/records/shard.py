@@ -148,8 +148,12 @@ class Shard:
         self, optimizer: SparseOptimizer, merged: Merged, lr: float, iteration: int, fixed: Mapping[str, float]
     ) -> SealedDeltas:
         """One step of an optimizer; see `SparseOptimizer.update_`, whose result the deltas are."""
-        deltas_VB = optimizer.update_(self._records_PW, merged, lr, iteration, fixed, weights=self.schema.weights)
-        return SealedDeltas(deltas_VB, self._note(False, merged.positions, deltas_VB))
+        seals_V = np.empty(len(merged.positions), np.uint32) if self.sealed else None
+        deltas_VB = optimizer.update_(
+            self._records_PW, merged, lr, iteration, fixed, weights=self.schema.weights, seals_V=seals_V
+        )
+        self._note(False, merged.positions, seals_V)
+        return SealedDeltas(deltas_VB, seals_V)
 
     def undo_(self, positions_U: Positions, deltas_UB: Bytes) -> None:
         """Takes back what `apply_` or `overwrite_` has changed.
@@ -163,7 +167,7 @@ class Shard:
             IndexError: a position is out of range. Nothing was changed then.
         """
         xor_rows_(self._data_PB, positions_U, deltas_UB)
-        self._note(False, positions_U, deltas_UB)
+        self._note(False, positions_U, seals.seals_of(deltas_UB) if self.sealed else None)
 
     def fold_(
         self, code: LinearCode, positions_U: Positions, deltas_UB: Bytes, coefficients_U: Bytes, parity: bool = True
@@ -183,8 +187,11 @@ class Shard:
         Raises:
             As `LinearCode.fold_`.
         """
-        code.fold_(self._of(parity), positions_U, deltas_UB, coefficients_U)
-        return self._note(parity, positions_U, deltas_UB, coefficients_U)
+        seals_N = None if self._seals is None else self._seals[parity]
+        of_deltas_U = code.fold_(self._of(parity), positions_U, deltas_UB, coefficients_U, seals_N)
+        if self.touched is not None:
+            self.touched.note(parity, positions_U)
+        return of_deltas_U
 
     def install_(
         self,
@@ -323,15 +330,12 @@ class Shard:
 
     # seals --------------------------------------------------------------------------------------
 
-    def _note(
-        self, parity: bool, positions_U: Positions, deltas_UB: Bytes, coefficients_U: Bytes | None = None
-    ) -> SealsOf | None:
-        """These have changed by their deltas, times their coefficients; returns the seals of the deltas."""
+    def _note(self, parity: bool, positions_U: Positions, seals_U: SealsOf | None) -> None:
+        """These have changed by deltas that have these seals."""
         if self.touched is not None:
             self.touched.note(parity, positions_U)
-        if self._seals is None:
-            return None
-        return seals.add_(self._seals[parity], positions_U, deltas_UB, coefficients_U)
+        if self._seals is not None and seals_U is not None:
+            seals.xor_(self._seals[parity], positions_U, seals_U)
 
     def broken(self, positions_U: Positions, parity: bool = False) -> Positions:
         """Which of some records do not fit their seals; none, where none are kept.
