@@ -186,9 +186,9 @@ class Checkpointing:
 
     def on_tick(self, now_s: float, whole: bool) -> None:
         """Time passes. `whole`: every slot has a host and all its records, and the trainers train."""
-        self._now_s = now_s
         if not self.wanted:
             return
+        self._now_s = now_s
         running = self._running
         if running is not None:
             self._look_after(running, now_s, whole)
