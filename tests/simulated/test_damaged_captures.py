@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from flipped_runs import Flipped, name_of
 from test_captures import PLAIN, Checkpointed, check, events, healthy, with_checkpoints
 
 from torch_ecrec.coordinator import checkpointing
+from torch_ecrec.server.capture import Capture
 from torch_ecrec.server.scrubber import Scrubber
 
 REASON = "records are damaged, and being repaired; the next checkpoint has them"
@@ -27,10 +29,12 @@ class FlippedAtWrite(Checkpointed, Flipped):
     Args:
         at: number of the write.
         policy: of checkpoints.
+        checks: `Settings.record_checks`.
     """
 
-    def __init__(self, at: int, policy: str) -> None:
+    def __init__(self, at: int, policy: str, checks: str = "use") -> None:
         super().__init__(with_checkpoints(PLAIN, policy), at=at, act=lambda cluster, what: self.flip())
+        self.settings = dataclasses.replace(self.settings, record_checks=checks)
         self.scrubs, self.share = "last", 0.0
         self.chance.seed(at)
 
@@ -76,3 +80,23 @@ def test_what_is_written_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError):
         for at in numbers("full", 1):
             flip_at(at, "full")
+
+
+def test_a_step_that_changes_a_damaged_record_gives_the_checkpoint_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With checks in the background a step uses it, and the capture is the first to see it: the slot goes on."""
+    found, before_forgetting = [], Capture.before_forgetting
+
+    def seen(self: Capture, *changed: Any) -> None:
+        damaged = sum(len(damage) for damage in self._held.missing.damaged.values())
+        before_forgetting(self, *changed)
+        found.append(sum(len(damage) for damage in self._held.missing.damaged.values()) > damaged)
+
+    monkeypatch.setattr(Capture, "before_forgetting", seen)
+    for at in numbers("full", 1):
+        cluster = FlippedAtWrite(at, "full", checks="background")
+        cluster.go()
+        assert cluster.all_mended() and len(cluster.shelf.counts) >= healthy("full")[2] - len(cluster.voided()) - 1
+        if any(found):
+            assert cluster.voided()
+            return
+    raise AssertionError("no step did")

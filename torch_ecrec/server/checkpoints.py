@@ -144,11 +144,13 @@ class SlotCheckpoints:
                 marks_P[positions_U] = 1
         if self._host.checkpointing.saver != "everything":
             self._note(positions)
-        if self._capture is not None:
-            self._capture.before_forgetting(positions, deltas)
-            if self._capture.kept_bytes > self._memory_bytes:
+        capture = self._capture
+        if capture is not None:
+            capture.before_forgetting(positions, deltas)
+            # It is given up by now where it has seen damage.
+            if self._capture is capture and capture.kept_bytes > self._memory_bytes:
                 self._give_up(
-                    f"{self._capture.kept_bytes:,} bytes were changed while it was written: raise"
+                    f"{capture.kept_bytes:,} bytes were changed while it was written: raise"
                     " `checkpoint_bytes_per_s`, or TORCH_ECREC_CHECKPOINT_MEMORY_BYTES of the servers"
                 )
         if not self._surveyed and iteration is not None and self._is_due(iteration):
