@@ -1,0 +1,113 @@
+"""Captures while steps come and go, and what they keep: against the records as they were, copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from kept import small_job
+
+from torch_ecrec.codec import LinearCode
+from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.layout.stripes import layout_of
+from torch_ecrec.server import capture as capture_module
+from torch_ecrec.server.capture import CLEAN, MARKED, Capture, _Kept
+
+POOLS = (1, 70, 16 << 20)  # bytes: a record in each piece; some; all in one
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("count", [1, 255, 256, 700])
+def test_what_is_kept_is_found_by_its_position(pool: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_module, "POOL_BYTES", pool)
+    rng = np.random.default_rng([pool, count])
+    kept, model, left, memory = _Kept(count, 12), {}, rng.permutation(count), 0
+    while len(left):
+        positions, left = np.sort(left[: rng.integers(0, 90)]), left[rng.integers(0, 90) :]
+        positions = positions[~np.isin(positions, list(model))]
+        records = rng.integers(0, 256, (len(positions), 12), np.uint8)
+        memory += kept.add(positions, records)
+        model.update(zip(positions.tolist(), records.copy(), strict=True))
+        records[:] = 0  # it has a copy
+        some = np.array([at for at in model if rng.random() < 0.5], np.int64)
+        at = rng.permutation(count + 5)[: len(some)]
+        found = rng.integers(0, 256, (count + 5, 12), np.uint8)
+        wanted = found.copy()
+        for place, position in zip(at, some.tolist(), strict=True):
+            wanted[place] = model[position]
+        kept.put_into(found, at, some)
+        assert (found == wanted).all()
+    assert memory >= 12 * len(model)
+
+
+class Trained:
+    """What a slot holds, and all of its records after every step, copied."""
+
+    def __init__(self, rng: np.random.Generator, sealed: bool) -> None:
+        job = small_job(rows=60)
+        layouts = tuple(layout_of(3, 2, 1, slab.rows) for slab in job.slabs)
+        self.rng = rng
+        self.held = Holdings(job, LinearCode(2, 1), layouts, 0, 0, [0, 0, 0], fresh=True, sealed=sealed)
+        self.after = {0: self.records()}
+
+    def records(self) -> list[Any]:
+        return [shard.gather(np.arange(shard.data_rows)) for shard in self.held.shards]
+
+    def step(self, capture: Capture | None = None) -> None:
+        held, step = self.held, self.held.rule.applied + 1
+        touch = self.rng.choice([0.0, 0.1, 0.5, 1.0])
+        positions = [np.flatnonzero(self.rng.random(shard.data_rows) < touch) for shard in held.shards]
+        values = [
+            self.rng.integers(0, 256, (len(at), shard.schema.nbytes), np.uint8)
+            for at, shard in zip(positions, held.shards, strict=True)
+        ]
+        changes = [shard.overwrite_(*of) for shard, *of in zip(held.shards, positions, values, strict=True)]
+        held.rule.on_applied(step)
+        held.log.append(step, positions, [c.deltas_UB for c in changes], [c.seals_U for c in changes])
+        if capture is not None:
+            capture.before_forgetting(positions, [c.deltas_UB for c in changes])
+        self.after[step] = self.records()
+
+    def go_back(self, step: int) -> None:
+        self.held.undo_after(step)
+        self.held.rule.go_back(step)
+        assert all((got == was).all() for got, was in zip(self.records(), self.after[step], strict=True))
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_capture_is_of_its_step_whatever_comes_and_is_undone(
+    pool: int, sealed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_module, "POOL_BYTES", pool)
+    rng, undone, kept = np.random.default_rng([pool, sealed]), 0, 0
+    for _ in range(60):
+        trained = Trained(rng, sealed)
+        held = trained.held
+        for _ in range(rng.integers(0, 4)):
+            trained.step()
+        of = int(rng.integers(held.log.floor, held.rule.applied + 1))
+        share = rng.choice([0.3, 1.0])
+        marks = [
+            np.where(rng.random(shard.data_rows) < share, MARKED, CLEAN).astype(np.uint8) for shard in held.shards
+        ]
+        wanted = [np.flatnonzero(marks_P) for marks_P in marks]
+        capture = Capture(held, of, marks)
+        portions, most = [], int(rng.choice([1, 60, 1000]))
+        while (portion := capture.next_portion(most)) is not None:
+            portions.append(portion)
+            while rng.random() < 0.3:
+                trained.step(capture)
+            if rng.random() < 0.1 and held.rule.applied > of:
+                trained.go_back(int(rng.integers(of, held.rule.applied)))
+                undone += 1
+        for slab, at in enumerate(wanted):
+            mine = [portion for portion in portions if portion.slab == slab]
+            rows = np.concatenate([portion.rows_N for portion in mine])
+            assert np.array_equal(rows, held.layouts[slab].row_at(0, at))
+            assert (np.concatenate([p.records_NB for p in mine]) == trained.after[of][slab][at]).all()
+        kept += capture.kept_bytes
+        assert capture.fraction == 1.0
+        assert not any(len(shard.broken_run(0, shard.data_rows)) for shard in held.shards)
+    assert undone > 20 and kept > 1000
