@@ -155,16 +155,27 @@ class DeltaLog:
                     f" {deltas_UB.shape}"
                 )
         entry = tuple(zip(positions, deltas, strict=True))
+        sealed = None if self._sealed is None else self._seal(entry, of_deltas)
         self._entries.append(entry)
-        if self._sealed is not None:
-            known = of_deltas or [None] * len(entry)
-            self._sealed.append(
-                tuple(
-                    (seals.seals_of(deltas_UB) if seals_U is None else seals_U, _sum_of(positions_U))
-                    for (positions_U, deltas_UB), seals_U in zip(entry, known, strict=True)
-                )
-            )
+        if self._sealed is not None and sealed is not None:
+            self._sealed.append(sealed)
         self._bytes += _entry_bytes(entry)
+
+    def _seal(self, entry: Entry, of_deltas: Sequence[seals.SealsOf | None] | None) -> Sealed:
+        """What is kept to look at an entry. Raises ValueError where seals that are known are not of its deltas' form."""
+        known = [None] * self._slabs if of_deltas is None else of_deltas
+        require(
+            len(known) == self._slabs, f"`of_deltas` must be one of each of {self._slabs} slabs, got {len(known)}"
+        )
+        found = []
+        for slab, ((positions_U, deltas_UB), seals_U) in enumerate(zip(entry, known, strict=True)):
+            if seals_U is None:
+                seals_U = seals.seals_of(deltas_UB)
+            elif seals_U.dtype != np.uint32 or seals_U.shape != positions_U.shape:
+                wanted = f"`of_deltas[{slab}]` must be uint32 of shape {positions_U.shape}"
+                raise ValueError(f"{wanted}, got {seals_U.dtype} of {seals_U.shape}")
+            found.append((seals_U, _sum_of(positions_U)))
+        return tuple(found)
 
     def pop(self) -> Entry:
         """Removes and returns the entry of the last step; `last` falls by one.
