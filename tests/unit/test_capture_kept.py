@@ -89,9 +89,7 @@ def test_a_capture_is_of_its_step_whatever_comes_and_is_undone(
             trained.step()
         of = int(rng.integers(held.log.floor, held.rule.applied + 1))
         share = rng.choice([0.3, 1.0])
-        marks = [
-            np.where(rng.random(shard.data_rows) < share, MARKED, CLEAN).astype(np.uint8) for shard in held.shards
-        ]
+        marks = [np.where(rng.random(shard.data_rows) < share, MARKED, CLEAN).astype(np.uint8) for shard in held.shards]
         wanted = [np.flatnonzero(marks_P) for marks_P in marks]
         capture = Capture(held, of, marks)
         portions, most = [], int(rng.choice([1, 60, 1000]))

@@ -1,4 +1,4 @@
-"""Seals of deltas, made once in the kernels that make or fold these: against the plain definition, whatever the memory."""
+"""Seals of deltas, made once in the kernels that make or fold these: against the plain definition, in any memory."""
 
 from __future__ import annotations
 

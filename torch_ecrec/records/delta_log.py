@@ -162,11 +162,9 @@ class DeltaLog:
         self._bytes += _entry_bytes(entry)
 
     def _seal(self, entry: Entry, of_deltas: Sequence[seals.SealsOf | None] | None) -> Sealed:
-        """What is kept to look at an entry. Raises ValueError where seals that are known are not of its deltas' form."""
+        """What is kept to look at an entry by. Raises ValueError where seals that are known do not fit its deltas."""
         known = [None] * self._slabs if of_deltas is None else of_deltas
-        require(
-            len(known) == self._slabs, f"`of_deltas` must be one of each of {self._slabs} slabs, got {len(known)}"
-        )
+        require(len(known) == self._slabs, f"`of_deltas` must be one of each of {self._slabs} slabs, got {len(known)}")
         found = []
         for slab, ((positions_U, deltas_UB), seals_U) in enumerate(zip(entry, known, strict=True)):
             if seals_U is None:
