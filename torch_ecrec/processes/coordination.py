@@ -101,6 +101,7 @@ class _Coordinator:
         office = self._office
         self._acting = Acting(lambda: office is None or office.holds)
         self._router: Router
+        self._ledger: FileLedger | None = None
 
     def _do(self, action: Callable[[], None]) -> None:
         self._acting.do(action)
@@ -121,6 +122,8 @@ class _Coordinator:
         try:
             self._begin(checkpoint, again)
             self._serve()
+            if self._over or (self._office is None and not self._fenced):
+                self._tidy()
         finally:
             if self._office is not None:
                 self._office.close(self._over)
@@ -142,7 +145,8 @@ class _Coordinator:
         told = self._told
         looks = again and checkpoint.beyond != "stop"
         begins = find_checkpoint(told.restore, checkpoint.url) if told.restore and not looks else None
-        ledger = FileLedger(checkpoint, lambda: self._router.core.job, self._do_soon) if checkpoint.url else None
+        if checkpoint.url:
+            self._ledger = FileLedger(checkpoint, lambda: self._router.core.job, self._do_soon)
         self._store = _store_on(told.host)
         settings = told.settings
         transport, where = cast(TransportName, settings.transport), (told.host, self._store.port)
@@ -150,7 +154,7 @@ class _Coordinator:
             ClusterSettings(
                 told.code, told.spares, where, told.without_spare, settings.lease_s, transport, checkpoint, begins
             ),
-            ledger=ledger,
+            ledger=self._ledger,
             probe=self._probe,
             announce=_announce,
             stop=self._stop,
@@ -197,6 +201,11 @@ class _Coordinator:
         """Another has led: whoever is still connected looks for it."""
         self._fenced = True
         self._server.close()
+
+    def _tidy(self) -> None:
+        """Nobody goes on with this run."""
+        if self._ledger is not None:
+            self._ledger.end(self._router.core.run)
 
     def _end(self) -> None:
         """This process is told to."""
