@@ -233,7 +233,12 @@ class Beyond(Restoring):
         return True
 
 
-LATER = {"nobody": [], "trainer": [("trainer", 1)], "coordinator": [("coordinator", 0)], "beyond again": [("beyond", 2)]}
+LATER = {
+    "nobody": [],
+    "trainer": [("trainer", 1)],
+    "coordinator": [("coordinator", 0)],
+    "beyond again": [("beyond", 2)],
+}
 
 
 def sweep_beyond(every: int, *more: tuple[str, int], later: int = 40, own_after: int = 1000) -> Counter[str]:
