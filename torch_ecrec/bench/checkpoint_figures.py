@@ -230,17 +230,23 @@ def plot(shape: str, blocks: Blocks, samples: int, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, grid = pyplot.subplots(len(blocks), 1, figsize=(10, 1.5 * len(blocks) + 1), sharex=True, squeeze=False)
-    for axes, (way, some) in zip(grid[:, 0], blocks.items(), strict=True):
-        block = some[-1]
+    last_ones = {way: some[-1] for way, some in blocks.items()}
+    steps_s = max(block["ends_s"][-1] - block["begin_s"] for block in last_ones.values())
+    size = (10, 1.5 * len(blocks) + 1)
+    figure, grid = pyplot.subplots(len(blocks), 1, figsize=size, sharex=True, sharey=True, squeeze=False)
+    for axes, (way, block) in zip(grid[:, 0], last_ones.items(), strict=True):
         begin_s = block["begin_s"]
         rates = [samples / seconds for seconds in durations(block)]
         axes.step([end - begin_s for end in block["ends_s"]], rates, where="pre", color="#2b6cb0", linewidth=0.8)
         for first, last in block["spans_s"]:
             axes.axvspan(first - begin_s, last - begin_s, color="#dd8833", alpha=0.3, linewidth=0)
-        axes.set_ylim(bottom=0)
+            if last - begin_s > 1.05 * steps_s:
+                said, at = f"written after {last - begin_s:.0f} s", (0.995, 0.08)
+                axes.annotate(said, at, xycoords="axes fraction", ha="right", fontsize=8, color="#9c4a00")
         axes.set_title(way, loc="left", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
+    grid[0, 0].set_ylim(bottom=0)
+    grid[0, 0].set_xlim(0, 1.05 * steps_s)
     grid[-1, 0].set_xlabel("s since the block began; shaded: a checkpoint is written")
     figure.suptitle(f"samples/s, {shape}")
     figure.tight_layout()

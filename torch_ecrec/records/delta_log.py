@@ -5,9 +5,9 @@ new of the record bytes. The log holds the steps floor+1 .. last without a gap. 
 with the deltas of all steps after t. Example: a byte is 5 as of step 7; step 8 made it 4 (delta 1), step 9 made it 6
 (delta 2). `changes(after=7, through=9)` is 1 ^ 2 = 3, and 6 ^ 3 = 5.
 
-A sealed log keeps the seal of each delta (`codec/seals.py`) and a sum of each entry's positions, made when the entry
-was appended, and looks at them whenever an entry is used. A delta is what nobody else may have, so one that is damaged
-is an error: the slot's next host has the records from elsewhere, and needs no such log.
+A sealed log keeps the seal of each delta (`codec/seals.py`), made by who applied or folded it or when it is appended,
+and a sum of each entry's positions, and looks at them whenever an entry is used. A delta is what nobody else may have,
+so one that is damaged is an error: the slot's next host has the records from elsewhere, and needs no such log.
 
 Invariants. `floor <= last`. `floor` only rises; `last` rises by one with `append` and falls by one with `pop`. Arrays
 are kept, not copied, and never written.
