@@ -298,6 +298,9 @@ def test_beyond_parity_the_lost_slots_take_what_was_saved_since_the_checkpoint(t
         assert digests[0] == digests[1] != undisturbed()[0]["digest"]
         for one in counted(store):
             assert all(not checked.fault for checked in Catalog(str(store)).verify(one))
+        left = "000000000001-" + counted(store)[0].id.split("-")[1] + "-1-9999"  # as of one that was interrupted
+        (store / "saves" / left).mkdir()
+    assert counted(store) and not list((store / "saves").iterdir()), "the run is over"
 
 
 @pytest.mark.slow  # test_restores.py has the protocol

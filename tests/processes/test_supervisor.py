@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import wait_until
+from kept import Shelf
 from places import SUPPORT
 from test_cli import command
 
@@ -44,6 +45,20 @@ def living(running: Supervisor) -> list[dict[str, Any]]:
 def starts(logs: Path) -> list[int]:
     """The numbers of all servers that were started, in the place of others too."""
     return sorted(int(path.stem.partition("-")[2]) for path in logs.glob("server-*.log"))
+
+
+def test_a_coordinator_is_told_what_the_one_before_has_begun_with(tmp_path: Path) -> None:
+    """Not what is the newest there by then: another run may have left it."""
+    shelf = Shelf(str(tmp_path / "store"))
+    begun = shelf.write(100)
+    with Supervisor(CODE, environment=ENVIRONMENT, coordinator=["--restore", str(tmp_path / "store")]) as running:
+        wait_until(lambda: len(living(running)) == 2, LIMIT_S, "two servers")
+        first = running.coordinator.pid
+        shelf.write(50)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: running.coordinator.pid != first and len(living(running)) == 2, LIMIT_S, "another one")
+        words = psutil.Process(running.coordinator.pid).cmdline()
+        assert words[words.index("--began-with") + 1] == begun.id
 
 
 def test_a_server_that_reached_nobody_is_started_again(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,15 @@ import pytest
 import torch
 from dependent_steps import begin, train
 from kept import random_records
-from virtual_trainers import Kill, Trainers, TurnsSession
+from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession
 
 from torch_ecrec.client import loading
 from torch_ecrec.client.client import Client
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.coordinator.checkpointing import Restorable
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.processes.restoring import StoredCheckpoint
+from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.positions import Bytes
 from torch_ecrec.records.schema import Field
@@ -147,3 +152,118 @@ def test_somebody_is_lost_at_messages_of_it(who: str) -> None:
 @pytest.mark.parametrize("who", LOST)
 def test_somebody_is_lost_at_every_message_of_it(who: str, code: CodeSpec) -> None:
     print(sweep(code, 1, *LOST[who]))
+
+
+# beyond parity --------------------------------------------------------------------------------------------
+
+WITHIN_S = 300.0  # for the ledger's thread: only a hang reaches it
+
+
+@functools.cache
+def somebody_elses() -> str:
+    """The newest at the place: another import, of other numbers, which this run has not begun with."""
+    imported()
+    layouts = [layout_of(JOB.code.slots, JOB.code.k, JOB.code.parities, slab.rows) for slab in JOB.slabs]
+    parts = [([0], np.zeros(8, np.uint8))] * TRAINERS
+    catalog = Catalog("memory://imported")
+    other = importing.write(catalog, JOB, Nothing(), parts, lambda slab, rows: layouts[slab].locate(rows)[0])
+    assert catalog.newest().id == other.id != imported()._restored.folder
+    return other.id
+
+
+class Nothing:
+    """Tables of zeros; a `Source`."""
+
+    def rows(self, table: str, field: Field, first: int, last: int) -> Bytes | None:
+        return None
+
+
+class Beyond(Restoring):
+    """More is lost than parity repairs: all go back to the run's newest checkpoint, or to the one that was imported.
+
+    Which one that is, the ledger of real processes says, unless the run has one of its own.
+    """
+
+    def __init__(self, code: CodeSpec = JOB.code, own_after: int = 1000, **more: Any) -> None:
+        somebody_elses()
+        again: dict[str, Any] = {"every_steps": own_after, "beyond": "checkpoint", "again_s": (0.01,)}
+        super().__init__(code, checkpoint=CheckpointSettings("memory://imported", **again), **more)
+        self.backs: list[str] = []  # to which, each time
+        files = FileLedger(CheckpointSettings("memory://imported", **again), lambda: JOB, lambda act: act())
+        own = self.shelf.newest
+
+        def newest(run: str, began_with: Restored | None, done: Callable[[Restorable | None, str], None]) -> None:
+            def found(restorable: Restorable | None, why: str) -> None:
+                self.backs.append(why if restorable is None else restorable[0].folder)
+                done(restorable, why)
+
+            if self.shelf.counts:
+                own(run, None, found)
+                return
+            told: list[Any] = []
+            ended = threading.Event()
+            files.newest(run, began_with, lambda *values: (told.append(values), ended.set()))  # type: ignore[func-returns-value]
+            assert ended.wait(WITHIN_S)
+            self.shelf.later((0.0002, 0.006), "newest", lambda _: found(*told[0]))
+
+        self.shelf.newest = newest  # type: ignore[method-assign, assignment]
+        self._tick()
+
+    def _tick(self) -> None:
+        if self.plane.lives:
+            self.plane.router.on_tick(self.network.clock.now_s)
+        self.network.clock.later(0.02, self._tick)
+
+    def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
+        restored = process.restored
+        assert restored is not None, "it has begun with one"
+        own = next((one for one in self.shelf.counts if one.folder == restored.folder), None)
+        checkpoint = imported() if own is None else OnShelf(self.shelf, JOB, own)
+        assert own is not None or restored.folder == imported()._restored.folder
+        return TurnsSession(client, lambda message: None, lambda: None, process.restarted, checkpoint)
+
+    def _kill(self, kill: Kill) -> bool:
+        if kill.who != "beyond":
+            return super()._kill(kill)
+        servers = {place.server for place in self.coordinator.slots[: kill.which]}
+        if len(servers) < kill.which or not self.plane.lives or self.coordinator.goes_back:
+            return False
+        for server in servers - self.network.dead:
+            self.network.kill(server)
+        return True
+
+
+LATER = {
+    "nobody": [],
+    "trainer": [("trainer", 1)],
+    "coordinator": [("coordinator", 0)],
+    "beyond again": [("beyond", 2)],
+}
+
+
+def sweep_beyond(every: int, *more: tuple[str, int], later: int = 40, own_after: int = 1000) -> Counter[str]:
+    fired: Counter[str] = Counter()
+    for at in range(0, len(Restoring(JOB.code).go().network.sent), every):
+        kills = [Kill("beyond", 2, at), *(Kill(who, which, at + later) for who, which in more)]
+        run = Beyond(own_after=own_after, reborn=True, kills=kills).go()
+        check(run)
+        fired.update(kill.who for kill in run.fired)
+        fired["to the imported one"] += run.backs.count(imported()._restored.folder)
+        fired["to its own"] += sum(folder in {one.folder for one in run.shelf.counts} for folder in run.backs)
+        assert fired["to the imported one"] + fired["to its own"] == fired["beyond"], run.backs
+    return fired
+
+
+@pytest.mark.parametrize("who", LATER)
+def test_when_all_is_lost_before_the_first_own_checkpoint_all_go_back_to_the_imported_one(who: str) -> None:
+    """To that one: not to the newest at the place, which is another's."""
+    fired = sweep_beyond(23, *LATER[who])
+    print(fired)
+    assert fired["to the imported one"] == fired["beyond"] > 5
+    assert all(fired[name] > 5 for name, _ in LATER[who])
+
+
+def test_once_there_is_an_own_one_they_go_back_to_that() -> None:
+    fired = sweep_beyond(17, own_after=2)
+    print(fired)
+    assert fired["to the imported one"] > 2 and fired["to its own"] > 2

@@ -47,6 +47,16 @@ def test_split_and_join_are_inverse(arranged, dtype):
     assert torch.equal(there.join(filled, torch.empty_like(values)), values)
 
 
+@pytest.mark.parametrize("count", [0, 199, 201])
+@pytest.mark.parametrize("arranged", [True, False])
+def test_values_that_are_not_as_many_as_the_rows_are_refused(arranged, count):
+    """What puts them in order looks at no bounds."""
+    layout, rows = Layout(5, 3, 1, 1000), torch.randperm(1000)[:200]
+    there = arrange(layout, rows)[0] if arranged else route(layout, rows)
+    with pytest.raises(ValueError, match=f"{count} values for 200 rows"):
+        there.split(torch.zeros(count, 4))
+
+
 def test_rows_that_collide_in_the_table_are_told_apart():
     layout = Layout(3, 2, 1, 2**40)
     rows = torch.arange(0, 2**40, 2**28)  # high bits only

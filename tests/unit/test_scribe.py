@@ -216,6 +216,20 @@ def test_the_newest_that_is_whole_is_taken(tmp_path: Path) -> None:
     assert restoring.find("newest", str(tmp_path / "none")) is None
 
 
+@pytest.mark.parametrize("wanted", ["", "newest"])
+def test_what_a_run_has_begun_with_is_found_again_whatever_is_newer_there(tmp_path: Path, wanted: str) -> None:
+    """By a coordinator in the place of one that died with everybody else, before the run's first own checkpoint."""
+    url, truth, ledger = str(tmp_path), random_records(JOB, 3), ledger_of(str(tmp_path))
+    begun = committed(ledger, url, 40, truth)
+    other = committed(ledger, url, 20, truth)
+    wanted = wanted or url
+    assert restoring.find(wanted, url) == (other, JOB)
+    assert restoring.find(wanted, url, begun.folder) == (begun, JOB)
+    assert restoring.find(wanted, url, restoring.NONE) is None, "it has begun with nothing"
+    with pytest.raises(CheckpointError, match="000000000030-gone-1-1"):
+        restoring.find(wanted, url, "000000000030-gone-1-1")
+
+
 @pytest.mark.parametrize("hangs", ["reading", "before"])
 def test_a_store_that_hangs_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from conftest import wait_until
 from kept import random_records
 from test_scribe import JOB, LIMIT_S, Answer, committed, ledger_of, order_of, slots_of, write
 
+from torch_ecrec.cli.main import main
 from torch_ecrec.coordinator.checkpointing import Finished
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.layout.stripes import layout_of
@@ -132,3 +135,109 @@ def test_what_is_altered_missing_or_of_something_else_is_refused(tmp_path: Path)
     (tmp_path / "saves" / again.folder / "slot-00000").write_bytes(b"short")
     ledger.commit(Finished(again.folder, again.step, 60, full.folder, parts, 0, save=True), answer)
     assert "has 5 bytes" in answer.wait()[0] and not (tmp_path / "saves" / again.folder / "save.json").exists()
+
+
+def names_at(url: str) -> list[str]:
+    return Saves(Catalog(url).location).names()
+
+
+def asked_for(ledger: Any) -> None:
+    """All that was asked of it before is done."""
+    answer = Answer()
+    ledger.newest("run", None, answer, read=False)
+    answer.wait()
+
+
+def test_they_are_listed_under_their_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url, records = str(tmp_path), random_records(JOB, 3)
+    ledger = ledger_of(url, **SOME)
+    full, later = committed(ledger, url, 40, records), committed(ledger, url, 45, records)
+    asked_for(ledger)
+    on_full, on_later = saved(ledger, url, 50, records, full, 2), saved(ledger, url, 60, records, later, 3)
+    left, lost = "000000000070-run-1-70", saved(ledger, url, 80, records, messages.Restored(url, "9" * 12 + "-x", 9), 2)
+    (tmp_path / "saves" / left).mkdir()
+    assert main(["checkpoints", url]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
+    listed = [row[:3] for row in rows[2:6]]
+    assert listed == [["45", "full", "-"], ["60", "save", "45"], ["40", "full", "-"], ["50", "save", "40"]]
+    assert rows[0][0] == "2" and rows[3][-1] == f"saves/{on_later}" and f"interrupted ones: saves/{left}" in out
+    assert f"saves/{lost} is on 999999999999-x, which is not there: nothing can use it" in out
+    assert main(["checkpoints", url, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    (save,) = said["checkpoints"][1]["saves"]
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "saves" / on_full).glob("slot-*"))
+    assert save["name"] == on_full and save["bytes"] == on_disk and save["rows"] > 0 and "faults" not in save
+    others = said["other_saves"]
+    assert [one["name"] for one in others["whole"]] == [lost] and others["unfinished"] == [left]
+
+
+def test_verify_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url, records = str(tmp_path), random_records(JOB, 3)
+    ledger = ledger_of(url, **SOME)
+    full = committed(ledger, url, 40, records)
+    name, other = saved(ledger, url, 50, records, full, 2), saved(ledger, url, 60, records, full, 2)
+    assert main(["checkpoints", url, "--verify"]) == 0
+    assert capsys.readouterr().out.count("  whole") == 3
+    path = tmp_path / "saves" / name / "slot-00001"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert main(["checkpoints", url, "--verify"]) == 7
+    assert f"FAULTY saves/{name}: {path}, block" in (out := capsys.readouterr().out) and out.count("  whole") == 2
+    (tmp_path / "saves" / other / "save.json").write_text("{}")
+    assert main(["checkpoints", url]) == 7
+    assert f"BROKEN saves/{other}: " in capsys.readouterr().out
+
+
+def test_with_a_checkpoint_those_on_it_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url, records = str(tmp_path), random_records(JOB, 3)
+    ledger = ledger_of(url, **SOME)
+    full, later = committed(ledger, url, 40, records), committed(ledger, url, 45, records)
+    asked_for(ledger)
+    name, stays = saved(ledger, url, 50, records, full, 2), saved(ledger, url, 60, records, later, 3)
+    assert main(["checkpoints", url, "--remove", "40", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"removed": [full.folder, f"saves/{name}"]}
+    assert names_at(url) == [stays]
+
+
+def test_a_run_that_is_over_takes_its_own_away(tmp_path: Path) -> None:
+    url, records = str(tmp_path), random_records(JOB, 3)
+    ledger = ledger_of(url, **SOME)
+    full = committed(ledger, url, 40, records)
+    saved(ledger, url, 50, records, full, 2)
+    left, other = "000000000060-run-1-60", "000000000050-other-1-50"
+    for name in (left, other):
+        (tmp_path / "saves" / name).mkdir()
+    ledger.end("run", LIMIT_S)
+    assert names_at(url) == [other] and Catalog(url).newest().id == full.folder
+
+
+def test_what_a_killed_run_has_left_goes_with_the_next_ones_checkpoint_whatever_its_saver(tmp_path: Path) -> None:
+    """Only where the next one has begun with a checkpoint of it: what else is there may be in use."""
+    url, records = str(tmp_path), random_records(JOB, 3)
+    full = committed(ledger_of(url), url, 40, records)
+    left, other = saved(ledger_of(url, **SOME), url, 50, records, full, 2), "000000000050-other-1-50"
+    (tmp_path / "saves" / other).mkdir()
+    for began_with, stays in ((None, [left, other]), (full, [other])):
+        order, answer = order_of(url, 60 + len(stays), run=f"next{len(stays)}"), Answer()
+        ledger = ledger_of(url)
+        parts = write(url, order, records)
+        ledger.commit(Finished(order.folder, order.step, order.done, "", parts, 0, began_with), answer)
+        assert answer.wait()[0] is None
+        asked_for(ledger)
+        assert sorted(names_at(url)) == sorted(stays)
+
+
+def test_a_store_that_hangs_does_not_keep_a_run_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, reached = threading.Event(), threading.Event()
+
+    def hanging(self: Saves) -> list[str]:
+        reached.set()
+        assert goes_on.wait(LIMIT_S)
+        return []
+
+    monkeypatch.setattr(Saves, "names", hanging)
+    ledger_of(str(tmp_path), **SOME).end("run", 0.05)
+    assert reached.wait(LIMIT_S)
+    goes_on.set()

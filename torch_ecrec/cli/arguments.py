@@ -102,11 +102,12 @@ def add_checkpoints(parser: argparse.ArgumentParser, restore: bool = True) -> No
     )
     _add_beyond(group)
     if not restore:
-        parser.set_defaults(restore="", run="", again=False)
+        parser.set_defaults(restore="", run="", again=False, began_with="")
         return
     # a supervisor's: what all coordinators of one run are told, and those that take the place of one that died
     group.add_argument("--run", metavar="WORD", default="", help=argparse.SUPPRESS)
     group.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--began-with", metavar="FOLDER", default="", help=argparse.SUPPRESS)
     group.add_argument(
         "--restore",
         metavar="URL[@STEP]|newest",

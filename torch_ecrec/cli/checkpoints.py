@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # numpy and Numba, which take a second
     from torch_ecrec.storage.catalog import Catalog, Listing
     from torch_ecrec.storage.manifest import Manifest
+    from torch_ecrec.storage.saves import Save, SavesListing
 
 HELP = "list, verify, remove, export and import checkpoints at a URL"
 OPTIONS_OF = {  # each says something of one of the actions
@@ -79,10 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     catalog = Catalog(arguments.url)
     if arguments.remove is not None:
-        name = catalog.at(arguments.remove).id
-        catalog.remove(name)
-        print(json.dumps({"removed": [name]}) if arguments.json else f"removed {name}")
-        return 0
+        return _remove(catalog, arguments)
     done = {"export": arguments.export, "import": arguments.source}
     for action, options in OPTIONS_OF.items():
         for option in options:
@@ -92,13 +91,51 @@ def run(arguments: argparse.Namespace) -> int:
         return _export(catalog, arguments)
     if arguments.source is not None:
         return _import(catalog, arguments)
-    listing = catalog.listing()
-    faults = {one.id: _faults(catalog, one) for one in listing.whole} if arguments.verify else {}
-    if arguments.json:
-        print(json.dumps(_as_json(listing, faults if arguments.verify else None), indent=2))
-    else:
-        print(_as_text(arguments.url, listing, faults if arguments.verify else None, time.time()))
-    return CheckpointError.exit_code if listing.broken or any(faults.values()) else 0
+    found = _Found.look(catalog, arguments.verify)
+    print(json.dumps(_as_json(found), indent=2) if arguments.json else _as_text(arguments.url, found, time.time()))
+    wrong = found.listing.broken or found.saves.broken or any((found.faults or {}).values())
+    return CheckpointError.exit_code if wrong else 0
+
+
+@dataclass
+class _Found:
+    """What is at a URL, and of each checkpoint and prioritised save, by name, what is wrong; None: it was not read."""
+
+    listing: Listing
+    saves: SavesListing
+    faults: dict[str, list[str]] | None
+
+    @staticmethod
+    def look(catalog: Catalog, verify: bool) -> _Found:
+        """Reads all, to verify."""
+        from torch_ecrec.storage.saves import Saves
+
+        saves = Saves(catalog.location)
+        found = _Found(catalog.listing(), saves.listing(), {} if verify else None)
+        if found.faults is not None:
+            found.faults.update((one.id, _faults(catalog, one)) for one in found.listing.whole)
+            found.faults.update((f"saves/{one.id}", saves.faults(one)) for one in found.saves.whole)
+        return found
+
+    def saves_on(self, name: str) -> list[Save]:
+        """Those on a checkpoint."""
+        return [one for one in self.saves.whole if one.base == name]
+
+    def adrift(self) -> list[Save]:
+        """Those on none that is there: nothing can use them."""
+        there = {*(one.id for one in self.listing.whole), *(one.folder for one in self.listing.broken)}
+        return [one for one in self.saves.whole if one.base not in there]
+
+
+def _remove(catalog: Catalog, arguments: argparse.Namespace) -> int:
+    """With the prioritised saves on it, which nothing could use."""
+    from torch_ecrec.storage.saves import Saves
+
+    name = catalog.at(arguments.remove).id
+    catalog.remove(name)
+    gone = [name, *(f"saves/{one}" for one in Saves(catalog.location).remove_on(name))]
+    print(json.dumps({"removed": gone}) if arguments.json else "\n".join(f"removed {one}" for one in gone))
+    return 0
 
 
 def _export(catalog: Catalog, arguments: argparse.Namespace) -> int:
@@ -161,9 +198,16 @@ def _faults(catalog: Catalog, manifest: Manifest) -> list[str]:
     return []
 
 
-def _as_json(listing: Listing, faults: dict[str, list[str]] | None) -> dict[str, Any]:
+def _as_json(found: _Found) -> dict[str, Any]:
+    def faults(name: str) -> dict[str, Any]:
+        return {} if found.faults is None else {"faults": found.faults[name]}
+
+    def save(one: Save) -> dict[str, Any]:
+        said = {"name": one.id, "step": one.done, "base": one.base, "bytes": one.bytes, "rows": one.rows}
+        return {**said, "written_s": one.written_s, **faults(f"saves/{one.id}")}
+
     checkpoints = []
-    for one in listing.whole:
+    for one in found.listing.whole:
         errors = {name: {"largest": error.largest, "rms": error.rms} for name, error in one.errors.items()}
         checkpoints.append(
             {
@@ -178,41 +222,63 @@ def _as_json(listing: Listing, faults: dict[str, list[str]] | None) -> dict[str,
                 "written_s": one.written_s,
                 "version": one.version,
                 "errors": errors,
-                **({} if faults is None else {"faults": faults[one.id]}),
+                "saves": [save(each) for each in found.saves_on(one.id)],
+                **faults(one.id),
             }
         )
-    broken = [{"name": one.folder, "reason": one.reason} for one in listing.broken]
-    return {"checkpoints": checkpoints, "broken": broken, "unfinished": listing.unfinished}
+    known = {each.id for one in found.listing.whole for each in found.saves_on(one.id)}
+    return {
+        "checkpoints": checkpoints,
+        "broken": [{"name": one.folder, "reason": one.reason} for one in found.listing.broken],
+        "unfinished": found.listing.unfinished,
+        "other_saves": {
+            "whole": [save(one) for one in found.saves.whole if one.id not in known],
+            "broken": [{"name": name, "reason": reason} for name, reason in found.saves.broken.items()],
+            "unfinished": found.saves.unfinished,
+        },
+    }
 
 
-def _as_text(url: str, listing: Listing, faults: dict[str, list[str]] | None, now_s: float) -> str:
-    from torch_ecrec.observe.text import size, table
+def _as_text(url: str, found: _Found, now_s: float) -> str:
+    from torch_ecrec.observe.text import table
 
+    listing = found.listing
     lines = [f"{len(listing.whole)} checkpoints at {url}" if listing.whole else f"no checkpoints at {url}"]
-    steps = {one.id: str(one.done) for one in listing.whole}
     rows = [["step", "kind", "base", "size", "rows", "weights", "written", "age", "name"]]
-    if faults is not None:
+    if found.faults is not None:
         rows[0].append("verified")
     for one in listing.whole:
-        base = "-" if one.base is None else steps.get(one.base, f"{one.base} (not there)")
-        weights = f"{one.encoding.bits} bits" if one.encoding.bits else "exact"
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.written_s))
-        row = [str(one.done), one.kind, base, size(one.bytes), f"{one.rows:,}", weights, written]
-        row += [_age(now_s - one.written_s), one.id]
-        if faults is not None:
-            row.append(f"FAULTY ({len(faults[one.id])})" if faults[one.id] else "whole")
-        rows.append(row)
+        rows.append(_row(found, one, one.kind, one.id, now_s))
+        rows += [_row(found, save, "save", f"saves/{save.id}", now_s) for save in found.saves_on(one.id)]
     lines += table(rows) if listing.whole else []
     for one in listing.whole:
         for error in one.errors.values():
             lines.append(f"  step {one.done}, table {error.table}: weights off by {error.rms:.3g} (rms),")
             lines[-1] += f" {error.largest:.3g} at most"
-    for name, reasons in (faults or {}).items():
+    for name, reasons in (found.faults or {}).items():
         lines += [f"  FAULTY {name}: {reason}" for reason in reasons]
     lines += [f"  BROKEN {one.folder}: {one.reason}" for one in listing.broken]
-    if listing.unfinished:
-        lines.append(f"  without a manifest, under way or left of interrupted ones: {', '.join(listing.unfinished)}")
+    lines += [f"  BROKEN saves/{name}: {reason}" for name, reason in found.saves.broken.items()]
+    lines += [f"  saves/{one.id} is on {one.base}, which is not there: nothing can use it" for one in found.adrift()]
+    unfinished = [*listing.unfinished, *(f"saves/{name}" for name in found.saves.unfinished)]
+    if unfinished:
+        lines.append(f"  without a manifest, under way or left of interrupted ones: {', '.join(unfinished)}")
     return "\n".join(lines)
+
+
+def _row(found: _Found, one: Manifest | Save, kind: str, name: str, now_s: float) -> list[str]:
+    """Of the table: a checkpoint, or a prioritised save on one."""
+    from torch_ecrec.observe.text import size
+
+    steps = {each.id: str(each.done) for each in found.listing.whole}
+    base = "-" if one.base is None else steps.get(one.base, f"{one.base} (not there)")
+    weights = f"{one.encoding.bits} bits" if one.encoding.bits else "exact"
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.written_s))
+    row = [str(one.done), kind, base, size(one.bytes), f"{one.rows:,}", weights, written]
+    row += [_age(now_s - one.written_s), name]
+    if found.faults is not None:
+        row.append(f"FAULTY ({len(found.faults[name])})" if found.faults[name] else "whole")
+    return row
 
 
 def _age(span_s: float) -> str:

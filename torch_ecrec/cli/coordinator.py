@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings=Settings.from_environment(),
         checkpoint=checkpoint,
         restore=arguments.restore,
+        began_with=arguments.began_with,
         again=arguments.again,
         elect=arguments.elect,
         leader_lease_s=arguments.leader_lease,

@@ -23,6 +23,7 @@ rows: first row of the table in its slab, plus the id.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,11 +191,12 @@ class Client(SlotReads):
         """
         parts = route.split(records) if records is not None else [None] * self.slots
         step, alone = self.step, self.origin is None and not self.restores
+        before = functools.partial(self._resumable_before, step)
 
         def make(slot: int, incarnation: int) -> wire.Load:
             positions = route.positions[slot]
             return wire.Load(
-                slot, incarnation, step, self.trainer, slab, positions, first_byte, parts[slot], self.resumable, alone
+                slot, incarnation, step, self.trainer, slab, positions, first_byte, parts[slot], before(), alone
             )
 
         self._send_step(make, self._take_over())
@@ -204,9 +206,14 @@ class Client(SlotReads):
         step = self.step
 
         def make(slot: int, incarnation: int) -> wire.Pass:
-            return wire.Pass(slot, incarnation, step, self.trainer, self.resumable)
+            return wire.Pass(slot, incarnation, step, self.trainer, self._resumable_before(step))
 
         self._send_step(make, self._take_over())
+
+    def _resumable_before(self, step: int) -> int:
+        """As told with a step that loads: one that is sent once more may be the last before training, when that has
+        begun already, as everybody else knows of its end."""
+        return min(self.resumable, step - 1)
 
     def _take_over(self) -> bool:
         """Whether the snapshot that was due after the step before is due after this one, which ends with it."""

@@ -145,7 +145,13 @@ class Route:
     positions: list[Tensor]
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """Per slot, the part of `values` (U, ...) that belongs to it: views, if the rows are in the order by slot."""
+        """Per slot, the part of `values` (U, ...) that belongs to it: views, if the rows are in the order by slot.
+
+        Raises:
+            ValueError: they are not as many as the rows.
+        """
+        if len(values) != self.starts[-1]:  # the kernel writes where it is told
+            raise ValueError(f"{len(values)} values for {self.starts[-1]} rows")
         values = values.contiguous()
         if self.rank is not None and len(values):
             ordered = torch.empty_like(values)

@@ -20,8 +20,8 @@ from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.processes.leadership import Acting, Office
+from torch_ecrec.processes.restoring import NONE, newest_of
 from torch_ecrec.processes.restoring import find as find_checkpoint
-from torch_ecrec.processes.restoring import newest_of
 from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.processes.supervisor import START_S
 from torch_ecrec.protocol.bounds import TransportName
@@ -46,6 +46,7 @@ class Coordination:
         code, spares, without_spare, checkpoint: see `ClusterSettings`.
         settings: of the process.
         restore: the checkpoint that the cluster begins with (`restoring.find`); "": none.
+        began_with: the folder that the run has begun with (`restoring.NONE`: with none); "": it begins now.
         again: it takes the place of one that died. If everybody else died, too, and more losses than parity repairs are
             not to end the job, it begins with the newest checkpoint of the run.
         elect: `etcd://...`, where it is decided which of several coordinators leads; "": it is the only one.
@@ -60,6 +61,7 @@ class Coordination:
     settings: Settings
     checkpoint: CheckpointSettings = NO_CHECKPOINTS
     restore: str = ""
+    began_with: str = ""
     again: bool = False
     elect: str = ""
     leader_lease_s: int = 2
@@ -101,6 +103,8 @@ class _Coordinator:
         office = self._office
         self._acting = Acting(lambda: office is None or office.holds)
         self._router: Router
+        self._ledger: FileLedger | None = None
+        self._began_with = ""
 
     def _do(self, action: Callable[[], None]) -> None:
         self._acting.do(action)
@@ -121,6 +125,8 @@ class _Coordinator:
         try:
             self._begin(checkpoint, again)
             self._serve()
+            if self._over or (self._office is None and not self._fenced):
+                self._tidy()
         finally:
             if self._office is not None:
                 self._office.close(self._over)
@@ -142,7 +148,9 @@ class _Coordinator:
         told = self._told
         looks = again and checkpoint.beyond != "stop"
         begins = find_checkpoint(told.restore, checkpoint.url) if told.restore and not looks else None
-        ledger = FileLedger(checkpoint, lambda: self._router.core.job, self._do_soon) if checkpoint.url else None
+        self._began_with = told.began_with or (NONE if begins is None else begins[0].folder)
+        if checkpoint.url:
+            self._ledger = FileLedger(checkpoint, lambda: self._router.core.job, self._do_soon)
         self._store = _store_on(told.host)
         settings = told.settings
         transport, where = cast(TransportName, settings.transport), (told.host, self._store.port)
@@ -150,7 +158,7 @@ class _Coordinator:
             ClusterSettings(
                 told.code, told.spares, where, told.without_spare, settings.lease_s, transport, checkpoint, begins
             ),
-            ledger=ledger,
+            ledger=self._ledger,
             probe=self._probe,
             announce=_announce,
             stop=self._stop,
@@ -171,8 +179,9 @@ class _Coordinator:
         while True:
             try:
                 found, life = newest_of(checkpoint.run, checkpoint.url)
-                restore = self._told.restore
-                begins = find_checkpoint(restore, checkpoint.url) if found is None and restore else found
+                told = self._told
+                if (begins := found) is None and told.restore:
+                    begins = find_checkpoint(told.restore, checkpoint.url, told.began_with)
             except CheckpointError as error:
                 log.warning("is there a checkpoint to begin with, if nobody is left who trains? %s", error)
                 time.sleep(LOOK_AGAIN_S)
@@ -198,6 +207,11 @@ class _Coordinator:
         self._fenced = True
         self._server.close()
 
+    def _tidy(self) -> None:
+        """Nobody goes on with this run."""
+        if self._ledger is not None:
+            self._ledger.end(self._router.core.run)
+
     def _end(self) -> None:
         """This process is told to."""
         if self._router.core.fatal is not None:
@@ -216,7 +230,8 @@ class _Coordinator:
 
         for number in SIGNALS:
             signal.signal(number, lambda *_: server.call_soon(self._end))
-        print(json.dumps({"address": list(server.address)}), file=self._out, flush=True)
+        said = {"address": list(server.address), "began_with": self._began_with}
+        print(json.dumps(said), file=self._out, flush=True)
         freeze()
         server.call_later(0.0, tick)
         # Those who wait are let in.

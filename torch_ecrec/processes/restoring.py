@@ -24,15 +24,17 @@ from torch_ecrec.storage.parts import Block
 from torch_ecrec.storage.restoring import dense_of, records_of
 
 NEWEST = "newest"
+NONE = "none"
 AHEAD = 4  # blocks that are read while others are sent
 
 
-def find(wanted: str, url: str) -> tuple[Restored, JobSpec] | None:
+def find(wanted: str, url: str, began_with: str = "") -> tuple[Restored, JobSpec] | None:
     """The checkpoint that a cluster is to begin with.
 
     Args:
         wanted: URL, URL@STEP, or "newest": the newest at `url`; then None if there is none.
         url: where the cluster's own checkpoints are kept; "" if there are none.
+        began_with: the folder that this run began with, or `NONE`: that one, whatever is newer there; "": not known.
 
     Raises:
         CheckpointError: it is not there, or what it builds on is not.
@@ -48,9 +50,12 @@ def find(wanted: str, url: str) -> tuple[Restored, JobSpec] | None:
             place, text = wanted, ""
         step = int(text) if text else None
     catalog = Catalog(place)
-    if wanted == NEWEST and not catalog.checkpoints():
+    if began_with == NONE or (wanted == NEWEST and not began_with and not catalog.checkpoints()):
         return None
-    manifest = catalog.newest() if step is None else catalog.at(step)
+    if began_with:
+        manifest = catalog.read(began_with)
+    else:
+        manifest = catalog.newest() if step is None else catalog.at(step)
     catalog.chain(manifest)  # complains now, not once the trainers are there
     return Restored(place, manifest.id, manifest.done), manifest.spec
 

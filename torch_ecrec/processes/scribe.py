@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 PORTION_BYTES = 2 << 20  # of records, taken at once: what steps may have to wait for
 HANGS_S = 5.0  # for a write that nobody wants any more; no other is begun while it hangs
+ENDS_S = 5.0  # for the store, when a run is over
 LOOKS_S = 300.0  # for the next block of a checkpoint that all may go back to; then the store counts as gone
 BYTES_PER_S_OF_CORE = 5e6  # that a process writes, for each core of its machine, where nobody has said a limit;
 BYTES_PER_S_MOST = 100e6  # and at most
@@ -326,6 +327,25 @@ class FileLedger:
 
         self._work.put(work)
 
+    def end(self, run: str, within_s: float = ENDS_S) -> None:
+        """The run is over, and its prioritised saves are of no use: they go, after all that was asked for before.
+        Waits for that, and no longer than so; what stays goes when a run that follows has its first checkpoint."""
+        if self._settings.saver == "everything":
+            return
+        ended = threading.Event()
+
+        def work() -> None:
+            try:
+                for folder in Saves(self._catalog.location).clean(lambda folder: run_of(folder) == run):
+                    log.info("prioritised save %s was removed: the run is over", folder)
+            except CheckpointError as error:
+                log.warning("prioritised saves of run %s stay: %s", run, error)
+            ended.set()
+
+        self._work.put(work)
+        if not ended.wait(within_s):
+            log.warning("prioritised saves of run %s stay: %s has hung for %g s", run, self._settings.url, within_s)
+
     def newest(
         self,
         run: str,
@@ -404,10 +424,8 @@ class FileLedger:
             kept = self._catalog.keep(self._settings.keep, lambda folder: run_of(folder) in runs)
             for folder in [*kept, *self._catalog.clean(may_run)]:
                 log.info("checkpoint %s was removed", folder)
-            saves = Saves(self._catalog.location)
-            for folder in saves.names() if self._settings.saver != "everything" else ():
-                if not may_run(folder):  # it was on a checkpoint before this one
-                    saves.remove(folder)
+            # they were on a checkpoint before this one, or a run before this one has left them
+            Saves(self._catalog.location).clean(lambda folder: not may_run(folder))
         except CheckpointError as error:
             log.warning("old checkpoints stay: %s", error)
 

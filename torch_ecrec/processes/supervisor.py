@@ -98,7 +98,7 @@ class Supervisor:
         self.code, self.spares, self.restart, self.logs = code, spares, restart, logs
         # a peer that dies is routine here: RPC's own complaints would drown what matters
         self._environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(environment or {})}
-        self._told, self._run = told, new_run()
+        self._told, self._run, self._began_with = told, new_run(), ""
         self._lock = threading.Lock()  # guards the lives
         self._lives: list[_Life] = []
         self._supervising: threading.Thread | None = None
@@ -172,7 +172,8 @@ class Supervisor:
 
     def _start_coordinator(self, host: str, port: int, quick: int = 0) -> subprocess.Popen[Any]:
         arguments = ["coordinator", "--host", host, "--port", str(port), *self._rules]
-        arguments += ["--run", self._run, *(["--again"] if self._supervising is not None else [])]
+        again = ["--again", "--began-with", self._began_with]
+        arguments += ["--run", self._run, *(again if self._supervising is not None else [])]
         return self._start("coordinator", arguments, stdout=subprocess.PIPE, quick=quick).child
 
     def _read_address(self) -> tuple[str, int]:
@@ -198,6 +199,7 @@ class Supervisor:
             answer = json.loads(line)
             if "error" in answer:
                 raise OSError(answer["error"])
+            self._began_with = str(answer["began_with"])  # whatever is newer there when another takes its place
             return str(answer["address"][0]), int(answer["address"][1])
         except (ValueError, TypeError, LookupError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):

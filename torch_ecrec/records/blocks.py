@@ -77,7 +77,7 @@ def blockwise(step: Any, halves: bool = False) -> Any:
     """A kernel over any number of records, from one that steps a block: sums of gradients stay in the cache.
 
         kernel(records_PW, positions_V, gradients, dim, values_H, delta_VW, seals_V)
-        kernel(words_PM, halves_PH, positions_V, gradients, dim, bfloat16, values_H, delta_VM, seals_V)    with `halves`
+        kernel(words_PM, halves_PH, positions_V, gradients, dim, bfloat16, values_H, delta_VM, seals_V)  with `halves`
 
     with `gradients` as for `merge.sum_block`, and (V,) uint32 for the seals of the deltas, or (0,) for none. It counts
     as a function of the step's own file, under the step's name, so that it is kept in the cache apart from others:

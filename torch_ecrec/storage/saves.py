@@ -9,12 +9,15 @@ A slot that was lost beyond repair takes each row from the newest of them that h
 and another form than it reads, without the dense model. So no restore takes one for a step of the job.
 
 Durable, hashed and written last as a checkpoint's manifest is. Which of them count, the cluster knows
-(`coordinator/saving.py`); what lies here may be of steps that were taken back.
+(`coordinator/saving.py`); what lies here may be of steps that were taken back. When the cluster has ended nobody knows
+that any more, so those of a run that is over can never be used again, and go.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -24,6 +27,7 @@ from torch_ecrec.errors import CheckpointError
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage.location import Location
 from torch_ecrec.storage.manifest import FOLDER, Count, Encoding, Figure, Folder, PartEntry, decode_as, encode
+from torch_ecrec.storage.parts import PartReader
 
 SAVES = "saves"  # below the checkpoints' URL
 MANIFEST = "save.json"
@@ -61,6 +65,26 @@ class Save(Struct, frozen=True, forbid_unknown_fields=True):
     def bytes(self) -> int:
         """Of all its parts."""
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def rows(self) -> int:
+        """In all its parts."""
+        return sum(sum(part.rows) for part in self.parts)
+
+
+@dataclass
+class SavesListing:
+    """What lies there.
+
+    Attributes:
+        whole: saves with a manifest that can be read, in the order of their names.
+        broken: names of those with another one, and why.
+        unfinished: names of those that have none.
+    """
+
+    whole: list[Save] = field(default_factory=list)
+    broken: dict[str, str] = field(default_factory=dict)
+    unfinished: list[str] = field(default_factory=list)
 
 
 class Saves:
@@ -104,6 +128,30 @@ class Saves:
             raise CheckpointError(f"{at.url} has the manifest of {save.id}: give the folder its name back")
         return save
 
+    def listing(self) -> SavesListing:
+        """Looks at all that lie there. Raises CheckpointError if the URL cannot be read."""
+        listing = SavesListing()
+        for name in sorted(self.names()):
+            if not self.folder(name).exists(MANIFEST):
+                listing.unfinished.append(name)
+                continue
+            try:
+                listing.whole.append(self.read(name))
+            except CheckpointError as error:
+                listing.broken[name] = str(error)
+        return listing
+
+    def faults(self, save: Save) -> list[str]:
+        """Reads every file of one; what is wrong with each that is not as it was written."""
+        at, found = self.folder(save.id), []
+        schemas = [slab.schema for slab in save.spec.slabs]
+        for part in save.parts:
+            try:
+                PartReader(at, part, schemas).check()
+            except CheckpointError as error:
+                found.append(str(error))
+        return found
+
     def on(self, base: str, names: list[str]) -> list[Save]:
         """Some, in the order of their names; all must be on that checkpoint and of its model.
 
@@ -120,3 +168,24 @@ class Saves:
         """Its manifest first. One that is not there is no error."""
         self.folder(name).remove(MANIFEST)
         self.location.remove(name)
+
+    def clean(self, unused: Callable[[str], bool]) -> list[str]:
+        """Removes those, interrupted ones too, that nobody can use any more.
+
+        Args:
+            unused: says of a name whether it is one.
+
+        Returns:
+            Their names.
+        """
+        gone = [name for name in self.names() if unused(name)]
+        for name in gone:
+            self.remove(name)
+        return gone
+
+    def remove_on(self, base: str) -> list[str]:
+        """Removes those on a checkpoint that is gone; returns their names."""
+        gone = [save.id for save in self.listing().whole if save.base == base]
+        for name in gone:
+            self.remove(name)
+        return gone
