@@ -121,6 +121,9 @@ def committed(
     parts = write(url, order, truth, **how)
     ledger.commit(Finished(order.folder, order.step, done, base, parts, 0), answer)
     assert answer.wait()[0] is None
+    tidied = threading.Event()
+    ledger._work.put(tidied.set)  # after it has answered it removes what is unfinished: the next one, before it is written
+    assert tidied.wait(LIMIT_S)
     return messages.Restored(url, order.folder, done)
 
 
