@@ -122,7 +122,7 @@ def committed(
     ledger.commit(Finished(order.folder, order.step, done, base, parts, 0), answer)
     assert answer.wait()[0] is None
     tidied = threading.Event()
-    ledger._work.put(tidied.set)  # after it has answered it removes what is unfinished: the next one, before it is written
+    ledger._work.put(tidied.set)  # after its answer it removes what is unfinished, and that the next one is at first
     assert tidied.wait(LIMIT_S)
     return messages.Restored(url, order.folder, done)
 
