@@ -207,12 +207,7 @@ class Beyond(Restoring):
             self.shelf.later((0.0002, 0.006), "newest", lambda _: found(*told[0]))
 
         self.shelf.newest = newest  # type: ignore[method-assign, assignment]
-        self._tick()
-
-    def _tick(self) -> None:
-        if self.plane.lives:
-            self.plane.router.on_tick(self.network.clock.now_s)
-        self.network.clock.later(0.02, self._tick)
+        self.tick_often()
 
     def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
         restored = process.restored

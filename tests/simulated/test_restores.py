@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from dependent_steps import begin, train
-from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession
+from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_after
 
 from torch_ecrec.client import loading
 from torch_ecrec.client.client import Client
@@ -61,12 +61,7 @@ class Beyond(Trainers):
     def __init__(self, **more: Any) -> None:
         again: dict[str, Any] = {"every_steps": 2, "policy": "consecutive", "beyond": "checkpoint", "again_s": (0.01,)}
         super().__init__(JOB, script, checkpoint=CheckpointSettings("memory://shelf", **again), **more)
-        self._tick()
-
-    def _tick(self) -> None:
-        if self.plane.lives:
-            self.plane.router.on_tick(self.network.clock.now_s)
-        self.network.clock.later(0.02, self._tick)
+        self.tick_often()
 
     def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
         restored = process.restored
@@ -98,13 +93,7 @@ def written() -> tuple[Trainers, OnShelf]:
 def check(run: Trainers) -> None:
     """After the checkpoint, all is as in the run that it is of."""
     right, checkpoint = written()
-    pushes, wanted = run.told.sorted_pushes(), right.told.sorted_pushes()
-    assert pushes.keys() == {key for key in wanted if key[0] > checkpoint.done}
-    for key, push in pushes.items():
-        for (rows, gradients), (right_rows, right_gradients) in zip(push, wanted[key], strict=True):
-            assert torch.equal(rows, right_rows) and torch.equal(gradients, right_gradients), key
-    for mine, theirs in zip(run.run.records, right.run.records, strict=True):
-        assert torch.equal(mine, theirs)
+    assert_same_after(run, right, checkpoint.done)
 
 
 CODES = [CodeSpec(3, 2, 1), CodeSpec(5, 3, 2), CodeSpec(2, 1, 1), CodeSpec(4, 2, 1, protection="none")]

@@ -81,16 +81,11 @@ class Partial(Trainers):
         self.at_write: dict[int, Kill] = {}  # write -> who is lost then
         self.then: Kill | None = None  # who is lost so many messages after the first one
         self.shelf.on_write = self._on_write
-        self._tick()
+        self.tick_often()
 
     def _on_write(self, number: int, what: str) -> None:
         if number in self.at_write:
             self.kills_to_come.insert(0, self.at_write.pop(number))
-
-    def _tick(self) -> None:
-        if self.plane.lives:
-            self.plane.router.on_tick(self.network.clock.now_s)
-        self.network.clock.later(0.02, self._tick)
 
     def session_of(self, client: Client, process: VirtualProcess) -> TurnsSession:
         restored = process.restored

@@ -165,6 +165,12 @@ class Trainers(SimulatedCluster):
         )
         self.scripts = _Scripts(lambda: None, self._begin)  # type: ignore[assignment]
 
+    def tick_often(self) -> None:
+        """The coordinator, from now on: the simulation, which is over within a second, does it more rarely."""
+        if self.plane.lives:
+            self.plane.router.on_tick(self.network.clock.now_s)
+        self.network.clock.later(0.02, self.tick_often)
+
     def go(self) -> Trainers:  # type: ignore[override]
         """Until all scripts are done, everybody was lost who is to be, and all is whole. Checks the parities."""
         Turns.current = self.turns
@@ -255,3 +261,14 @@ class Trainers(SimulatedCluster):
 def snapshots(cluster: SimulatedCluster) -> int:
     """So many parts of dense snapshots were sent."""
     return sum(name == Snapshot.__name__ for _, _, name in cluster.network.sent)
+
+
+def assert_same_after(run: Trainers, right: Trainers, done: int) -> None:
+    """A run that began after so many steps of another pushed what that one did, and ends with its records."""
+    pushes, wanted = run.told.sorted_pushes(), right.told.sorted_pushes()
+    assert pushes.keys() == {key for key in wanted if key[0] > done}
+    for key, push in pushes.items():
+        for (rows, gradients), (right_rows, right_gradients) in zip(push, wanted[key], strict=True):
+            assert torch.equal(rows, right_rows) and torch.equal(gradients, right_gradients), key
+    for mine, theirs in zip(run.run.records, right.run.records, strict=True):
+        assert torch.equal(mine, theirs)

@@ -114,6 +114,13 @@ def test_what_slots_write_is_what_a_cluster_begins_with(tmp_path: Path, encoding
     assert newest.wait() == ((restored, JOB), "")
 
 
+def asked_for(ledger: FileLedger) -> None:
+    """All that was asked of it before is done."""
+    answer = Answer()
+    ledger.newest("run", None, answer, read=False)
+    answer.wait()
+
+
 def committed(
     ledger: FileLedger, url: str, done: int, truth: list[Any], base: str = "", **how: Any
 ) -> messages.Restored:
@@ -121,9 +128,7 @@ def committed(
     parts = write(url, order, truth, **how)
     ledger.commit(Finished(order.folder, order.step, done, base, parts, 0), answer)
     assert answer.wait()[0] is None
-    tidied = threading.Event()
-    ledger._work.put(tidied.set)  # after its answer it removes what is unfinished, and that the next one is at first
-    assert tidied.wait(LIMIT_S)
+    asked_for(ledger)  # after its answer it removes what is unfinished, and that the next one is at first
     return messages.Restored(url, order.folder, done)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import wait_until
 from kept import random_records
-from test_scribe import JOB, LIMIT_S, Answer, committed, ledger_of, order_of, slots_of, write
+from test_scribe import JOB, LIMIT_S, Answer, asked_for, committed, ledger_of, order_of, slots_of, write
 
 from torch_ecrec.cli.main import main
 from torch_ecrec.coordinator.checkpointing import Finished
@@ -141,18 +141,10 @@ def names_at(url: str) -> list[str]:
     return Saves(Catalog(url).location).names()
 
 
-def asked_for(ledger: Any) -> None:
-    """All that was asked of it before is done."""
-    answer = Answer()
-    ledger.newest("run", None, answer, read=False)
-    answer.wait()
-
-
 def test_they_are_listed_under_their_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url, records = str(tmp_path), random_records(JOB, 3)
     ledger = ledger_of(url, **SOME)
     full, later = committed(ledger, url, 40, records), committed(ledger, url, 45, records)
-    asked_for(ledger)
     on_full, on_later = saved(ledger, url, 50, records, full, 2), saved(ledger, url, 60, records, later, 3)
     left, lost = "000000000070-run-1-70", saved(ledger, url, 80, records, messages.Restored(url, "9" * 12 + "-x", 9), 2)
     (tmp_path / "saves" / left).mkdir()
@@ -194,7 +186,6 @@ def test_with_a_checkpoint_those_on_it_are_removed(tmp_path: Path, capsys: pytes
     url, records = str(tmp_path), random_records(JOB, 3)
     ledger = ledger_of(url, **SOME)
     full, later = committed(ledger, url, 40, records), committed(ledger, url, 45, records)
-    asked_for(ledger)
     name, stays = saved(ledger, url, 50, records, full, 2), saved(ledger, url, 60, records, later, 3)
     assert main(["checkpoints", url, "--remove", "40", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"removed": [full.folder, f"saves/{name}"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from dataclasses import dataclass
@@ -116,6 +117,11 @@ class _Found:
             found.faults.update((one.id, _faults(catalog, one)) for one in found.listing.whole)
             found.faults.update((f"saves/{one.id}", saves.faults(one)) for one in found.saves.whole)
         return found
+
+    @functools.cached_property
+    def steps(self) -> dict[str, str]:
+        """Of each checkpoint, by name."""
+        return {one.id: str(one.done) for one in self.listing.whole}
 
     def saves_on(self, name: str) -> list[Save]:
         """Those on a checkpoint."""
@@ -270,8 +276,7 @@ def _row(found: _Found, one: Manifest | Save, kind: str, name: str, now_s: float
     """Of the table: a checkpoint, or a prioritised save on one."""
     from torch_ecrec.observe.text import size
 
-    steps = {each.id: str(each.done) for each in found.listing.whole}
-    base = "-" if one.base is None else steps.get(one.base, f"{one.base} (not there)")
+    base = "-" if one.base is None else found.steps.get(one.base, f"{one.base} (not there)")
     weights = f"{one.encoding.bits} bits" if one.encoding.bits else "exact"
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.written_s))
     row = [str(one.done), kind, base, size(one.bytes), f"{one.rows:,}", weights, written]

@@ -189,8 +189,7 @@ class Shard:
         """
         seals_N = None if self._seals is None else self._seals[parity]
         of_deltas_U = code.fold_(self._of(parity), positions_U, deltas_UB, coefficients_U, seals_N)
-        if self.touched is not None:
-            self.touched.note(parity, positions_U)
+        self._touch(parity, positions_U)
         return of_deltas_U
 
     def install_(
@@ -221,8 +220,7 @@ class Shard:
         target_PB = self._of(parity)
         installed_U = positions_U[missing_P[positions_U]] if self._seals is not None else positions_U[:0]
         count = code.decode_rows_(target_PB, positions_U, missing_P, have, values, want)
-        if self.touched is not None:
-            self.touched.note(parity, positions_U)
+        self._touch(parity, positions_U)
         if self._seals is not None:
             self._seals[parity][installed_U] = seals.seals_of(target_PB[installed_U])
         return count
@@ -308,8 +306,7 @@ class Shard:
             f"`values_UB` must be uint8 of shape {shape}, got {values_UB.dtype} of {values_UB.shape}",
         )
         scatter(target_PB.view(np.uint32), positions_U, as_words(values_UB))
-        if self.touched is not None:
-            self.touched.note(parity, positions_U)
+        self._touch(parity, positions_U)
         if self._seals is not None:
             self._seals[parity][positions_U] = seals.seals_of(values_UB)
 
@@ -330,10 +327,14 @@ class Shard:
 
     # seals --------------------------------------------------------------------------------------
 
-    def _note(self, parity: bool, positions_U: Positions, seals_U: SealsOf | None) -> None:
-        """These have changed by deltas that have these seals."""
+    def _touch(self, parity: bool, positions_U: Positions) -> None:
+        """These have changed."""
         if self.touched is not None:
             self.touched.note(parity, positions_U)
+
+    def _note(self, parity: bool, positions_U: Positions, seals_U: SealsOf | None) -> None:
+        """These have changed by deltas that have these seals."""
+        self._touch(parity, positions_U)
         if self._seals is not None and seals_U is not None:
             seals.xor_(self._seals[parity], positions_U, seals_U)
 

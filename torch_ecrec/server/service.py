@@ -68,7 +68,6 @@ class Host(Node):
         self.code = LinearCode(1, 0)
         self.layouts: tuple[Layout, ...] = ()
         self.judge: Judge | None = None
-        self._restored = False  # the cluster begins with a checkpoint
 
     # from the coordinator -----------------------------------------------------------------------
 
@@ -202,7 +201,7 @@ class Host(Node):
         self.job = job
         self.code = LinearCode(job.code.k, job.code.parities)
         self.layouts = tuple(layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs)
-        self.judge, self._restored = Judge(job, self.layouts, begins), begins > 0
+        self.judge = Judge(job, self.layouts, begins)
 
     def _take_placement(self, placement: Placement) -> None:
         if self.job is None or not self.place(placement):
@@ -242,8 +241,8 @@ class Host(Node):
             slot.reports.reach()
 
     def _holdings(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool) -> Holdings:
-        sealed = self.settings.record_checks != "none"
-        return Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, self._restored)
+        sealed, restored = self.settings.record_checks != "none", self.judge is not None and self.judge.begins > 0
+        return Holdings(job, self.code, self.layouts, index, incarnation, incarnations, fresh, sealed, restored)
 
     # from other processes -----------------------------------------------------------------------
 
