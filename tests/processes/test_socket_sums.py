@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import select
 import socket
 import struct
 import threading
@@ -37,9 +38,15 @@ def message() -> wire.Records:
     return wire.Records(torch.arange(240, dtype=torch.uint8).reshape(6, 40))
 
 
-def test_no_flipped_bit_gets_through() -> None:
-    """Of the header, the table, the message, the tensors or the checksum itself."""
-    sent, rng = as_bytes(Frame(7, WIRE.encode(message())[0]), summed=True), random.Random(0)
+@pytest.mark.parametrize("packs", [False, True])
+def test_no_flipped_bit_gets_through(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the header, the table, the message, the tensors, packed or not, or the checksum itself."""
+    if packs:
+        monkeypatch.setattr(frames, "PACKED_LEAST_BYTES", 1)
+        monkeypatch.setattr("torch_ecrec.codec.packing.PAYS_BELOW", 1.0)
+    records = deltas(8) if packs else message()
+    sent, rng = as_bytes(Frame(7, WIRE.encode(records)[0]), summed=True), random.Random(0)
+    assert (len(sent) < records.records.nbytes) == packs
     bits = range(8 * len(sent)) if len(sent) < 100 else sorted(rng.sample(range(8 * len(sent)), 400))
     reasons = set()
     for bit in bits:
@@ -67,6 +74,54 @@ def test_the_checksum_is_no_part_of_what_is_read() -> None:
             assert got is not None and got[0] == 7
             answer = WIRE.decode_answer(got[1], wire.Fetch)
             assert isinstance(answer, wire.Records) and torch.equal(answer.records, message().records)
+
+
+def deltas(rows: int) -> wire.Records:
+    torch.manual_seed(rows)
+    words = torch.randint(0, 1 << 31, (rows, 16), dtype=torch.int32) >> torch.randint(8, 31, (rows, 16))
+    return wire.Records(words.to(torch.int32).view(torch.uint8))
+
+
+@pytest.mark.parametrize("within_host", [False, True])
+def test_deltas_are_packed_between_hosts_only(within_host: bool) -> None:
+    sent = [deltas(rows) for rows in (10, 4000, 1000)]
+    here, there = socket.socketpair() if within_host else tcp_pair()
+    with here, there:
+        there.settimeout(None)
+        reader = FrameReader(there)
+        for ticket, records in enumerate(sent):
+            frame = Frame(ticket, WIRE.encode(records)[0])
+            sender = threading.Thread(target=_send_whole, args=(frame, here), daemon=True)
+            sender.start()
+            got = reader.read()
+            sender.join(WAIT_S)
+            assert got is not None and got[0] == ticket
+            answer = WIRE.decode_answer(got[1], wire.Fetch)
+            assert isinstance(answer, wire.Records) and torch.equal(answer.records, records.records)
+            packs = not within_host and records.records.nbytes >= frames.PACKED_LEAST_BYTES
+            assert frame.bytes_packed == packs * records.records.nbytes
+            assert (frame.bytes_saved > 0.3 * frame.bytes_packed) == packs
+
+
+def _send_whole(frame: Frame, sock: socket.socket) -> None:
+    while not frame.send_to(sock):
+        select.select([], [sock], [], WAIT_S)
+
+
+@pytest.mark.parametrize("values, size", [(0, 0), *((64, size) for size in (0, 1, 19, 63, 64, 1 << 40, (1 << 64) - 1))])
+@pytest.mark.parametrize("within_host", [False, True])
+def test_a_packed_tensor_of_a_size_that_cannot_be_is_no_frame(values: int, size: int, within_host: bool) -> None:
+    """Nor is any within a host, where nobody packs. No memory is taken for it."""
+    table = struct.pack("<4Q", frames.PACKED | frames.DTYPES.index(torch.uint8), 1, values, size)
+    head = frames.HEADER.pack(frames.MAGIC, 0, len(table), 1, 7) + table + b"x"
+    here, there = socket.socketpair() if within_host else tcp_pair()
+    with here, there:
+        here.sendall(head + b"\0" * 100)
+        here.shutdown(socket.SHUT_WR)
+        with pytest.raises((ValueError, ConnectionError)) as raised:
+            FrameReader(there).read()
+        if within_host or not 20 <= size < 64:
+            assert "not a packed tensor" in str(raised.value)
 
 
 def large(size: int) -> bytes:
@@ -130,7 +185,7 @@ def test_a_connection_that_ends_within_a_large_message_is_noticed(resets: bool) 
 def test_within_a_host_there_is_none() -> None:
     here, there = socket.socketpair()
     with here, there:
-        assert not frames.is_summed(here)
+        assert not frames.is_between_hosts(here)
         assert Frame(7, WIRE.encode(message())[0]).send_to(here)
         assert len(there.recv(10_000)) == len(as_bytes(Frame(7, WIRE.encode(message())[0])))
 
@@ -140,9 +195,9 @@ def test_who_asked_asks_again(pair: Pair, spoils: str, monkeypatch: pytest.Monke
     """The bit of a tensor flips once, after its checksum was made."""
     begin, turn, flips = Frame._begin, [0], []
 
-    def spoil(self: Frame, lending: object, summed: bool = False) -> None:
-        begin(self, lending, summed)  # type: ignore[arg-type]
-        if not summed:
+    def spoil(self: Frame, lending: object, between_hosts: bool = False) -> None:
+        begin(self, lending, between_hosts)  # type: ignore[arg-type]
+        if not between_hosts:
             return
         turn[0] += 1
         if turn[0] == (1 if spoils == "the request" else 2):

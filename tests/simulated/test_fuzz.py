@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from conftest import wait_until
 from junk import mutated, read, same
 
@@ -43,7 +44,7 @@ from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import Scenario, SimulatedCluster, half_tables, simulate, small_tables
 from torch_ecrec.testing.result import SimulationResult
 from torch_ecrec.transport.door import HELLO
-from torch_ecrec.transport.frames import HEADER, MAGIC, Frame, FrameReader
+from torch_ecrec.transport.frames import DTYPES, HEADER, MAGIC, PACKED, Frame, FrameReader
 from torch_ecrec.transport.sockets import NO_NAME, SocketTransport
 from torch_ecrec.transport.timers import Timers
 
@@ -296,7 +297,7 @@ def dial(live: Live, rng: random.Random, within_host: bool) -> tuple[socket.sock
 
 def bytes_of(message: wire.Request) -> bytes:
     frame = Frame(7, WIRE.encode(message)[0])
-    frame._begin(None, summed=True)
+    frame._begin(None, between_hosts=True)
     return b"".join(frame._parts)
 
 
@@ -318,7 +319,12 @@ def bad_frame(rng: random.Random) -> bytes:
     """Of a request that only reads: what is whole by chance does no harm."""
     positions = [torch.arange(rng.randrange(3)) for _ in range(2)]
     good = bytes_of(wire.Lookup(rng.randrange(3), 0, 1, positions))
-    kind = rng.randrange(7)
+    kind = rng.randrange(8)
+    if kind == 7:  # a tensor as if it were packed
+        values, size = rng.choice((0, 16, 100, 1000)), rng.choice((0, 5, 20, 26, 300, 1 << 50))
+        table = struct.pack("<4Q", PACKED | DTYPES.index(torch.uint8), 1, values, size)
+        head = HEADER.pack(MAGIC, 0, len(table), 1, 7) + table + b"x" + rng.randbytes(min(size, 300))
+        return head + xxhash.xxh3_64(head).digest()
     if kind == 0:
         return rng.randbytes(rng.randrange(1, 300))
     if kind == 1:

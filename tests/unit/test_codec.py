@@ -144,6 +144,7 @@ def test_both_forms_of_every_factor_are_its_product():
 OTHER_PROCESSOR = """
 import numpy as np
 from torch_ecrec.codec.field import PRODUCT, combine, fold_rows_
+from torch_ecrec.codec.packing import pack, unpack
 from torch_ecrec.codec.seals import seals_of
 random = np.random.default_rng(0)
 for width in (4, 12, 56, 60, 64, 124, 128, 260):
@@ -155,6 +156,11 @@ for width in (4, 12, 56, 60, 64, 124, 128, 260):
     assert np.array_equal(target, wanted), width
     wanted = PRODUCT[7, target] ^ PRODUCT[200, source]
     assert np.array_equal(combine(np.array([[7, 200]], np.uint8), [target, source])[0], wanted), width
+deltas = random.integers(0, 1 << 31, 4000) >> random.integers(8, 31, 4000)
+packed, found = pack(deltas.astype(np.uint32).view(np.uint8)), np.empty(16000, np.uint8)
+unpack(np.concatenate([packed, np.zeros(16, np.uint8)]), len(packed), found)
+assert np.array_equal(found.view(np.uint32), deltas), "packed and unpacked"
+print(packed.tolist())
 print([seals_of(random.integers(0, 256, (9, 4 * words), dtype=np.uint8)).tolist() for words in range(1, 70)])
 """
 

@@ -1,6 +1,7 @@
-"""Bytes and coefficients: the field's kernels (`field`), the (k, r) code over it (`linear`), seals (`seals`)."""
+"""Bytes and coefficients: the field's kernels (`field`), the (k, r) code over it (`linear`), seals (`seals`); and words
+packed for the way between hosts (`packing`)."""
 
-from torch_ecrec.codec import field, seals
+from torch_ecrec.codec import field, packing, seals
 from torch_ecrec.codec.field import fold_rows_, xor_rows_
 from torch_ecrec.codec.linear import LinearCode
 
@@ -9,6 +10,7 @@ def warm() -> None:
     """Compiles or loads every kernel."""
     field.warm()
     seals.warm()
+    packing.warm()
 
 
 __all__ = ["LinearCode", "fold_rows_", "warm", "xor_rows_"]

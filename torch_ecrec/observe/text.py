@@ -85,15 +85,25 @@ def format_status(status: Message) -> str:
     if status.get("move"):
         lines.append(f"slot {status['move']['slot']} moves to {status['move']['server']}, and goes on where it is")
     lines += table(rows) if status["slots"] else ["  no slots placed yet: waiting for servers and trainers"]
-    rows = [["member", "role", "pid", "state", "silent"]]
+    rows = [["member", "role", "pid", "state", "silent", "connections"]]
     for member in status["members"]:
         state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
         state += ", draining" if member["draining"] else ""
         state = "left" if member["left"] else state if member["alive"] else "lost"
         silent = f"{member['silent_s']:.1f} s" if state not in ("left", "lost") else "-"
-        rows.append([member["name"], member["role"], str(member["pid"]), state, silent])
+        ways = format_connections(member["report"].get("connections") or {})
+        rows.append([member["name"], member["role"], str(member["pid"]), state, silent, ways])
     lines += ["", *table(rows)] if status["members"] else ["  no members"]
     return "\n".join(lines)
+
+
+def format_connections(said: Message) -> str:
+    """What carries a member's bytes to and from others: the more, the nearer they are."""
+    ways = [("memory", "in memory"), ("tcp", "over TCP"), ("rpc", "over torch RPC")]
+    told = [f"{said[way]} {text}" for way, text in ways if said.get(way)]
+    if packed := said.get("bytes_packed"):
+        told.append(f"packed to {1 - said['bytes_saved'] / packed:.0%} where it pays")
+    return ", ".join(told) or "-"
 
 
 def format_partial(partial: Message) -> str:

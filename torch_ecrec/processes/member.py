@@ -374,7 +374,11 @@ def figures_of(transport: Transport | None) -> dict[str, Any]:
     """What every member reports."""
     assert transport is not None
     refused = sum(transport.complaints.counts.values()) + sum(COMPLAINTS.counts.values())
-    return {"bytes_sent": by_kind(transport.bytes_sent), "refused_messages": refused}
+    return {
+        "bytes_sent": by_kind(transport.bytes_sent),
+        "connections": transport.connections(),
+        "refused_messages": refused,
+    }
 
 
 def by_kind(bytes_sent: Mapping[str, int]) -> dict[str, int]:

@@ -96,6 +96,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     slots: Annotated[list[dict[Text, Scalar]], Meta(max_length=SLOTS_MOST)] | None = None
     bytes_sent: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None
+    connections: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None  # `Transport.connections`
     refused_messages: Version | None = None  # of the data plane, with connections that were not let in
 
 

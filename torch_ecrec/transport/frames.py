@@ -5,6 +5,9 @@
             the other, from the sender's tensors and into the receiver's, with no copy of ours between; and, unless the
             connection is within a host, a checksum of all of it (xxh3, 8 bytes)
 
+Between hosts large tensors of bytes (deltas) and integers (ids) are packed where that saves enough (codec/packing.py):
+their entry in the table says so, with how many bytes they are then.
+
 A frame whose checksum is another is not handed on: its connection ends, with that reason, and what was asked on it is
 asked again. TCP's own sum is of 16 bits, and does not see what happens in switches, cards and their drivers.
 
@@ -20,7 +23,7 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,13 +32,14 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torch_ecrec.codec.packing import SLACK_BYTES, least_packed_bytes, pack, unpack
 from torch_ecrec.protocol.encoding import Encoded
 from torch_ecrec.runtime.shared import Segment
 from torch_ecrec.runtime.tensors import as_array, as_tensor
 from torch_ecrec.transport.lending import FILES_MOST, Lending, Places, byte_view
 from torch_ecrec.transport.rendezvous import first_line
 
-MAGIC = b"ECR5"  # another one for every change to what is said here
+MAGIC = b"ECR6"  # another one for every change to what is said here
 OTHER_BUILD = b"ECR?"  # in its place: the message is the build of who listens, and nothing else comes (door.py)
 HEADER = struct.Struct("<4sIIIQ")  # magic, bytes of the notes, of the table and of the message, ticket
 CHECKSUM_BYTES = 8
@@ -44,6 +48,8 @@ RANK_MOST = 32
 BUFFER_BYTES = 1 << 14
 KEPT_BYTES = 1 << 20  # a buffer that a large message has made larger is let go of
 AWAIT_LEAST_BYTES, AWAIT_MOST_BYTES = 1 << 17, 1 << 19  # of a message over TCP: see `FrameReader._fill_much`
+PACKED_LEAST_BYTES = 1 << 15  # of a tensor: for fewer the calls cost what is saved
+PACKED = 1 << 8  # with the code of a dtype
 BUFFERS_MOST = 512  # in one system call; Linux takes 1024
 DTYPES = (
     torch.float32,
@@ -57,6 +63,7 @@ DTYPES = (
     torch.int16,
     torch.int8,
 )
+PACKED_DTYPES = frozenset({torch.uint8, torch.int64, torch.int32})  # floats have no leading zeros
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _NUMPY = [as_array(torch.empty(0, dtype=dtype)).dtype for dtype in DTYPES]
 # as integers: members of an enum are slow to combine
@@ -102,16 +109,18 @@ class Frame:
     def __init__(self, ticket: int, message: Encoded | None) -> None:
         self._ticket = ticket
         self._body, self._tensors = (b"", []) if message is None else message
-        self._table = _table_of(self._tensors) if self._tensors else b""
+        self._table = _table_of(self._tensors, {}) if self._tensors else b""
         size = max(len(self._body), len(self._table))
         if size > MESSAGE_MOST_BYTES:
             raise TooLarge(f"{size} bytes beside its tensors; a message may have {MESSAGE_MOST_BYTES}")
         self._parts: deque[memoryview] = deque()
         self._shows: list[Segment] = []  # their files go with the first byte
         self.begun = False
+        self.bytes_packed = self.bytes_saved = 0  # of tensors that were packed, and by that
 
-    def _begin(self, lending: Lending | None, summed: bool = False) -> None:
+    def _begin(self, lending: Lending | None, between_hosts: bool = False) -> None:
         sent, notes = self._tensors, b""
+        packed = self._pack() if between_hosts else {}
         if lending is not None:
             loan = lending.lend()
             sent = [tensor for which, tensor in enumerate(self._tensors) if not loan.place(which, tensor)]
@@ -119,8 +128,9 @@ class Frame:
             self._shows = loan.shown
         head = HEADER.pack(MAGIC, len(notes), len(self._table), len(self._body), self._ticket) + notes + self._table
         self._parts.extend((memoryview(head), memoryview(self._body)) if self._body else (memoryview(head),))
-        self._parts.extend(_memory(tensor) for tensor in sent if tensor.numel())
-        if summed:
+        memories = (packed.get(id(tensor), tensor) for tensor in sent)
+        self._parts.extend(_memory(tensor) for tensor in memories if tensor.numel())
+        if between_hosts:
             checksum = xxhash.xxh3_64()
             for part in self._parts:
                 checksum.update(part)
@@ -128,10 +138,23 @@ class Frame:
         self._tensors, self._body = [], b""  # what is lent, the notes keep
         self.begun = True
 
+    def _pack(self) -> dict[int, Tensor]:
+        """By the identity of a tensor what is sent in its place."""
+        packed: dict[int, Tensor] = {}
+        for tensor in self._tensors:
+            if tensor.nbytes >= PACKED_LEAST_BYTES and tensor.dtype in PACKED_DTYPES and id(tensor) not in packed:
+                if (smaller := pack(byte_view(tensor))) is not None:
+                    packed[id(tensor)] = as_tensor(smaller)
+                    self.bytes_packed += tensor.nbytes
+                    self.bytes_saved += tensor.nbytes - len(smaller)
+        if packed:
+            self._table = _table_of(self._tensors, packed)
+        return packed
+
     def send_to(self, sock: socket.socket, lending: Lending | None = None) -> bool:
         """Sends as much as goes without waiting. True: all of it. Raises OSError."""
         if not self.begun:
-            self._begin(lending, is_summed(sock))
+            self._begin(lending, is_between_hosts(sock))
         while self._parts:
             control = []
             if self._shows:
@@ -157,8 +180,9 @@ class FrameReader:
         self._sock, self._lending = sock, lending
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0  # what of the buffer has come and is not used
-        self._summed = is_summed(sock)
+        self._summed = is_between_hosts(sock)
         self._checksum = xxhash.xxh3_64()  # of the frame so far
+        self._packed: list[tuple[NDArray[np.uint8], int, Tensor]] = []  # what came, how much of it, and what is to be
 
     def read(self) -> tuple[int, Encoded] | None:
         """The next ticket and message; waits for it. None when the connection has ended between two frames.
@@ -189,6 +213,7 @@ class FrameReader:
             tensors = self._tensors(table, places) if table else []
             if self._summed:
                 self._compare()
+            self._unpack()
             if of_body:
                 return ticket, (body, tensors)
         return None
@@ -199,10 +224,18 @@ class FrameReader:
         if bytes(self._take(CHECKSUM_BYTES)) != self._checksum.digest():
             raise Spoilt("a message was spoilt on its way: its checksum is another")
 
+    def _unpack(self) -> None:
+        packed, self._packed = self._packed, []
+        for data, size, tensor in packed:
+            try:
+                unpack(data, size, byte_view(tensor))
+            except ValueError as error:
+                raise ValueError(f"not a tensor: {error}") from error
+
     def _tensors(self, table: tuple[int, ...], places: Places) -> list[Tensor]:
-        """Each tensor in its place, with its values."""
+        """Each tensor in its place, with its values; those that came packed get them later."""
         tensors: list[Tensor] = []
-        empty: list[Tensor] = []  # they are sent, and have no values yet
+        memories: list[memoryview] = []  # for what is sent
         borrowed: dict[int, NDArray[np.uint8]] = {}
         begin = 0
         try:
@@ -210,22 +243,34 @@ class FrameReader:
                 code, rank = table[begin], table[begin + 1]
                 begin += 2 + rank
                 sizes = table[begin - rank : begin]
+                is_packed, code = code & PACKED, code & ~PACKED
+                begin += bool(is_packed)
                 if code >= len(DTYPES) or len(sizes) != rank or rank > RANK_MOST:
                     raise ValueError("not a tensor")
                 place = places.get(len(tensors))
-                if place is None:
+                if is_packed:
                     tensor = torch.empty(sizes, dtype=DTYPES[code])
-                    empty.append(tensor)
+                    memories.append(self._place_packed(table[begin - 1], tensor))
+                elif place is None:
+                    tensor = torch.empty(sizes, dtype=DTYPES[code])
+                    if tensor.numel():
+                        memories.append(_memory(tensor))
                 else:
                     tensor = self._within(*place, sizes, _NUMPY[code], borrowed)
                 tensors.append(tensor)
-            memories = [_memory(tensor) for tensor in empty if tensor.numel()]
             self._fill(memories)
             for memory in memories if self._summed else ():
                 self._checksum.update(memory)
         except (IndexError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
             raise ValueError(f"not a tensor: {first_line(error)}") from error
         return tensors
+
+    def _place_packed(self, size: int, tensor: Tensor) -> memoryview:
+        if not self._summed or not least_packed_bytes(tensor.nbytes) <= size < tensor.nbytes:
+            raise ValueError("not a packed tensor")
+        data = np.empty(size + SLACK_BYTES, np.uint8)
+        self._packed.append((data, size, tensor))
+        return memoryview(data[:size])  # type: ignore[arg-type]
 
     def _within(
         self,
@@ -325,19 +370,23 @@ class FrameReader:
         return got
 
 
-def is_summed(sock: socket.socket) -> bool:
-    """Whether frames on it have checksums: not within a host, where no bit has a way to go."""
+def is_between_hosts(sock: socket.socket) -> bool:
+    """Whether frames on it have checksums and packed tensors: within a host no bit has a way to go."""
     return sock.family != socket.AF_UNIX
 
 
-def _table_of(tensors: Sequence[Tensor]) -> bytes:
-    """For each its code, its rank and its sizes."""
+def _table_of(tensors: Sequence[Tensor], packed: Mapping[int, Tensor]) -> bytes:
+    """For each its code, its rank and its sizes; and how many bytes it is packed, by its identity, if it is."""
     numbers: list[int] = []
     for tensor in tensors:
         code = _CODES.get(tensor.dtype)
         if code is None:
             raise TypeError(f"a tensor of {tensor.dtype}")
-        numbers += (code, tensor.dim(), *tensor.shape)
+        smaller = packed.get(id(tensor))
+        if smaller is None:
+            numbers += (code, tensor.dim(), *tensor.shape)
+        else:
+            numbers += (code | PACKED, tensor.dim(), *tensor.shape, smaller.numel())
     return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 

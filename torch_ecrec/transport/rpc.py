@@ -199,6 +199,9 @@ class RpcTransport(Transport):
         if _active is self and _is_current_rpc_agent_set():
             shutdown(graceful=False)
 
+    def connections(self) -> dict[str, int]:
+        return {"rpc": max(len(self.members) - 1, 0)}  # torch's own affair
+
     def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
         future = rpc_async(self._workers[peer], _serve, args=(world.generation, _compact(encoded)), timeout=timeout_s)
         decode = self.vocabulary.decode_answer

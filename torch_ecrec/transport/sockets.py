@@ -128,6 +128,7 @@ class FrameConnection:
         self._waiting: deque[Frame] = deque()
         self._started = self._watched = self._ended = False
         self._quiet = False  # nothing was sent since the last `remind`
+        self.bytes_packed = self.bytes_saved = 0  # see `Frame`
         belongs_here(self)
 
     def on_forked(self) -> None:
@@ -204,7 +205,9 @@ class FrameConnection:
         self._quiet = False
         try:
             while self._waiting and self._waiting[0].send_to(self.sock, self.lending):
-                self._waiting.popleft()
+                sent = self._waiting.popleft()
+                self.bytes_packed += sent.bytes_packed
+                self.bytes_saved += sent.bytes_saved
         except OSError:  # the rest of a frame is missing; its reader tells why
             self._end()
             return
@@ -295,6 +298,11 @@ class Channel:
         if known is not None:
             decode = self._transport.vocabulary.decode_answer
             self._transport._settle(ticket, lambda kind: Ok(decode(encoded, kind)))
+
+    @property
+    def connection(self) -> FrameConnection:
+        """The way there."""
+        return self._connection
 
     @property
     def ended(self) -> bool:
@@ -399,6 +407,17 @@ class SocketTransport(Transport):
         for channel in channels:
             channel.sweep(now_s)
         self._tries.look([*(channel.sock for channel in channels), *(one.sock for one in inbound)], now_s)
+
+    def connections(self) -> dict[str, int]:
+        with self._gate:
+            there = [*(channel.connection for channel in self._channels.values()), *self._inbound]
+        in_memory = sum(one.lending is not None for one in there)
+        return {
+            "memory": in_memory,
+            "tcp": len(there) - in_memory,
+            "bytes_packed": sum(one.bytes_packed for one in there),
+            "bytes_saved": sum(one.bytes_saved for one in there),
+        }
 
     # from others ------------------------------------------------------------------------------------
 
