@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from conftest import wait_until
-from socket_pair import WAIT_S, Pair, Parcels, as_bytes, pair_of, parcel, tensors
+from socket_pair import WAIT_S, Pair, Parcels, as_bytes, both, pair_of, parcel, tensors
 
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE
@@ -101,6 +101,21 @@ def test_deltas_are_packed_between_hosts_only(within_host: bool) -> None:
             packs = not within_host and records.records.nbytes >= frames.PACKED_LEAST_BYTES
             assert frame.bytes_packed == packs * records.records.nbytes
             assert (frame.bytes_saved > 0.3 * frame.bytes_packed) == packs
+
+
+@both
+def test_a_transport_says_what_carries_its_bytes(pair: Pair) -> None:
+    """For `status`: of both ends, each what it has sent itself."""
+    assert pair.a.connections() == {"memory": 0, "tcp": 0, "bytes_packed": 0, "bytes_saved": 0}
+    records = deltas(4000).records
+    pair.handle = lambda request, reply: reply(Parcels([torch.zeros(0)]))
+    assert isinstance(pair.call(parcel([records])), wire.Ok)
+    way = "memory" if pair.a._channels["b"].sock.family == socket.AF_UNIX else "tcp"
+    wait_until(lambda: pair.a.connections()["bytes_packed"] or way == "memory", WAIT_S, "it is counted")
+    here, there = pair.a.connections(), pair.b.connections()
+    assert here[way] == there[way] == 1 == here["memory"] + here["tcp"]
+    assert here["bytes_packed"] == (records.nbytes if way == "tcp" else 0) and there["bytes_packed"] == 0
+    assert (here["bytes_saved"] > 0.3 * records.nbytes) == (way == "tcp")
 
 
 def _send_whole(frame: Frame, sock: socket.socket) -> None:

@@ -23,7 +23,7 @@ from coordinator_words import (
 
 from torch_ecrec.demo.plot import spread, throughput
 from torch_ecrec.demo.report import Record, format_kill
-from torch_ecrec.observe.text import format_status, slot_figures
+from torch_ecrec.observe.text import format_connections, format_status, slot_figures
 
 
 def test_the_timeline_of_a_failure() -> None:
@@ -235,6 +235,9 @@ def member(name: str, role: str = "server", **more: Any) -> dict[str, Any]:
     return {**base, "alive": True, "left": False, "spare": False, "draining": False, **more}
 
 
+WAYS = {"memory": 2, "tcp": 3, "bytes_packed": 1000, "bytes_saved": 390}
+
+
 def test_status_as_text() -> None:
     def slot(index: int, incarnation: int, rebuilt: float) -> dict[str, Any]:
         return {"slot": index, "incarnation": incarnation, "rebuilt": rebuilt, "snapshot_bytes": 0, **FIGURES}
@@ -253,7 +256,7 @@ def test_status_as_text() -> None:
             {"slot": 2, "server": "", "incarnation": 1, "healthy": False},
         ],
         "members": [
-            member("server-0", report={"slots": [slot(0, 0, 1.0), slot(1, 0, 1.0)]}),
+            member("server-0", report={"slots": [slot(0, 0, 1.0), slot(1, 0, 1.0)], "connections": WAYS}),
             member("server-3", report={"slots": [slot(1, 1, 0.42)]}),
             member("server-1", alive=False),
             member("server-4", spare=True),
@@ -271,6 +274,10 @@ def test_status_as_text() -> None:
         "server-0": "serving", "server-3": "serving", "server-1": "lost", "server-4": "spare", "trainer-0": "left"
     }  # fmt: skip
     assert any(re.search(r"drained +server +7 +serving, draining +0.2 s", line) for line in lines)
+    ways = {line.split()[0]: re.split(r"  +", line.strip())[-1] for line in lines if " server " in line}
+    assert ways["server-0"] == "2 in memory, 3 over TCP, packed to 61% where it pays" and ways["server-3"] == "-"
+    assert format_connections({"tcp": 1, "bytes_packed": 0, "bytes_saved": 0}) == "1 over TCP"
+    assert format_connections({"rpc": 4}) == "4 over torch RPC"
     empty = {**status, "slots": [], "members": [], "fatal": "stopped"}
     assert "STOPPED: stopped" in format_status(empty) and "no slots placed yet" in format_status(empty)
     assert slot_figures(empty) == {}

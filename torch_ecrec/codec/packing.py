@@ -123,7 +123,7 @@ def _unpack(words: Any, groups: Any, control: Any, data: Any, lengths: Any, tabl
 @kernel()
 def _sample(words: Any, groups: Any, step: Any, codes: Any, lengths: Any) -> Any:
     """Bytes of data for every `step`-th group."""
-    total = 0
+    total = np.intp(0)
     for g in range(0, groups, step):
         total += np.intp(lengths[codes[_more(words + GROUP_BYTES * g)]])
     return total
@@ -131,7 +131,7 @@ def _sample(words: Any, groups: Any, step: Any, codes: Any, lengths: Any) -> Any
 
 @kernel()
 def _data_bytes(control: Any, lengths: Any) -> Any:
-    total = 0
+    total = np.intp(0)
     for g in range(control.shape[0]):
         total += np.intp(lengths[control[g]])
     return total
