@@ -56,6 +56,13 @@ class Way(ABC):
         return self._tries.unreachable()
 
     @abstractmethod
+    def connections(self) -> dict[str, int]:
+        """How many there are with other members, by what carries their bytes; and what packing saves on those there.
+
+        `memory`, `tcp`, `rpc`: connections. `bytes_packed`: of tensors, before they were packed; `bytes_saved` by that.
+        """
+
+    @abstractmethod
     def _send(self, world: World, peer: str, ticket: int, encoded: Encoded, timeout_s: float) -> None:
         """Sends a call, without blocking; later `_settle(ticket, ...)`.
 
@@ -149,13 +156,6 @@ class Transport(Way):
         """Who is in the generation joined, by rank; nobody between generations."""
         world = self._world
         return () if world is None else world.members
-
-    @abstractmethod
-    def connections(self) -> dict[str, int]:
-        """How many there are with other members, by what carries their bytes; and what packing saves on those there.
-
-        `memory`, `tcp`, `rpc`: connections. `bytes_packed`: of tensors, before they were packed; `bytes_saved` by that.
-        """
 
     @property
     def bytes_sent(self) -> dict[str, int]:
