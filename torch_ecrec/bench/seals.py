@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{'ns for each record':20}{'no seals':>10}{'seals':>10}")
     for name, seconds in with_seals.items():
         if name != "scrub":
-            before = f"{1e9 * without[name]:10.1f}" if name in without else f"{'':10}"
-            print(f"{name:20}{before}{1e9 * seconds:10.1f}")
+            before = f" {1e9 * without[name]:9.1f}" if name in without else f"{'':10}"
+            print(f"{name:20}{before} {1e9 * seconds:9.1f}")
     (arguments.out / "seals.json").write_text(json.dumps({"no seals": without, "seals": with_seals}, indent=1) + "\n")
     print(f"a scrubber reads {with_seals['scrub'] / 1e9:.1f} GB/s")
     return 0
