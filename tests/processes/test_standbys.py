@@ -24,6 +24,7 @@ from cluster_trainers import ENVIRONMENT, LIMIT_S, Child
 from conftest import ROOT, wait_until
 
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.processes.member import join_message
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.control import request
@@ -235,3 +236,27 @@ def test_whoever_leads_is_lost_and_nothing_differs(tmp_path: Path, undisturbed: 
         for name, process in running.processes.items():
             if process.poll() is None:
                 wait_until(lambda p=process: p.poll() is not None, LIMIT_S, f"{name} ends with the run")  # type: ignore[misc]
+
+
+def test_what_waits_at_a_standby_is_not_heard_once_it_leads(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    """A member that looked for one that led there before: its words wait at the port, and are old by then."""
+    with cluster(tmp_path) as (running, _, children), contextlib.ExitStack() as stack:
+        first = children[0]
+        assert first.expect("held") == "step 20"
+        name, leads = running.leader()
+        standbys = [other for other in running.processes if other.startswith("coordinator") and other != name]
+        old = join_message(role="server", birth="old", address=None, led=leads.revision)
+        for standby in standbys:
+            place = json.loads(running.said(standby).splitlines()[0])["stands_by"]
+            waits = stack.enter_context(socket.create_connection(tuple(place), LIMIT_S))
+            waits.sendall(json.dumps(old).encode() + b"\n")
+        running.kill(name)
+        first.tell("go")
+        name, _ = running.leader(leads.revision)
+        refused = f"join: for the coordinator that led from {leads.revision} on"
+        wait_until(lambda: refused in running.said(name), LIMIT_S, "it has come, and is refused")
+        for _ in range(3):
+            first.expect("held")
+            first.tell("go")
+        assert [child.result() for child in children] == undisturbed
+        assert f'"pid": {os.getpid()}' not in running.said(name), "it has joined as another server"

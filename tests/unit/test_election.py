@@ -82,6 +82,8 @@ def test_a_leader_alone_that_was_stopped_leads_again() -> None:
     assert not run.candidates[0].holds and run.etcd.leader is None
     run.until(10.0)
     assert run.candidates[0].holds and len(run.led) == 1
+    leads = run.candidates[0].leads
+    assert leads is not None and 0 < run.candidates[0].led < leads.revision, "it hears what was said to it before"
 
 
 def test_an_outage_of_etcd_is_no_change() -> None:

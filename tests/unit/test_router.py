@@ -69,7 +69,7 @@ class Process:
 class Running:
     """A router, its probes and its events."""
 
-    def __init__(self, joins_from_s: float = 0.0, looks: bool = False, **settings: Any) -> None:
+    def __init__(self, joins_from_s: float = 0.0, looks: bool = False, led: int = 0, **settings: Any) -> None:
         self.probes: list[tuple[str, int, Address]] = []
         self.events: list[Message] = []
         self.now_s = 0.0
@@ -79,6 +79,7 @@ class Running:
             announce=self.events.append,
             joins_from_s=joins_from_s,
             looks=looks,
+            led=led,
         )
         self.processes: list[Process] = []
 
@@ -168,6 +169,24 @@ def test_all_connections_reset_at_once_cost_nothing() -> None:
         assert wire.admitted and wire.told("rejoined") and wire.told("placement") and not wire.told("fatal")
     assert running.core.era == 0 and running.core.epoch == 1 and not running.names("lost")
     assert running.names("back") == [process.name for process in running.processes]
+
+
+def test_what_was_said_to_a_leader_of_before_is_not_heard() -> None:
+    """It waited at the port of one that stood by, and is old: neither a join nor a rejoin, nor what follows on them."""
+    before = Running().start()
+    after = Running(led=9)
+    for process in before.processes:
+        stale = after.rejoin(process, led=4)
+        after.router.on_message(stale, {"type": "beat", "unreachable": []}, 0.0)
+        assert stale.closed and not stale.admitted and not stale.told("rejoined")
+    newcomer = Process("server")
+    after.say(newcomer, type="join", **newcomer.hello, led=8)
+    assert newcomer.wire.closed and not newcomer.wire.sent, "it is told nothing: it looks again who leads"
+    assert not after.core.members and not after.core.regathering
+    assert "for the coordinator that led from 4 on" in str(after.events[0]) and after.router.refused >= 7
+    for process in before.processes:
+        assert after.rejoin(process, led=9).admitted
+    assert len(after.core.members) == 6
 
 
 def test_a_killed_process_is_lost_as_soon_as_its_probe_is_answered() -> None:

@@ -65,6 +65,7 @@ class Candidate:
         standing: what it is.
         again: somebody has led before it.
         leads: who leads, as it has seen last.
+        led: the revision since when this one has led first; 0: it has not.
     """
 
     def __init__(self, keys: Keys, address: tuple[str, int], ttl_s: int, run: str, clock: Callable[[], float]) -> None:
@@ -73,6 +74,7 @@ class Candidate:
         self.standing = Standing.STANDBY
         self.again = False
         self.leads: Leader | None = None
+        self.led = 0
         self._lease, self._asked_s, self._until_s = 0, 0.0, 0.0
         self._stood_by = False  # there was a leader
 
@@ -149,5 +151,7 @@ class Candidate:
                 self._keys.revoke(self._lease)
 
     def _lead(self, asked_s: float) -> float:
+        assert self.leads is not None, "it leads by what it has looked at"
+        self.led = self.led or self.leads.revision
         self.standing, self._until_s = Standing.LEADING, asked_s + MARGIN * self._ttl_s
         return self._ttl_s / RENEWS

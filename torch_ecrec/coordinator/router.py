@@ -87,6 +87,8 @@ class Router:
         looks: what the cluster begins with is not known yet: joins are held until `begin_with` says, or until members
             of before have rejoined who know what is trained.
         ledger: writes manifests of checkpoints; None: nobody does.
+        led: since which revision of etcd this coordinator leads. Who enters and means one that led before is not heard:
+            while this one stood by, the words waited at its port, and are not true any more.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Router:
         joins_from_s: float = 0.0,
         looks: bool = False,
         ledger: Ledger | None = None,
+        led: int = 0,
     ) -> None:
         self.core = Coordinator(settings, self._send, self._tell_watchers, ledger)
         self._settings, self._ledger, self._looks = settings, ledger, looks
@@ -108,7 +111,7 @@ class Router:
         self._looks_for: Coordinator | None = None  # whose lost slots are to begin anew
         self.refused = 0  # messages, since the start
         self._probe, self._announce, self._stop, self._stamp = probe, announce, stop, stamp
-        self._joins_from_s = joins_from_s
+        self._joins_from_s, self._led = joins_from_s, led
         self._connections: dict[str, Peer] = {}
         self._names: dict[Peer, str] = {}
         self._addresses: dict[str, Address | None] = {}  # of members: where they listen
@@ -146,6 +149,10 @@ class Router:
             self.refuse(peer, str(error), now_s, "other_build" if isinstance(error, OtherBuild) else "refused")
             return
         if isinstance(word, (Join, Rejoin)):
+            if word.led < self._led:
+                self._count_refused(f"{message['type']}: for the coordinator that led from {word.led} on", peer, now_s)
+                peer.close()  # and nothing else: whoever still waits there looks again who leads
+                return
             if name is not None or peer in self._held:
                 self.refuse(peer, f"{message['type']}: said before on this connection", now_s)
             elif isinstance(word, Join):
@@ -181,11 +188,14 @@ class Router:
 
     def refuse(self, peer: Peer, reason: str, now_s: float, kind: str = "refused") -> None:
         """What arrived counts for nothing: its sender is told why, and the log from time to time."""
-        self.refused += 1
-        self._refusals += 1
         self._say(peer, messages.Refused(kind, reason))
         if peer not in self._names and peer not in self._held and peer not in self._watchers:
             peer.close()
+        self._count_refused(reason, peer, now_s)
+
+    def _count_refused(self, reason: str, peer: Peer, now_s: float) -> None:
+        self.refused += 1
+        self._refusals += 1
         if now_s >= self._told_s + REFUSED_SHOWN_S:
             self._told_s, count, self._refusals = now_s, self._refusals, 0
             who = self._names.get(peer, peer.peer)

@@ -165,6 +165,7 @@ class _Coordinator:
             stamp=lambda message: {**message, "time_s": time.time()},
             joins_from_s=time.monotonic() + JOINS_HELD_S,
             looks=looks,
+            led=0 if self._office is None else self._office.led,
         )
         if looks:
             threading.Thread(

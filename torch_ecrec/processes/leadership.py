@@ -78,6 +78,11 @@ class Office:
         return self._candidate.again
 
     @property
+    def led(self) -> int:
+        """Since which revision of etcd it leads."""
+        return self._candidate.led
+
+    @property
     def holds(self) -> bool:
         """It leads, and nobody else can."""
         return self._candidate.holds

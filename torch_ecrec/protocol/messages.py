@@ -112,6 +112,7 @@ class Entering(Said, frozen=True, kw_only=True):
         address: (host, port) where the process listens for as long as it lives, and closes what it accepts; None: it
             does not, and the end of its connection counts as its own.
         domain: of a server, what it is lost together with (`coordinator/domains.py`); "": it does not say.
+        led: since which revision of etcd the coordinator led that this is meant for; 0: one that was named.
     """
 
     version: Text
@@ -121,6 +122,7 @@ class Entering(Said, frozen=True, kw_only=True):
     birth: Birth
     address: Address | None = None
     domain: Text = ""
+    led: Version = 0
     rank: Rank = -1
     job: JobSpec | None = None
 
