@@ -30,6 +30,10 @@ MARK = "PYTEST_ECREC_SESSION"
 LEAVE_S = 300.0
 """How long a process may take to end after the last test."""
 
+# Torch's TCPStore asks DNS for the name of whoever connects, and serves nobody meanwhile. Where one answer in thirty is
+# lost, that would be 5 s each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 hypothesis.settings.load_profile("ci")
