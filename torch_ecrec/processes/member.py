@@ -154,7 +154,7 @@ class Member:
             if self._sign is None:
                 self._sign = _sign_of_life(control.local_host)
                 self._hello["address"] = list(self._sign.address) if self._sign is not None else None
-            self.tell(join_message(**self._hello, led=self._led))
+            self.tell(join_message(**self._hello))
             if not self._answered.wait(max(deadline_s - time.monotonic(), 0.0)):
                 raise ClusterUnavailable(f"{where} did not answer in {limit_s:g} s")
             if self._failure is not None:
@@ -193,13 +193,9 @@ class Member:
         def connect(*where: Any) -> ControlClient:
             return ControlClient(where[0], where[1], self._on_message, self._on_closed, where[2], self._on_nonsense)
 
-        control, self._leader = reach(self._where, limit_s, connect)
+        control, leader = reach(self._where, limit_s, connect)
+        self._leader, self._hello["led"] = leader, leader.revision
         return control
-
-    @property
-    def _led(self) -> int:
-        assert self._leader is not None, "there was a connection"
-        return self._leader.revision
 
     def _connected_with(self) -> Leader | None:
         return self._leader if self._connected.is_set() else None
@@ -291,7 +287,7 @@ class Member:
             world = list(self.transport.members)  # nobody between generations
             message = rejoin_message(
                 self._known(),
-                hello={**self._hello, "led": self._led},
+                hello=self._hello,
                 name=self.name,
                 code=self._code,
                 life=self._life,
@@ -504,7 +500,7 @@ def rejoin_message(
 
     Args:
         known: what its node knows (`Host.known`, `Client.known`).
-        hello: what it said when it joined: role, birth, address, and a trainer's rank; and `led` of this coordinator.
+        hello: what it said when it joined: role, birth, address, `led` of this coordinator, a trainer's rank.
         name, code: as it was told.
         life: of the coordinator before, as it said.
         generation, world: the one it is in, and who else is.
