@@ -208,7 +208,7 @@ def test_a_peer_that_does_not_read(pair: Pair, deaf: socket.socket) -> None:
     assert time.monotonic() - started_s < 3.0 + PROMPTLY_S
     (channel,) = pair.a._channels.values()
     wait_until(lambda: channel.ended, PROMPTLY_S, "a frame was sent in part: its connection ends")
-    assert not channel._connection._waiting
+    assert not channel.connection._waiting
 
     pair.a._addresses["b"] = real
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok), "the next call makes a new connection"

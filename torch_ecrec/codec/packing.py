@@ -1,4 +1,4 @@
-"""Words of 32 bits without their leading zero bytes: for links that carry less than this packs.
+"""Words of 32 bits without their leading zero bytes: fewer bytes for the way between hosts.
 
 The format is Stream VByte (D. Lemire, N. Kurz, C. Rupp: "Stream VByte: Faster Byte-Oriented Integer Compression",
 Information Processing Letters 130, 2018):
@@ -141,8 +141,7 @@ def pack(values: Bytes) -> Bytes | None:
     """The packed bytes; None where too few would be saved, as a sample says.
 
     Args:
-        values: (N,) uint8, contiguous, at any address. Bytes behind the last whole
-            group of four words go as they are.
+        values: (N,) uint8, contiguous, at any address. Bytes behind the last whole group of four words go as they are.
     """
     groups = len(values) // GROUP_BYTES
     step = max(groups // SAMPLE_GROUPS, 1)

@@ -226,7 +226,7 @@ class Channel:
         self.peer = peer
         self._transport, self._address, self._generation = transport, address, generation
         self.sock = address.dial_within_host() or socket.socket(address.family, socket.SOCK_STREAM)
-        self._connection = FrameConnection(self.sock, transport.sender)
+        self.connection = FrameConnection(self.sock, transport.sender)
         self._lock = threading.Lock()  # guards all below
         self._calls: dict[int, tuple[float, Frame]] = {}  # ticket -> when its time is up, what is sent
         self._ended = ""  # why, once it has
@@ -238,7 +238,7 @@ class Channel:
             if self._ended:
                 raise ConnectionError(self._ended)
             self._calls[ticket] = (time.monotonic() + timeout_s, frame)
-        self._connection.send(frame)
+        self.connection.send(frame)
 
     def sweep(self, now_s: float) -> None:
         """Ends the calls whose time is up, and reminds the connection."""
@@ -247,12 +247,12 @@ class Channel:
             for ticket, _ in late:
                 del self._calls[ticket]
         for ticket, frame in late:
-            self._connection.drop(frame)
+            self.connection.drop(frame)
             self._transport._settle(ticket, lambda _: Unknown(f"no answer from {self.peer} in time"))
-        self._connection.remind()
+        self.connection.remind()
 
     def end(self) -> None:
-        self._connection.end()
+        self.connection.end()
 
     def run(self) -> None:
         """What its thread does: connects, and reads answers until the end."""
@@ -266,8 +266,8 @@ class Channel:
             self.sock.settimeout(None)
             self.sock.sendall(HELLO.pack(MAGIC, self._address.key, self._transport.build.digest, self._generation))
             connected = True
-            self._connection.start()
-            reader = FrameReader(self.sock, self._connection.lending)
+            self.connection.start()
+            reader = FrameReader(self.sock, self.connection.lending)
             while (answer := reader.read()) is not None:
                 self._on_answer(*answer)
                 del answer
@@ -286,8 +286,8 @@ class Channel:
         with self._lock:
             self._ended = f"{self.peer}: {reason}"
             calls, self._calls = self._calls, {}
-        self._connection.end()
-        self._connection.close()
+        self.connection.end()
+        self.connection.close()
         failure = (Unknown if connected else Failed)(self._ended)
         for ticket in calls:
             self._transport._settle(ticket, lambda _: failure)
@@ -298,11 +298,6 @@ class Channel:
         if known is not None:
             decode = self._transport.vocabulary.decode_answer
             self._transport._settle(ticket, lambda kind: Ok(decode(encoded, kind)))
-
-    @property
-    def connection(self) -> FrameConnection:
-        """The way there."""
-        return self._connection
 
     @property
     def ended(self) -> bool:
