@@ -189,6 +189,11 @@ def test_what_was_said_to_a_leader_of_before_is_not_heard() -> None:
     assert len(after.core.members) == 6
 
 
+def test_who_was_given_the_address_of_one_that_leads_is_heard() -> None:
+    running = Running(led=9)
+    assert running.join("server").wire.admitted and running.names("joined") == ["server-0"]
+
+
 def test_a_killed_process_is_lost_as_soon_as_its_probe_is_answered() -> None:
     running = Running().start()
     running.close(running.processes[1].wire)

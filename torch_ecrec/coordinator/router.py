@@ -88,7 +88,8 @@ class Router:
             of before have rejoined who know what is trained.
         ledger: writes manifests of checkpoints; None: nobody does.
         led: since which revision of etcd this coordinator leads. Who enters and means one that led before is not heard:
-            while this one stood by, the words waited at its port, and are not true any more.
+            while this one stood by, the words waited at its port, and are not true any more. Who was given its address
+            (0) means nobody else, and is heard.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Router:
             self.refuse(peer, str(error), now_s, "other_build" if isinstance(error, OtherBuild) else "refused")
             return
         if isinstance(word, (Join, Rejoin)):
-            if word.led < self._led:
+            if 0 < word.led < self._led:
                 self._count_refused(f"{message['type']}: for the coordinator that led from {word.led} on", peer, now_s)
                 peer.close()  # and nothing else: whoever still waits there looks again who leads
                 return
