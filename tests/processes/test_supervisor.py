@@ -27,13 +27,18 @@ FAKES = SUPPORT / "ending"
 
 
 @contextlib.contextmanager
-def cluster(logs: Path, fakes: str = "", **environment: str) -> Iterator[Supervisor]:
-    """`fakes`: what `tests/ending/sitecustomize.py` lets the children do."""
+def cluster(logs: Path, fakes: str = "", forks: bool = True, **environment: str) -> Iterator[Supervisor]:
+    """`fakes`: what `ending/sitecustomize.py` lets the children do; each has an interpreter of its own then."""
     more = {**ENVIRONMENT, **environment}
     if fakes:
         more |= {"PYTHONPATH": str(FAKES), "ECREC_TEST_END": fakes}
-    with Supervisor(CODE, logs=logs, environment=more) as running:
-        yield running
+    available = under_test.is_available
+    under_test.is_available = lambda: forks and not fakes and available()
+    try:
+        with Supervisor(CODE, logs=logs, environment=more) as running:
+            yield running
+    finally:
+        under_test.is_available = available
 
 
 def living(running: Supervisor) -> list[dict[str, Any]]:
@@ -128,8 +133,8 @@ def test_a_coordinator_that_fails_is_replaced(tmp_path: Path, how: str) -> None:
 
 def test_a_coordinator_that_does_not_come_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "PAUSES_S", (0.0, 0.0, 0.1))
-    with cluster(tmp_path) as running:
-        running._environment |= {"PYTHONPATH": str(FAKES), "ECREC_TEST_END": "coordinator 1 100"}
+    with cluster(tmp_path, forks=False) as running:
+        running.environment |= {"PYTHONPATH": str(FAKES), "ECREC_TEST_END": "coordinator 1 100"}
         os.kill(running.coordinator.pid, signal.SIGKILL)
         wait_until(lambda: running.ended is not None, LIMIT_S, "it gives up")
         assert running.ended == -signal.SIGKILL
@@ -184,9 +189,9 @@ def test_the_folder_of_the_logs_is_gone(tmp_path: Path) -> None:
 def test_close_does_not_wait_for_a_coordinator(tmp_path: Path) -> None:
     """One that was killed is to be replaced, and the next one does not come up."""
     others = {child.pid for child in psutil.Process().children()}  # multiprocessing's own tracker, after other tests
-    with cluster(tmp_path) as running:
+    with cluster(tmp_path, forks=False) as running:
         before = running.coordinator
-        running._environment |= {"PYTHONPATH": str(FAKES), "ECREC_TEST_END": "coordinator hang 100"}
+        running.environment |= {"PYTHONPATH": str(FAKES), "ECREC_TEST_END": "coordinator hang 100"}
         os.kill(before.pid, signal.SIGKILL)
         wait_until(lambda: running.coordinator is not before, LIMIT_S, "another is started")
         begin_s = time.monotonic()

@@ -191,7 +191,7 @@ def environment_accesses(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Every touch of the environment: ("read" | "copy" | "write", line).
 
     copy: the whole of it, unseen, for a child process (`{**os.environ, ...}`, `dict(os.environ, ...)`, `.copy()`, `|`).
-    write: an item set or deleted, or `setdefault`, `update`, `pop` as a statement. Anything else is a read.
+    write: an item set or deleted, or `setdefault`, `update`, `pop`, `clear` as a statement. Anything else is a read.
     """
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for name, node in names(tree):
@@ -223,7 +223,7 @@ def _access(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
         return "write"
     if (
         isinstance(parent, ast.Attribute)
-        and parent.attr in ("setdefault", "update", "pop")
+        and parent.attr in ("setdefault", "update", "pop", "clear")
         and isinstance(above, ast.Call)
         and isinstance(parents.get(above), ast.Expr)
     ):

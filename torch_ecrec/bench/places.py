@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from typing import Any, Self
 
 import psutil
 
-from torch_ecrec.processes.children import free_port
+from torch_ecrec.processes.children import Child, free_port
 from torch_ecrec.processes.nodes import INTERFACE_VARIABLES
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.runtime.checks import require
@@ -129,9 +130,11 @@ class _Spread(Supervisor):
         more = {"environment": settings, "logs": logs, "coordinator": coordinator}
         super().__init__(code, host=hosts[0].address, port=port, **more)  # type: ignore[arg-type]
 
-    def popen(self, name: str, command: list[str], **more: Any) -> subprocess.Popen[Any]:
+    def start_child(self, name: str, arguments: list[str], stdout: int | None, stderr: int | None) -> Child:
         number = 0 if name == "coordinator" else -next(self._servers) % len(self._hosts)
-        return self._hosts[number].start(command, **more)
+        command = [sys.executable, "-m", "torch_ecrec", *arguments]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": stdout, "stderr": stderr}
+        return self._hosts[number].start(command, env=self.environment, start_new_session=True, **pipes)
 
     def status(self) -> dict[str, Any]:
         return self._hosts[0].within(lambda: request(*self.address, {"type": "status"}, timeout_s=STATUS_S))

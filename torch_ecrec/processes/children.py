@@ -14,12 +14,47 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 TAIL_LINES = 15
 # Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of
 # those that have ended in it.
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+class Child(Protocol):
+    """A process that this one has had started: what is used of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """Its number; another's, perhaps, once it has ended."""
+
+    @property
+    def returncode(self) -> int | Any:
+        """What `poll` said last."""
+
+    @property
+    def stdin(self) -> IO[Any] | None:
+        """The writing end of a pipe to it, if there is one."""
+
+    @property
+    def stdout(self) -> IO[Any] | None:
+        """The reading end of a pipe from it, if there is one."""
+
+    def poll(self) -> int | None:
+        """The exit code (of a signal: negative), or None while it lives."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end. Raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, sig: int, /) -> None:
+        """Sends a signal, unless it has ended."""
+
+    def terminate(self) -> None:
+        """Asks it to end."""
+
+    def kill(self) -> None:
+        """Ends it at once."""
 
 
 @contextlib.contextmanager
@@ -53,7 +88,7 @@ def torchrun(
         end_tree(process)
 
 
-def await_end(children: Sequence[subprocess.Popen[Any]], limit_s: float) -> None:
+def await_end(children: Sequence[Child], limit_s: float) -> None:
     """Waits for processes that were asked to end; those that still run after `limit_s` are killed."""
     deadline = time.monotonic() + limit_s
     for child in children:

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
-from torch_ecrec.processes.children import await_end
+from torch_ecrec.processes.children import Child, await_end
+from torch_ecrec.processes.fork_server import ForkServer, is_available
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.spec.job import CodeSpec
@@ -45,13 +46,14 @@ QUICK_S = 10.0  # a process that lived for less has ended soon after its start
 PAUSES_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next start, by how many have ended soon
 COORDINATOR_TRIES = 7
 FINAL = (0, 2, 3)  # exit codes of a server
+LOADED = ("torch_ecrec.processes.launch:warm", "torch_ecrec.processes.coordination")  # before processes are forked
 
 
 @dataclass
 class _Life:
     """A child. `quick`: how many before it, one after the other, have ended soon after their start."""
 
-    child: subprocess.Popen[Any]
+    child: Child
     since_s: float
     quick: int = 0
 
@@ -97,7 +99,7 @@ class Supervisor:
         require_int("spares", spares, 0)
         self.code, self.spares, self.restart, self.logs = code, spares, restart, logs
         # a peer that dies is routine here: RPC's own complaints would drown what matters
-        self._environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(environment or {})}
+        self.environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(environment or {})}
         self._told, self._run, self._began_with = told, new_run(), ""
         self._lock = threading.Lock()  # guards the lives
         self._lives: list[_Life] = []
@@ -110,6 +112,7 @@ class Supervisor:
             prepare_logs(logs)
         self._rules = ["--servers", str(code.slots), "--spares", str(spares), "-k", str(code.k), "-r", str(code.r)]
         self._rules += ["--protection", code.protection, "--without-spare", without_spare, *coordinator]
+        self._forks = ForkServer(LOADED, self.environment) if is_available() else None
         belongs_here(self)
         try:
             self.coordinator = self._start_coordinator(host, port)
@@ -129,7 +132,7 @@ class Supervisor:
         return f"{self.address[0]}:{self.address[1]}"
 
     @property
-    def children(self) -> list[subprocess.Popen[Any]]:
+    def children(self) -> list[Child]:
         """The processes that live, as far as is known: the coordinator, then servers."""
         with self._lock:
             return [life.child for life in self._lives]
@@ -139,15 +142,8 @@ class Supervisor:
     def _start(self, name: str, arguments: list[str], stdout: int | None = None, quick: int = 0) -> _Life:
         error = open(self._log_of(name), "ab") if self.logs is not None else None  # noqa: SIM115
         try:
-            child = self.popen(
-                name,
-                [sys.executable, "-m", "torch_ecrec", *arguments, "--end-with-parent"],
-                stdin=subprocess.PIPE,
-                stdout=stdout if stdout is not None else error,
-                stderr=error,
-                env=self._environment,
-                start_new_session=True,  # Ctrl-C reaches us, and we end them
-            )
+            written = None if error is None else error.fileno()
+            child = self.start_child(name, [*arguments, "--end-with-parent"], stdout or written, written)
         finally:
             if error is not None:
                 error.close()
@@ -156,21 +152,31 @@ class Supervisor:
             self._lives.append(life)
         return life
 
-    def popen(self, name: str, command: list[str], **more: Any) -> subprocess.Popen[Any]:
+    def start_child(self, name: str, arguments: list[str], stdout: int | None, stderr: int | None) -> Child:
         """Starts a process; who wants them elsewhere than here overrides this.
 
         Args:
             name: "coordinator", or "server-N", N counting from 0.
-            command: its words.
-            **more: of `subprocess.Popen`.
+            arguments: of `torch-ecrec`.
+            stdout, stderr: files, None for this process's own; `subprocess.PIPE` for the first.
         """
-        return subprocess.Popen(command, **more)
+        if self._forks is not None:
+            look = self._raise_if_told
+            return self._forks.start("torch_ecrec", arguments, self.environment, stdout, stderr, look)
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch_ecrec", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            env=self.environment,
+            start_new_session=True,  # Ctrl-C reaches us, and we end them
+        )
 
     def _log_of(self, name: str) -> Path:
         assert self.logs is not None
         return self.logs / f"{name}.log"
 
-    def _start_coordinator(self, host: str, port: int, quick: int = 0) -> subprocess.Popen[Any]:
+    def _start_coordinator(self, host: str, port: int, quick: int = 0) -> Child:
         arguments = ["coordinator", "--host", host, "--port", str(port), *self._rules]
         again = ["--again", "--began-with", self._began_with]
         arguments += ["--run", self._run, *(again if self._supervising is not None else [])]
@@ -212,7 +218,7 @@ class Supervisor:
         if self._supervising is None and self._told():
             raise KeyboardInterrupt
 
-    def start_server(self, quick: int = 0) -> subprocess.Popen[Any]:
+    def start_server(self, quick: int = 0) -> Child:
         """Starts one more. `quick`: see `_Life`."""
         self._started += 1
         return self._start(f"server-{self._started - 1}", ["serve", "--join", self.join], quick=quick).child
@@ -276,7 +282,7 @@ class Supervisor:
             quick += 1
         self.ended = code
 
-    def _forget(self, child: subprocess.Popen[Any]) -> None:
+    def _forget(self, child: Child) -> None:
         """It is not what it should be: ends it, and no longer counts it among the children."""
         child.kill()
         child.wait()
@@ -300,6 +306,8 @@ class Supervisor:
         await_end(children, STOP_S)
         for child in children:
             _close_pipes(child)
+        if self._forks is not None:
+            self._forks.close()
 
     def on_forked(self) -> None:
         """In a forked child: the processes are its parent's, and go with that, not with the child."""
@@ -318,7 +326,7 @@ class Supervisor:
         self.close()
 
 
-def _close_pipes(child: subprocess.Popen[Any]) -> None:
+def _close_pipes(child: Child) -> None:
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
             pipe.close()

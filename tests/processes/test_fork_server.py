@@ -1,0 +1,173 @@
+"""Processes that are forked: each is what `python -m` would be, and its end is told, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import wait_until
+from places import ROOT, SUPPORT
+
+from torch_ecrec.processes import fork_server as under_test
+from torch_ecrec.processes.fork_server import UNKNOWN, Forked, ForkServer, is_available
+
+LIMIT_S = 120.0  # only a hang reaches it
+ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="this system cannot tell the ends of others' children")
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(("wave", "not_there", "wave:not_there"), ENVIRONMENT)
+    yield server
+    server.close()
+
+
+def start(server: ForkServer, *arguments: str, err: int | None = None) -> Forked:
+    return server.start("forked_child", arguments, ENVIRONMENT | {"OF": "this"}, subprocess.PIPE, err)
+
+
+def said(child: Forked) -> str:
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.close()
+    with child.stdout:
+        return child.stdout.read().decode().strip()
+
+
+def end(child: Forked) -> int:
+    said(child)
+    return child.wait(LIMIT_S)
+
+
+def test_a_child_is_what_python_would_start(server: ForkServer, tmp_path: Path) -> None:
+    """Arguments, environment (that and no more), session, files; and of what was loaded before, it has all."""
+    words = ("tell", "a word", "é", "x" * 3000)
+    told = json.loads(said(child := start(server, *words)))
+    assert told["argv"] == list(words) and told["module"] == "__main__" and told["folder"] == os.getcwd()
+    assert told["environment"] == ENVIRONMENT | {"OF": "this"} | {"LC_CTYPE": "C.UTF-8"} or told["environment"] == (
+        ENVIRONMENT | {"OF": "this"}
+    )
+    assert told["session"] and told["files"][:3] == [0, 1, 2] and len(told["files"]) == 4, "the fourth lists them"
+    assert told["threads"] == 1 and told["loaded"] == ["wave"]
+    assert child.wait(LIMIT_S) == 0 and child.poll() == 0
+
+
+def test_its_command_line_is_shown(server: ForkServer) -> None:
+    child = start(server, "wait", "a word")
+    assert child.stdout is not None and child.stdout.readline() == b"begun\n"
+    assert [word for word in psutil.Process(child.pid).cmdline() if word] == ["forked_child", "wait", "a word"]
+    assert child.poll() is None
+    assert end(child) == 0
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_exit_codes(server: ForkServer, code: int) -> None:
+    child = start(server, "exit", str(code))
+    assert said(child) == "in order", "what is registered for the end of the interpreter runs"
+    assert child.wait(LIMIT_S) == code
+
+
+def test_a_failure_says_so(server: ForkServer, tmp_path: Path) -> None:
+    with (tmp_path / "err").open("wb") as err:
+        child = start(server, "fail", err=err.fileno())
+    assert end(child) == 1
+    assert "ValueError: as it was told" in (tmp_path / "err").read_text()
+
+
+@pytest.mark.parametrize("how", [Forked.kill, Forked.terminate])
+def test_signals(server: ForkServer, how: object) -> None:
+    child = start(server, "wait")
+    assert child.stdout is not None and child.stdout.readline() == b"begun\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.01)
+    how(child)  # type: ignore[operator]
+    assert end(child) == -(signal.SIGKILL if how is Forked.kill else signal.SIGTERM)
+    child.kill()  # whoever has its pid now is not meant
+
+
+def test_a_module_that_is_not_there(server: ForkServer, tmp_path: Path) -> None:
+    with (tmp_path / "err").open("wb") as err:
+        child = server.start("no_such_module", (), ENVIRONMENT, subprocess.PIPE, err.fileno())
+    assert end(child) == 1
+    assert "No module named no_such_module" in (tmp_path / "err").read_text().replace("'", "")
+
+
+def test_a_file_that_is_not_open_is_refused(server: ForkServer) -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        server.start("forked_child", ("exit", "0"), ENVIRONMENT, 9999)
+    assert end(start(server, "exit", "0")) == 0, "the next one starts"
+
+
+def test_when_it_dies_its_children_live_on(server: ForkServer) -> None:
+    child = start(server, "wait")
+    assert child.stdout is not None and child.stdout.readline() == b"begun\n"
+    (forks,) = [one for one in psutil.Process().children() if str(under_test.__name__) in one.cmdline()]
+    forks.kill()
+    wait_until(lambda: child.poll() is None and server._sock is None, LIMIT_S, "its end is seen")
+    assert psutil.pid_exists(child.pid)
+    other = start(server, "exit", "5")
+    assert end(other) == 5, "another fork server has started it"
+    child.kill()
+    assert end(child) == UNKNOWN
+    assert not psutil.pid_exists(child.pid) or psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_one_that_hangs_hides_no_end(server: ForkServer) -> None:
+    """A process has ended; the fork server, stopped, does not tell how."""
+    child = start(server, "wait")
+    assert child.stdout is not None and child.stdout.readline() == b"begun\n"
+    (forks,) = [one for one in psutil.Process().children() if str(under_test.__name__) in one.cmdline()]
+    forks.suspend()
+    try:
+        child.kill()
+        assert child.wait(LIMIT_S) == UNKNOWN
+    finally:
+        forks.resume()
+    assert end(start(server, "exit", "6")) == 6, "what it tells then is of nobody"
+
+
+def test_threads_that_start_and_wait(server: ForkServer) -> None:
+    codes: list[tuple[int, int]] = []
+
+    def run(code: int) -> None:
+        codes.append((code, end(start(server, "exit", str(code)))))
+
+    threads = [threading.Thread(target=run, args=(code,)) for code in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert sorted(codes) == [(code, code) for code in range(12)]
+
+
+def test_whoever_looks_may_stop_the_start(server: ForkServer) -> None:
+    """Told to end while the fork server loads: nothing is left open, and what was asked for ends by itself."""
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        server.start("forked_child", ("wait",), ENVIRONMENT, look=stop)
+    assert len(os.listdir("/proc/self/fd")) == before + 1, "the fork server's socket"
+    server.close()
+
+
+def test_close_leaves_children_and_no_files() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    server = ForkServer((), ENVIRONMENT)
+    child = start(server, "wait")
+    assert child.stdout is not None and child.stdout.readline() == b"begun\n"
+    server.close()
+    assert child.poll() is None
+    child.kill()
+    assert end(child) == UNKNOWN
+    assert len(os.listdir("/proc/self/fd")) == before

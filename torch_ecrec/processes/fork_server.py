@@ -1,0 +1,398 @@
+"""Processes that are forked from one that has loaded everything: each begins at once, where an interpreter of its own
+takes two seconds of a core to load torch and the kernels; and they share the memory of what is loaded.
+
+    ForkServer     starts it, and asks it for processes
+    Forked         one of them; what is used of `subprocess.Popen`
+    is_available   whether this system can (Linux from 5.4 on)
+
+The fork server has one thread, and does nothing but fork, and tell how a child has ended. A child is what `python -m
+MODULE ARGUMENTS` would be: with its own session, environment, standard streams and command line. When the process that
+asks is gone, so is the fork server; what becomes of the children is theirs to say (`runtime/lifetime.py`). When the
+fork server dies they live on; nobody then learns their exit codes (`UNKNOWN`), and the next start makes another.
+
+On the way there: `start`, with four files: what to run (JSON), standard input, output and error. On the way back, one
+of `_STARTED` (with a pidfd), `_FAILED` (with an errno) and `_ENDED` (with what `waitpid` says).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, NoReturn
+
+from torch_ecrec.runtime.lifetime import belongs_here, freeze
+
+UNKNOWN = 255  # exit code of a process whose fork server is gone
+START_S = 120.0  # to load all that is loaded: only a hang reaches it
+TELL_S = 2.0  # from a process's end until the fork server has told it: after that nobody will
+LOOK_S = 0.2
+TICK_S = 0.001
+TITLE_BYTES = 600  # room for the command line of a child
+_REPLY = struct.Struct("<cqq")
+_STARTED, _FAILED, _ENDED = b"s", b"f", b"e"
+
+
+def is_available() -> bool:
+    """Whether processes can be forked, and waited for, as it is done here."""
+    if not (hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:  # an older kernel, or a sandbox
+        return False
+    return True
+
+
+class Forked:
+    """A process that the fork server has started. `stdin`: the writing end of a pipe to it; `stdout`: see `start`."""
+
+    def __init__(self, server: ForkServer, pid: int, pidfd: int) -> None:
+        self.pid, self.returncode = pid, None  # type: tuple[int, int | None]
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = None
+        self._server, self._pidfd, self._gone_s = server, pidfd, 0.0
+
+    def poll(self) -> int | None:
+        """The exit code (of a signal: negative), or None while it lives."""
+        return self._server.poll(self)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end. Raises subprocess.TimeoutExpired."""
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left_s = LOOK_S if deadline_s is None else deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.await_end(min(left_s, LOOK_S))
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended: its pid may be another's then."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def terminate(self) -> None:
+        """Asks it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, for so long that its exit code should have been told."""
+        if not _is_readable(self._pidfd, 0.0):
+            return False
+        self._gone_s = self._gone_s or time.monotonic()
+        return time.monotonic() - self._gone_s > TELL_S
+
+    def end_with(self, code: int) -> None:
+        """Notes its exit code."""
+        self.returncode = code
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Closes what tells its end."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def await_end(self, limit_s: float) -> None:
+        """Waits until it has ended, or for so long. (Meanwhile another thread may have noted its end: no harm.)"""
+        if _is_readable(self._pidfd, limit_s):
+            time.sleep(TICK_S)  # the fork server tells its exit code now
+
+
+class ForkServer:
+    """Starts processes by forking one that has loaded what they need.
+
+    Args:
+        preload: what is loaded: MODULE, or MODULE:FUNCTION, which is called. (What fails is left to the children, whose
+            own import fails with the same words, where their words are read.)
+        environment: of the fork server: variables that libraries read as they are loaded hold for all children.
+
+    It is started with the first process, and again if it was lost.
+    """
+
+    def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._preload = tuple(preload)
+        self._environment = {"OPENBLAS_NUM_THREADS": "1", **environment}  # its threads would not survive a fork
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._starting, self._receiving = threading.Lock(), threading.Lock()
+        self._children: dict[int, Forked] = {}  # that live, as far as is known
+        self._reply: Forked | OSError | None = None
+        belongs_here(self)
+        atexit.register(self.close)
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: int | None = None,
+        stderr: int | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> Forked:
+        """Starts `python -m module *arguments`, in a session of its own.
+
+        Args:
+            module, arguments: what to run.
+            environment: all that it has.
+            stdout: a file; None: ours; subprocess.PIPE: a pipe, `Forked.stdout`.
+            stderr: a file; None: ours.
+            look: called while the fork server is waited for, which loads at first; may raise. (A process that begins
+                all the same finds its standard input closed.)
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        with self._starting, contextlib.ExitStack() as files:
+            spec = _file_of({"module": module, "arguments": list(arguments), "environment": dict(environment)})
+            files.callback(os.close, spec)
+            stdin, ours = os.pipe()
+            files.callback(os.close, stdin)
+            unused = contextlib.ExitStack()
+            files.enter_context(unused)
+            unused.callback(os.close, ours)
+            read = -1
+            if stdout == subprocess.PIPE:
+                read, stdout = os.pipe()
+                files.callback(os.close, stdout)
+                unused.callback(os.close, read)
+            streams = [stdin, 1 if stdout is None else stdout, 2 if stderr is None else stderr]
+            child = self._ask([spec, *streams], look)
+            unused.pop_all()
+        child.stdin = os.fdopen(ours, "wb")
+        child.stdout = os.fdopen(read, "rb") if read >= 0 else None
+        return child
+
+    def poll(self, child: Forked) -> int | None:
+        """The exit code of a child, or None while it lives."""
+        with self._receiving:
+            self._receive()
+            if child.returncode is None and child.is_gone():
+                self._children.pop(child.pid, None)
+                child.end_with(UNKNOWN)
+            return child.returncode
+
+    def close(self) -> None:
+        """Ends the fork server; children live on. Idempotent."""
+        with self._receiving:
+            self._lose()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def on_forked(self) -> None:
+        """In a forked child: all this is its parent's."""
+        if self._sock is not None:
+            self._sock.close()
+        for child in self._children.values():
+            child.let_go()
+        self._children, self._process, self._sock = {}, None, None
+        self._starting, self._receiving = threading.Lock(), threading.Lock()
+
+    # the way there and back ------------------------------------------------------------------------------
+
+    def _ask(self, files: list[int], look: Callable[[], None]) -> Forked:
+        sock = self._sock if self._sock is not None else self._begin()
+        self._reply = None
+        deadline_s = time.monotonic() + START_S
+        with contextlib.suppress(ConnectionError):  # it has died: its end is read below
+            socket.send_fds(sock, [b"start"], files)
+        while True:
+            reply = self._answer()
+            if isinstance(reply, OSError):
+                raise reply
+            if reply is not None:
+                return reply
+            if self._sock is not sock:
+                raise OSError("the process that starts others has died")
+            if time.monotonic() > deadline_s:
+                raise OSError(f"the process that starts others did not answer within {START_S:g} s")
+            look()
+            _is_readable(sock.fileno(), LOOK_S)
+
+    def _answer(self) -> Forked | OSError | None:
+        with self._receiving:
+            self._receive()
+            return self._reply
+
+    def _begin(self) -> socket.socket:
+        self.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            words = [sys.executable, "-m", "torch_ecrec.processes.fork_server", str(theirs.fileno()), *self._preload]
+            self._process = subprocess.Popen(
+                [*words, " " * TITLE_BYTES],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=self._environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self._sock = ours
+        return ours
+
+    def _receive(self) -> None:
+        """Takes what the fork server has told. Under the lock."""
+        while self._sock is not None:
+            try:
+                data, files, _, _ = socket.recv_fds(self._sock, _REPLY.size, 1)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data, files = b"", []
+            if not data:  # it has died
+                self._lose()
+                return
+            for file in files:
+                os.set_inheritable(file, False)
+            kind, number, more = _REPLY.unpack(data)
+            if kind == _STARTED:
+                self._reply = self._children[number] = Forked(self, number, files[0])
+            elif kind == _FAILED:
+                self._reply = OSError(number, os.strerror(number))
+            elif number in self._children:
+                self._children.pop(number).end_with(os.waitstatus_to_exitcode(more))
+
+    def _lose(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+def _is_readable(file: int, limit_s: float) -> bool:
+    if file < 0:  # closed by another thread, which knows what became of it
+        return True
+    looked = select.poll()  # `select` takes no file above 1023
+    looked.register(file, select.POLLIN)
+    return bool(looked.poll(limit_s * 1000))
+
+
+def _file_of(spec: object) -> int:
+    """A file in memory, at its beginning: an environment may be longer than a message."""
+    file = os.memfd_create("torch-ecrec-start")
+    with os.fdopen(os.dup(file), "wb") as out:
+        out.write(json.dumps(spec).encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+# the fork server itself -----------------------------------------------------------------------------------
+
+
+def _load(preload: Sequence[str]) -> None:
+    for word in preload:
+        module, _, function = word.partition(":")
+        with contextlib.suppress(Exception):  # the children meet it again, and say so where their words are read
+            loaded = importlib.import_module(module)
+            if function:
+                getattr(loaded, function)()
+
+
+def _serve(sock: socket.socket) -> list[int]:
+    """Forks when it is asked to, until the other end is gone. Returns in each child, with its files."""
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([sock.fileno(), woken], [], [])
+        if woken in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(woken, 4096)
+            _tell_ends(sock)
+        if sock.fileno() not in ready:
+            continue
+        data, files, _, _ = socket.recv_fds(sock, 16, 4)
+        if not data:
+            os._exit(0)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            sock.sendall(_REPLY.pack(_FAILED, error.errno or 0, 0))
+        else:
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                sock.close()
+                os.close(woken)
+                os.close(wake)
+                return list(files)
+            _tell_start(sock, pid)
+        for file in files:
+            os.close(file)
+
+
+def _tell_start(sock: socket.socket, pid: int) -> None:
+    pidfd = os.pidfd_open(pid)  # not reaped before the next look: it is this child's
+    socket.send_fds(sock, [_REPLY.pack(_STARTED, pid, 0)], [pidfd])
+    os.close(pidfd)
+
+
+def _tell_ends(sock: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        sock.sendall(_REPLY.pack(_ENDED, pid, status))
+
+
+def _become(files: list[int]) -> NoReturn:
+    """In a child: is what `python -m` would be."""
+    os.setsid()
+    with os.fdopen(files[0], "rb") as file:
+        spec = json.loads(file.read())
+    for number, given in enumerate(files[1:]):
+        os.dup2(given, number)
+        os.close(given)
+    os.environ.clear()
+    os.environ.update(spec["environment"])
+    sys.argv = [spec["module"], *spec["arguments"]]
+    _show(["torch-ecrec" if spec["module"] == "torch_ecrec" else spec["module"], *spec["arguments"]])
+    runpy.run_module(spec["module"], run_name="__main__", alter_sys=True)
+    sys.exit(0)
+
+
+def _show(words: Sequence[str]) -> None:
+    """Makes `ps` show a command line, in the place of the fork server's."""
+    after = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(after[45]), int(after[46])  # `arg_start` and `arg_end` of proc(5), fields 48 and 49
+    room = end - start
+    if start and room > 0:
+        ctypes.memmove(start, "\0".join(words).encode(errors="replace")[: room - 1].ljust(room, b"\0"), room)
+
+
+def main() -> NoReturn:
+    """`python -m torch_ecrec.processes.fork_server FILE PRELOAD ... ROOM`: the fork server."""
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.set_inheritable(False)
+    _load(sys.argv[2:-1])
+    freeze()
+    _become(_serve(sock))
+
+
+if __name__ == "__main__":
+    main()
