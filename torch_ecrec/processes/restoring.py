@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_ecrec.coordinator.checkpointing import life_of, run_of
-from torch_ecrec.errors import CheckpointError
+from torch_ecrec.coordinator.checkpointing import Restorable, life_of, run_of
+from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.settings import Beyond
 from torch_ecrec.storage.ahead import read_ahead
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.manifest import ADVICE, Manifest
@@ -58,6 +59,44 @@ def find(wanted: str, url: str, began_with: str = "") -> tuple[Restored, JobSpec
         manifest = catalog.newest() if step is None else catalog.at(step)
     catalog.chain(manifest)  # complains now, not once the trainers are there
     return Restored(place, manifest.id, manifest.done), manifest.spec
+
+
+def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str) -> tuple[Restorable | None, int]:
+    """What a cluster begins with whose coordinator was started again, if nobody comes back who knows what was trained.
+
+    Args:
+        run: its word; `url`: of its own checkpoints, "" if there are none; `beyond`: see `CheckpointSettings`.
+        wanted, began_with: as for `find`.
+
+    Returns:
+        A checkpoint, of the run itself or the one that it began with; None: its beginning. And how many coordinators
+        there were, as for `newest_of`: no checkpoint of before is to be written over.
+
+    Raises:
+        CheckpointError: there is nothing that the cluster may begin with, and why; StoreUnavailable: nobody can tell.
+    """
+    newest, life = newest_of(run, url) if url else (None, 0)
+    if newest is not None and beyond == "stop":
+        raise CheckpointError(
+            "more is lost than parity repairs, and with --beyond stop nobody goes back to a checkpoint unasked: end"
+            f" this cluster, and begin another with --restore {url}@{newest[0].done}, the newest checkpoint of this run"
+        )
+    if newest is not None or began_with == NONE:
+        return newest, life
+    if not began_with or not wanted:
+        raise CheckpointError(
+            "this coordinator was not told which checkpoint the run began with: end this cluster, and begin another"
+            " with --restore URL@STEP; all coordinators of a run are to be told the same --restore"
+        )
+    try:
+        return find(wanted, url, began_with), life
+    except StoreUnavailable:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the run began with checkpoint {began_with}, has none of its own, and {error}; bring it back, or end this"
+            " cluster, and begin another with --restore URL@STEP or, from the beginning, without --restore"
+        ) from error
 
 
 def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]:

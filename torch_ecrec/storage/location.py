@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import fsspec
 
-from torch_ecrec.errors import CheckpointError
+from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.storage.direct import DirectFile
 
@@ -167,7 +167,8 @@ class Location:
                 number = errno.EACCES
             advice = _ADVICE.get(number, "look whether the place can be reached, and may be written")
             said = str(error) or type(error).__name__
-            raise CheckpointError(f"cannot {action} {at}: {said}; {advice}") from error
+            kind = CheckpointError if number == errno.ENOENT else StoreUnavailable
+            raise kind(f"cannot {action} {at}: {said}; {advice}") from error
 
 
 class _Guarded:
