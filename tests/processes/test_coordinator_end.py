@@ -19,7 +19,7 @@ LIMIT_S = 120.0
 def test_a_coordinator_that_is_told_to_end_removes_the_saves_of_its_run(
     tmp_path: Path, number: signal.Signals, stays: bool
 ) -> None:
-    """Nobody can use them any more. One that is killed may be followed by another, which can; other runs' are theirs."""
+    """Nobody can use them any more. One that is killed may be followed by one that can; others are not its."""
     mine, others = "000000000050-mine-1-3", "000000000050-other-1-3"
     for name in (mine, others):
         (tmp_path / "saves" / name).mkdir(parents=True)
