@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_ecrec.coordinator.checkpointing import Restorable, life_of, run_of
+from torch_ecrec.coordinator.checkpointing import Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol.messages import Restored
@@ -109,7 +109,10 @@ def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]
     catalog = Catalog(url)
     listing = catalog.listing()
     names = [*(one.id for one in listing.whole), *listing.unfinished, *(one.folder for one in listing.broken)]
-    life = 1 + max((life_of(name) for name in names if run_of(name) == run), default=0)
+    life = 1 + max((attempt_of(name)[0] for name in names if run_of(name) == run), default=0)
+    for one in listing.broken:
+        if one.unavailable and run_of(one.folder) == run:
+            raise StoreUnavailable(one.reason)
     newest = next((one for one in listing.whole if run_of(one.id) == run), None)
     if newest is None:
         return None, life
