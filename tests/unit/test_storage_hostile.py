@@ -147,10 +147,13 @@ def test_copies_beside_the_originals_stop_nobody(tmp_path: Path) -> None:
     """A person keeps one under another name. The ledger's thread ended at that, and nothing counted any more."""
     ledger, full, name = place(tmp_path)
     copies = [tmp_path / f"{full.folder}-copy", tmp_path / "000000000040-run-1-x", tmp_path / "000000000040-run-1-4_0"]
-    copies += [tmp_path / "saves" / f"{name}-copy", tmp_path / "saves" / "000000000050-run-x"]
+    copies += [
+        tmp_path / "000000000040-run-x",
+        tmp_path / "saves" / f"{name}-copy",
+        tmp_path / "saves" / "000000000050-run-x",
+    ]
     for copy in copies:
         shutil.copytree(tmp_path / ("saves/" + name if copy.parent.name == "saves" else full.folder), copy)
-    copies.append(tmp_path / "000000000040-run-x")
     left = tmp_path / "000000000041-run-1-x"  # without a manifest
     left.mkdir()
     later = committed(ledger, str(tmp_path), 80, random_records(JOB, 4))
