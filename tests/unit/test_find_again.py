@@ -37,6 +37,20 @@ def test_of_a_run_with_checkpoints_nobody_begins_anew_with_beyond_stop(tmp_path:
         assert find_again("run", url, "checkpoint", wanted, known)[0] == (newest, JOB)
 
 
+def test_a_run_whose_checkpoints_are_altered_is_none_that_has_none(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    file = tmp_path / committed(ledger_of(url), url, 40, random_records(JOB, 3)).folder / "manifest.json"
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b'"done":40', b'"done":41'))
+    with pytest.raises(CheckpointError, match=r"of this run's none can be read: .*manifest\.json was altered"):
+        find_again("run", url, "stop", "", NONE)
+    assert find_again("run", url, "checkpoint", "", NONE) == (None, 2), "passed over, with a word, and not written over"
+    file.unlink()
+    file.mkdir()  # cannot be read
+    with pytest.raises(StoreUnavailable):
+        find_again("run", url, "checkpoint", "", NONE)
+
+
 def test_what_is_gone_is_named_and_what_cannot_be_read_is_another_matter(tmp_path: Path) -> None:
     url, records = str(tmp_path / "store"), random_records(JOB, 3)
     began = committed(ledger_of(url), url, 40, records)

@@ -234,7 +234,7 @@ class Router:
     @property
     def looks(self) -> bool:
         """It is not known what the cluster begins with, and nobody has come back who would know better."""
-        return self._looks and self.core.job is None
+        return self._looks and self._found is None and self.core.job is None
 
     def _go_back(self, found: Restorable | None, why: str) -> None:
         """To that checkpoint: everybody begins anew, as another member."""
@@ -313,7 +313,7 @@ class Router:
         while self._held and not self._joins_wait(now_s):
             peer = next(iter(self._held))
             self._join(peer, self._held.pop(peer), now_s)
-        if self._hindrance and self.looks and self._found is None and not self.core.regathering:
+        if self._hindrance and self.looks and not self.core.regathering:
             for peer in list(self._held):
                 del self._held[peer]
                 self._say(peer, messages.Refused("data_loss", f"{NOBODY_LEFT}: {self._hindrance}"))
@@ -321,7 +321,7 @@ class Router:
     def _joins_wait(self, now_s: float) -> bool:
         if now_s < self._joins_from_s or self.core.regathering or self._looks_back:
             return True
-        self._looks = self.looks
+        self._looks = self._looks and self.core.job is None
         if self._looks and self._found is not None:
             (restore, life), self._looks = self._found, False
             anew = restore is None and not self.core.members

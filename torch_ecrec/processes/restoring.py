@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Iterator
 
@@ -19,13 +20,16 @@ from torch_ecrec.records.positions import Positions
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Beyond
 from torch_ecrec.storage.ahead import read_ahead
-from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.catalog import Broken, Catalog, Listing
 from torch_ecrec.storage.manifest import ADVICE, Manifest
 from torch_ecrec.storage.parts import Block
 from torch_ecrec.storage.restoring import dense_of, records_of
 
+log = logging.getLogger(__name__)
+
 NEWEST = "newest"
 NONE = "none"
+UNASKED = "more is lost than parity repairs, and with --beyond stop nobody goes back to a checkpoint unasked"
 AHEAD = 4  # blocks that are read while others are sent
 
 
@@ -78,8 +82,12 @@ def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str)
     newest, life = newest_of(run, url) if url else (None, 0)
     if newest is not None and beyond == "stop":
         raise CheckpointError(
-            "more is lost than parity repairs, and with --beyond stop nobody goes back to a checkpoint unasked: end"
-            f" this cluster, and begin another with --restore {url}@{newest[0].done}, the newest checkpoint of this run"
+            f"{UNASKED}: end this cluster, and begin another with --restore {url}@{newest[0].done}, the newest"
+            " checkpoint of this run"
+        )
+    if beyond == "stop" and url and (broken := _broken(Catalog(url).listing(), run)):
+        raise CheckpointError(
+            f"{UNASKED}, and of this run's none can be read: {broken[0].reason}; or end this cluster, and begin another"
         )
     if newest is not None or began_with == NONE:
         return newest, life
@@ -110,14 +118,19 @@ def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]
     listing = catalog.listing()
     names = [*(one.id for one in listing.whole), *listing.unfinished, *(one.folder for one in listing.broken)]
     life = 1 + max((attempt_of(name)[0] for name in names if run_of(name) == run), default=0)
-    for one in listing.broken:
-        if one.unavailable and run_of(one.folder) == run:
+    for one in _broken(listing, run):
+        if one.unavailable:
             raise StoreUnavailable(one.reason)
+        log.warning("checkpoint %s is passed over: %s", one.folder, one.reason)
     newest = next((one for one in listing.whole if run_of(one.id) == run), None)
     if newest is None:
         return None, life
     catalog.chain(newest)
     return (Restored(url, newest.id, newest.done), newest.spec), life
+
+
+def _broken(listing: Listing, run: str) -> list[Broken]:
+    return [one for one in listing.broken if run_of(one.folder) == run]
 
 
 class StoredCheckpoint:
