@@ -9,6 +9,7 @@ A caller's own mistake is a `ValueError` or `TypeError`; these are the condition
       TrainersLost         another trainer is gone: end, so that all of them are started again (exit code 5)
       Fenced               this process was taken for lost: start it again, as a new member (exit code 6)
       CheckpointError      a checkpoint cannot be written or read: the message says what to do (exit code 7)
+        StoreUnavailable   not that it is not there, or altered: its place cannot be used now; it may be, later
       MemoryDamaged        bits of this server's memory have changed: it ends, and is rebuilt elsewhere (exit code 8)
     NonFiniteGradient      a gradient is NaN or infinite: nothing was applied; skip the batch or stop
 """
@@ -54,6 +55,10 @@ class CheckpointError(ClusterError):
     """A checkpoint cannot be written, found or read. The message names the file and what to do; its cause is kept."""
 
     exit_code = 7
+
+
+class StoreUnavailable(CheckpointError):
+    """The place of checkpoints cannot be read or written now: what is there may be whole, so try again later."""
 
 
 class MemoryDamaged(ClusterError):

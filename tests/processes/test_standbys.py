@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import pytest
 from cluster_child import Orders
 from cluster_trainers import ENVIRONMENT, LIMIT_S, Child
 from conftest import ROOT, wait_until
+from kept import Shelf
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.member import join_message
@@ -79,19 +80,19 @@ def answers(keys: EtcdKeys) -> bool:
 class Standing:
     """Coordinators and servers, each a process that a test started; their logs are in `folder`."""
 
-    def __init__(self, folder: Path, etcd: Etcd) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, etcd: Etcd, servers: int = SERVERS, more: Sequence[str] = ()) -> None:
+        self.folder, self._more = folder, more
         self.join = f"etcd://127.0.0.1:{etcd.client}/ads"
         self.where = Elected(self.join)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for i in range(COORDINATORS):
             self.coordinate(f"coordinator-{i}")
-        for i in range(SERVERS):
+        for i in range(servers):
             self.start(f"server-{i}", ["serve", "--join", self.join])
 
     def coordinate(self, name: str) -> None:
         code = ["--servers", "3", "-k", "2", "-r", "1", "--spares", "1"]
-        self.start(name, ["coordinator", "--elect", self.join, "--leader-lease", str(LEASE_S), *code])
+        self.start(name, ["coordinator", "--elect", self.join, "--leader-lease", str(LEASE_S), *code, *self._more])
 
     def start(self, name: str, words: list[str]) -> None:
         command = [sys.executable, "-m", "torch_ecrec", *words]
@@ -260,3 +261,23 @@ def test_what_waits_at_a_standby_is_not_heard_once_it_leads(tmp_path: Path, undi
             first.tell("go")
         assert [child.result() for child in children] == undisturbed
         assert f'"pid": {os.getpid()}' not in running.said(name), "it has joined as another server"
+
+
+def test_who_leads_next_knows_what_the_run_began_with(tmp_path: Path) -> None:
+    """Not what is newest at the place by then, which may be another run's; also where that is gone."""
+    (tmp_path / "store").mkdir()
+    shelf, etcd = Shelf(str(tmp_path / "store")), Etcd(tmp_path)
+    began = shelf.write(10).id
+    running = Standing(tmp_path, etcd, servers=0, more=["--restore", str(tmp_path / "store")])
+    try:
+        name, leads = running.leader()
+        for then in (lambda: shelf.write(20), lambda: shelf.catalog.remove(began)):
+            wait_until(lambda name=name: f'"began_with": "{began}"' in running.said(name), LIMIT_S, "it leads")  # type: ignore[misc]
+            then()
+            running.kill(name)
+            name, leads = running.leader(leads.revision)
+        wait_until(lambda: f"the run began with checkpoint {began}" in running.said(name), LIMIT_S, "it names it")
+        assert running.processes[name].poll() is None and f'"began_with": "{began}"' in running.said(name)
+    finally:
+        running.end()
+        etcd.kill()

@@ -71,14 +71,14 @@ class Etcd:
     def revoke(self, lease: int) -> None:
         self._drop(lease)
 
-    def take(self, me: str, run: str, address: tuple[str, int], lease: int, last: Last) -> bool:
+    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
         if lease not in self.leases:
             raise EtcdUnavailable("requested lease not found")
         if self.leader is not None or self.last.revision != last.revision:
             return False
         self.revision += 1
-        self.leader = Leader(address, self.revision, me, lease)
-        self.last = Last(me, run, self.revision)
+        self.leader = Leader(address, self.revision, me.id, lease)
+        self.last = dataclasses.replace(me, revision=self.revision)
         return True
 
 
@@ -109,8 +109,8 @@ class Caller:
         except EtcdUnavailable:
             return
 
-    def take(self, me: str, run: str, address: tuple[str, int], lease: int, last: Last) -> bool:
-        return self._call(lambda: self._run.etcd.take(me, run, address, lease, last))
+    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
+        return self._call(lambda: self._run.etcd.take(me, address, lease, last))
 
 
 class Elections:
@@ -148,7 +148,14 @@ class Elections:
         self._busy: set[int] = set()
 
     def _candidate(self, number: int) -> Candidate:
-        return Candidate(Caller(self, number), (f"host{number}", 1), TTL_S, f"run{number}", lambda: self.now_s)
+        return Candidate(
+            Caller(self, number),
+            (f"host{number}", 1),
+            TTL_S,
+            f"run{number}",
+            lambda: self.now_s,
+            lambda: f"what run{number} begins with",
+        )
 
     def until(self, end_s: float) -> Elections:
         """Lets time pass."""
@@ -226,6 +233,7 @@ class Elections:
                 assert one.again or not self.led, "somebody has led before"
                 self.led.append(one.id)
         assert len({one.run for one in holding} | ({self.run} if self.led else set())) <= 1, "the word of the run"
+        assert all(one.began_with == f"what {one.run} begins with" for one in holding), "what the run began with"
 
     @property
     def run(self) -> str:

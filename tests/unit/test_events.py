@@ -49,6 +49,7 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
         events.WentBeyond("000000000010-a-1", 10, "slots [0, 1] are lost together"),
         {"event": "went_beyond", "name": "000000000010-a-1", "step": 10, "reason": "slots [0, 1] are lost together"},
     ),
+    (events.BeganAnew(), {"event": "began_anew"}),
     (
         events.RecoveredPartly([0, 1], "000000000010-a-1", 10, 12, 0.25, "slots [0, 1] are lost together"),
         {

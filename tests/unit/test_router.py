@@ -479,3 +479,43 @@ def test_servers_that_are_gone_are_shown_for_a_while() -> None:
         running.answer(GONE)
     running.router.on_tick(1.0)
     assert len(running.core.members) <= 101 and len(running.router._addresses) <= 101
+
+
+def test_who_joins_where_there_is_nothing_to_begin_with_is_told_so_and_members_of_before_are_welcome() -> None:
+    before, after = Running().start(), Running(looks=True)
+    late = after.join("server")
+    after.router.cannot_begin("it began with A, which is gone", after.now_s)
+    (refused,) = late.wire.told("refused")
+    assert refused["kind"] == "data_loss" and refused["reason"].endswith("came back: it began with A, which is gone")
+    status = after.router.status(after.now_s)
+    assert status["cannot_begin"] == "it began with A, which is gone" and status["looks"]
+    for process in before.processes[:4]:
+        message = {"generation": 1, "newest": 1, "world": list(before.core.world), "placement": None}
+        after.processes.append(process)
+        process.wire.sent = [{"type": "welcome", "name": process.name}]
+        after.rejoin(process, **message, incarnations=[])
+    spare = after.join("server")
+    after.router.cannot_begin("it began with A, which is gone", after.now_s)
+    assert not spare.wire.sent, "members tell what they know"
+    after.now_s = REGATHER_S + 1.0
+    after.router.on_tick(after.now_s)
+    status = after.router.status(after.now_s)
+    assert spare.wire.told("welcome") and not status["looks"] and not status["cannot_begin"]
+
+
+def test_what_was_brought_back_is_what_the_cluster_begins_with() -> None:
+    running, restored = Running(looks=True), Restored("memory://x", "000000000010-run-0-1", 10)
+    running.join("server")
+    running.router.cannot_begin("it is gone", running.now_s)
+    running.router.begin_with((restored, JOB), 1, running.now_s)
+    assert running.join("server").wire.told("welcome")[0]["restored"]["done"] == 10
+
+
+@pytest.mark.parametrize("life", [0, 3])
+def test_nobody_begins_anew_without_a_word(life: int) -> None:
+    """`life`: 0 where no checkpoints are written. Else names of before are not given again."""
+    running = Running(looks=True)
+    server = running.join("server")
+    running.router.begin_with(None, life, running.now_s)
+    assert server.name == ("server-3000" if life else "server-0")
+    assert [one["event"] for one in running.events if one["event"] in ("began_anew", "went_beyond")] == ["began_anew"]

@@ -6,14 +6,14 @@ import argparse
 import functools
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # numpy and Numba, which take a second
     from torch_ecrec.storage.catalog import Catalog, Listing
     from torch_ecrec.storage.manifest import Manifest
-    from torch_ecrec.storage.saves import Save, SavesListing
+    from torch_ecrec.storage.saves import Save, Saves, SavesListing
 
 HELP = "list, verify, remove, export and import checkpoints at a URL"
 OPTIONS_OF = {  # each says something of one of the actions
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--verify", action="store_true", help="read all of every checkpoint; exit code 7 if one is faulty"
     )
-    what.add_argument("--remove", metavar="STEP", type=int, help="remove that one; not what others build on")
+    what.add_argument("--remove", metavar="STEP|NAME", help="remove that one; not what others build on")
     what.add_argument(
         "--export",
         metavar="PATH",
@@ -105,6 +105,7 @@ class _Found:
     listing: Listing
     saves: SavesListing
     faults: dict[str, list[str]] | None
+    removed: list[str] = field(default_factory=list)  # while they were read
 
     @staticmethod
     def look(catalog: Catalog, verify: bool) -> _Found:
@@ -116,7 +117,22 @@ class _Found:
         if found.faults is not None:
             found.faults.update((one.id, _faults(catalog, one)) for one in found.listing.whole)
             found.faults.update((f"saves/{one.id}", saves.faults(one)) for one in found.saves.whole)
+            found.forget(catalog, saves)
         return found
+
+    def forget(self, catalog: Catalog, saves: Saves) -> None:
+        """What is faulty since a running cluster has removed it while it was read."""
+        from torch_ecrec.storage import manifest
+        from torch_ecrec.storage import saves as of_saves
+
+        there = {one.id: catalog.folder(one.id).exists(manifest.MANIFEST) for one in self.listing.whole}
+        there |= {f"saves/{one.id}": saves.folder(one.id).exists(of_saves.MANIFEST) for one in self.saves.whole}
+        assert self.faults is not None
+        self.removed = [name for name, faults in self.faults.items() if faults and not there[name]]
+        self.listing.whole = [one for one in self.listing.whole if one.id not in self.removed]
+        self.saves.whole = [one for one in self.saves.whole if f"saves/{one.id}" not in self.removed]
+        for name in self.removed:
+            del self.faults[name]
 
     @functools.cached_property
     def steps(self) -> dict[str, str]:
@@ -137,11 +153,27 @@ def _remove(catalog: Catalog, arguments: argparse.Namespace) -> int:
     """With the prioritised saves on it, which nothing could use."""
     from torch_ecrec.storage.saves import Saves
 
-    name = catalog.at(arguments.remove).id
+    name = _named(catalog, arguments.remove)
     catalog.remove(name)
     gone = [name, *(f"saves/{one}" for one in Saves(catalog.location).remove_on(name))]
     print(json.dumps({"removed": gone}) if arguments.json else "\n".join(f"removed {one}" for one in gone))
     return 0
+
+
+def _named(catalog: Catalog, wanted: str) -> str:
+    """The checkpoint that is to go. Raises CheckpointError where there is none, or several of that step: another run's
+    may be among them."""
+    from torch_ecrec.errors import CheckpointError
+
+    if not wanted.isdecimal():
+        return wanted
+    name = catalog.at(int(wanted)).id
+    alike = [one.id for one in catalog.checkpoints() if one.done == int(wanted)]
+    if len(alike) > 1:
+        raise CheckpointError(
+            f"{len(alike)} checkpoints at {catalog.url} are of step {wanted}, name one: {', '.join(alike)}"
+        )
+    return name
 
 
 def _export(catalog: Catalog, arguments: argparse.Namespace) -> int:
@@ -237,6 +269,7 @@ def _as_json(found: _Found) -> dict[str, Any]:
         "checkpoints": checkpoints,
         "broken": [{"name": one.folder, "reason": one.reason} for one in found.listing.broken],
         "unfinished": found.listing.unfinished,
+        "removed": found.removed,
         "other_saves": {
             "whole": [save(one) for one in found.saves.whole if one.id not in known],
             "broken": [{"name": name, "reason": reason} for name, reason in found.saves.broken.items()],
@@ -266,6 +299,7 @@ def _as_text(url: str, found: _Found, now_s: float) -> str:
     lines += [f"  BROKEN {one.folder}: {one.reason}" for one in listing.broken]
     lines += [f"  BROKEN saves/{name}: {reason}" for name, reason in found.saves.broken.items()]
     lines += [f"  saves/{one.id} is on {one.base}, which is not there: nothing can use it" for one in found.adrift()]
+    lines += [f"  {name} was removed while it was read" for name in found.removed]
     unfinished = [*listing.unfinished, *(f"saves/{name}" for name in found.saves.unfinished)]
     if unfinished:
         lines.append(f"  without a manifest, under way or left of interrupted ones: {', '.join(unfinished)}")

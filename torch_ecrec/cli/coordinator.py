@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         restore=arguments.restore,
         began_with=arguments.began_with,
         again=arguments.again,
+        alone=not arguments.end_with_parent,
         elect=arguments.elect,
         leader_lease_s=arguments.leader_lease,
     )

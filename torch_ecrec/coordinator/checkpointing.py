@@ -17,6 +17,7 @@ Pure, as the coordinator is: what is written, listed or removed is asked of a `L
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -60,14 +61,22 @@ class Finished:
     save: bool = False
 
 
-def life_of(folder: str) -> int:
-    """Which coordinator of its run has named a checkpoint."""
-    return int(folder.split("-")[2])
+# STEPS-RUN-COORDINATOR-ATTEMPT; of one that was imported, STEPS-WORD
+_NAME = re.compile(r"[0-9]{12}-([^-]+)(?:-([0-9]{1,9})-([0-9]{1,9}))?", re.ASCII)
 
 
 def run_of(folder: str) -> str:
-    """The run that a checkpoint is of, by its name: STEPS-RUN-COORDINATOR-ATTEMPT."""
-    return folder.split("-")[1]
+    """The run that a checkpoint is of, by its name (one that was imported is a run of its own); "" where nobody here
+    gives such names: a copy, say, that somebody has made beside it."""
+    found = _NAME.fullmatch(folder)
+    return found[1] if found is not None else ""
+
+
+def attempt_of(folder: str) -> tuple[int, int]:
+    """Which coordinator of its run has named a checkpoint, and which of its attempts that was: later ones are greater.
+    (0, 0) of one that was imported, and where `run_of` knows none."""
+    found = _NAME.fullmatch(folder)
+    return (0, 0) if found is None or found[2] is None else (int(found[2]), int(found[3]))
 
 
 Restorable = tuple[messages.Restored, JobSpec]

@@ -39,7 +39,7 @@ class Keys(Protocol):
 
     def revoke(self, lease: int) -> None: ...
 
-    def take(self, me: str, run: str, address: tuple[str, int], lease: int, last: Last) -> bool: ...
+    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool: ...
 
 
 class Standing(Enum):
@@ -60,17 +60,28 @@ class Candidate:
         ttl_s: of its lease.
         run: the word of the run, if it is the first to lead; else the run has one.
         clock: seconds, which never go back.
+        begins: what the run begins with, if it is the first to lead; asked for then. Else the run began with something,
+            whatever is there now.
 
     Attributes:
         standing: what it is.
         again: somebody has led before it.
+        began_with: the checkpoint that the run began with.
         leads: who leads, as it has seen last.
         led: the revision since when this one has led first; 0: it has not.
     """
 
-    def __init__(self, keys: Keys, address: tuple[str, int], ttl_s: int, run: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        keys: Keys,
+        address: tuple[str, int],
+        ttl_s: int,
+        run: str,
+        clock: Callable[[], float],
+        begins: Callable[[], str] = lambda: "none",
+    ) -> None:
         self._keys, self._address, self._ttl_s, self._clock = keys, address, ttl_s, clock
-        self.id, self.run = uuid.uuid4().hex, run
+        self.id, self.run, self.began_with, self._begins = uuid.uuid4().hex, run, "", begins
         self.standing = Standing.STANDBY
         self.again = False
         self.leads: Leader | None = None
@@ -104,6 +115,7 @@ class Candidate:
                 return POLL_S
             if last.id != self.id:
                 self.run, self.again = last.run or self.run, bool(last.id)
+                self.began_with = last.began_with if last.id else self._begins()
             self._ask_for_it(last)
         return self._lead(self._asked_s) if self._has_it else POLL_S
 
@@ -138,7 +150,7 @@ class Candidate:
         asked_s = self._clock()
         self._lease = self._keys.grant(self._ttl_s)
         self._asked_s = asked_s
-        if not self._keys.take(self.id, self.run, self._address, self._lease, last):
+        if not self._keys.take(Last(self.id, self.run, 0, self.began_with), self._address, self._lease, last):
             refused, self._lease = self._lease, 0
             self._keys.revoke(refused)
         self._look()

@@ -108,6 +108,7 @@ class Router:
         self.core = Coordinator(settings, self._send, self._tell_watchers, ledger)
         self._settings, self._ledger, self._looks = settings, ledger, looks
         self._found: tuple[Restorable | None, int] | None = None  # what was looked for
+        self._hindrance = ""  # why there is nothing to begin with
         self._looks_back = False  # for the checkpoint that the cluster goes back to
         self._looks_for: Coordinator | None = None  # whose lost slots are to begin anew
         self.refused = 0  # messages, since the start
@@ -225,6 +226,16 @@ class Router:
         self._found = restore, life
         self._let_in(now_s)
 
+    def cannot_begin(self, why: str, now_s: float) -> None:
+        """There is nothing to begin with: who joins is told so, until members of before, or `begin_with`, come."""
+        self._hindrance = why
+        self._let_in(now_s)
+
+    @property
+    def looks(self) -> bool:
+        """It is not known what the cluster begins with, and nobody has come back who would know better."""
+        return self._looks and self._found is None and self.core.job is None
+
     def _go_back(self, found: Restorable | None, why: str) -> None:
         """To that checkpoint: everybody begins anew, as another member."""
         self._looks_back, before = False, self.core
@@ -302,6 +313,10 @@ class Router:
         while self._held and not self._joins_wait(now_s):
             peer = next(iter(self._held))
             self._join(peer, self._held.pop(peer), now_s)
+        if self._hindrance and self.looks and not self.core.regathering:
+            for peer in list(self._held):
+                del self._held[peer]
+                self._say(peer, messages.Refused("data_loss", f"{NOBODY_LEFT}: {self._hindrance}"))
 
     def _joins_wait(self, now_s: float) -> bool:
         if now_s < self._joins_from_s or self.core.regathering or self._looks_back:
@@ -309,10 +324,13 @@ class Router:
         self._looks = self._looks and self.core.job is None
         if self._looks and self._found is not None:
             (restore, life), self._looks = self._found, False
-            if restore is not None or not self.core.members:
+            anew = restore is None and not self.core.members
+            if restore is not None or (anew and life):
                 self._begin_anew(dataclasses.replace(self._settings, restore=restore, life=life))
             if restore is not None:
                 self._tell_watchers(events.WentBeyond(restore[0].folder, restore[0].done, NOBODY_LEFT))
+            elif anew:
+                self._tell_watchers(events.BeganAnew())
         return self._looks
 
     def _join(self, peer: Peer, join: Join, now_s: float) -> None:
@@ -353,5 +371,6 @@ class Router:
 
     def status(self, now_s: float) -> Message:
         """Everything that `torch-ecrec status` shows."""
-        looks = self._looks or self._looks_back
-        return {**self.core.status(now_s), "looks": looks, "refused_messages": self.refused}
+        looks, hindrance = self.looks or self._looks_back, self._hindrance if self.looks else ""
+        about = {"looks": looks, "cannot_begin": hindrance, "refused_messages": self.refused}
+        return {**self.core.status(now_s), **about}

@@ -248,6 +248,11 @@ class WentBeyond(Event, frozen=True, tag="went_beyond"):
     reason: str
 
 
+class BeganAnew(Event, frozen=True, tag="began_anew"):
+    """This coordinator was started again, nobody has come back who knows what was trained, and there is no checkpoint:
+    the cluster begins at its beginning. What was trained before, if something was, is gone."""
+
+
 class RecoveredPartly(Event, frozen=True, tag="recovered_partly"):
     """More was lost than parity can repair. NOT EXACT: these slots alone have their records of a checkpoint, and lack
     what was trained since.
@@ -320,6 +325,7 @@ AnyEvent = (
     | CheckpointVoid
     | Saved
     | WentBeyond
+    | BeganAnew
     | RecoveredPartly
     | Fatal
     | Refused

@@ -58,7 +58,9 @@ def format_status(status: Message) -> str:
         lines.append(f"TRAINING CANNOT GO ON until they can: {status['unresolved']['why']}")
     for one in status.get("at_risk", []):
         lines.append(f"AT RISK: if {one['domain']} is lost, {one['why']}")
-    if status.get("looks"):
+    if status.get("cannot_begin"):
+        lines.append(f"has nothing to begin with, and refuses whoever joins: {status['cannot_begin']}")
+    elif status.get("looks"):
         lines.append("looks for a checkpoint to begin with: whoever joins waits until it is found, or there is none")
     if status.get("partial"):
         lines.append(format_partial(status["partial"]))

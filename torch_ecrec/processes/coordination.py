@@ -15,12 +15,13 @@ from datetime import timedelta
 from typing import IO, Any, cast
 
 from torch_ecrec.coordinator.checkpoint_settings import NO_CHECKPOINTS, CheckpointSettings
+from torch_ecrec.coordinator.checkpointing import Restorable
 from torch_ecrec.coordinator.election import Standing
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
-from torch_ecrec.errors import CheckpointError
+from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.processes.leadership import Acting, Office
-from torch_ecrec.processes.restoring import NONE, newest_of
+from torch_ecrec.processes.restoring import NONE, find_again
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.processes.supervisor import START_S
@@ -33,7 +34,9 @@ from torch_ecrec.transport.control import ControlServer, raise_descriptors
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 2.0  # before a store that could not be read is read again
+EXPECTED_S = 10.0  # members of a coordinator before, by one that cannot begin without them
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
+LOUD = "recovered_partly", "began_anew"  # events
 SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
@@ -47,8 +50,9 @@ class Coordination:
         settings: of the process.
         restore: the checkpoint that the cluster begins with (`restoring.find`); "": none.
         began_with: the folder that the run has begun with (`restoring.NONE`: with none); "": it begins now.
-        again: it takes the place of one that died. If everybody else died, too, and more losses than parity repairs are
-            not to end the job, it begins with the newest checkpoint of the run.
+        again: it takes the place of one that died. If everybody else died, too, it begins as `find_again` says.
+        alone: nobody but a person, or an init system, starts it again, with the same words: that members of one before
+            come back is possible, though `again` is not said.
         elect: `etcd://...`, where it is decided which of several coordinators leads; "": it is the only one.
         leader_lease_s: of the one that leads; see `Office`.
     """
@@ -63,6 +67,7 @@ class Coordination:
     restore: str = ""
     began_with: str = ""
     again: bool = False
+    alone: bool = False
     elect: str = ""
     leader_lease_s: int = 2
 
@@ -99,12 +104,15 @@ class _Coordinator:
         )
         self._office: Office | None = None
         if told.elect:
-            self._office = Office(told.elect, self._server.address, told.leader_lease_s, told.checkpoint.run)
+            self._office = Office(
+                told.elect, self._server.address, told.leader_lease_s, told.checkpoint.run, self._first_begins_with
+            )
         office = self._office
         self._acting = Acting(lambda: office is None or office.holds)
         self._router: Router
         self._ledger: FileLedger | None = None
         self._began_with = ""
+        self._missing: CheckpointError | None = None  # why there is nothing to begin with
 
     def _do(self, action: Callable[[], None]) -> None:
         self._acting.do(action)
@@ -115,16 +123,18 @@ class _Coordinator:
 
     def run(self) -> bool:
         """Until its end; returns whether another has led in its place."""
-        checkpoint, again = self._told.checkpoint, self._told.again
+        checkpoint, again, began_with = self._told.checkpoint, self._told.again, self._told.began_with
         if self._office is not None:
             if not self._stand(self._office):
                 self._server.close()
                 return False
             checkpoint = dataclasses.replace(checkpoint, run=self._office.run)
-            again = again or self._office.again
+            again, began_with = again or self._office.again, self._office.began_with
         try:
-            self._begin(checkpoint, again)
+            self._begin(checkpoint, again, began_with)
             self._serve()
+            if self._missing is not None and self._router.looks:
+                raise self._missing
             if self._over or (self._office is None and not self._fenced):
                 self._tidy()
         finally:
@@ -144,11 +154,29 @@ class _Coordinator:
             office.close(over=False)
         return standing is Standing.LEADING
 
-    def _begin(self, checkpoint: CheckpointSettings, again: bool) -> None:
+    def _first_begins_with(self) -> str:
+        """What the run begins with that this coordinator is the first to lead."""
         told = self._told
-        looks = again and checkpoint.beyond != "stop"
-        begins = find_checkpoint(told.restore, checkpoint.url) if told.restore and not looks else None
-        self._began_with = told.began_with or (NONE if begins is None else begins[0].folder)
+        begins = find_checkpoint(told.restore, told.checkpoint.url) if told.restore else None
+        return NONE if begins is None else begins[0].folder
+
+    def _begins(self, url: str, began_with: str) -> Restorable | None:
+        """What a new run begins with. Where that is not to be had, it may be no new run: a coordinator that is started
+        again by hand has the same words as the one before, which may have removed what it began with."""
+        told = self._told
+        try:
+            return find_checkpoint(told.restore, url, began_with) if told.restore else None
+        except CheckpointError as error:
+            if not told.alone:
+                raise
+            log.warning("%s. Members of a coordinator before may know better: ends in %g s", error, EXPECTED_S)
+            self._missing = error
+            return None
+
+    def _begin(self, checkpoint: CheckpointSettings, again: bool, began_with: str) -> None:
+        told = self._told
+        begins = None if again else self._begins(checkpoint.url, began_with)
+        self._began_with = began_with or (NONE if begins is None else begins[0].folder)
         if checkpoint.url:
             self._ledger = FileLedger(checkpoint, lambda: self._router.core.job, self._do_soon)
         self._store = _store_on(told.host)
@@ -164,31 +192,39 @@ class _Coordinator:
             stop=self._stop,
             stamp=lambda message: {**message, "time_s": time.time()},
             joins_from_s=time.monotonic() + JOINS_HELD_S,
-            looks=looks,
+            looks=again or self._missing is not None,
             led=0 if self._office is None else self._office.led,
         )
-        if looks:
-            threading.Thread(
-                target=self._look_for, args=(checkpoint,), name="look for a checkpoint", daemon=True
-            ).start()
+        if again:
+            work = (checkpoint, began_with)
+            threading.Thread(target=self._look_for, args=work, name="look for a checkpoint", daemon=True).start()
         if self._office is not None:
             self._office.keep(lambda: self._server.call_soon(self._give_way))
 
-    def _look_for(self, checkpoint: CheckpointSettings) -> None:
+    def _look_for(self, checkpoint: CheckpointSettings, began_with: str) -> None:
         """A thread of one that takes the place of another: finds what the cluster begins with if nobody is left who
-        trains. A store that cannot be read is tried again: training does not need it."""
+        trains. What cannot be read is tried again: training does not need it. What is not there, too, since somebody
+        may bring it back; but who joins is told."""
+        since_s = time.monotonic()
         while True:
             try:
-                found, life = newest_of(checkpoint.run, checkpoint.url)
-                told = self._told
-                if (begins := found) is None and told.restore:
-                    begins = find_checkpoint(told.restore, checkpoint.url, told.began_with)
+                begins, life = find_again(
+                    checkpoint.run, checkpoint.url, checkpoint.beyond, self._told.restore, began_with
+                )
             except CheckpointError as error:
                 log.warning("is there a checkpoint to begin with, if nobody is left who trains? %s", error)
+                if not isinstance(error, StoreUnavailable) and time.monotonic() > since_s + EXPECTED_S:
+                    self._refuse(str(error))
                 time.sleep(LOOK_AGAIN_S)
+                if not self._router.looks:
+                    return  # somebody is left
                 continue
             break
         self._do_soon(lambda: self._router.begin_with(begins, life, time.monotonic()))
+
+    def _refuse(self, why: str) -> None:
+        """From any thread: there is nothing to begin with."""
+        self._do_soon(lambda: self._router.cannot_begin(why, time.monotonic()))
 
     def _probe(self, name: str, number: int, address: tuple[str, int]) -> None:
         def on_probed(found: str) -> None:
@@ -207,6 +243,12 @@ class _Coordinator:
         """Another has led: whoever is still connected looks for it."""
         self._fenced = True
         self._server.close()
+
+    def _end_without(self) -> None:
+        """Nobody has come back, and there is nothing to begin with."""
+        if self._router.looks and not self._router.core.regathering:
+            self._refuse(str(self._missing))
+            self._server.call_later(0.2, self._server.close)
 
     def _tidy(self) -> None:
         """Nobody goes on with this run."""
@@ -235,14 +277,16 @@ class _Coordinator:
         print(json.dumps(said), file=self._out, flush=True)
         freeze()
         server.call_later(0.0, tick)
+        if self._missing is not None:
+            server.call_later(EXPECTED_S, self._end_without)
         # Those who wait are let in.
         server.call_later(JOINS_HELD_S, lambda: self._do(lambda: self._router.on_tick(time.monotonic())))
         server.serve_forever()
 
 
 def _announce(event: dict[str, Any]) -> None:
-    """To the log: louder what is not exact."""
-    log.log(logging.WARNING if event["event"] == "recovered_partly" else logging.INFO, "%s", json.dumps(event))
+    """To the log: louder what is not exact, and what has lost all that was trained."""
+    log.log(logging.WARNING if event["event"] in LOUD else logging.INFO, "%s", json.dumps(event))
 
 
 def _store_on(host: str) -> Any:

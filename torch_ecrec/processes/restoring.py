@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,20 +12,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_ecrec.coordinator.checkpointing import life_of, run_of
-from torch_ecrec.errors import CheckpointError
+from torch_ecrec.coordinator.checkpointing import Restorable, attempt_of, run_of
+from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.spec.settings import Beyond
 from torch_ecrec.storage.ahead import read_ahead
-from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.catalog import Broken, Catalog, Listing
 from torch_ecrec.storage.manifest import ADVICE, Manifest
 from torch_ecrec.storage.parts import Block
 from torch_ecrec.storage.restoring import dense_of, records_of
 
+log = logging.getLogger(__name__)
+
 NEWEST = "newest"
 NONE = "none"
+UNASKED = "more is lost than parity repairs, and with --beyond stop nobody goes back to a checkpoint unasked"
 AHEAD = 4  # blocks that are read while others are sent
 
 
@@ -60,6 +65,48 @@ def find(wanted: str, url: str, began_with: str = "") -> tuple[Restored, JobSpec
     return Restored(place, manifest.id, manifest.done), manifest.spec
 
 
+def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str) -> tuple[Restorable | None, int]:
+    """What a cluster begins with whose coordinator was started again, if nobody comes back who knows what was trained.
+
+    Args:
+        run: its word; `url`: of its own checkpoints, "" if there are none; `beyond`: see `CheckpointSettings`.
+        wanted, began_with: as for `find`.
+
+    Returns:
+        A checkpoint, of the run itself or the one that it began with; None: its beginning. And how many coordinators
+        there were, as for `newest_of`: no checkpoint of before is to be written over.
+
+    Raises:
+        CheckpointError: there is nothing that the cluster may begin with, and why; StoreUnavailable: nobody can tell.
+    """
+    newest, life = newest_of(run, url) if url else (None, 0)
+    if newest is not None and beyond == "stop":
+        raise CheckpointError(
+            f"{UNASKED}: end this cluster, and begin another with --restore {url}@{newest[0].done}, the newest"
+            " checkpoint of this run"
+        )
+    if beyond == "stop" and url and (broken := _broken(Catalog(url).listing(), run)):
+        raise CheckpointError(
+            f"{UNASKED}, and of this run's none can be read: {broken[0].reason}; or end this cluster, and begin another"
+        )
+    if newest is not None or began_with == NONE:
+        return newest, life
+    if not began_with or not wanted:
+        raise CheckpointError(
+            "this coordinator was not told which checkpoint the run began with: end this cluster, and begin another"
+            " with --restore URL@STEP; all coordinators of a run are to be told the same --restore"
+        )
+    try:
+        return find(wanted, url, began_with), life
+    except StoreUnavailable:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the run began with checkpoint {began_with}, has none of its own, and {error}; bring it back, or end this"
+            " cluster, and begin another with --restore URL@STEP or, from the beginning, without --restore"
+        ) from error
+
+
 def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]:
     """The newest checkpoint of a run, if there is one; its files are read by the trainers. And how many coordinators
     the run had, as the names of its checkpoints tell, also of those that came to nothing.
@@ -70,12 +117,20 @@ def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]
     catalog = Catalog(url)
     listing = catalog.listing()
     names = [*(one.id for one in listing.whole), *listing.unfinished, *(one.folder for one in listing.broken)]
-    life = 1 + max((life_of(name) for name in names if run_of(name) == run), default=0)
+    life = 1 + max((attempt_of(name)[0] for name in names if run_of(name) == run), default=0)
+    for one in _broken(listing, run):
+        if one.unavailable:
+            raise StoreUnavailable(one.reason)
+        log.warning("checkpoint %s is passed over: %s", one.folder, one.reason)
     newest = next((one for one in listing.whole if run_of(one.id) == run), None)
     if newest is None:
         return None, life
     catalog.chain(newest)
     return (Restored(url, newest.id, newest.done), newest.spec), life
+
+
+def _broken(listing: Listing, run: str) -> list[Broken]:
+    return [one for one in listing.broken if run_of(one.folder) == run]
 
 
 class StoredCheckpoint:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
-from torch_ecrec.coordinator.checkpointing import Finished, Restorable, run_of
+from torch_ecrec.coordinator.checkpointing import Finished, Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
@@ -269,7 +269,11 @@ class FileLedger:
 
     def _serve(self) -> None:
         while True:
-            self._work.get()()
+            work = self._work.get()
+            try:
+                work()
+            except Exception:  # this thread has no caller, and whoever asks next is to be answered
+                log.exception("what was asked of the store of checkpoints")
 
     def commit(self, finished: Finished, done: Callable[[str | None, bool], None]) -> None:
         """See `Ledger`."""
@@ -415,11 +419,11 @@ class FileLedger:
         """What is not kept goes, and what attempts before this one left. If that fails, it is told, and tried again
         with the next one."""
         try:
-            runs, last = self._lineage(finished), _attempt(finished.folder)
+            runs, mine, last = self._lineage(finished), run_of(finished.folder), attempt_of(finished.folder)
 
             def may_run(folder: str) -> bool:
                 """Of another history; or an attempt after this one, which may be under way."""
-                return run_of(folder) not in runs or (run_of(folder) == last[0] and _attempt(folder) > last)
+                return run_of(folder) not in runs or (run_of(folder) == mine and attempt_of(folder) > last)
 
             kept = self._catalog.keep(self._settings.keep, lambda folder: run_of(folder) in runs)
             for folder in [*kept, *self._catalog.clean(may_run)]:
@@ -433,12 +437,12 @@ class FileLedger:
         """This run, the one that it began with a checkpoint of, and so on: what is at the same place of other runs is
         somebody else's."""
         runs: set[str] = set()
-        new = {run_of(finished.folder)}
+        new = {run_of(finished.folder)} - {""}
         whole = self._catalog.checkpoints()
         while new:
             runs |= new
             began = {one.began_with for one in whole if run_of(one.id) in new and one.began_with is not None}
-            new = {run_of(folder) for folder in began} - runs
+            new = {run_of(folder) for folder in began} - runs - {""}
         return runs
 
 
@@ -453,12 +457,6 @@ def _reason(error: Exception, folder: str) -> str:
         return str(error)
     log.error("checkpoint %s", folder, exc_info=error)
     return repr(error)
-
-
-def _attempt(folder: str) -> tuple[str, int, int]:
-    """Run, coordinator and number of an attempt, by its name: later ones are greater, within a run."""
-    _, run, life, number = folder.split("-")
-    return run, int(life), int(number)
 
 
 def _fault_of(catalog: Catalog, manifest: Manifest, on_block: Callable[[], None] | None) -> str:

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from torch_ecrec.errors import CheckpointError
+from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.storage.location import Location
-from torch_ecrec.storage.manifest import ADVICE, FOLDER, MANIFEST, Manifest, decode, encode
+from torch_ecrec.storage.manifest import ADVICE, FOLDER, MANIFEST, Manifest, decode, encode, read_as
 from torch_ecrec.storage.parts import PartReader
 
 _FOLDER = re.compile(FOLDER)
@@ -35,10 +35,11 @@ CHAIN_MOST = 10_000  # checkpoints that build on each other
 
 @dataclass(frozen=True)
 class Broken:
-    """A folder whose manifest cannot be read: which, and why."""
+    """A folder whose manifest cannot be read: which, and why. `unavailable`: it may be whole (`StoreUnavailable`)."""
 
     folder: str
     reason: str
+    unavailable: bool = False
 
 
 @dataclass
@@ -130,20 +131,21 @@ class Catalog:
             if not _FOLDER.match(name):
                 continue
             at = self.location.below(name)
-            if not at.exists(MANIFEST):
-                listing.unfinished.append(name)
-                continue
             try:
-                listing.whole.append(self.read(name))
+                if at.exists(MANIFEST):
+                    listing.whole.append(self.read(name))
+                else:
+                    listing.unfinished.append(name)
             except CheckpointError as error:
-                listing.broken.append(Broken(name, str(error)))
+                if not self.location.below(name).gone(error, MANIFEST):
+                    listing.broken.append(Broken(name, str(error), isinstance(error, StoreUnavailable)))
         listing.whole.sort(key=lambda one: (one.order, one.done, one.id), reverse=True)
         return listing
 
     def read(self, name: str) -> Manifest:
         """One checkpoint's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
         at = self.folder(name)
-        manifest = decode(at.read(MANIFEST), f"{at.url}/{MANIFEST}")
+        manifest = read_as(Manifest, at, MANIFEST)
         if manifest.id != name:
             raise CheckpointError(f"{at.url} has the manifest of {manifest.id}: give the folder its name back")
         return manifest
@@ -237,7 +239,8 @@ class Catalog:
         return gone
 
     def _remove(self, name: str) -> None:
-        self.location.below(name).remove(MANIFEST)
+        if not self.location.is_link(name):  # what it stands for is somebody else's
+            self.location.below(name).remove(MANIFEST)
         self.location.remove(name)
 
     @staticmethod

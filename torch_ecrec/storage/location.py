@@ -22,19 +22,21 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
 
-from torch_ecrec.errors import CheckpointError
+from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.storage.direct import DirectFile
 
 # An object appears when it was closed, as a whole. Elsewhere a file can be seen while it grows.
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci"})
 
+PATTERNS = "*?[]"  # in a path of fsspec
 _ADVICE = {
     errno.ENOSPC: "there is no room: free some, or keep fewer checkpoints",
     errno.EDQUOT: "the quota is used up: free some, or keep fewer checkpoints",
@@ -151,6 +153,15 @@ class Location:
         with self._named(name, "remove"):
             self._store.remove(name)
 
+    def gone(self, error: CheckpointError, name: str) -> bool:
+        """Whether reading a file that was there has failed since somebody has removed it meanwhile."""
+        return isinstance(error.__cause__, FileNotFoundError) and not self.exists(name)
+
+    def is_link(self, name: str) -> bool:
+        """Whether a name stands for what lies elsewhere: a symbolic link of this machine."""
+        with self._named(name, "look at"):
+            return self._store.is_link(name)
+
     @contextlib.contextmanager
     def _named(self, name: str, action: str) -> Iterator[None]:
         """Errors of the file system, as `CheckpointError` with their cause."""
@@ -167,7 +178,8 @@ class Location:
                 number = errno.EACCES
             advice = _ADVICE.get(number, "look whether the place can be reached, and may be written")
             said = str(error) or type(error).__name__
-            raise CheckpointError(f"cannot {action} {at}: {said}; {advice}") from error
+            kind = CheckpointError if number == errno.ENOENT else StoreUnavailable
+            raise kind(f"cannot {action} {at}: {said}; {advice}") from error
 
 
 class _Guarded:
@@ -220,6 +232,8 @@ class _Store(Protocol):
 
     def exists(self, name: str) -> bool: ...
 
+    def is_link(self, name: str) -> bool: ...
+
     def remove(self, name: str) -> None: ...
 
 
@@ -236,10 +250,21 @@ class _Local:
         return _Local(self.folder / folder)
 
     def read(self, name: str) -> bytes:
-        return (self.folder / name).read_bytes()
+        return self._file(name).read_bytes()
+
+    def _file(self, name: str) -> Path:
+        """The path of a file. A pipe, say, would be read for ever."""
+        path = self.folder / name
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not a file" if not stat.S_ISDIR(mode) else "a folder, not a file")
+        return path
+
+    def is_link(self, name: str) -> bool:
+        return (self.folder / name).is_symlink()
 
     def read_range(self, name: str, offset: int, count: int) -> bytes:
-        with open(self.folder / name, "rb", buffering=0) as file:
+        with open(self._file(name), "rb", buffering=0) as file:
             file.seek(offset)
             found = bytearray()
             while len(found) < count and (piece := file.read(count - len(found))):
@@ -247,7 +272,7 @@ class _Local:
             return bytes(found)
 
     def open_read(self, name: str) -> Any:
-        return open(self.folder / name, "rb", buffering=0)
+        return open(self._file(name), "rb", buffering=0)
 
     def open_write(self, name: str) -> _LocalWriter:
         return _LocalWriter(self.folder / name)
@@ -275,7 +300,7 @@ class _Local:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the latter: below a file
             return
         sync_folder(path.parent)
 
@@ -349,6 +374,11 @@ class _Remote:
         except ValueError as error:
             raise CheckpointError(f"{url}: {error}; name a folder, or a URL that fsspec knows") from error
         self._root = root.rstrip("/")
+        if found := sorted(set(self._root) & set(PATTERNS)):
+            raise CheckpointError(
+                f"{url}: fsspec takes {' '.join(found)} for a pattern, and would remove what else it fits; name a place"
+                f" without any of {' '.join(PATTERNS)}"
+            )
         protocols = self._files.protocol
         names = {protocols} if isinstance(protocols, str) else set(protocols)
         self._whole = bool(names & OBJECT_STORES)
@@ -394,6 +424,9 @@ class _Remote:
         except FileNotFoundError:
             return False
         return True
+
+    def is_link(self, name: str) -> bool:
+        return False
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

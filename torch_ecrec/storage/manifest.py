@@ -23,11 +23,13 @@ from msgspec import Meta, Struct
 import torch_ecrec
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.spec.job import JobSpec
+from torch_ecrec.storage.location import Location
 
 T = TypeVar("T", bound=Struct)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+MANIFEST_MOST = 1 << 28  # bytes, which are read at once; a thousand tables and slots make a few million
 FOLDER = r"^[0-9]{12}-[A-Za-z0-9_-]{1,80}\Z"  # steps of training, then what tells attempts apart
 BITS = (2, 3, 4, 8)
 
@@ -177,10 +179,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def spec(self) -> JobSpec:
         """The job. Raises ValueError if it is none."""
-        try:
-            return JobSpec.from_json(self.job)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"`job` is none: {type(error).__name__}: {error}") from None
+        return job_of(self.job)
 
     @property
     def bytes(self) -> int:
@@ -203,6 +202,14 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
 
+def job_of(said: dict[str, Any]) -> JobSpec:
+    """A manifest's job. Raises ValueError if it is none."""
+    try:
+        return JobSpec.from_json(said)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"`job` is none: {type(error).__name__}: {error}") from None
+
+
 class _Envelope(Struct, forbid_unknown_fields=True):
     format: int
     xxh3_128: str
@@ -219,6 +226,14 @@ def encode(manifest: Struct) -> bytes:
     """A manifest, of a checkpoint or of a prioritised save, as the bytes of its file."""
     body = msgspec.json.encode(manifest)
     return msgspec.json.encode(_Envelope(FORMAT, xxhash.xxh3_128_hexdigest(body), msgspec.Raw(body)))
+
+
+def read_as(kind: type[T], at: Location, name: str) -> T:
+    """A manifest in a folder. Raises CheckpointError: it cannot be read, or as `decode_as`."""
+    size = at.size(name)
+    if size > MANIFEST_MOST:
+        raise CheckpointError(f"{at.url}/{name} has {size:,} bytes, a manifest has {MANIFEST_MOST:,} at most; {ADVICE}")
+    return decode_as(kind, at.read(name), f"{at.url}/{name}")
 
 
 def decode(data: bytes, name: str) -> Manifest:
@@ -239,7 +254,7 @@ def decode_as(kind: type[T], data: bytes, name: str) -> T:
     """
     try:
         version = msgspec.json.decode(data, type=_Version).format
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{name} was cut off or altered, or is no manifest: {error}; {ADVICE}") from error
     if version != FORMAT:
         raise CheckpointError(
@@ -252,7 +267,7 @@ def decode_as(kind: type[T], data: bytes, name: str) -> T:
         if xxhash.xxh3_128_hexdigest(body) != envelope.xxh3_128 or msgspec.json.encode(envelope) != data:
             raise CheckpointError(f"{name} was altered: its hash is another one; {ADVICE}")
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{name} is no manifest of format {FORMAT}: {error}; {ADVICE}") from error
 
 

@@ -26,7 +26,7 @@ import torch_ecrec
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage.location import Location
-from torch_ecrec.storage.manifest import FOLDER, Count, Encoding, Figure, Folder, PartEntry, decode_as, encode
+from torch_ecrec.storage.manifest import FOLDER, Count, Encoding, Figure, Folder, PartEntry, encode, job_of, read_as
 from torch_ecrec.storage.parts import PartReader
 
 SAVES = "saves"  # below the checkpoints' URL
@@ -56,10 +56,24 @@ class Save(Struct, frozen=True, forbid_unknown_fields=True):
     written_s: Figure
     version: Annotated[str, Meta(max_length=100)] = torch_ecrec.__version__
 
+    def __post_init__(self) -> None:
+        slabs = len(self.spec.slabs)  # raises ValueError, which msgspec makes a ValidationError
+        names = [part.name for part in self.parts]
+        wrong = {
+            "two parts have one name": len(set(names)) != len(names),
+            f"a part is the manifest, {MANIFEST}": MANIFEST in names,
+            f"a part has not {slabs} slabs, as the job has": any(len(part.rows) != slabs for part in self.parts),
+            "a part has some of the dense model": any(part.dense for part in self.parts),
+            "its name says another step": int(self.id[:12]) != self.done,
+        }
+        for reason, holds in wrong.items():
+            if holds:
+                raise ValueError(reason)
+
     @property
     def spec(self) -> JobSpec:
         """The job. Raises ValueError if it is none."""
-        return JobSpec.from_json(self.job)
+        return job_of(self.job)
 
     @property
     def bytes(self) -> int:
@@ -123,7 +137,7 @@ class Saves:
     def read(self, name: str) -> Save:
         """One's manifest. Raises CheckpointError: it is not there, was altered, or is another's."""
         at = self.folder(name)
-        save = decode_as(Save, at.read(MANIFEST), f"{at.url}/{MANIFEST}")
+        save = read_as(Save, at, MANIFEST)
         if save.id != name:
             raise CheckpointError(f"{at.url} has the manifest of {save.id}: give the folder its name back")
         return save
@@ -132,13 +146,14 @@ class Saves:
         """Looks at all that lie there. Raises CheckpointError if the URL cannot be read."""
         listing = SavesListing()
         for name in sorted(self.names()):
-            if not self.folder(name).exists(MANIFEST):
-                listing.unfinished.append(name)
-                continue
             try:
-                listing.whole.append(self.read(name))
+                if self.folder(name).exists(MANIFEST):
+                    listing.whole.append(self.read(name))
+                else:
+                    listing.unfinished.append(name)
             except CheckpointError as error:
-                listing.broken[name] = str(error)
+                if not self.folder(name).gone(error, MANIFEST):
+                    listing.broken[name] = str(error)
         return listing
 
     def faults(self, save: Save) -> list[str]:
@@ -165,8 +180,9 @@ class Saves:
         return found
 
     def remove(self, name: str) -> None:
-        """Its manifest first. One that is not there is no error."""
-        self.folder(name).remove(MANIFEST)
+        """Its manifest first. One that is not there is no error; of a link, what it stands for stays."""
+        if not self.location.is_link(name):
+            self.folder(name).remove(MANIFEST)
         self.location.remove(name)
 
     def clean(self, unused: Callable[[str], bool]) -> list[str]:

@@ -3,7 +3,7 @@
 A cluster has a name, and in etcd two keys under it:
 
     /torch-ecrec/NAME/leader    where the leader listens, and its id; with a lease: it goes when its owner is silent
-    /torch-ecrec/NAME/last      who has led last, and the word of the run; it stays
+    /torch-ecrec/NAME/last      who has led last, the word of the run, and what the run began with; it stays
 
 The revision at which `leader` was made tells one leader from the next: it only grows. Every call is one transaction of
 etcd, and asks one address after the other. How long each may take follows from how long it took before: on a busy
@@ -90,11 +90,18 @@ class Leader:
 
 @dataclass(frozen=True)
 class Last:
-    """Who has led last. `run`: the word of the run; `revision`: of what etcd has of it, 0 if nothing."""
+    """Who has led last.
+
+    Args:
+        id: made up by its process.
+        run: the word of the run; `began_with`: the checkpoint that it began with, as the first to lead has found it.
+        revision: of what etcd has of it, 0 if nothing.
+    """
 
     id: str = ""
     run: str = ""
     revision: int = 0
+    began_with: str = ""
 
 
 class EtcdKeys:
@@ -162,7 +169,7 @@ class EtcdKeys:
             return Last()
         value, about = found[0]
         said = json.loads(value)
-        return Last(said["id"], said["run"], int(about["mod_revision"]))
+        return Last(said["id"], said["run"], int(about["mod_revision"]), said["began_with"])
 
     def grant(self, ttl_s: int) -> int:
         """A lease of so many seconds."""
@@ -181,10 +188,11 @@ class EtcdKeys:
         with contextlib.suppress(EtcdUnavailable):
             self._ask(lambda client: Lease(lease, client).revoke())
 
-    def take(self, me: str, run: str, address: tuple[str, int], lease: int, last: Last) -> bool:
-        """Leads, if nobody does and who has led last is who it was."""
+    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
+        """Leads, if nobody does and who has led last is who it was. `me`: what `last` has from then on."""
         key, of_last = _encoded(self._leader), _encoded(self._last)
-        said = _encoded(json.dumps({"id": me, "address": list(address), "lease": lease}))
+        said = _encoded(json.dumps({"id": me.id, "address": list(address), "lease": lease}))
+        of_me = _encoded(json.dumps({"id": me.id, "run": me.run, "began_with": me.began_with}))
         return self._txn(
             [
                 {"key": key, "result": "EQUAL", "target": "CREATE", "create_revision": 0},
@@ -192,7 +200,7 @@ class EtcdKeys:
             ],
             [
                 {"request_put": {"key": key, "value": said, "lease": lease}},
-                {"request_put": {"key": of_last, "value": _encoded(json.dumps({"id": me, "run": run}))}},
+                {"request_put": {"key": of_last, "value": of_me}},
             ],
         )
 

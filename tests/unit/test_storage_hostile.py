@@ -1,0 +1,263 @@
+"""A place of checkpoints and prioritised saves with what no writer has written there: nothing of it ends in a
+traceback, hides what else is there, or harms what is somebody else's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import xxhash
+from kept import random_records
+from test_scribe import JOB, Answer, asked_for, committed, ledger_of, order_of, write
+from test_storage_saves import SOME, names_at, renewal, saved
+
+from torch_ecrec.cli.main import main
+from torch_ecrec.coordinator.checkpointing import Finished
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.processes import restoring
+from torch_ecrec.processes.part_reader import slot_records
+from torch_ecrec.protocol.messages import Restored
+from torch_ecrec.storage.catalog import Catalog
+from torch_ecrec.storage.location import Location
+from torch_ecrec.storage.saves import Saves
+
+
+def place(folder: Path) -> tuple[Any, Restored, str]:
+    """A ledger, a checkpoint that it has written, and the name of a save on that."""
+    url, records = str(folder), random_records(JOB, 3)
+    ledger = ledger_of(url, **SOME)
+    full = committed(ledger, url, 40, records)
+    return ledger, full, saved(ledger, url, 50, records, full, 2)
+
+
+def altered(**what: Any) -> Callable[[Path], None]:
+    """Another manifest, whose hash is right."""
+
+    def write(file: Path) -> None:
+        said = json.loads(file.read_bytes())["manifest"]
+        body = msgspec.json.encode(
+            said | {key: value(said) if callable(value) else value for key, value in what.items()}
+        )
+        envelope = {"format": 1, "xxh3_128": xxhash.xxh3_128_hexdigest(body), "manifest": msgspec.Raw(body)}
+        file.write_bytes(msgspec.json.encode(envelope))
+
+    return write
+
+
+def deep(file: Path) -> None:
+    file.write_bytes(b'{"format":1,"xxh3_128":"a","manifest":' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+
+
+def huge(file: Path) -> None:
+    file.unlink()
+    with file.open("wb") as sparse:
+        sparse.truncate(1 << 40)
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def loop(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.name)
+
+
+def newer(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"format":1', b'"format":2'))
+
+
+HOSTILE = {
+    "no job": (altered(job={"x": 1}), "`job` is none: KeyError"),
+    "a job of something else": (altered(job={"tables": 5}), "`job` is none"),
+    "a part twice": (altered(parts=lambda said: said["parts"][:1] * 2), "two parts have one name"),
+    "another step": (altered(done=51), "its name says another step"),
+    "deep": (deep, "was cut off or altered"),
+    "huge": (huge, "has 1,099,511,627,776 bytes"),
+    "a pipe": (pipe, "not a file"),
+    "a device": (device, "not a file"),
+    "a folder": (folder, "a folder, not a file"),
+    "a loop of links": (loop, "symbolic links"),
+    "a newer format": (newer, "has format 2, this program reads format 1"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_manifest_of_a_save_that_no_writer_has_written_is_named(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, full, name = place(tmp_path)
+    do, why = HOSTILE[what]
+    do(tmp_path / "saves" / name / "save.json")
+    for more in ([], ["--verify"], ["--json"]):
+        assert main(["checkpoints", str(tmp_path), *more]) == CheckpointError.exit_code
+        out = capsys.readouterr().out
+        assert why in out and (more == ["--json"] or f"BROKEN saves/{name}" in out)
+        assert full.folder in out, "the checkpoint is listed all the same"
+    with pytest.raises(CheckpointError, match=why.replace("(", r"\(")):
+        list(slot_records(renewal(full, name), JOB, 1))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("do", [deep, huge, pipe, device, folder, loop, newer], ids=lambda do: do.__name__)
+def test_so_is_one_of_a_checkpoint(do: Callable[[Path], None], tmp_path: Path) -> None:
+    url, records = str(tmp_path), random_records(JOB, 3)
+    first = committed(ledger_of(url), url, 40, records)
+    second = committed(ledger_of(url), url, 80, records)
+    do(tmp_path / second.folder / "manifest.json")
+    assert main(["checkpoints", url]) == CheckpointError.exit_code
+    listing = Catalog(url).listing()
+    assert [one.id for one in listing.whole] == [first.folder] and [one.folder for one in listing.broken]
+
+
+def test_a_file_that_has_the_name_of_a_folder_hides_nothing_and_is_removed_like_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger, full, name = place(tmp_path)
+    strange, others = "000000000051-run-1-9", "000000000052-other-1-9"
+    for at in (tmp_path, tmp_path / "saves"):
+        (at / strange).write_text("a file")
+        (at / others).write_text("a file")
+    assert main(["checkpoints", str(tmp_path)]) == CheckpointError.exit_code
+    out = capsys.readouterr().out
+    assert out.count("a file is where a folder is wanted") == 4 and f"saves/{name}" in out and full.folder in out
+    ledger.end("run", 60.0)
+    assert names_at(str(tmp_path)) == [others]
+
+
+def test_copies_beside_the_originals_stop_nobody(tmp_path: Path) -> None:
+    """A person keeps one under another name. The ledger's thread ended at that, and nothing counted any more."""
+    ledger, full, name = place(tmp_path)
+    copies = [tmp_path / f"{full.folder}-copy", tmp_path / "000000000040-run-1-x", tmp_path / "000000000040-run-1-4_0"]
+    copies += [
+        tmp_path / "000000000040-run-x",
+        tmp_path / "saves" / f"{name}-copy",
+        tmp_path / "saves" / "000000000050-run-x",
+    ]
+    for copy in copies:
+        shutil.copytree(tmp_path / ("saves/" + name if copy.parent.name == "saves" else full.folder), copy)
+    left = tmp_path / "000000000041-run-1-x"  # without a manifest
+    left.mkdir()
+    later = committed(ledger, str(tmp_path), 80, random_records(JOB, 4))
+    asked_for(ledger)
+    assert name not in names_at(str(tmp_path)), "it was on the checkpoint before"
+    assert restoring.newest_of("run", str(tmp_path))[0] == (later, JOB)
+    ledger.end("run", 60.0)
+    assert all(copy.exists() for copy in [*copies, left])
+
+
+def test_of_a_link_nothing_but_the_link_is_removed(tmp_path: Path) -> None:
+    _, full, name = place(tmp_path / "theirs")
+    mine = tmp_path / "mine"
+    (mine / "saves").mkdir(parents=True)
+    (mine / full.folder).symlink_to(tmp_path / "theirs" / full.folder)
+    (mine / "saves" / name).symlink_to(tmp_path / "theirs" / "saves" / name)
+    assert main(["checkpoints", str(mine), "--remove", "40"]) == 0
+    assert not (mine / full.folder).is_symlink() and not names_at(str(mine))
+    assert main(["checkpoints", str(tmp_path / "theirs"), "--verify"]) == 0
+    assert names_at(str(tmp_path / "theirs")) == [name] and Catalog(str(tmp_path / "theirs")).newest().id == full.folder
+
+
+def test_of_two_runs_in_one_folder_the_one_that_is_named_is_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, records = str(tmp_path), random_records(JOB, 3)
+    order, answer = order_of(url, 40, run="other"), Answer()
+    ledger_of(url).commit(Finished(order.folder, order.step, 40, "", write(url, order, records), 0), answer)
+    assert answer.wait()[0] is None
+    _, full, name = place(tmp_path)
+    assert main(["checkpoints", url, "--remove", "40"]) == CheckpointError.exit_code
+    assert f"2 checkpoints at {url} are of step 40, name one: {full.folder}, {order.folder}" in capsys.readouterr().err
+    assert main(["checkpoints", url, "--remove", order.folder]) == 0
+    assert capsys.readouterr().out == f"removed {order.folder}\n" and names_at(url) == [name]
+    for wrong in (order.folder, "saves", "..", "-1", f"saves/{name}"):
+        assert main(["checkpoints", url, f"--remove={wrong}"]) == CheckpointError.exit_code
+    assert main(["checkpoints", url, "--remove", "40"]) == 0 and not names_at(url)
+
+
+def test_what_is_removed_while_it_is_looked_at_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster that runs removes saves all the time, and checkpoints."""
+    _, full, name = place(tmp_path)
+    faults = Saves.faults
+
+    def removed_before(self: Saves, save: Any) -> list[str]:
+        self.remove(save.id)
+        return faults(self, save)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saves, "faults", removed_before)
+        assert main(["checkpoints", str(tmp_path), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert f"saves/{name} was removed while it was read" in out and "FAULTY" not in out and full.folder in out
+    place(tmp_path / "again")
+    exists = Location.exists
+
+    def is_gone_then(self: Location, file: str) -> bool:
+        found = exists(self, file)
+        if found:
+            (tmp_path / "again" / self.url.removeprefix(f"{tmp_path}/again/") / file).unlink()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Location, "exists", is_gone_then)
+        listings = Saves(Location(str(tmp_path / "again"))).listing(), Catalog(str(tmp_path / "again")).listing()
+    assert not any(listing.whole or listing.broken for listing in listings)
+
+
+def test_a_folder_without_permission_is_named_and_the_rest_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tests may run as root, who may do everything."""
+    _, full, name = place(tmp_path)
+    stat = os.stat
+
+    def denied(path: Any, *rest: Any, **more: Any) -> Any:
+        if f"saves/{name}/" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *rest, **more)
+
+    monkeypatch.setattr(os, "stat", denied)
+    assert main(["checkpoints", str(tmp_path)]) == CheckpointError.exit_code
+    out = capsys.readouterr().out
+    assert f"BROKEN saves/{name}: cannot look for" in out and "give this user permission" in out and full.folder in out
+
+
+@pytest.mark.parametrize("url", ["memory://run[1]", "memory://a/run?", "memory://*"])
+def test_a_place_that_fsspec_takes_for_a_pattern_is_refused(url: str) -> None:
+    """It would remove folders of other runs that the pattern fits."""
+    with pytest.raises(CheckpointError, match="for a pattern, and would remove what else it fits; name a place"):
+        Location(url)
+
+
+def test_a_local_folder_may_have_such_a_name(tmp_path: Path) -> None:
+    mine, other = Location(str(tmp_path / "run[1]")), Location(str(tmp_path / "run1"))
+    for location in (mine, other):
+        location.write_whole("saves/x", b"records")
+    mine.remove("saves")
+    assert other.read("saves/x") == b"records" and not mine.exists("saves")
+
+
+@pytest.mark.parametrize("url", ["s4://x", "http://127.0.0.1:1/x", "abc::def://x", "/not/\x00there"])
+def test_a_wrong_url_is_an_error_with_its_name(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", url]) == CheckpointError.exit_code
+    assert url in capsys.readouterr().err
