@@ -16,15 +16,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from led_runs import BOTH, SERVER, Happening, LedRun, went
+from led_runs import BOTH, HOST, SERVER, Happening, LedRun, went
 from schedules import first_failure
 
+from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.protocol import messages
 from torch_ecrec.testing import Scenario, SimulationResult
+from torch_ecrec.testing.links import COORDINATOR, Cut, Links
+from torch_ecrec.testing.membership import VirtualProcess
+from torch_ecrec.transport.reachability import SILENT_S
 
 SCENARIO = Scenario(steps=4, reborn=True, spares=2)
 SEED, SAMPLED = 20261124, 10
+HEALS_S = 4.0
 CHAINS: dict[str, tuple[str, ...]] = {
     "there and back": ("killed", "killed"),
     "it leads again": ("killed, leads again", "killed"),
@@ -35,6 +40,7 @@ CHAINS: dict[str, tuple[str, ...]] = {
     "it hangs": ("hangs", SERVER, "hangs"),
     "it hangs for a moment": ("hangs for a moment", SERVER, "hangs for a moment"),
     "its host vanishes": ("its host vanishes", SERVER, "its host vanishes"),
+    "its host vanishes with a server": (HOST, "killed, late back"),
     "it is late back": ("killed, late back", SERVER, "killed, late back"),
     "it leaves": ("resigns", SERVER, "resigns"),
     "it hangs, then is killed": ("hangs", SERVER, "killed", "killed"),
@@ -82,6 +88,41 @@ def test_the_lead_moves_on_and_comes_back(chain: str) -> None:
     kinds = CHAINS[chain]
     if kinds[0] == "killed":
         assert became["back"] and became["asked"] >= SAMPLED and became["refused"] >= 6 * became["back"]
+
+
+def test_a_server_that_nobody_can_reach_is_not_waited_for() -> None:
+    """It went with the leader's host. Of one that died alone its host answers, so it is waited for: it may be late."""
+    for kind, waits in ((HOST, False), (BOTH, True)):
+        run = went(SCENARIO, [Happening(kind)], undisturbed())
+        assert (run.run.seconds > REGATHER_S) == waits, f"{kind}: {run.run.seconds:.1f} s"
+
+
+class Late(LedRun):
+    """It goes on until somebody is fenced. `regathered_s`: when the last leader had heard all that it waits for."""
+
+    regathered_s = 0.0
+
+    def settled(self) -> bool:
+        return self.run.fenced > 0 and super().settled()
+
+    def on_control(self, process: VirtualProcess, message: dict[str, Any]) -> None:
+        super().on_control(process, message)
+        if message["type"] == "rejoined":
+            self.regathered_s = self.network.clock.now_s
+
+
+@pytest.mark.parametrize("at", [20, 45, 60])
+def test_who_was_not_waited_for_and_lives_is_fenced(at: int) -> None:
+    """A server is cut off from all as the leader's host vanishes. It comes back, and believes that it hosts a slot."""
+    cluster = Late(SCENARIO, [Happening("its host vanishes", "data", at)])
+    links = Links(cluster)
+    for other in ("server-1", "server-2", "server-3", "server-4", "trainer-0", "trainer-1", COORDINATOR):
+        links.cut_at(at, Cut("server-0", other, heals_s=HEALS_S))
+    run = links.go()
+    run.check_against(undisturbed())
+    lost = [event["member"] for event in run.events if event["event"] == "lost"]
+    assert cluster.happenings[0].fired and links.healed == 7 and lost == ["server-0"] and run.fenced == 1
+    assert SILENT_S < cluster.regathered_s < REGATHER_S < HEALS_S
 
 
 @pytest.mark.slow

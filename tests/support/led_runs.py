@@ -17,7 +17,9 @@ from typing import Any
 
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.succession import UNKNOWN_HOST
+from torch_ecrec.coordinator.suspicion import SILENT_LEAST_S
 from torch_ecrec.testing import Scenario, SimulatedCluster, SimulationResult
+from torch_ecrec.testing.links import BEAT_S
 from torch_ecrec.testing.membership import VirtualConnection, VirtualProcess
 from torch_ecrec.testing.standbys import AGAIN_S, FASTER, TTL_S, Standby, StandbyPlane
 
@@ -38,6 +40,8 @@ LEADERS = (
 FOLLOWED = tuple(kind for kind in LEADERS if kind != "hangs for a moment")  # after which another leads
 SERVER = "a server dies"
 BOTH = "killed, and a server dies"
+HOST = "its host vanishes, with a server"
+LOSE = (SERVER, BOTH, HOST)  # a server
 AT_ONCE = ("killed", "killed, leads again", BOTH)  # its port is there again before anybody else leads
 
 
@@ -77,6 +81,7 @@ class LedRun(SimulatedCluster):
         self.led: list[int] = [0]
         self.spans: list[dict[str, int]] = []
         self._routers: list[Router] = []
+        self._vanished: list[str] = []
         self._steps: dict[int, int] = {}
         super().__init__(dataclasses.replace(scenario, coordinators=coordinators))
         self.standbys.on_leadership = self._on_leadership
@@ -153,18 +158,21 @@ class LedRun(SimulatedCluster):
 
     def _fire(self, happening: Happening) -> None:
         center = self.standbys.leading
-        victim = self._victim() if happening.kind in (SERVER, BOTH) else None
-        if (center is None and happening.kind != SERVER) or (victim is None and happening.kind in (SERVER, BOTH)):
+        victim = self._victim() if happening.kind in LOSE else None
+        if (center is None and happening.kind != SERVER) or (victim is None and happening.kind in LOSE):
             return  # not now: when all is quiet
         happening.fired, self._next = True, self._next + 1
         now = {"control": self.plane.sent, "data": len(self.network.sent)}
         self.spans.append({plane: now[plane] - self._counted[plane] for plane in now})
         self._count_from_here()
-        if happening.kind in (*FOLLOWED, BOTH):
+        if happening.kind in (*FOLLOWED, BOTH, HOST):
             self._waits_for = self.standbys.leaderships + 1
         if victim is not None:
             self.killed.add(victim)
             self.network.kill(victim)
+        if happening.kind == HOST and victim is not None:
+            self._vanished.append(victim)
+            self.network.clock.later(SILENT_LEAST_S / FASTER, self._beat)
         if center is not None and happening.kind != SERVER:
             self._end_leader(happening.kind, center)
 
@@ -184,9 +192,16 @@ class LedRun(SimulatedCluster):
         else:
             back_s = AGAIN_S if kind in AT_ONCE else GONE_S
             looks_in_s = OTHERS_LEAD_S if kind in ("killed", BOTH) else 0.0
-            plane.end_coordinator(center, back_s, kind == "its host vanishes", looks_in_s)
+            plane.end_coordinator(center, back_s, kind in ("its host vanishes", HOST), looks_in_s)
         if self._tools and kind in (*AT_ONCE, "hangs"):
             self.network.clock.later(SOON_S, self._ask)
+
+    def _beat(self) -> None:
+        """All others have noticed that they cannot reach who is on that host, and say so in every heartbeat."""
+        for process in self.plane.processes:
+            if process.name and not process.dead:
+                self.plane.tell(process, {"type": "beat", "unreachable": self._vanished})
+        self.network.clock.later(BEAT_S / FASTER, self._beat)
 
     def _ask(self) -> None:
         """Tools have looked who leads, and speak to that one: it does not lead any more, and is there again."""
