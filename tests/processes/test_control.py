@@ -89,6 +89,31 @@ def member(address: tuple[str, int]) -> Iterator[Member]:
         member.client.close()
 
 
+def test_who_has_come_before_it_serves_may_be_turned_away() -> None:
+    """Nothing that was said then is heard; who comes from then on is."""
+    heard: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def answer(connection: LineConnection, message: dict[str, Any]) -> None:
+        heard.put(message)
+        connection.send({"heard": message["number"]})
+
+    server = ControlServer("127.0.0.1", 0, answer, lambda connection: None)
+    assert server.turn_away() == 0
+    with contextlib.ExitStack() as stack:
+        for number in range(3):
+            early = stack.enter_context(socket.create_connection(server.address, WAIT_S))
+            early.sendall(encode_line({"number": number}))
+        assert server.turn_away() == 3
+        with contextlib.suppress(ConnectionResetError):
+            assert early.recv(1) == b"", "it is told at once"
+    serves = threading.Thread(target=server.serve_forever, daemon=True)
+    serves.start()
+    assert request(*server.address, {"number": 3}, WAIT_S) == {"heard": 3}
+    assert heard.get(timeout=WAIT_S) == {"number": 3} and heard.empty()
+    server.close()
+    serves.join(WAIT_S)
+
+
 def test_messages_go_both_ways_in_order_on_one_thread(running: Running) -> None:
     sent = [{"echo": True, "number": i, "text": "ä\n\u2028", "list": [1, 2.5, None]} for i in range(50)]
     with member(running.server.address) as first, member(running.server.address) as second:

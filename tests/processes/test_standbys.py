@@ -122,9 +122,8 @@ class Standing:
         self.processes[name].send_signal(number)
 
     def status(self) -> dict[str, Any]:
-        answer, _ = reach(
-            whereabouts(self.join), LIMIT_S, lambda host, port, s: request(host, port, {"type": "status"}, s)
-        )
+        where = whereabouts(self.join)
+        answer, _ = reach(where, LIMIT_S, lambda leader, s: request(*leader.address, {"type": "status"}, s))
         return answer
 
     def wait_for(self, what: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -239,23 +238,42 @@ def test_whoever_leads_is_lost_and_nothing_differs(tmp_path: Path, undisturbed: 
                 wait_until(lambda p=process: p.poll() is not None, LIMIT_S, f"{name} ends with the run")  # type: ignore[misc]
 
 
-def test_what_waits_at_a_standby_is_not_heard_once_it_leads(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
-    """A member that looked for one that led there before: its words wait at the port, and are old by then."""
+def ends(connection: socket.socket) -> bool:
+    """The other side ends it, without a word."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_what_is_said_to_a_standby_is_not_heard_once_it_leads(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    """Members and tools that take it for the leader are turned away at once; what is late all the same is refused."""
     with cluster(tmp_path) as (running, _, children), contextlib.ExitStack() as stack:
         first = children[0]
         assert first.expect("held") == "step 20"
         name, leads = running.leader()
         standbys = [other for other in running.processes if other.startswith("coordinator") and other != name]
         old = join_message(role="server", birth="old", address=None, led=leads.revision)
+        words = [old, {"type": "stop", "led": leads.revision}, {"type": "stop"}, {"type": "drain", "what": "server-0"}]
         for standby in standbys:
             place = json.loads(running.said(standby).splitlines()[0])["stands_by"]
-            waits = stack.enter_context(socket.create_connection(tuple(place), LIMIT_S))
-            waits.sendall(json.dumps(old).encode() + b"\n")
+            for word in words:
+                comes = stack.enter_context(socket.create_connection(tuple(place), LIMIT_S))
+                comes.sendall(json.dumps(word).encode() + b"\n")
+                assert ends(comes)
         running.kill(name)
         first.tell("go")
-        name, _ = running.leader(leads.revision)
+        name, now = running.leader(leads.revision)
+        running.wait_for("all are with the leader", lambda s: healthy(s) and len(s["members"]) == 6)
+        for word in words[:2]:
+            with pytest.raises(ClusterUnavailable, match=r"without an answer|reset"):
+                request(*now.address, word, LIMIT_S)
         refused = f"join: for the coordinator that led from {leads.revision} on"
         wait_until(lambda: refused in running.said(name), LIMIT_S, "it has come, and is refused")
+        status = running.status()
+        assert status["fatal"] is None and not any(member["draining"] for member in status["members"])
         for _ in range(3):
             first.expect("held")
             first.tell("go")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,58 @@ def test_members_tell_a_new_coordinator_what_they_know() -> None:
     assert after.core.era == 0 and after.core.fatal is None
     assert after.server() == "server-1000", "names that were given before may be known to nobody here"
     assert after.core.rejoin_refusal(word_of(known(before, "server-1", birth="another"))) == ("fenced", FENCED)
+
+
+def come_back(names: Sequence[str], gone: Sequence[str], one_host: bool = False, deaf: str = "") -> Harness:
+    """All but who is gone are with the next coordinator, and then say whom they cannot reach. `deaf`: it can."""
+    before, after = Harness().start(), Harness()
+    for i, name in enumerate(names):
+        rejoin(after, known(before, name, address=[f"10.0.0.{1 if one_host else 1 + i}", 1]))
+    after.now_s += 0.3
+    for name in names:
+        assert after.core.regathering
+        after.say(name, type="beat", unreachable=[] if name == deaf else list(gone))
+    return after
+
+
+def test_a_server_whose_host_went_with_the_coordinator_s_is_not_waited_for() -> None:
+    """Nobody can reach it, on any host: its slots get another as soon as all have said so."""
+    after = come_back([name for name in MEMBERS if name != "server-1"], ["server-1"])
+    assert not after.core.regathering and after.now_s < REGATHER_S
+    assert after.places == ["server-0", "server-3", "server-2"] and after.core.fatal is None and after.core.era == 0
+    assert after.core.rejoin_refusal(word_of(known(Harness().start(), "server-1"))) == ("fenced", FENCED)
+
+
+@pytest.mark.parametrize(
+    ("missing", "how"),
+    [
+        (["server-1"], {"deaf": "server-3"}),
+        (["server-1"], {"deaf": "trainer-0"}),
+        (["server-1"], {"one_host": True}),
+        (["server-1", "server-2"], {}),  # more than parity repairs: for a lease
+        (["server-1", "trainer-1"], {}),
+    ],
+    ids=["one can reach it", "a trainer can", "all are on one host", "beyond parity", "a trainer is missing, too"],
+)
+def test_who_may_come_back_is_waited_for(missing: list[str], how: dict[str, Any]) -> None:
+    after = come_back([name for name in MEMBERS if name not in missing], missing, **how)
+    after.core.on_tick(after.now_s)
+    assert after.core.regathering and after.core.fatal is None
+    after.now_s += REGATHER_S
+    after.core.on_tick(after.now_s)
+    assert after.core.regathering == (len(missing) == 2 and "server-2" in missing)
+
+
+def test_who_comes_back_after_all_is_no_loss() -> None:
+    """It was behind a link that is there again, and comes before the last has said that it cannot reach it."""
+    before, after = Harness().start(), Harness()
+    others = [name for name in MEMBERS if name != "server-1"]
+    for i, name in enumerate(others):
+        rejoin(after, known(before, name, address=[f"10.0.0.{i}", 1]))
+    for name in others[:-1]:
+        after.say(name, type="beat", unreachable=["server-1"])
+    rejoin(after, known(before, "server-1", address=["10.0.0.9", 1]))
+    assert not after.core.regathering and after.places == before.places
 
 
 def test_a_slot_that_was_rebuilt_meanwhile_is_whole() -> None:

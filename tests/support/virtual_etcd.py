@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
+from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.transport.etcd import EtcdUnavailable, Last, Leader
 
 T = TypeVar("T")
@@ -35,51 +36,6 @@ class Fault:
 
     kind: str
     seconds: float = 0.0
-
-
-class Etcd:
-    """Its state: two keys, leases, a revision."""
-
-    def __init__(self) -> None:
-        self.revision, self.leases = 10, dict[int, tuple[float, float]]()  # id: how long, until when
-        self.leader: Leader | None = None
-        self.last = Last()
-        self._next = 1
-
-    def expire(self, now_s: float) -> None:
-        for lease, (_, until_s) in list(self.leases.items()):
-            if until_s <= now_s:
-                self._drop(lease)
-
-    def _drop(self, lease: int) -> None:
-        self.leases.pop(lease, None)
-        if self.leader is not None and self.leader.lease == lease:
-            self.leader = None
-
-    def grant(self, ttl_s: int, now_s: float) -> int:
-        self._next += 1
-        self.leases[self._next] = (ttl_s, now_s + ttl_s)
-        return self._next
-
-    def renew(self, lease: int, now_s: float) -> bool:
-        if lease not in self.leases:
-            return False
-        ttl_s, _ = self.leases[lease]
-        self.leases[lease] = (ttl_s, now_s + ttl_s)
-        return True
-
-    def revoke(self, lease: int) -> None:
-        self._drop(lease)
-
-    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
-        if lease not in self.leases:
-            raise EtcdUnavailable("requested lease not found")
-        if self.leader is not None or self.last.revision != last.revision:
-            return False
-        self.revision += 1
-        self.leader = Leader(address, self.revision, me.id, lease)
-        self.last = dataclasses.replace(me, revision=self.revision)
-        return True
 
 
 class Caller:
@@ -136,7 +92,7 @@ class Elections:
         pauses: tuple[tuple[int, float, float], ...] = (),
         replaced: bool = True,
     ) -> None:
-        self.now_s, self.etcd, self.calls = 0.0, Etcd(), 0
+        self.now_s, self.etcd, self.calls = 0.0, VirtualEtcd(), 0
         self.fired: list[Fault] = []
         self.led: list[str] = []
         self.disturbed_s = max((until_s for _, _, until_s in pauses), default=0.0)

@@ -194,6 +194,22 @@ def test_who_was_given_the_address_of_one_that_leads_is_heard() -> None:
     assert running.join("server").wire.admitted and running.names("joined") == ["server-0"]
 
 
+@pytest.mark.parametrize(
+    "word", [{"type": "stop"}, {"type": "drain", "what": "server-0"}], ids=lambda word: word["type"]
+)
+def test_what_a_tool_said_to_a_leader_of_before_is_not_done(word: Message) -> None:
+    """It waited at the port of one that stood by; whoever had said it was told that nobody answered."""
+    running = Running(led=9).start()
+    late, now, named = Wire("late"), Wire("now"), Wire("named")
+    running.router.on_message(late, {**word, "led": 8}, 0.0)
+    assert late.closed and not late.sent and running.router.refused == 1
+    assert running.core.fatal is None and not running.core.members["server-0"].draining
+    for wire, led in ((now, 9), (named, 0)):
+        running.router.on_message(wire, {**word, "led": led}, 0.0)
+    assert running.router.refused == 1
+    assert running.core.fatal == "stopped" or running.core.members["server-0"].draining
+
+
 def test_a_killed_process_is_lost_as_soon_as_its_probe_is_answered() -> None:
     running = Running().start()
     running.close(running.processes[1].wire)

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Says it until nothing is left there: so it holds with a coordinator that takes over, too."""
     from torch_ecrec.transport.control import request
+    from torch_ecrec.transport.etcd import Leader
     from torch_ecrec.transport.whereabouts import reach, whereabouts
 
     settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))
@@ -31,8 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
     where, accepted, last = whereabouts(settings.join), False, ""
 
-    def ask(host: str, port: int, seconds: float) -> dict[str, Any]:
-        return request(host, port, {"type": "drain", "what": arguments.what, "undo": arguments.undo}, seconds)
+    def ask(leader: Leader, seconds: float) -> dict[str, Any]:
+        word = {"type": "drain", "what": arguments.what, "undo": arguments.undo, "led": leader.revision}
+        return request(*leader.address, word, seconds)
 
     while True:
         answer, _ = reach(where, settings.give_up_s if accepted else min(10.0, settings.give_up_s), ask)

@@ -22,14 +22,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the coordinator's answer."""
     from torch_ecrec.observe.text import format_status
     from torch_ecrec.transport.control import request
+    from torch_ecrec.transport.etcd import Leader
     from torch_ecrec.transport.whereabouts import reach, whereabouts
 
     settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))
     if settings.join is None:
         raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
 
-    def ask(host: str, port: int, seconds: float) -> dict[str, Any]:
-        return request(host, port, {"type": "status"}, seconds)
+    def ask(leader: Leader, seconds: float) -> dict[str, Any]:
+        return request(*leader.address, {"type": "status"}, seconds)
 
     answer, _ = reach(whereabouts(settings.join), min(10.0, settings.give_up_s), ask)
     print(json.dumps(answer, indent=2) if arguments.json else format_status(answer))

@@ -282,7 +282,7 @@ class Coordinator:
             return objection
         self.on_heard(name, now_s, word.report if isinstance(word, (messages.Beat, messages.Leave)) else None)
         if isinstance(word, messages.Beat):
-            departures.on_beat(self._state, name, word, now_s)
+            succession.on_beat(self._state, name, word, now_s)
         elif isinstance(word, messages.OfMove):
             self._state.table.moves.on_word(name, word)
         elif isinstance(word, OfSlot):

@@ -1,14 +1,15 @@
 """A coordinator that was started again knows nothing: members of the one before tell it what they know.
 
 It waits until everybody of the newest placement has rejoined, or `REGATHER_S` from the first; who is missing then is
-lost. Where that would be more than parity repairs it waits for a lease, 10 s at most: what took the coordinator may
+lost. A server that nobody can reach who is back is not waited for: its host went with the coordinator's, or is cut off
+from all. Where more would be lost than parity repairs it waits for a lease, 10 s at most: what took the coordinator may
 have taken a member's way to it, too, and nothing is won by ending a job sooner. What they said, taken together, is
 `Knowledge`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch_ecrec.protocol import messages
@@ -112,18 +113,41 @@ class Regathering:
     def __init__(self) -> None:
         self.active = False
         self.said: dict[str, Rejoin] = {}
+        self._cannot_reach: dict[str, frozenset[str]] = {}  # who is back -> whom not, as it has said last
         self._until_s = self.last_s = 0.0
 
     def begin(self, now_s: float, lease_s: float) -> None:
         self.active, self.said, self._until_s = True, {}, now_s + REGATHER_S
+        self._cannot_reach = {}
         self.last_s = now_s + max(min(lease_s, BEYOND_MOST_S), REGATHER_S)
 
     def add(self, rejoin: Rejoin) -> None:
         """A member has told what it knows."""
         self.said[rejoin.name] = rejoin
+        self._cannot_reach.pop(rejoin.name, None)
+
+    def on_beat(self, name: str, unreachable: Iterable[str]) -> None:
+        """Whom a member cannot reach, though it tries."""
+        self._cannot_reach[name] = frozenset(unreachable)
+
+    def gone(self, known: Knowledge) -> set[str]:
+        """Members that are not back, and that nobody can reach who is back and was in a world with them.
+
+        Two hosts say so at least: the link of one may have failed. Who is on the same host never does; so nobody counts
+        as gone of whose host somebody is back.
+        """
+        found = set()
+        for missing in known.world - self.said.keys():
+            knew = [one for one in self.said.values() if missing in one.world]
+            hosts = {one.name if one.address is None else one.address[0] for one in knew}
+            agreed = all(missing in self._cannot_reach.get(one.name, ()) for one in knew)
+            if agreed and len(hosts) > 1:
+                found.add(missing)
+        return found
 
     def forget(self, name: str) -> bool:
         """A member is gone again, as if it had not come back; returns whether it had."""
+        self._cannot_reach.pop(name, None)
         return self.said.pop(name, None) is not None
 
     def knows_better(self, rejoin: Rejoin) -> bool:
@@ -139,8 +163,9 @@ class Regathering:
         placement, job = known.placement, known.job or job
         if placement is not None and job is not None and known.trainers == job.trainers:
             hosts = {server for server, _, _ in placement.slots if server != NO_HOST}
-            if hosts <= self.said.keys():  # spares may be a little later
-                all_here = known.world <= self.said.keys()
+            settled = self.said.keys() | self.gone(known)
+            if hosts <= settled:  # spares may be a little later; no trainer is gone: all of them are back, or done
+                all_here = known.world <= settled
                 self._until_s = min(self._until_s, now_s + (0 if all_here else SPARES_S))
         return now_s >= self._until_s
 

@@ -34,7 +34,7 @@ from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import Address
-from torch_ecrec.protocol.messages import BadMessage, FromCoordinator, Join, OtherBuild, Rejoin
+from torch_ecrec.protocol.messages import BadMessage, ForLeader, FromCoordinator, Join, OtherBuild, Rejoin
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 
 Message = dict[str, Any]
@@ -87,9 +87,9 @@ class Router:
         looks: what the cluster begins with is not known yet: joins are held until `begin_with` says, or until members
             of before have rejoined who know what is trained.
         ledger: writes manifests of checkpoints; None: nobody does.
-        led: since which revision of etcd this coordinator leads. Who enters and means one that led before is not heard:
-            while this one stood by, the words waited at its port, and are not true any more. Who was given its address
-            (0) means nobody else, and is heard.
+        led: since which revision of etcd this coordinator leads. Who enters, stops the cluster or drains a server, and
+            means one that led before, is not heard: while this one stood by, the words waited at its port, and are not
+            true, or not wanted, any more. Who was given its address (0) means nobody else, and is heard.
     """
 
     def __init__(
@@ -150,11 +150,10 @@ class Router:
         except BadMessage as error:
             self.refuse(peer, str(error), now_s, "other_build" if isinstance(error, OtherBuild) else "refused")
             return
-        if isinstance(word, (Join, Rejoin)):
-            if 0 < word.led < self._led:
-                self._count_refused(f"{message['type']}: for the coordinator that led from {word.led} on", peer, now_s)
-                peer.close()  # and nothing else: whoever still waits there looks again who leads
-                return
+        if isinstance(word, ForLeader) and self._is_of_before(word):
+            self._count_refused(f"{message['type']}: for the coordinator that led from {word.led} on", peer, now_s)
+            peer.close()  # and nothing else: whoever still waits there looks again who leads
+        elif isinstance(word, (Join, Rejoin)):
             if name is not None or peer in self._held:
                 self.refuse(peer, f"{message['type']}: said before on this connection", now_s)
             elif isinstance(word, Join):
@@ -187,6 +186,10 @@ class Router:
                 for watcher in list(self._watchers):
                     watcher.send(self._stamp(message))
             self._look_beyond()
+
+    def _is_of_before(self, word: ForLeader) -> bool:
+        """It was meant for one that has led before."""
+        return 0 < word.led < self._led
 
     def refuse(self, peer: Peer, reason: str, now_s: float, kind: str = "refused") -> None:
         """What arrived counts for nothing: its sender is told why, and the log from time to time."""

@@ -14,6 +14,14 @@ from torch_ecrec.protocol.wire import NO_HOST
 UNKNOWN_HOST = "nobody"  # in the event of a loss: the slot's host is not known any more
 
 
+def on_beat(state: ClusterState, name: str, word: messages.Beat, now_s: float) -> None:
+    """A member is there, and says whom it cannot reach: perhaps nobody else is to be waited for."""
+    departures.on_beat(state, name, word, now_s)
+    if state.regathering.active:
+        state.regathering.on_beat(name, word.unreachable)
+        go_on(state, now_s)
+
+
 def go_on(state: ClusterState, now_s: float) -> None:
     """Ends the regathering as soon as everybody is back who is needed, or the time is up."""
     if not state.regathering.is_over(now_s, state.job.spec):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import signal
 import socket
 import threading
@@ -29,7 +30,7 @@ from torch_ecrec.protocol.bounds import TransportName
 from torch_ecrec.runtime.lifetime import freeze
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.control import ControlServer, raise_descriptors
+from torch_ecrec.transport.control import TOLD_S, ControlServer, raise_descriptors
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,10 @@ class _Coordinator:
     def __init__(self, told: Coordination, out: IO[str]) -> None:
         self._told, self._out = told, out
         self._fenced = self._over = False
+        self._turned_away, self._told_s = (
+            0,
+            -math.inf,
+        )  # connections that the log was not told of; when it was told last
         self._server = ControlServer(
             told.host,
             told.port,
@@ -147,12 +152,20 @@ class _Coordinator:
         for number in SIGNALS:
             signal.signal(number, lambda *_: office.withdraw())
         print(json.dumps({"stands_by": list(self._server.address)}), file=self._out, flush=True)
-        standing = office.stand()
+        standing = office.stand(self._turn_away)
         if standing is Standing.OVER:
             log.info("the run is over")
         if standing is not Standing.LEADING:
             office.close(over=False)
         return standing is Standing.LEADING
+
+    def _turn_away(self) -> None:
+        """Who has come before it leads took it for the leader. A word that waited until it is one would be old by then,
+        and who had said it may have long gone on without."""
+        self._turned_away += self._server.turn_away()
+        if self._turned_away and time.monotonic() > self._told_s + TOLD_S:
+            log.info("stands by: %d connections were closed, of who takes it for the leader", self._turned_away)
+            self._turned_away, self._told_s = 0, time.monotonic()
 
     def _first_begins_with(self) -> str:
         """What the run begins with that this coordinator is the first to lead."""

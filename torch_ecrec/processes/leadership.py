@@ -92,10 +92,15 @@ class Office:
         """It leads, and nobody else can."""
         return self._candidate.holds
 
-    def stand(self) -> Standing:
-        """Stands by until it leads, or the run is over, or `withdraw` is called."""
+    def stand(self, on_look: Callable[[], None]) -> Standing:
+        """Stands by until it leads, or the run is over, or `withdraw` is called.
+
+        Args:
+            on_look: called each time that it has looked whether it leads, also when it does.
+        """
         while self._candidate.standing is Standing.STANDBY and not self._ends.is_set():
             wait_s = self._step()
+            on_look()
             leads = self._candidate.leads
             if self._candidate.standing is Standing.STANDBY and leads is not None:
                 self._tell(f"stands by at {self._elect}: {leads.address[0]}:{leads.address[1]} leads")

@@ -190,8 +190,8 @@ class Member:
     # the coordinator ----------------------------------------------------------------------------
 
     def _connect(self, limit_s: float) -> ControlClient:
-        def connect(*where: Any) -> ControlClient:
-            return ControlClient(where[0], where[1], self._on_message, self._on_closed, where[2], self._on_nonsense)
+        def connect(leader: Leader, seconds: float) -> ControlClient:
+            return ControlClient(*leader.address, self._on_message, self._on_closed, seconds, self._on_nonsense)
 
         control, leader = reach(self._where, limit_s, connect)
         self._leader, self._hello["led"] = leader, leader.revision

@@ -103,7 +103,17 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 # from processes that are no members yet, and from tools -----------------------------------------------
 
 
-class Entering(Said, frozen=True, kw_only=True):
+class ForLeader(Said, frozen=True, kw_only=True):
+    """Base: what a coordinator does not hear that has begun to lead later than the one it is meant for.
+
+    Attributes:
+        led: since which revision of etcd the coordinator led that this is meant for; 0: one that was named.
+    """
+
+    led: Version = 0
+
+
+class Entering(ForLeader, frozen=True, kw_only=True):
     """Base of `join` and `rejoin`: who is there.
 
     Attributes:
@@ -112,7 +122,6 @@ class Entering(Said, frozen=True, kw_only=True):
         address: (host, port) where the process listens for as long as it lives, and closes what it accepts; None: it
             does not, and the end of its connection counts as its own.
         domain: of a server, what it is lost together with (`coordinator/domains.py`); "": it does not say.
-        led: since which revision of etcd the coordinator led that this is meant for; 0: one that was named.
     """
 
     version: Text
@@ -122,7 +131,6 @@ class Entering(Said, frozen=True, kw_only=True):
     birth: Birth
     address: Address | None = None
     domain: Text = ""
-    led: Version = 0
     rank: Rank = -1
     job: JobSpec | None = None
 
@@ -199,11 +207,11 @@ class Watch(Said, frozen=True, tag="watch"):
     pass
 
 
-class Stop(Said, frozen=True, tag="stop"):
+class Stop(ForLeader, frozen=True, kw_only=True, tag="stop"):
     pass
 
 
-class Drain(Said, frozen=True, tag="drain"):
+class Drain(ForLeader, frozen=True, kw_only=True, tag="drain"):
     """A server, or all of a failure domain, is to be without slots. `undo`: it is not any more."""
 
     what: Text

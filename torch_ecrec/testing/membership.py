@@ -57,6 +57,7 @@ class VirtualProcess:
         run: as it was told.
         restarted: a trainer: the cluster has trained before, as the coordinator said.
         dead: it has ended.
+        led: since when the coordinator leads that it has looked for last; 0: there is one alone.
         domain: of a server; see `coordinator/domains.py`.
     """
 
@@ -74,6 +75,7 @@ class VirtualProcess:
     restored: messages.Restored | None = None
     run: str = ""
     dead: bool = False
+    led: int = 0
     connection: VirtualConnection | None = None
     predecessor: VirtualProcess | None = None
     domain: str = ""
@@ -95,6 +97,7 @@ class VirtualProcess:
             "birth": f"process {self.number}",
             "address": [f"10.0.{self.machine >> 8}.{self.machine & 255}", 1 + self.number],
             "domain": self.domain,
+            "led": self.led,
         }
         return hello if self.job is None else {**hello, "rank": self.rank, "job": self.job.to_json()}
 
@@ -118,6 +121,24 @@ class Handlers(Protocol):
         """Message `number` of the control channel is on its way."""
 
 
+class Center:
+    """A coordinator's process, as connections see it: what arrives it does at once, until another is in its place.
+
+    Attributes:
+        router: the real one.
+    """
+
+    router: Router
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Something has arrived."""
+        if self._plane.center is self and self._plane.lives:
+            action()
+
+
 class VirtualConnection:
     """A connection of a process with one coordinator. To the router, it is a `Peer`.
 
@@ -125,8 +146,8 @@ class VirtualConnection:
         stalled: what the coordinator sends from now on never arrives; what the process says does.
     """
 
-    def __init__(self, plane: ControlPlane, process: VirtualProcess, number: int) -> None:
-        self.plane, self.process, self.router = plane, process, plane.router
+    def __init__(self, plane: ControlPlane, process: VirtualProcess, number: int, center: Center) -> None:
+        self.plane, self.process, self.center = plane, process, center
         self.open, self.stalled = True, False
         seed = f"{process.number} {number} {plane.seed}"
         self._to, self._from = Line(plane.clock, f"to {seed}"), Line(plane.clock, f"from {seed}")
@@ -158,8 +179,8 @@ class VirtualConnection:
         (self._from if to_coordinator else self._to).carry(arrive)
 
     def _heard(self, message: Message) -> None:
-        if self.open and self.router is self.plane.router:
-            self.router.on_message(self, message, self.plane.clock.now_s)
+        if self.open:
+            self.center.do(lambda: self.center.router.on_message(self, message, self.plane.clock.now_s))
 
     def admit(self) -> None:
         pass
@@ -171,11 +192,16 @@ class VirtualConnection:
 
     def end_of_process(self) -> None:
         """What it said before may arrive, and then its end."""
-        self.plane.clock.later(EOF_S, lambda: self._carry(True, self.noticed_by_coordinator))
+        self.plane.clock.later(EOF_S, self.left)
+
+    def left(self) -> None:
+        """By the process: what it said before arrives, and then the end."""
+        if self.process.connection is self:
+            self.process.connection = None
+        self._carry(True, self.noticed_by_coordinator)
 
     def noticed_by_coordinator(self) -> None:
-        if self.router is self.plane.router:
-            self.router.on_closed(self, self.plane.clock.now_s)
+        self.center.do(lambda: self.center.router.on_closed(self, self.plane.clock.now_s))
 
     def noticed_by_process(self) -> None:
         if self.process.connection is self and not self.process.dead:
@@ -215,24 +241,39 @@ class ControlPlane:
         self.sent = 0
         self.connections = 0  # so far
         self.life = 0  # which coordinator it is
-        self.lives = True
-        self.router = self._new_router()
+        self._down = False  # nobody is in the place of the last one yet
+        self.center: Center  # the one, or the last one
+        self.begin()
         clock.later(1.0, self._tick)
+
+    def begin(self) -> None:
+        """The first coordinator is there."""
+        center = Center(self)
+        center.router = self.new_router(center, f"{self.life}", again=self.life > 0)
+        self.center = center
+
+    @property
+    def lives(self) -> bool:
+        """A coordinator is there that acts."""
+        return not self._down
+
+    @property
+    def router(self) -> Router:
+        return self.center.router
 
     @property
     def core(self) -> Coordinator:
         return self.router.core
 
-    def _new_router(self) -> Router:
-        life = self.life
+    def new_router(self, center: Center, run: str, again: bool, led: int = 0) -> Router:
+        """What a coordinator begins with. `again`: it comes after another. `led`: see `Router`."""
 
         def probe(name: str, number: int, address: Address) -> None:
             process = self.processes[address[1] - 1]
             delays_s = [self.random.uniform(*(LATE_PROBE_S if self.late_probes else PROBE_S)) for _ in range(2)]
 
             def answer(found: str) -> None:
-                if self.life == life and self.lives:
-                    self.router.on_probed(name, number, found, self.clock.now_s)
+                center.do(lambda: center.router.on_probed(name, number, found, self.clock.now_s))
 
             def arrive() -> None:
                 if not self._is_open(process):
@@ -244,11 +285,12 @@ class ControlPlane:
             self.clock.later(delays_s[0], arrive)
 
         return Router(
-            dataclasses.replace(self.settings, checkpoint=dataclasses.replace(self.settings.checkpoint, run=f"{life}")),
+            dataclasses.replace(self.settings, checkpoint=dataclasses.replace(self.settings.checkpoint, run=run)),
             ledger=self._ledger,
             probe=probe,
             announce=self._announce,
-            joins_from_s=self.clock.now_s + (HELD_S if life else 0.0),
+            joins_from_s=self.clock.now_s + (HELD_S if again else 0.0),
+            led=led,
         )
 
     def _tick(self) -> None:
@@ -289,11 +331,11 @@ class ControlPlane:
         """It has no connection: it tries until there is a coordinator, and says who it is."""
         if process.dead or process.connection is not None:
             return
-        if not self.lives or not self._is_open(process):
+        center = self.find(process) if self._is_open(process) else None
+        if center is None:
             self.clock.later(TRY_AGAIN_S, lambda: self.connect(process))
             return
-        self.connections += 1
-        process.connection = VirtualConnection(self, process, self.connections)
+        process.connection = self.connection_with(center, process)
         if not process.name:
             process.connection.say(join_message(**process.hello))
             return
@@ -310,6 +352,15 @@ class ControlPlane:
             run=process.run,
         )
         process.connection.say(rejoin)
+
+    def find(self, process: VirtualProcess) -> Center | None:
+        """Where a process finds a coordinator that it can connect with."""
+        return self.center if self.lives else None
+
+    def connection_with(self, center: Center, process: VirtualProcess) -> VirtualConnection:
+        """Another one. The process need not be a member."""
+        self.connections += 1
+        return VirtualConnection(self, process, self.connections, center)
 
     def _is_open(self, process: VirtualProcess) -> bool:
         """Both ways: what a connection needs to begin."""
@@ -369,14 +420,15 @@ class ControlPlane:
         """It is gone, and another one comes soon, which knows nothing."""
         if not self.lives:
             return
-        self.lives = False
+        self._down = True
         self.life += 1
         for process in self.processes:
             if process.connection is not None and not process.dead:
                 process.connection.open, process.connection = False, None
 
         def start() -> None:
-            self.lives, self.router = True, self._new_router()
+            self._down = False
+            self.begin()
             self.clock.later(HELD_S, self._let_in)
             for process in self.processes:
                 if not process.dead:

@@ -127,6 +127,7 @@ class Scenario:
         domains: failure domains of server processes, in the order in which they start, again and again.
         restore: the checkpoint that the cluster begins with, and the job that it is of.
         lease_s: who was silent for so long is lost. For clusters with heartbeats (`testing/links.py`).
+        coordinators: of several, one leads and the others stand by (`testing/standbys.py`); one is started again.
     """
 
     code: CodeSpec = CodeSpec(slots=3, k=2, r=1)
@@ -162,6 +163,7 @@ class Scenario:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     restore: tuple[Restored, JobSpec] | None = None
     lease_s: float = NO_LEASE_S
+    coordinators: int = 1
 
     @property
     def job(self) -> JobSpec:

@@ -35,6 +35,7 @@ from torch_ecrec.testing.checkpoints import Shelf
 from torch_ecrec.testing.membership import RESTART_S, ControlPlane, VirtualConnection, VirtualProcess
 from torch_ecrec.testing.result import SimulationResult
 from torch_ecrec.testing.scenario import Scenario
+from torch_ecrec.testing.standbys import StandbyPlane
 from torch_ecrec.testing.trainer_scripts import TrainerScripts
 from torch_ecrec.testing.verification import Verifier, check_parity, origin_of
 from torch_ecrec.transport.local import Fault, LocalNetwork
@@ -69,7 +70,8 @@ class SimulatedCluster:
         code, slabs = scenario.code, scenario.job.slabs
         self.layouts = [layout_of(code.slots, code.k, code.parities, slab.rows) for slab in slabs]
         self.shelf = Shelf(self.network.clock, scenario.network_seed, scenario.job)
-        self.plane = ControlPlane(
+        kind = StandbyPlane if scenario.coordinators > 1 else ControlPlane
+        self.plane: ControlPlane = kind(
             scenario.cluster,
             scenario.network_seed,
             self.network.clock,
@@ -77,6 +79,8 @@ class SimulatedCluster:
             announce=self.run.events.append,
             ledger=self.shelf,
         )
+        if isinstance(self.plane, StandbyPlane):
+            self.plane.stand_by(scenario.coordinators)
         self.process_of: dict[str, VirtualProcess] = {}  # by name
         self.verifier = Verifier(scenario, self.run.longest)
         self.random = random.Random(scenario.network_seed * 7919 + 1)

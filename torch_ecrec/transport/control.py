@@ -7,6 +7,7 @@ a member loses nothing by connecting again, and all of them must be with the nex
 process that hangs is not noticed here: that takes a lease.
 
     server = ControlServer("127.0.0.1", 0, on_message, on_closed)     # in the coordinator
+    server.turn_away()                      # while it stands by for another: nothing that is said to it waits
     client = ControlClient(*server.address, on_message, on_closed, timeout_s=10)
     client.send({"type": "hello"})          # the server calls on_message(connection, {"type": "hello"})
     request(*server.address, {"type": "status"}, timeout_s=5)       # a question and its answer
@@ -302,6 +303,20 @@ class ControlServer:
             self._loop.close()
         if self._error is not None:
             raise self._error
+
+    def turn_away(self) -> int:
+        """Ends the connections of all who have come so far, unheard; returns how many. Before `serve_forever`."""
+        self._listener.setblocking(False)
+        ended = 0
+        while True:
+            try:
+                self._listener.accept()[0].close()
+            except BlockingIOError:  # nobody else waits
+                return ended
+            except OSError as error:  # of one who is gone, or no descriptor is left: the next call goes on
+                log.warning("control channel: cannot turn away who has come: %s", error.strerror or error)
+                return ended
+            ended += 1
 
     def close(self) -> None:
         """Stops serving, soon, and frees the port. From any thread, callbacks included. May be called again."""

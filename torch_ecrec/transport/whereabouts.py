@@ -59,13 +59,19 @@ class Named:
         return self._leader
 
 
+class Record(Protocol):
+    """What etcd has of who leads; see `EtcdKeys`."""
+
+    def leader(self) -> Leader | None: ...
+
+
 class Elected:
-    """Whoever leads. From any thread."""
+    """Whoever leads. From any thread. `record`: where that is written, if not at the place that `text` names."""
 
     changes = True
 
-    def __init__(self, text: str) -> None:
-        self._text, self._keys = text, EtcdKeys(parse_place(text), ASK_S)
+    def __init__(self, text: str, record: Record | None = None) -> None:
+        self._text, self._keys = text, record or EtcdKeys(parse_place(text), ASK_S)
         self._lock = threading.Lock()  # of a session of HTTP
         self._newest = 0
         self._why = ""
@@ -115,11 +121,11 @@ def require_whereabouts(text: str) -> None:
         whereabouts(text)
 
 
-def reach(where: Whereabouts, limit_s: float, connect: Callable[[str, int, float], C]) -> tuple[C, Leader]:
+def reach(where: Whereabouts, limit_s: float, connect: Callable[[Leader, float], C]) -> tuple[C, Leader]:
     """A connection with the coordinator, and who that is.
 
     Args:
-        connect: `connect(host, port, seconds)`; raises ClusterUnavailable where nobody answers in so many.
+        connect: `connect(leader, seconds)`; raises ClusterUnavailable where nobody answers in so many.
 
     Raises:
         ClusterUnavailable: not within `limit_s`.
@@ -129,10 +135,15 @@ def reach(where: Whereabouts, limit_s: float, connect: Callable[[str, int, float
         leader = where.find(max(deadline_s - time.monotonic(), 0.0))
         left_s = max(deadline_s - time.monotonic(), 0.0)
         try:
-            return connect(*leader.address, min(left_s, ATTEMPT_S) if where.changes else limit_s), leader
+            return connect(leader, min(left_s, ATTEMPT_S) if where.changes else limit_s), leader
         except ClusterUnavailable:
             if not where.changes or time.monotonic() > deadline_s:
                 raise
+
+
+def is_followed(mine: Leader | None, leads: Leader | None) -> bool:
+    """Whether another leads than the one that there is a connection with. None: there is none; nobody is known."""
+    return leads is not None and mine is not None and leads.revision > mine.revision
 
 
 def follow(
@@ -148,8 +159,9 @@ def follow(
 
     def watch() -> None:
         while not over.wait(LOOK_S):
-            leads, mine = where.look(), connected()
-            if leads is not None and mine is not None and leads.revision > mine.revision:
+            leads = where.look()
+            if is_followed(connected(), leads):
+                assert leads is not None
                 on_other(f"the coordinator at {leads.address[0]}:{leads.address[1]} leads now")
 
     if where.changes:

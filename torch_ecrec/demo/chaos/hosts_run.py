@@ -106,7 +106,7 @@ class HostsRun(ChaosRun):
             return reach(
                 self._where,
                 CONNECT_S,
-                lambda host, port, limit_s: ControlClient(host, port, self._on_message, self._on_closed, limit_s),
+                lambda leader, limit_s: ControlClient(*leader.address, self._on_message, self._on_closed, limit_s),
             )
 
         self.client, self._leader = self._watches_from.within(connect)

@@ -1,0 +1,277 @@
+"""Coordinators of the simulated cluster that stand by each other: the real `Candidate`, `Acting` and `Router`.
+
+    cluster = SimulatedCluster(Scenario(coordinators=2))
+    cluster.plane.kill(cluster.plane.leading, back_s=0.02)      # its supervisor starts another at the same port
+    cluster.plane.ask({"type": "stop", "led": 11})              # a tool, where etcd says that one leads
+
+Each has a port, and may lead, be followed, stand by there again, and lead again. What is said to one that stands by
+waits there unread, ends of connections too, as in the backlog of a listener: until it leads, or its process ends. Here
+nobody looks after that backlog, so that words may wait for as long as anybody stands by (a real coordinator that stands
+by closes whoever comes: `ControlServer.turn_away`, which is no rule that anything here may rest on).
+
+Members look who leads with the real `Elected`, as often as they do it, and give up a connection with one that another
+has followed. All that takes its time from etcd passes `FASTER` times as fast, since a step takes milliseconds here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
+from torch_ecrec.processes.leadership import Acting
+from torch_ecrec.testing.etcd import VirtualEtcd
+from torch_ecrec.testing.membership import (
+    HELD_S,
+    NOTICED_S,
+    TICK_S,
+    Center,
+    ControlPlane,
+    VirtualConnection,
+    VirtualProcess,
+)
+from torch_ecrec.transport.etcd import EtcdUnavailable, Last, Leader
+from torch_ecrec.transport.whereabouts import LOOK_S, Elected, is_followed
+
+FASTER = 20
+TTL_S = 2
+AGAIN_S = 0.001  # from the end of one that was followed to its standing by again, in the same process
+ASKED_S = 0.5  # how long a tool waits for an answer
+
+
+class Keys:
+    """What a candidate, or who looks, has of etcd; see `election.Keys`."""
+
+    def __init__(self, etcd: VirtualEtcd, clock: Callable[[], float]) -> None:
+        self._etcd, self._clock = etcd, clock
+
+    def _now(self) -> VirtualEtcd:
+        self._etcd.expire(self._clock())
+        return self._etcd
+
+    def leader(self) -> Leader | None:
+        return self._now().leader
+
+    def last(self) -> Last:
+        return self._now().last
+
+    def grant(self, ttl_s: int) -> int:
+        return self._now().grant(ttl_s, self._clock())
+
+    def renew(self, lease: int) -> bool:
+        return self._now().renew(lease, self._clock())
+
+    def revoke(self, lease: int) -> None:
+        self._now().revoke(lease)
+
+    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
+        return self._now().take(me, address, lease, last)
+
+
+class Standby(Center):
+    """A coordinator's process, from its start to its end.
+
+    Attributes:
+        number: of its port.
+        candidate: what it is.
+        leads: it has begun to lead, whether or not it may act at the moment.
+        dead: it has ended.
+        stopped: by SIGSTOP, until it is woken.
+        connections: that it has, or that wait at its port.
+        waited: how many words waited there until it led.
+    """
+
+    def __init__(self, plane: StandbyPlane, number: int, looks_in_s: float) -> None:
+        super().__init__(plane)
+        self.number, self._standbys = number, plane
+        self.leads = self.dead = self.stopped = False
+        self.connections: list[VirtualConnection] = []
+        self.waiting = self.waited = 0
+        self._turn = 0  # of `step`: an earlier one that is still due is void
+        run = f"run{number}"
+        self.candidate = Candidate(plane.keys, (f"coordinator-{number}", number), TTL_S, run, plane.now_of_etcd)
+        self._acting = Acting(lambda: not self.stopped and self.leads and self.candidate.holds)
+        plane.clock.later(looks_in_s, self.step) if looks_in_s else self.step()
+
+    def do(self, action: Callable[[], None]) -> None:
+        if not self.dead:
+            self.waiting += not self.leads
+            self._acting.do(action)
+
+    def step(self) -> None:
+        """Does what the thread of its office does, again and again."""
+        if self.dead or self.stopped:
+            return
+        try:
+            wait_s = self.candidate.step()
+        except EtcdUnavailable:
+            wait_s = RETRY_S
+        if self.candidate.standing is Standing.FENCED:
+            self._standbys.end_coordinator(self, back_s=AGAIN_S)
+            return
+        if self.candidate.standing is Standing.LEADING and not self.leads:
+            candidate = self.candidate
+            self.router = self._standbys.new_router(self, candidate.run, candidate.again, candidate.led)
+            self.leads, self.waited = True, self.waiting
+            self._standbys.on_leads(self)
+            self._standbys.clock.later(HELD_S, lambda: self.do(self._let_in))
+        self.tick(ticks=False)
+        self._turn += 1
+        turn = self._turn
+        self._standbys.clock.later(wait_s / FASTER, lambda: self.step() if turn == self._turn else None)
+
+    def _let_in(self) -> None:
+        self.router.on_tick(self._standbys.clock.now_s)
+
+    def tick(self, ticks: bool = True) -> None:
+        """What waited is done, and what is due from time to time."""
+        if not self.dead and self._acting.go_on() and ticks:
+            self._let_in()
+
+
+class StandbyPlane(ControlPlane):
+    """Control connections with whoever leads.
+
+    Attributes:
+        center: who has begun to lead last.
+        ports: the process at each port; None: nobody listens there.
+        leaderships: so many have begun.
+        on_leadership: called when another does.
+    """
+
+    def begin(self) -> None:
+        self.etcd = VirtualEtcd()
+        self.keys = Keys(self.etcd, self.now_of_etcd)
+        self.ports: dict[int, Standby | None] = {}
+        self.leaderships = 0
+        self.on_leadership: Callable[[Standby], None] = lambda center: None
+        self._looks: dict[int, Elected] = {}
+        self._leaders: dict[VirtualConnection, Leader] = {}
+        self.starts(0)  # the first one leads at once
+
+    def stand_by(self, coordinators: int) -> None:
+        """So many are there, with the first."""
+        for number in range(1, coordinators):
+            self.starts(number)
+        self.clock.later(LOOK_S / FASTER, self._follow)
+
+    def now_of_etcd(self) -> float:
+        return self.clock.now_s * FASTER
+
+    def starts(self, number: int, looks_in_s: float = 0.0) -> None:
+        """A process starts at a port. `looks_in_s`: so much later it looks for the first time whether anybody leads."""
+        self.ports[number] = None
+        self.ports[number] = Standby(self, number, looks_in_s)
+
+    def on_leads(self, center: Standby) -> None:
+        """One begins to lead: everything that it knows, members tell it."""
+        self.center, self.life = center, self.life + 1
+        self.leaderships += 1
+        self.on_leadership(center)
+
+    @property
+    def leading(self) -> Standby | None:
+        """Who acts at the moment."""
+        center = self.center
+        assert isinstance(center, Standby)
+        return center if not center.dead and not center.stopped and center.candidate.holds else None
+
+    @property
+    def lives(self) -> bool:
+        return self.leading is not None
+
+    def _tick(self) -> None:
+        for center in list(self.ports.values()):
+            if center is not None and center.leads:
+                center.tick()
+        self.clock.later(TICK_S, self._tick)
+
+    # members ------------------------------------------------------------------------------------
+
+    def look_of(self, number: int) -> Elected:
+        """How a process looks who leads; it remembers what it has seen."""
+        if number not in self._looks:
+            self._looks[number] = Elected("etcd", self.keys)
+        return self._looks[number]
+
+    def find(self, process: VirtualProcess) -> Center | None:
+        """Who leads, as etcd says; None: nobody, or nobody listens there."""
+        leader = self.look_of(process.number).look()
+        center = None if leader is None else self.ports[leader.address[1]]
+        if leader is not None:
+            process.led = leader.revision
+        return center
+
+    def connection_with(self, center: Center, process: VirtualProcess) -> VirtualConnection:
+        assert isinstance(center, Standby)
+        connection = super().connection_with(center, process)
+        center.connections.append(connection)
+        self._leaders[connection] = Leader(("", center.number), process.led)
+        return connection
+
+    def _follow(self) -> None:
+        """Every member looks whether another leads than the one that it is connected with."""
+        for process in self.processes:
+            connection = process.connection
+            if process.dead or connection is None:
+                continue
+            if is_followed(self._leaders[connection], self.look_of(process.number).look()):
+                connection.left()
+                self.connect(process)
+        self.clock.later(LOOK_S / FASTER, self._follow)
+
+    # tools --------------------------------------------------------------------------------------
+
+    def ask(self, word: dict[str, Any]) -> Leader | None:
+        """A tool looks who leads, and says something there on behalf of that leader; it waits, and then gives up.
+
+        Returns:
+            Who led; None: nobody, or nobody listens there.
+        """
+        leader = Elected("etcd", self.keys).look()
+        center = None if leader is None else self.ports[leader.address[1]]
+        if leader is None or center is None:
+            return None
+        tool = VirtualProcess("tool", -1, -1, None, dead=True, led=leader.revision)
+        connection = self.connection_with(center, tool)
+        connection.say({**word, "led": leader.revision})
+        self.clock.later(ASKED_S, connection.left)
+        return leader
+
+    # faults -------------------------------------------------------------------------------------
+
+    def kill_coordinator(self) -> None:
+        """Whoever leads."""
+        if self.leading is not None:
+            self.end_coordinator(self.leading, AGAIN_S)
+
+    def end_coordinator(self, center: Standby, back_s: float, vanishes: bool = False, looks_in_s: float = 0.0) -> None:
+        """Its process ends, and so do the connections that it has and those that wait; another starts at its port.
+
+        Args:
+            back_s: so much later.
+            looks_in_s: see `starts`.
+            vanishes: its host is gone: nobody hears that a connection has ended.
+        """
+        center.dead, self.ports[center.number] = True, None
+        for connection in center.connections:
+            if connection.open and not vanishes:
+                connection.open = False
+                self.clock.later(self.random.uniform(*NOTICED_S), connection.noticed_by_process)
+        self.clock.later(back_s, lambda: self.starts(center.number, looks_in_s))
+
+    def stop(self, center: Standby, seconds: float) -> None:
+        """Its process stands still, and goes on as if nothing had been."""
+
+        def wake() -> None:
+            center.stopped = False
+            center.tick(ticks=False)  # what has arrived meanwhile is looked at before it knows
+            center.step()
+
+        center.stopped = True
+        self.clock.later(seconds, wake)
+
+    def resign(self, center: Standby, back_s: float, looks_in_s: float = 0.0) -> None:
+        """It is told to end, and leaves the lead to another. The others: see `end_coordinator`."""
+        center.candidate.resign()
+        self.end_coordinator(center, back_s, looks_in_s=looks_in_s)
