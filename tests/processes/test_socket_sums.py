@@ -103,6 +103,39 @@ def test_deltas_are_packed_between_hosts_only(within_host: bool) -> None:
             assert (frame.bytes_saved > 0.3 * frame.bytes_packed) == packs
 
 
+@pytest.mark.parametrize("lacks", ["a good sample", "memory"])
+def test_what_cannot_be_packed_is_sent_as_it_is(pair: Pair, lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a message that packing made larger ended its connection, each time that it was sent again."""
+    if lacks == "memory":
+
+        def fails(values: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(frames, "pack", fails)
+    else:
+        monkeypatch.setattr("torch_ecrec.codec.packing._sample", lambda *_: 0)
+    pair.handle = lambda request, reply: reply(Parcels(request.parts))
+    sent = [torch.randint(0, 256, (1 << 16,), dtype=torch.uint8), torch.randn(1 << 18)]
+    for _ in range(2):
+        outcome = pair.call(parcel(sent))
+        assert isinstance(outcome, wire.Ok) and isinstance(outcome.answer, Parcels)
+        assert all(map(torch.equal, sent, outcome.answer.parts))
+    assert pair.a.connections()["bytes_packed"] == 0 and not pair.b.complaints.counts
+
+
+def test_a_frame_leaves_the_message_as_it_was() -> None:
+    """It may be sent once more, on another connection; and a tensor may be in it twice."""
+    records = deltas(4000).records
+    message = (b"x", [records, records[:10], records])
+    once, again = as_bytes(Frame(7, message), summed=True), as_bytes(Frame(7, message), summed=True)
+    assert once == again and message[1][0] is records
+    here, there = tcp_pair()
+    with here, there:
+        threading.Thread(target=here.sendall, args=(once,), daemon=True).start()
+        got = FrameReader(there).read()
+        assert got is not None and all(map(torch.equal, got[1][1], message[1]))
+
+
 @both
 def test_a_transport_says_what_carries_its_bytes(pair: Pair) -> None:
     """For `status`: of both ends, each what it has sent itself."""

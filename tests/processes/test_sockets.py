@@ -255,6 +255,27 @@ def test_a_socket_that_fails_in_the_middle_of_a_frame_takes_no_more(
     assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
 
 
+def test_a_mistake_in_sending_is_told_once_and_ends_the_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the sender's thread. Before, it tried again thousands of times a second, and told each of them."""
+    errors: list[BaseException] = []
+    pair.a._on_error = errors.append
+    begins = threading.Event()
+
+    class Failing(Frame):
+        def send_to(self, sock: socket.socket, lending: Lending | None = None) -> bool:
+            if threading.current_thread().name != "sender":
+                begins.set()
+                return False  # so that the sender goes on with it
+            raise KeyError("a mistake")
+
+    monkeypatch.setattr(sockets, "Frame", Failing)
+    failed = pair.start(wire.Versions(0, 0))
+    assert isinstance(failed(), wire.Unknown) and begins.is_set()
+    monkeypatch.undo()
+    assert isinstance(pair.call(wire.Versions(0, 0)), wire.Ok)
+    assert [type(error) for error in errors] == [KeyError]
+
+
 def test_nobody_there_is_a_failed_call(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

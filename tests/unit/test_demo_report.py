@@ -277,6 +277,7 @@ def test_status_as_text() -> None:
     ways = {line.split()[0]: re.split(r"  +", line.strip())[-1] for line in lines if " server " in line}
     assert ways["server-0"] == "2 in memory, 3 over TCP, packed to 61% where it pays" and ways["server-3"] == "-"
     assert format_connections({"tcp": 1, "bytes_packed": 0, "bytes_saved": 0}) == "1 over TCP"
+    assert format_connections({"tcp": 1, "bytes_packed": 9}) == "1 over TCP, packed to 100% where it pays", "as told"
     assert format_connections({"rpc": 4}) == "4 over torch RPC"
     empty = {**status, "slots": [], "members": [], "fatal": "stopped"}
     assert "STOPPED: stopped" in format_status(empty) and "no slots placed yet" in format_status(empty)

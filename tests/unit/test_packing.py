@@ -5,6 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from torch_ecrec.codec import packing
 from torch_ecrec.codec.packing import PAYS_BELOW, SLACK_BYTES, least_packed_bytes, pack, unpack
 
 WIDTHS = st.sampled_from([0, 1, 0xFF, 0x100, 0xFFFF, 0x10000, 0xFFFFFF, 0x1000000, 0xFFFFFFFF])
@@ -61,6 +62,45 @@ def test_a_sample_is_taken_from_all_of_it():
     assert pack(values) is not None, "half of it is nothing"
     values[: 15 << 16] = 0xFF
     assert pack(values) is None
+
+
+@pytest.mark.parametrize("row_bytes", [64, 256, 260, 512, 2048])
+@pytest.mark.parametrize("rows", [128, 512, 640])
+def test_columns_do_not_hide_from_the_sample(row_bytes, rows):
+    """Rows as long as a step of the sample, or a part of it: their first words are not taken for all of them."""
+    values = np.random.default_rng(0).integers(0, 256, (rows, row_bytes), dtype=np.uint8)
+    values[:, 16:] = 0
+    assert row_bytes == 64 or pack(values.reshape(-1)) is not None, "only the first four words of each are large"
+    values = np.random.default_rng(0).integers(0, 256, (rows, row_bytes), dtype=np.uint8)
+    values[:, :16] = 0
+    assert row_bytes == 64 or pack(values.reshape(-1)) is None, "only the first four words of each are small"
+
+
+@pytest.mark.parametrize("size", [16, 17, 31, 4096, 100_003])
+def test_what_has_become_more_is_not_packed_whatever_the_sample_says(size, monkeypatch):
+    monkeypatch.setattr(packing, "_sample", lambda *_: 0)
+    assert pack(np.full(size, 0xFF, np.uint8)) is None
+    at_least = np.full(size // 16 * 4, 0xFFFFFFFF, np.uint32)
+    at_least[::8] = 0xFFFF  # as many bytes less as there are of control, where it is two groups or more
+    found = pack(at_least.view(np.uint8))
+    assert found is None or len(found) < at_least.nbytes
+
+
+def test_arrays_that_do_not_lie_as_kernels_read_them_are_refused():
+    values = np.zeros(640, np.uint8)
+    packed = with_slack(pack(values))
+    size, frozen = len(packed) - SLACK_BYTES, np.zeros(640, np.uint8)
+    frozen.setflags(write=False)
+    for wrong in (values[::2], values.reshape(2, 320), values.view(np.int8)):
+        with pytest.raises(ValueError, match="`values` must be 1-D uint8, contiguous, got"):
+            pack(wrong)
+        with pytest.raises(ValueError, match="`values` must be"):
+            unpack(packed, size, wrong)
+    with pytest.raises(ValueError, match="`packed` must be 1-D uint8, contiguous, got 1-D uint8, strided"):
+        unpack(np.repeat(packed, 2)[::2], size, values)
+    with pytest.raises(ValueError, match="read-only"):
+        unpack(packed, size, frozen)
+    assert pack(frozen) is not None
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,4 +1,4 @@
-"""What one push costs as a message: made into bytes, read again, and sent through a socket.
+"""What one push costs as a message: made into bytes, read again, and sent through a socket; and what packing does.
 
 Every number is microseconds of one core. A push has, for each slab, positions of `ROWS` rows and their gradients.
 
@@ -6,7 +6,8 @@ Every number is microseconds of one core. A push has, for each slab, positions o
     read        `Vocabulary.decode_request`: validated, every tensor in its place
     round       encoded, framed, sent through a Unix socket pair, read, decoded: values are copied twice by the kernel
 
-Times are the thread's own, alternatives take turns: see `codec.py`.
+Times are the thread's own, alternatives take turns: see `codec.py`. Packing, which is between hosts only, has a table
+of its own (`packing.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torch_ecrec.bench import record
+from torch_ecrec.bench import packing, record
 from torch_ecrec.bench.codec import interleaved
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE
@@ -72,17 +73,18 @@ def _measure(slabs: int, repeats: int) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints the table; writes OUT/messages.json and .csv."""
+    """Measures, prints the tables; writes OUT/messages.json and .csv, the second table in the JSON only."""
     require_int("repeats", arguments.repeats, 1)
     for slabs in arguments.slabs:
         require_int("slabs", slabs, 1)
-    rows = [_measure(slabs, arguments.repeats) for slabs in arguments.slabs]
+    packing.check(arguments)
+    rows, packed = [_measure(slabs, arguments.repeats) for slabs in arguments.slabs], packing.measure(arguments)
     notes = NOTES.format(rows=ROWS, dim=DIM, repeats=arguments.repeats).splitlines()
     print(record.table(rows))
     print("\n".join(notes))
-    record.write(
-        arguments.out, "messages", {"header": record.header(), "repeats": arguments.repeats, "notes": notes}, rows
-    )
+    print(f"\n{record.table(packed)}\n{packing.NOTES}")
+    content = {"header": record.header(), "repeats": arguments.repeats, "notes": notes, "packing": packed}
+    record.write(arguments.out, "messages", content, rows)
     return 0
 
 
@@ -91,4 +93,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slabs: Sequence[int] = list(SLABS)
     parser.add_argument("--slabs", nargs="+", type=int, default=slabs, metavar="S", help="in a push")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="interleaved blocks (default 15)")
+    packing.add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("build/messages"), metavar="DIR")

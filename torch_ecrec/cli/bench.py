@@ -16,7 +16,7 @@ BENCHMARKS = {
     "optimizers": "a step of each sparse optimizer, beside memcpy and a scattered copy",
     "seals": "what seals cost a step, a fold and a log of it; how fast a scrubber reads",
     "operators": "pooling, routing and rounding of a batch, beside FBGEMM and torch",
-    "messages": "a push as a message: written, read, sent",
+    "messages": "a push as a message: written, read, sent; what packing leaves of deltas and ids between hosts",
     "connections": "a call and a MB over TCP: CPU time of both ends",
     "storage": "a part of a checkpoint, written and read: raw, quantised, compressed",
     "exactness": "kills in real runs: bit-identical? how long a pause?",

@@ -301,8 +301,8 @@ def _check_target(name: str, array: Bytes) -> None:
         )
 
 
-def _as_words(array: Bytes) -> NDArray[np.uint32]:
-    """As 4-byte words; copied only where it is not contiguous or not aligned."""
+def as_words(array: Bytes) -> NDArray[np.uint32]:
+    """Rows of a multiple of 4 bytes as 4-byte words; copied only where they are not contiguous or not aligned."""
     if array.flags.c_contiguous:
         words = array.view(np.uint32)
         if words.flags.aligned:
@@ -313,9 +313,9 @@ def _as_words(array: Bytes) -> NDArray[np.uint32]:
 def _in_place(sources: Sequence[Bytes] | Bytes) -> tuple[object, Rows]:
     """Sources as words, to be held for as long as the addresses, (K,), are used."""
     if isinstance(sources, np.ndarray):
-        words = _as_words(sources)
+        words = as_words(sources)
         return words, words.ctypes.data + words.strides[0] * np.arange(len(words))
-    each = [_as_words(source_UB) for source_UB in sources]
+    each = [as_words(source_UB) for source_UB in sources]
     return each, np.array([source_UW.ctypes.data for source_UW in each], np.int64)
 
 
@@ -346,7 +346,7 @@ def xor_rows_(target_NB: Bytes, rows_U: Rows, source_UB: Bytes) -> None:
     """
     _check_rows(target_NB, rows_U, source_UB)
     if source_UB.size:
-        _xor_rows(_as_words(target_NB), np.ascontiguousarray(rows_U), _as_words(source_UB))
+        _xor_rows(as_words(target_NB), np.ascontiguousarray(rows_U), as_words(source_UB))
 
 
 def fold_rows_(target_NB: Bytes, rows_U: Rows, source_UB: Bytes, coefficients_U: Bytes) -> None:
@@ -376,7 +376,7 @@ def checked_fold(
         got = f"{coefficients_U.dtype} of {coefficients_U.shape}"
         raise ValueError(f"`coefficients_U` must be uint8 of shape {rows_U.shape}, got {got}")
     rows_U, coefficients_U = np.ascontiguousarray(rows_U), np.ascontiguousarray(coefficients_U)
-    return _as_words(target_NB), rows_U, _as_words(source_UB), coefficients_U
+    return as_words(target_NB), rows_U, as_words(source_UB), coefficients_U
 
 
 def combine(coefficients_RK: Bytes, sources: Sequence[Bytes] | Bytes, name: str = "sources") -> Bytes:
@@ -445,7 +445,7 @@ def combine_rows_(
     words, addresses_K = _in_place(sources)
     rows_U, coefficients_K = np.ascontiguousarray(rows_U), np.ascontiguousarray(coefficients_K)
     factors = FACTORS.take(coefficients_K, axis=0)
-    count = _combine_rows(_as_words(target_NB), rows_U, wanted_N, addresses_K, coefficients_K, factors)
+    count = _combine_rows(as_words(target_NB), rows_U, wanted_N, addresses_K, coefficients_K, factors)
     del words  # until here the kernel had their addresses
     return int(count)
 

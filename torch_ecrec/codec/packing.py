@@ -19,12 +19,14 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from torch_ecrec.codec import vectors
+from torch_ecrec.codec.field import BYTE, WORD_BYTES
 from torch_ecrec.codec.vectors import I8, I32, I64, ir, tools
 from torch_ecrec.runtime.kernel_cache import kernel
 
-WORD_BYTES, GROUP = 4, 4  # of a word; words for each byte of control
+GROUP = 4  # words for each byte of control
 GROUP_BYTES = WORD_BYTES * GROUP
 SAMPLE_GROUPS = 128  # looked at to find out whether packing pays, all over what would be packed
+GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: the fractions of its multiples lie evenly
 PAYS_BELOW = 0.8  # of the bytes: docs/performance.md, "Between hosts"
 SLACK_BYTES = GROUP_BYTES  # behind packed bytes, for the last group is read and written as a whole vector
 
@@ -122,9 +124,14 @@ def _unpack(words: Any, groups: Any, control: Any, data: Any, lengths: Any, tabl
 
 @kernel()
 def _sample(words: Any, groups: Any, step: Any, codes: Any, lengths: Any) -> Any:
-    """Bytes of data for every `step`-th group."""
+    """Bytes of data for one group of every `step`.
+
+    Each time another of them: with every `step`-th one, where rows are as long as a whole number of steps or the other
+    way round, only the same columns would be seen.
+    """
     total = np.intp(0)
-    for g in range(0, groups, step):
+    for i in range((groups + step - 1) // step):
+        g = min(i * step + ((i * GOLDEN & 0xFFFFFFFF) * step >> 32), groups - 1)
         total += np.intp(lengths[codes[_more(words + GROUP_BYTES * g)]])
     return total
 
@@ -137,12 +144,23 @@ def _data_bytes(control: Any, lengths: Any) -> Any:
     return total
 
 
+def _check(name: str, array: Bytes) -> None:
+    """Kernels read and write at addresses: all of it must lie there."""
+    if array.ndim != 1 or array.dtype != BYTE or not array.flags.c_contiguous:
+        got = f"{array.ndim}-D {array.dtype}" + (", strided" if not array.flags.c_contiguous else "")
+        raise ValueError(f"`{name}` must be 1-D uint8, contiguous, got {got}")
+
+
 def pack(values: Bytes) -> Bytes | None:
-    """The packed bytes; None where too few would be saved, as a sample says.
+    """The packed bytes, fewer than they were; None where a sample says that too few would be saved, or none are.
 
     Args:
         values: (N,) uint8, contiguous, at any address. Bytes behind the last whole group of four words go as they are.
+
+    Raises:
+        ValueError: another dimension or dtype, or not contiguous.
     """
+    _check("values", values)
     groups = len(values) // GROUP_BYTES
     step = max(groups // SAMPLE_GROUPS, 1)
     looked = -(-groups // step)
@@ -152,8 +170,11 @@ def pack(values: Bytes) -> Bytes | None:
     packed = np.empty(groups + len(values) + SLACK_BYTES, np.uint8)
     end = groups + _pack(address, groups, packed[:groups], packed[groups:], _CODES, _LENGTHS, _PACK)
     rest = values[groups * GROUP_BYTES :]
-    packed[end : end + len(rest)] = rest
-    return packed[: end + len(rest)]
+    size = end + len(rest)
+    if size >= len(values):
+        return None  # the sample was not like the rest; and nobody takes for packed what has become more
+    packed[end:size] = rest
+    return packed[:size]
 
 
 def least_packed_bytes(size: int) -> int:
@@ -166,12 +187,17 @@ def unpack(packed: Bytes, size: int, values: Bytes) -> None:
     """Writes into `values` what was packed.
 
     Args:
-        packed: (size + SLACK_BYTES,) uint8: its first `size` bytes are what `pack` returned, perhaps a stranger's.
-        values: (N,) uint8, contiguous: as many as were packed.
+        packed: (size + SLACK_BYTES,) uint8, contiguous: its first `size` bytes are what `pack` returned, perhaps a
+            stranger's.
+        values: (N,) uint8, contiguous, writeable: as many as were packed.
 
     Raises:
-        ValueError: they are not the packed form of so many bytes. Then nothing is written.
+        ValueError: they are not the packed form of so many bytes, or an array is not as said. Then nothing is written.
     """
+    _check("packed", packed)
+    _check("values", values)
+    if not values.flags.writeable:
+        raise ValueError("`values` is written to, and is read-only")
     groups, rest = divmod(len(values), GROUP_BYTES)
     control, data = packed[:groups], packed[groups:]
     short = size < least_packed_bytes(len(values)) or len(packed) < size + SLACK_BYTES

@@ -33,7 +33,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from torch_ecrec.codec import vectors
-from torch_ecrec.codec.field import FACTORS, POLYNOMIAL, PRODUCT, WORD_BYTES, checked_fold, fold_row
+from torch_ecrec.codec.field import FACTORS, POLYNOMIAL, PRODUCT, WORD_BYTES, as_words, checked_fold, fold_row
 from torch_ecrec.codec.vectors import I8, I32, I64, ir, tools
 from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import first_outside, prefetch_row
@@ -224,13 +224,11 @@ def _broken_run(rows_NW: Any, seals_N: Any, first: Any, broken_U: Any) -> Any:
 
 
 def _words(name: str, values_UB: Bytes) -> NDArray[np.uint32]:
-    """As 4-byte words; copied only where it is not contiguous or not aligned."""
+    """`as_words`, of what may be anything."""
     if values_UB.ndim != 2 or values_UB.dtype != np.uint8 or values_UB.shape[1] % WORD_BYTES:
         wanted = f"`{name}` must be 2-D uint8 of rows of a multiple of {WORD_BYTES} bytes"
         raise ValueError(f"{wanted}, got {values_UB.dtype} of {values_UB.shape}")
-    if not values_UB.flags.c_contiguous or not values_UB.view(np.uint32).flags.aligned:
-        values_UB = np.array(values_UB, order="C")
-    return values_UB.view(np.uint32)
+    return as_words(values_UB)
 
 
 def _check_seals(seals_N: SealsOf, count: int) -> None:

@@ -104,7 +104,7 @@ def format_connections(said: Message) -> str:
     ways = [("memory", "in memory"), ("tcp", "over TCP"), ("rpc", "over torch RPC")]
     told = [f"{said[way]} {text}" for way, text in ways if said.get(way)]
     if packed := said.get("bytes_packed"):
-        told.append(f"packed to {1 - said['bytes_saved'] / packed:.0%} where it pays")
+        told.append(f"packed to {1 - said.get('bytes_saved', 0) / packed:.0%} where it pays")
     return ", ".join(told) or "-"
 
 

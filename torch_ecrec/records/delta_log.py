@@ -27,7 +27,8 @@ import numpy as np
 import xxhash
 
 from torch_ecrec.codec import seals
-from torch_ecrec.records.positions import Bytes, Positions, as_words, require_ascending
+from torch_ecrec.codec.field import as_words
+from torch_ecrec.records.positions import Bytes, Positions, require_ascending
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.runtime.kernel_cache import kernel
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_ecrec.records.positions import Bytes, Floats, Positions, as_words
+from torch_ecrec.codec.field import as_words
+from torch_ecrec.records.positions import Bytes, Floats, Positions
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.kernel_cache import kernel

@@ -45,10 +45,3 @@ def check_positions(positions_U: Positions, limit: int) -> Positions:
     if outside >= 0:
         raise IndexError(f"position {positions_U[outside]} is out of range: there are {limit} records")
     return positions_U
-
-
-def as_words(values_UB: Bytes) -> NDArray[np.uint32]:
-    """A (U, B) uint8 array as (U, B / 4) uint32; copied only where it is not contiguous or not aligned."""
-    if not values_UB.flags.c_contiguous or values_UB.__array_interface__["data"][0] % 4:
-        values_UB = np.array(values_UB, order="C")
-    return values_UB.view(np.uint32)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_ecrec.codec import seals
-from torch_ecrec.codec.field import xor_rows_
+from torch_ecrec.codec.field import as_words, xor_rows_
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.codec.seals import SealsOf
 from torch_ecrec.records import quantised
@@ -33,7 +33,7 @@ from torch_ecrec.records.initial import InitialRecords
 from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.pages import Memory
-from torch_ecrec.records.positions import Bytes, Floats, Positions, as_words, check_positions
+from torch_ecrec.records.positions import Bytes, Floats, Positions, check_positions
 from torch_ecrec.records.schema import Schema
 from torch_ecrec.records.touched import Touched
 from torch_ecrec.runtime import shared

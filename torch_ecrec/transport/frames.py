@@ -18,12 +18,13 @@ Within a host large tensors are left out: their reader finds them in the sender'
 
 from __future__ import annotations
 
+import itertools
 import math
 import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,8 @@ DTYPES = (
     torch.int16,
     torch.int8,
 )
+_Entry = tuple[int, ...]  # of the table: a tensor's
+_NUMBER_BYTES = 8  # of the table, which has nothing else
 PACKED_DTYPES = frozenset({torch.uint8, torch.int64, torch.int32})  # floats have no leading zeros
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _NUMPY = [as_array(torch.empty(0, dtype=dtype)).dtype for dtype in DTYPES]
@@ -109,8 +112,8 @@ class Frame:
     def __init__(self, ticket: int, message: Encoded | None) -> None:
         self._ticket = ticket
         self._body, self._tensors = (b"", []) if message is None else message
-        self._table = _table_of(self._tensors, {}) if self._tensors else b""
-        size = max(len(self._body), len(self._table))
+        self._entries = [_entry(tensor) for tensor in self._tensors]
+        size = max(len(self._body), sum([(len(entry) + 1) * _NUMBER_BYTES for entry in self._entries]))
         if size > MESSAGE_MOST_BYTES:
             raise TooLarge(f"{size} bytes beside its tensors; a message may have {MESSAGE_MOST_BYTES}")
         self._parts: deque[memoryview] = deque()
@@ -119,17 +122,19 @@ class Frame:
         self.bytes_packed = self.bytes_saved = 0  # of tensors that were packed, and by that
 
     def _begin(self, lending: Lending | None, between_hosts: bool = False) -> None:
-        sent, notes = self._tensors, b""
-        packed = self._pack() if between_hosts else {}
+        sent, entries, notes = self._tensors, self._entries, b""
+        if between_hosts:
+            sent, entries = self._pack()
         if lending is not None:
             loan = lending.lend()
             sent = [tensor for which, tensor in enumerate(self._tensors) if not loan.place(which, tensor)]
             notes = loan.notes()
             self._shows = loan.shown
-        head = HEADER.pack(MAGIC, len(notes), len(self._table), len(self._body), self._ticket) + notes + self._table
+        numbers = list(itertools.chain.from_iterable(entries))
+        table = struct.pack(f"<{len(numbers)}Q", *numbers)
+        head = HEADER.pack(MAGIC, len(notes), len(table), len(self._body), self._ticket) + notes + table
         self._parts.extend((memoryview(head), memoryview(self._body)) if self._body else (memoryview(head),))
-        memories = (packed.get(id(tensor), tensor) for tensor in sent)
-        self._parts.extend(_memory(tensor) for tensor in memories if tensor.numel())
+        self._parts.extend(_memory(tensor) for tensor in sent if tensor.numel())
         if between_hosts:
             checksum = xxhash.xxh3_64()
             for part in self._parts:
@@ -138,18 +143,17 @@ class Frame:
         self._tensors, self._body = [], b""  # what is lent, the notes keep
         self.begun = True
 
-    def _pack(self) -> dict[int, Tensor]:
-        """By the identity of a tensor what is sent in its place."""
-        packed: dict[int, Tensor] = {}
-        for tensor in self._tensors:
-            if tensor.nbytes >= PACKED_LEAST_BYTES and tensor.dtype in PACKED_DTYPES and id(tensor) not in packed:
-                if (smaller := pack(byte_view(tensor))) is not None:
-                    packed[id(tensor)] = as_tensor(smaller)
-                    self.bytes_packed += tensor.nbytes
-                    self.bytes_saved += tensor.nbytes - len(smaller)
-        if packed:
-            self._table = _table_of(self._tensors, packed)
-        return packed
+    def _pack(self) -> tuple[list[Tensor], list[_Entry]]:
+        """What is sent in place of each tensor, and its entry in the table."""
+        sent, entries = list(self._tensors), list(self._entries)
+        for which, tensor in enumerate(self._tensors):
+            smaller = _packed(tensor)
+            if smaller is not None:
+                code, *sizes = entries[which]
+                sent[which], entries[which] = as_tensor(smaller), (code | PACKED, *sizes, len(smaller))
+                self.bytes_packed += tensor.nbytes
+                self.bytes_saved += tensor.nbytes - len(smaller)
+        return sent, entries
 
     def send_to(self, sock: socket.socket, lending: Lending | None = None) -> bool:
         """Sends as much as goes without waiting. True: all of it. Raises OSError."""
@@ -197,7 +201,7 @@ class FrameReader:
             self._checksum.reset()
             magic, of_notes, of_table, of_body, ticket = HEADER.unpack(self._take(HEADER.size, summed=True))
             too_large = max(of_notes, of_table, of_body) > MESSAGE_MOST_BYTES
-            if magic not in (MAGIC, OTHER_BUILD) or too_large or of_table % 8:
+            if magic not in (MAGIC, OTHER_BUILD) or too_large or of_table % _NUMBER_BYTES:
                 raise ValueError("not a frame")
             if not self._have(of_notes + of_table + of_body):
                 raise ConnectionError("the connection ended")
@@ -208,7 +212,9 @@ class FrameReader:
                 if self._lending is None:
                     raise ValueError("notes, but nothing is lent on this connection")
                 places = self._lending.take_notes(bytes(self._take(of_notes, summed=True)))
-            table = struct.unpack(f"<{of_table // 8}Q", self._take(of_table, summed=True)) if of_table else ()
+            table = (
+                struct.unpack(f"<{of_table // _NUMBER_BYTES}Q", self._take(of_table, summed=True)) if of_table else ()
+            )
             body = bytes(self._take(of_body, summed=True))
             tensors = self._tensors(table, places) if table else []
             if self._summed:
@@ -375,19 +381,22 @@ def is_between_hosts(sock: socket.socket) -> bool:
     return sock.family != socket.AF_UNIX
 
 
-def _table_of(tensors: Sequence[Tensor], packed: Mapping[int, Tensor]) -> bytes:
-    """For each its code, its rank and its sizes; and how many bytes it is packed, by its identity, if it is."""
-    numbers: list[int] = []
-    for tensor in tensors:
-        code = _CODES.get(tensor.dtype)
-        if code is None:
-            raise TypeError(f"a tensor of {tensor.dtype}")
-        smaller = packed.get(id(tensor))
-        if smaller is None:
-            numbers += (code, tensor.dim(), *tensor.shape)
-        else:
-            numbers += (code | PACKED, tensor.dim(), *tensor.shape, smaller.numel())
-    return struct.pack(f"<{len(numbers)}Q", *numbers)
+def _entry(tensor: Tensor) -> _Entry:
+    """Of the table, where it is not packed: its code, its rank and its sizes. Raises TypeError."""
+    code = _CODES.get(tensor.dtype)
+    if code is None:
+        raise TypeError(f"a tensor of {tensor.dtype}")
+    return code, tensor.dim(), *tensor.shape
+
+
+def _packed(tensor: Tensor) -> NDArray[np.uint8] | None:
+    """What is sent in its place; None: it is sent as it is."""
+    if tensor.nbytes < PACKED_LEAST_BYTES or tensor.dtype not in PACKED_DTYPES:
+        return None
+    try:
+        return pack(byte_view(tensor))
+    except MemoryError:  # to send it as it is takes none
+        return None
 
 
 def _at_once(memories: deque[memoryview]) -> Sequence[memoryview]:

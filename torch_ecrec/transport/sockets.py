@@ -211,6 +211,9 @@ class FrameConnection:
         except OSError:  # the rest of a frame is missing; its reader tells why
             self._end()
             return
+        except BaseException:  # how far it has come is not known, and whoever tries again would go on from there
+            self._end()
+            raise
         left = bool(self._waiting)
         if left and not self._watched:
             self._sender.watch(self)
