@@ -316,10 +316,8 @@ class Router:
         while self._held and not self._joins_wait(now_s):
             peer = next(iter(self._held))
             self._join(peer, self._held.pop(peer), now_s)
-        if self._hindrance and self.looks and not self.core.regathering:
-            for peer in list(self._held):
-                del self._held[peer]
-                self._say(peer, messages.Refused("data_loss", f"{NOBODY_LEFT}: {self._hindrance}"))
+        while self._held and self._hindrance and self.looks and not self.core.regathering:
+            self._say(self._held.popitem()[0], messages.Refused("data_loss", f"{NOBODY_LEFT}: {self._hindrance}"))
 
     def _joins_wait(self, now_s: float) -> bool:
         if now_s < self._joins_from_s or self.core.regathering or self._looks_back:
@@ -339,8 +337,7 @@ class Router:
     def _join(self, peer: Peer, join: Join, now_s: float) -> None:
         refusal = self.core.refusal(join)
         if refusal is not None:
-            kind = self.core.fatal_kind if self.core.fatal is not None else "refused"
-            self._say(peer, messages.Refused(kind, refusal))
+            self._say(peer, messages.Refused("refused" if self.core.fatal is None else self.core.fatal_kind, refusal))
             return
         name = self.core.born_as(join.birth)
         if name is not None:
