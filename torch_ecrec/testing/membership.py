@@ -135,7 +135,7 @@ class Center:
 
     def do(self, action: Callable[[], None]) -> None:
         """Something has arrived."""
-        if self._plane.center is self:
+        if self._plane.center is self and self._plane.lives:
             action()
 
 

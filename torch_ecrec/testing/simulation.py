@@ -140,6 +140,8 @@ class SimulatedCluster:
         """A process has its name: its node is built."""
         name, rank = process.name, process.rank
         self.process_of[name] = process
+        # A coordinator that nobody left has heard of may have given that name before: births tell the two apart.
+        self.network.dead.discard(name)
         port = self.network.port(name, lambda message: self.plane.tell(process, message))
         if process.role == "server":
             host = self.hosts[name] = Host(name, port, self.settings)
