@@ -120,7 +120,7 @@ class Member:
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
         self._connected, self._cut = threading.Event(), threading.Event()
         self._why_cut = ""
-        self._beats = Heartbeats(settings.heartbeat_s)
+        self._beats = Heartbeats(settings.heartbeat_s, self.on_error)
         self._control: ControlClient | None = None
         self._leader: Leader | None = None  # whom the last connection is with
         self._sign: SignOfLife | None = None
@@ -134,7 +134,7 @@ class Member:
             raise
         generations.start()
         threading.Thread(target=self._stay_connected, name="rejoin", daemon=True).start()
-        self._timers.later(settings.heartbeat_s, self._beat)
+        self._beats.timers.later(settings.heartbeat_s, self._beat)
 
     def _join(self) -> GenerationFollower:
         """Asks until a coordinator answers: one that ends meanwhile is replaced, as for a member that has joined."""
@@ -311,7 +311,7 @@ class Member:
 
     def _beat(self) -> None:
         self.tell(self._beats.word(self.transport, self._report))
-        self._timers.later(self._beats.pause_s, self._beat)
+        self._beats.timers.later(self._beats.pause_s, self._beat)
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""
@@ -358,14 +358,14 @@ class Member:
         self._over.set()
         if self._generations is not None:
             self._generations.end()
+        self._beats.timers.close()
         self._timers.close()
         if self.transport is not None:
             self.transport.close()
         self._cut.set()
-        if self._control is not None:
-            self._control.close()
-        if self._sign is not None:
-            self._sign.close()
+        for one in (self._control, self._sign):
+            if one is not None:
+                one.close()
 
     def _say_leave(self) -> None:
         self.tell({"type": "leave", "report": figures_of(self.transport)})
@@ -391,9 +391,13 @@ def by_kind(bytes_sent: Mapping[str, int]) -> dict[str, int]:
 
 
 class Heartbeats:
-    """When they are due: several times a second, so that a silence is noticed; with figures once in `heartbeat_s`."""
+    """When they are due: several times a second, so that a silence is noticed; with figures once in `heartbeat_s`.
 
-    def __init__(self, heartbeat_s: float) -> None:
+    On a thread of their own: what else is done later waits for the node, which may draw first values for a minute.
+    """
+
+    def __init__(self, heartbeat_s: float, on_error: Callable[[BaseException], None]) -> None:
+        self.timers = Timers(on_error, "heartbeat")
         self.pause_s = min(heartbeat_s, BEAT_MOST_S)
         self._heartbeat_s = heartbeat_s
         self._due_s = 0.0

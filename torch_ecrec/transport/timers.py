@@ -18,15 +18,16 @@ class Timers:
 
     Args:
         on_error: gets what an action raised; the thread goes on.
+        name: of the thread.
     """
 
-    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(self, on_error: Callable[[BaseException], None], name: str = "timers") -> None:
         self._on_error = on_error
         self._changed = threading.Condition()  # guards all below
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="timers", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         atexit.register(self.close)
         belongs_here(self)
