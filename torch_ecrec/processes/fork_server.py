@@ -139,7 +139,6 @@ class ForkServer:
         self._children: dict[int, Forked] = {}  # that live, as far as is known
         self._reply: Forked | OSError | None = None
         belongs_here(self)
-        atexit.register(self.close)
 
     def start(
         self,
@@ -200,6 +199,7 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+        atexit.unregister(self.close)
 
     def on_forked(self) -> None:
         """In a forked child: all this is its parent's."""
@@ -249,6 +249,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        atexit.register(self.close)
         ours.setblocking(False)
         self._sock = ours
         return ours
