@@ -394,6 +394,18 @@ def test_joins_wait_until_it_is_known_what_the_cluster_begins_with() -> None:
     assert server.name == "server-3000" and server.wire.told("welcome")[0]["restored"]["done"] == 10
 
 
+def test_what_was_found_before_anybody_may_join_is_not_told_as_decided() -> None:
+    """A status that said so would show the beginning, nothing restored, as what all went back to."""
+    job = JobSpec((TableSpec("b", 31, 4, -1.0, 1.0),), CODE, 2)
+    running = Running(looks=True, joins_from_s=5.0)
+    running.join("server")
+    running.router.begin_with((Restored("memory://x", "000000000010-run-0-1", 10), job), 3, 1.0)
+    early = running.router.status(1.0)
+    running.router.on_tick(6.0)
+    late = running.router.status(6.0)
+    assert [(one["looks"], bool(one["restored"])) for one in (early, late)] == [(True, False), (False, True)]
+
+
 def test_members_of_before_know_better_what_the_cluster_begins_with() -> None:
     """Also if the store says something only after they have come back, or never does."""
     before, after = Running().start(), Running(looks=True)

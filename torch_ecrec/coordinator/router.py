@@ -371,6 +371,7 @@ class Router:
 
     def status(self, now_s: float) -> Message:
         """Everything that `torch-ecrec status` shows."""
-        looks, hindrance = self.looks or self._looks_back, self._hindrance if self.looks else ""
+        looks = self._looks_back or (self._looks and self.core.job is None)  # also: found, and joins still wait
+        hindrance = self._hindrance if self.looks else ""
         about = {"looks": looks, "cannot_begin": hindrance, "refused_messages": self.refused}
         return {**self.core.status(now_s), **about}
