@@ -10,12 +10,13 @@ own; for a worker that was ended in the middle of a test, because its time was u
 """
 
 import contextlib
+import functools
 import gc
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ import hypothesis
 import psutil
 import pytest
 from places import ROOT
+
+from torch_ecrec.processes.fork_server import ForkServer
 
 CRITEO = ROOT.parent / "shared" / "data" / "criteo_kaggle_10k.tsv.gz"
 
@@ -127,6 +130,26 @@ def _no_process_left_behind() -> Iterator[None]:
     if left:
         lines = [f"  {pid}: {command}" for pid, command in sorted(left.items())]
         pytest.fail(f"left running {LEAVE_S:g} s after the last test (killed now):\n" + "\n".join(lines), pytrace=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_servers_are_kept(_no_process_left_behind: None) -> Iterator[None]:
+    """Clusters that tests begin in this process share what has loaded torch and the kernels: it outlives each."""
+    kept: list[ForkServer] = []
+    shared = ForkServer.shared
+
+    @functools.wraps(shared)
+    def keep(preload: Sequence[str], environment: Mapping[str, str]) -> ForkServer:
+        found = shared(preload, environment)
+        if found not in kept:
+            kept.append(shared(preload, environment))
+        return found
+
+    ForkServer.shared = keep  # type: ignore[method-assign, assignment]
+    yield
+    ForkServer.shared = shared  # type: ignore[method-assign]
+    for server in kept:
+        server.close()
 
 
 @pytest.hookimpl(optionalhook=True)

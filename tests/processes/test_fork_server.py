@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -171,3 +172,59 @@ def test_close_leaves_children_and_no_files() -> None:
     child.kill()
     assert end(child) == UNKNOWN
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_who_asks_for_the_same_shares_one_until_the_last_closes_it() -> None:
+    """Variables that nothing reads while it is loaded may differ, and reach the children."""
+    shared = inspect.unwrap(ForkServer.shared)  # without what keeps them here for the tests after
+    with_ours = {"TORCH_ECREC_LEASE_S": "1.5", "PYTEST_CURRENT_TEST": "another"}
+    one, two = (shared(("wave",), ENVIRONMENT | more) for more in ({}, with_ours))
+    other = shared(("wave",), ENVIRONMENT | {"OMP_NUM_THREADS": "1"})
+    assert one is two and other is not one
+    children = [
+        forks.start("forked_child", ("tell",), ENVIRONMENT | more, subprocess.PIPE)
+        for forks, more in ((one, {}), (two, with_ours))
+    ]
+    told = [json.loads(said(child)) for child in children]
+    assert ["TORCH_ECREC_LEASE_S" in each["environment"] for each in told] == [False, True]
+    waiting = [start(forks, "wait") for forks in (one, two, other)]
+    parents = [psutil.Process(child.pid).ppid() for child in waiting]
+    assert parents[0] == parents[1] != parents[2] and [end(child) for child in waiting] == [0, 0, 0]
+    one.close()
+    assert end(start(two, "wait")) == 0, "it lives on"
+    two.close()
+    three = shared(("wave",), ENVIRONMENT)
+    assert three is not one and end(start(three, "exit", "3")) == 3, "another is made"
+    for server in (three, other):
+        server.close()
+
+
+def test_a_child_begins_in_the_folder_of_who_asks(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is now, not as it was when the fork server began; also one that is gone, in which nothing can be made."""
+    assert end(start(server, "exit", "0")) == 0
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(said(start(server, "tell")))["folder"] == str(tmp_path)
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert end(start(server, "exit", "4")) == 4
+
+
+def test_two_threads_start_at_once(server: ForkServer) -> None:
+    """Each gets its own process, and whoever waits for the other can be told to end."""
+    codes, looks = {}, []
+
+    def run(code: int) -> None:
+        words, environment = ("exit", str(code)), ENVIRONMENT
+        codes[code] = end(
+            server.start("forked_child", words, environment, subprocess.PIPE, look=lambda: looks.append(1))
+        )
+
+    threads = [threading.Thread(target=run, args=(code,)) for code in range(3, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert codes == {code: code for code in range(3, 9)} and looks

@@ -372,6 +372,5 @@ class Router:
     def status(self, now_s: float) -> Message:
         """Everything that `torch-ecrec status` shows."""
         looks = self._looks_back or (self._looks and self.core.job is None)  # also: found, and joins still wait
-        hindrance = self._hindrance if self.looks else ""
-        about = {"looks": looks, "cannot_begin": hindrance, "refused_messages": self.refused}
-        return {**self.core.status(now_s), **about}
+        about = {"looks": looks, "refused_messages": self.refused}
+        return {**self.core.status(now_s), **about, "cannot_begin": self._hindrance if self.looks else ""}

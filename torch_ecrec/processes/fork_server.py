@@ -1,17 +1,18 @@
 """Processes that are forked from one that has loaded everything: each begins at once, where an interpreter of its own
 takes two seconds of a core to load torch and the kernels; and they share the memory of what is loaded.
 
-    ForkServer     starts it, and asks it for processes
+    ForkServer     starts it, and asks it for processes; clusters of one process share one (`ForkServer.shared`)
     Forked         one of them; what is used of `subprocess.Popen`
     is_available   whether this system can (Linux from 5.4 on)
 
 The fork server has one thread, and does nothing but fork, and tell how a child has ended. A child is what `python -m
-MODULE ARGUMENTS` would be: with its own session, environment, standard streams and command line. When the process that
-asks is gone, so is the fork server; what becomes of the children is theirs to say (`runtime/lifetime.py`). When the
-fork server dies they live on; nobody then learns their exit codes (`UNKNOWN`), and the next start makes another.
+MODULE ARGUMENTS` would be: with its own session, environment, folder, standard streams and command line. When the
+process that asks is gone, so is the fork server; what becomes of the children is theirs to say (`runtime/lifetime.py`).
+When the fork server dies they live on; nobody then learns their exit codes (`UNKNOWN`), and the next start makes
+another.
 
-On the way there: `start`, with four files: what to run (JSON), standard input, output and error. On the way back, one
-of `_STARTED` (with a pidfd), `_FAILED` (with an errno) and `_ENDED` (with what `waitpid` says).
+On the way there: `start`, with five files: what to run (JSON), the folder, standard input, output and error. On the way
+back, one of `_STARTED` (with a pidfd), `_FAILED` (with an errno) and `_ENDED` (with what `waitpid` says).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import runpy
 import select
 import signal
@@ -33,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, ClassVar, NoReturn
 
 from torch_ecrec.runtime.lifetime import belongs_here, freeze
 
@@ -43,6 +45,8 @@ TELL_S = 2.0  # from a process's end until the fork server has told it: after th
 LOOK_S = 0.2
 TICK_S = 0.001
 TITLE_BYTES = 600  # room for the command line of a child
+# Variables that nothing reads while it is loaded: our own (`spec/settings.py`), a shell's, and pytest's.
+READ_LATER = re.compile(r"TORCH_ECREC_\w+|PWD|OLDPWD|SHLVL|_|PYTEST_CURRENT_TEST")
 _REPLY = struct.Struct("<cqq")
 _STARTED, _FAILED, _ENDED = b"s", b"f", b"e"
 
@@ -130,15 +134,35 @@ class ForkServer:
     It is started with the first process, and again if it was lost.
     """
 
+    _all_shared: ClassVar[dict[object, ForkServer]] = {}
+    _sharing: ClassVar[threading.Lock] = threading.Lock()
+
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
         self._preload = tuple(preload)
         self._environment = {"OPENBLAS_NUM_THREADS": "1", **environment}  # its threads would not survive a fork
+        self._users = 1
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._starting, self._receiving = threading.Lock(), threading.Lock()
         self._children: dict[int, Forked] = {}  # that live, as far as is known
         self._reply: Forked | OSError | None = None
         belongs_here(self)
+
+    @classmethod
+    def shared(cls, preload: Sequence[str], environment: Mapping[str, str]) -> ForkServer:
+        """One that whoever asks for the same loads, and closes, has in common; the last one's `close` ends it.
+
+        Its environment is that of who asked first: all have the same, but for what nothing reads as it is loaded.
+        """
+        read = {name: value for name, value in environment.items() if not READ_LATER.fullmatch(name)}
+        key = (tuple(preload), frozenset(read.items()))
+        with cls._sharing:
+            found = cls._all_shared.get(key)
+            if found is None:
+                found = cls._all_shared[key] = cls(preload, environment)
+            else:
+                found._users += 1
+            return found
 
     def start(
         self,
@@ -162,9 +186,14 @@ class ForkServer:
         Raises:
             OSError: it cannot be started.
         """
-        with self._starting, contextlib.ExitStack() as files:
+        with contextlib.ExitStack() as files:
+            while not self._starting.acquire(timeout=LOOK_S):  # another cluster's process is started
+                look()
+            files.callback(self._starting.release)
             spec = _file_of({"module": module, "arguments": list(arguments), "environment": dict(environment)})
             files.callback(os.close, spec)
+            folder = os.open(".", os.O_PATH)  # also one that has been removed
+            files.callback(os.close, folder)
             stdin, ours = os.pipe()
             files.callback(os.close, stdin)
             unused = contextlib.ExitStack()
@@ -176,7 +205,7 @@ class ForkServer:
                 files.callback(os.close, stdout)
                 unused.callback(os.close, read)
             streams = [stdin, 1 if stdout is None else stdout, 2 if stderr is None else stderr]
-            child = self._ask([spec, *streams], look)
+            child = self._ask([spec, folder, *streams], look)
             unused.pop_all()
         child.stdin = os.fdopen(ours, "wb")
         child.stdout = os.fdopen(read, "rb") if read >= 0 else None
@@ -192,14 +221,23 @@ class ForkServer:
             return child.returncode
 
     def close(self) -> None:
-        """Ends the fork server; children live on. Idempotent."""
+        """Ends the fork server, unless others use it, too; children live on. Each user calls it once."""
+        with self._sharing:
+            self._users -= 1
+            if self._users > 0:
+                return
+            for key in [key for key, one in self._all_shared.items() if one is self]:
+                del self._all_shared[key]
+        self._end()
+
+    def _end(self) -> None:
         with self._receiving:
             self._lose()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
-        atexit.unregister(self.close)
+        atexit.unregister(self._end)
 
     def on_forked(self) -> None:
         """In a forked child: all this is its parent's."""
@@ -209,6 +247,7 @@ class ForkServer:
             child.let_go()
         self._children, self._process, self._sock = {}, None, None
         self._starting, self._receiving = threading.Lock(), threading.Lock()
+        ForkServer._all_shared, ForkServer._sharing = {}, threading.Lock()
 
     # the way there and back ------------------------------------------------------------------------------
 
@@ -237,7 +276,7 @@ class ForkServer:
             return self._reply
 
     def _begin(self) -> socket.socket:
-        self.close()
+        self._end()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             words = [sys.executable, "-m", "torch_ecrec.processes.fork_server", str(theirs.fileno()), *self._preload]
@@ -249,7 +288,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        atexit.register(self.close)
+        atexit.register(self._end)
         ours.setblocking(False)
         self._sock = ours
         return ours
@@ -324,7 +363,7 @@ def _serve(sock: socket.socket) -> list[int]:
             _tell_ends(sock)
         if sock.fileno() not in ready:
             continue
-        data, files, _, _ = socket.recv_fds(sock, 16, 4)
+        data, files, _, _ = socket.recv_fds(sock, 16, 5)
         if not data:
             os._exit(0)
         try:
@@ -366,7 +405,9 @@ def _become(files: list[int]) -> NoReturn:
     os.setsid()
     with os.fdopen(files[0], "rb") as file:
         spec = json.loads(file.read())
-    for number, given in enumerate(files[1:]):
+    os.fchdir(files[1])
+    os.close(files[1])
+    for number, given in enumerate(files[2:]):
         os.dup2(given, number)
         os.close(given)
     os.environ.clear()

@@ -112,7 +112,7 @@ class Supervisor:
             prepare_logs(logs)
         self._rules = ["--servers", str(code.slots), "--spares", str(spares), "-k", str(code.k), "-r", str(code.r)]
         self._rules += ["--protection", code.protection, "--without-spare", without_spare, *coordinator]
-        self._forks = ForkServer(LOADED, self.environment) if is_available() else None
+        self._forks = ForkServer.shared(LOADED, self.environment) if is_available() else None
         belongs_here(self)
         try:
             self.coordinator = self._start_coordinator(host, port)
@@ -306,8 +306,9 @@ class Supervisor:
         await_end(children, STOP_S)
         for child in children:
             _close_pipes(child)
-        if self._forks is not None:
-            self._forks.close()
+        forks, self._forks = self._forks, None
+        if forks is not None:
+            forks.close()
 
     def on_forked(self) -> None:
         """In a forked child: the processes are its parent's, and go with that, not with the child."""
