@@ -132,24 +132,27 @@ def _no_process_left_behind() -> Iterator[None]:
         pytest.fail(f"left running {LEAVE_S:g} s after the last test (killed now):\n" + "\n".join(lines), pytrace=False)
 
 
+KEPT: list[ForkServer] = []
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _fork_servers_are_kept(_no_process_left_behind: None) -> Iterator[None]:
     """Clusters that tests begin in this process share what has loaded torch and the kernels: it outlives each."""
-    kept: list[ForkServer] = []
     shared = ForkServer.shared
 
     @functools.wraps(shared)
     def keep(preload: Sequence[str], environment: Mapping[str, str]) -> ForkServer:
         found = shared(preload, environment)
-        if found not in kept:
-            kept.append(shared(preload, environment))
+        if found not in KEPT:
+            KEPT.append(shared(preload, environment))
         return found
 
     ForkServer.shared = keep  # type: ignore[method-assign, assignment]
     yield
     ForkServer.shared = shared  # type: ignore[method-assign]
-    for server in kept:
+    for server in KEPT:
         server.close()
+    KEPT.clear()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -201,6 +204,7 @@ def is_stopped(pid: int) -> bool:
 def leftover(root: int, mark: str) -> dict[int, str]:
     """Living processes under `root` or with this mark, or one that begins with it and a dot: pid -> command line.
 
+    Those that are kept for all tests (`KEPT`) do not count.
     Linux only (/proc), else empty.
     """
     marking = f"{MARK}={mark}".encode()
@@ -223,7 +227,7 @@ def leftover(root: int, mark: str) -> dict[int, str]:
         if any(entry == marking or entry.startswith(marking + b".") for entry in environment):
             marked.add(pid)
     found = {pid for pid in parents if _descends(pid, root, parents)} | marked
-    return {pid: commands[pid] for pid in found - {root}}
+    return {pid: commands[pid] for pid in found - {root, *(server.pid for server in KEPT)}}
 
 
 def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:

@@ -12,19 +12,19 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
-from conftest import ROOT, wait_until
-from places import SUPPORT
+from conftest import wait_until
 
 from torch_ecrec.errors import TrainersLost
 from torch_ecrec.observe.text import format_status
+from torch_ecrec.processes.children import Child
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.storage.catalog import Catalog
@@ -47,20 +47,18 @@ class Trainers:
         self._more = {"TORCH_ECREC_TEST_ALL_DIGEST": "1"} if digests else {}
         self._join, self.folder, self._steps, self._pause_s, self._again = join, folder, steps, pause_s, again
         folder.mkdir(parents=True, exist_ok=True)
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: list[Child] = []
         self.lives = 0
 
     def start(self) -> None:
         self.lives += 1
         more = self._more | {"TORCH_ECREC_JOIN": self._join, "TORCH_ECREC_TEST_PAUSE_S": str(self._pause_s)}
-        more["PYTHONPATH"] = str(ROOT)
         for rank in range(TRAINERS):
             with (self.folder / f"trainer-{rank}.log").open("ab") as log:
-                words = [rank, TRAINERS, self._steps, self.folder / f"{rank}.jsonl"]
-                command = [sys.executable, str(SUPPORT / "checkpoint_child.py"), *map(str, words)]
-                self.children.append(
-                    subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **ENVIRONMENT, **more})
-                )
+                words = [str(word) for word in (rank, TRAINERS, self._steps, self.folder / f"{rank}.jsonl")]
+                environment = {**os.environ, **ENVIRONMENT, **more}
+                files = (log.fileno(), log.fileno())
+                self.children.append(forked.start("checkpoint_child", words, environment, *files))
 
     def end(self) -> None:
         for child in self.children:

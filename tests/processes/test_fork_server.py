@@ -16,7 +16,6 @@ import pytest
 from conftest import wait_until
 from places import ROOT, SUPPORT
 
-from torch_ecrec.processes import fork_server as under_test
 from torch_ecrec.processes.fork_server import UNKNOWN, Forked, ForkServer, is_available
 
 LIMIT_S = 120.0  # only a hang reaches it
@@ -110,7 +109,7 @@ def test_a_file_that_is_not_open_is_refused(server: ForkServer) -> None:
 def test_when_it_dies_its_children_live_on(server: ForkServer) -> None:
     child = start(server, "wait")
     assert child.stdout is not None and child.stdout.readline() == b"begun\n"
-    (forks,) = [one for one in psutil.Process().children() if str(under_test.__name__) in one.cmdline()]
+    forks = psutil.Process(server.pid)
     forks.kill()
     wait_until(lambda: child.poll() is None and server._sock is None, LIMIT_S, "its end is seen")
     assert psutil.pid_exists(child.pid)
@@ -125,7 +124,7 @@ def test_one_that_hangs_hides_no_end(server: ForkServer) -> None:
     """A process has ended; the fork server, stopped, does not tell how."""
     child = start(server, "wait")
     assert child.stdout is not None and child.stdout.readline() == b"begun\n"
-    (forks,) = [one for one in psutil.Process().children() if str(under_test.__name__) in one.cmdline()]
+    forks = psutil.Process(server.pid)
     forks.suspend()
     try:
         child.kill()

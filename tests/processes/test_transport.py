@@ -5,18 +5,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
 from junk import plain
-from places import ROOT, SUPPORT
 from transport_child import (
     ANSWER_CLASSES,
     BAD_ANSWER,
@@ -48,14 +47,9 @@ class Child:
     def __init__(self, kind: str, name: str, store_port: int) -> None:
         self.name = name
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the child has failed
-        self.process = subprocess.Popen(
-            [sys.executable, str(SUPPORT / "transport_child.py"), kind, name, str(store_port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        words = [kind, name, str(store_port)]
+        self.process = forked.start("transport_child", words, environment, subprocess.PIPE, self.log.fileno())
         self.ids = itertools.count()
         self.news = threading.Condition()
         self.answers: dict[int, dict[str, Any]] = {}
@@ -77,7 +71,8 @@ class Child:
         """Gives a command; its answer is had with `answer`."""
         number = next(self.ids)
         assert self.process.stdin is not None
-        print(json.dumps({"id": number, "do": do, **arguments}), file=self.process.stdin, flush=True)
+        self.process.stdin.write(json.dumps({"id": number, "do": do, **arguments}).encode() + b"\n")
+        self.process.stdin.flush()
         return number
 
     def answer(self, number: int) -> Any:

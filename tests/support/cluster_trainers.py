@@ -7,14 +7,13 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from cluster_child import Orders
-from places import ROOT, SUPPORT
 
 LIMIT_S = 300.0  # for anything that is waited for: only a hang reaches it
 ENVIRONMENT = {"TORCH_ECREC_HEARTBEAT_S": "0.2", "TORCH_ECREC_GIVE_UP_S": "240", "OMP_NUM_THREADS": "1"}
@@ -27,14 +26,9 @@ class Child:
 
     def __init__(self, orders: Orders, logs: Path) -> None:
         with (logs / f"trainer-{orders.trainer}.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SUPPORT / "cluster_child.py"), json.dumps(vars(orders))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            )
+            environment = {**os.environ, **ENVIRONMENT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            words = [json.dumps(vars(orders))]
+            self.process = forked.start("cluster_child", words, environment, subprocess.PIPE, log.fileno())
         self._said: queue.Queue[dict[str, Any] | None] = queue.Queue()  # None: no more
         threading.Thread(target=self._listen, daemon=True).start()
 

@@ -132,6 +132,8 @@ class _Spread(Supervisor):
 
     def start_child(self, name: str, arguments: list[str], stdout: int | None, stderr: int | None) -> Child:
         number = 0 if name == "coordinator" else -next(self._servers) % len(self._hosts)
+        if self._forks is not None:
+            return self._hosts[number].fork(self._forks, "torch_ecrec", arguments, self.environment, stdout, stderr)
         command = [sys.executable, "-m", "torch_ecrec", *arguments]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": stdout, "stderr": stderr}
         return self._hosts[number].start(command, env=self.environment, start_new_session=True, **pipes)

@@ -211,6 +211,11 @@ class ForkServer:
         child.stdout = os.fdopen(read, "rb") if read >= 0 else None
         return child
 
+    @property
+    def pid(self) -> int | None:
+        """Its number, or None where it was not started."""
+        return None if self._process is None else self._process.pid
+
     def poll(self, child: Forked) -> int | None:
         """The exit code of a child, or None while it lives."""
         with self._receiving:

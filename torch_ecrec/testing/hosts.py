@@ -24,17 +24,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch_ecrec.processes.children import Child
+from torch_ecrec.processes.fork_server import ForkServer
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.testing.host_init import CLONE_NEWNET, inside, kill_all
 
 T = TypeVar("T")
 
-LIMIT_S = 30.0  # for a command of iproute2
+LIMIT_S = 30.0  # for a command of iproute2, or a process that is forked
+FORKED_S = 0.005  # between two looks whether it is there
 HOSTS_MOST = 200
 NOWHERE = "02:00:00:00:00:00"  # an address of Ethernet that no interface has
 BURST_BYTES = 256 << 10  # of a link with a rate: the largest packet of TCP, four times
@@ -133,7 +137,7 @@ class Host:
     def __init__(self, number: int, address: str, prefix: int, switch: _Namespace) -> None:
         self.number, self.name, self.address, self.alive = number, f"host-{number}", address, True
         self._switch, self._space = switch, _Namespace(self.name)
-        self._started: list[subprocess.Popen[Any]] = []
+        self._started: list[Child] = []
         self._relay: _Relay | None = None
         self.port = f"port{number}"  # of the switch
         try:
@@ -158,6 +162,27 @@ class Host:
         require(self.alive, f"{self.name} is dead: `come_back` first")
         process = subprocess.Popen(self._space.enter(words), **more)
         self._started.append(process)
+        return process
+
+    def fork(
+        self,
+        forks: ForkServer,
+        module: str,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> Child:
+        """As `start`, of `python -m module *words`, by forking; see `ForkServer.start`. Then it is on this host."""
+        require(self.alive, f"{self.name} is dead: `come_back` first")
+        entered = [str(self._space.pid), module, *words]
+        process = forks.start("torch_ecrec.testing.entered", entered, environment, stdout, stderr)
+        self._started.append(process)
+        deadline_s = time.monotonic() + LIMIT_S
+        while process.poll() is None and process.pid not in inside(self._space.inode):
+            if time.monotonic() > deadline_s:
+                raise HostsError(f"{self.name}: process {process.pid} did not come here within {LIMIT_S:g} s")
+            time.sleep(FORKED_S)
         return process
 
     def within(self, action: Callable[[], T]) -> T:
