@@ -20,7 +20,7 @@ from torch_ecrec.records.positions import Positions
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Beyond
 from torch_ecrec.storage.ahead import read_ahead
-from torch_ecrec.storage.catalog import Broken, Catalog, Listing
+from torch_ecrec.storage.catalog import Broken, Catalog
 from torch_ecrec.storage.manifest import ADVICE, Manifest
 from torch_ecrec.storage.parts import Block
 from torch_ecrec.storage.restoring import dense_of, records_of
@@ -79,13 +79,13 @@ def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str)
     Raises:
         CheckpointError: there is nothing that the cluster may begin with, and why; StoreUnavailable: nobody can tell.
     """
-    newest, life = newest_of(run, url) if url else (None, 0)
+    newest, life, broken = _found(run, url) if url else (None, 0, [])
     if newest is not None and beyond == "stop":
         raise CheckpointError(
             f"{UNASKED}: end this cluster, and begin another with --restore {url}@{newest[0].done}, the newest"
             " checkpoint of this run"
         )
-    if beyond == "stop" and url and (broken := _broken(Catalog(url).listing(), run)):
+    if beyond == "stop" and broken:
         raise CheckpointError(
             f"{UNASKED}, and of this run's none can be read: {broken[0].reason}; or end this cluster, and begin another"
         )
@@ -114,23 +114,26 @@ def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]
     Raises:
         CheckpointError: the place cannot be read, or what the checkpoint builds on is not there.
     """
+    newest, life, _ = _found(run, url)
+    return newest, life
+
+
+def _found(run: str, url: str) -> tuple[Restorable | None, int, list[Broken]]:
+    """As `newest_of`; and those of the run that cannot be read. The store is listed once."""
     catalog = Catalog(url)
     listing = catalog.listing()
+    broken = [one for one in listing.broken if run_of(one.folder) == run]
     names = [*(one.id for one in listing.whole), *listing.unfinished, *(one.folder for one in listing.broken)]
     life = 1 + max((attempt_of(name)[0] for name in names if run_of(name) == run), default=0)
-    for one in _broken(listing, run):
+    for one in broken:
         if one.unavailable:
             raise StoreUnavailable(one.reason)
         log.warning("checkpoint %s is passed over: %s", one.folder, one.reason)
     newest = next((one for one in listing.whole if run_of(one.id) == run), None)
     if newest is None:
-        return None, life
+        return None, life, broken
     catalog.chain(newest)
-    return (Restored(url, newest.id, newest.done), newest.spec), life
-
-
-def _broken(listing: Listing, run: str) -> list[Broken]:
-    return [one for one in listing.broken if run_of(one.folder) == run]
+    return (Restored(url, newest.id, newest.done), newest.spec), life, broken
 
 
 class StoredCheckpoint:
