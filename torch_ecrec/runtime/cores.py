@@ -1,4 +1,4 @@
-"""How long a thread of this process has had a core, and how long it has waited for one, as the system counts it."""
+"""How long a thread has had a core, and how long it has waited for one, as the system counts it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ def wanted_s(thread: int | None) -> float:
     return sum(times) if any(times) else time.process_time()
 
 
-def _times(thread: int | None) -> tuple[float, float]:
+def wanted_s_of(process: int) -> float:
+    """Likewise, of another process's main thread; 0 where the system does not say."""
+    return sum(_times(process, str(process)))
+
+
+def _times(thread: int | None, process: str = "self") -> tuple[float, float]:
     try:
-        with open(f"/proc/self/task/{thread}/schedstat") as file:
+        with open(f"/proc/{process}/task/{thread}/schedstat") as file:
             ran, waited = file.read().split()[:2]
     except (OSError, ValueError):  # no such system; or the thread has ended
         return 0.0, 0.0
