@@ -18,9 +18,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import KEPT, wait_until
+from conftest import wait_until
 from places import ROOT, SUPPORT
 
+from torch_ecrec.processes import fork_server as under_test
 from torch_ecrec.processes.fork_server import UNKNOWN, Forked, ForkServer, is_available
 
 LIMIT_S = 120.0  # only a hang reaches it
@@ -235,15 +236,6 @@ def test_two_threads_start_at_once(server: ForkServer) -> None:
     assert codes == {code: code for code in range(3, 9)} and looks
 
 
-def fork_server() -> psutil.Process:
-    (forks,) = [
-        one
-        for one in psutil.Process().children()
-        if str(under_test.__name__) in one.cmdline() and one.pid not in [kept.pid for kept in KEPT]
-    ]
-    return forks
-
-
 def begun(server: ForkServer, *arguments: str) -> Forked:
     child = start(server, *arguments)
     assert child.stdout is not None and child.stdout.readline() == b"begun\n"
@@ -265,21 +257,21 @@ def test_one_that_hangs_is_replaced_and_what_it_was_asked_for_is_nobody_s(
 ) -> None:
     """Stopped, say: nothing would ever be started again."""
     child = begun(server, "wait")
-    before = fork_server()
+    before = psutil.Process(server.pid)
     before.suspend()
     monkeypatch.setattr(under_test, "ANSWER_S", 1.0)
     with pytest.raises(OSError, match="hangs: no answer, nor work, for 1 s"):
         start(server, "exit", "3")
     assert not before.is_running() and child.poll() is None
     monkeypatch.undo()
-    assert end(start(server, "exit", "5")) == 5 and fork_server().pid != before.pid
+    assert end(start(server, "exit", "5")) == 5 and psutil.Process(server.pid).pid != before.pid
     child.kill()
     assert end(child) == UNKNOWN
 
 
 def test_an_answer_to_a_start_that_was_given_up_is_not_taken_for_the_next_one_s(server: ForkServer) -> None:
     assert end(start(server, "exit", "0")) == 0
-    forks, ours = fork_server(), psutil.Process()
+    forks, ours = psutil.Process(server.pid), psutil.Process()
 
     def stop() -> None:
         raise KeyboardInterrupt
@@ -348,7 +340,7 @@ def test_without_room_for_a_descriptor_it_is_an_error_like_others(server: ForkSe
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for file in fillers:
             os.close(file)
-    assert outcomes == [errno.EMFILE] * 6 + [0], "the fault fires, once for each that it needs"
+    assert outcomes == [errno.EMFILE] * 7 + [0], "the fault fires, once for each that it needs"
     assert len(os.listdir("/proc/self/fd")) == before, "nothing is left open"
 
 

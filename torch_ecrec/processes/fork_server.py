@@ -12,8 +12,8 @@ When the fork server dies they live on; nobody then learns their exit codes (`UN
 another. So it does where one hangs: does not answer, and does not compute.
 
 On the way there: the number of the request, with five files: what to run (JSON), the folder, standard input, output and
-error. On the way back, one of `_STARTED` (a pid and the request, with a pidfd), `_FAILED` (an errno and the request) and
-`_ENDED` (a pid, and what `waitpid` says).
+error. On the way back, one of `_STARTED` (a pid and the request, with a pidfd), `_FAILED` (an errno and the request)
+and `_ENDED` (a pid, and what `waitpid` says).
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class ForkServer:
             if self._sock is not sock:
                 raise OSError("the process that starts others has died")
             if waiting.idle_s() > (limit_s := ANSWER_S if self._answered else START_S):
-                self.close()  # the next start makes another
+                self._end()  # the next start makes another
                 raise OSError(f"the process that starts others hangs: no answer, nor work, for {limit_s:g} s")
             look()
             _is_readable(sock.fileno(), LOOK_S)
