@@ -127,15 +127,17 @@ def test_when_it_dies_its_children_live_on(server: ForkServer) -> None:
 
 
 def test_one_that_hangs_hides_no_end(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process has ended; the fork server, stopped, does not tell how."""
-    child = start(server, "wait")
-    assert child.stdout is not None and child.stdout.readline() == b"begun\n"
+    """Processes have ended; the fork server, stopped, does not tell how. That is waited for once."""
+    child, other = begun(server, "wait"), begun(server, "wait")
     forks = psutil.Process(server.pid)
     forks.suspend()
     try:
         child.kill()
         monkeypatch.setattr(child, "told_s", 1.0)
         assert child.wait(LIMIT_S) == UNKNOWN
+        other.kill()
+        began_s = time.monotonic()
+        assert other.wait(LIMIT_S) == UNKNOWN and time.monotonic() - began_s < under_test.TELL_S / 2
     finally:
         forks.resume()
     assert end(start(server, "exit", "6")) == 6, "what it tells then is of nobody"

@@ -230,6 +230,8 @@ class ForkServer:
         with self._receiving:
             self._receive()
             if child.returncode is None and child.is_gone():
+                if child.told_s:  # it hangs, and will tell nobody's
+                    self._lose()
                 if self._children.get(child.pid) is child:
                     del self._children[child.pid]
                 child.end_with(UNKNOWN)
