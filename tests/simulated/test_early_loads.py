@@ -18,10 +18,12 @@ from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_
 
 from torch_ecrec.client import loading
 from torch_ecrec.client.client import Client
+from torch_ecrec.client.session import Session
 from torch_ecrec.coordinator import going_back
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import Fault, Scenario, simulate
 from torch_ecrec.testing.scenario import LOADS, Load, small_tables
 from torch_ecrec.transport.local import CRASH_COORDINATOR, CRASHES, FAULTS
@@ -310,6 +312,27 @@ def test_sessions_of_trainers_that_are_lost(who, restored, every):
             became["anew"] += run.seen["anew"] > 0
     print(dict(became))
     assert became["lives"] > became["fired"] > 5 and became["anew"] > 3
+
+
+@pytest.mark.parametrize("welcomed", (False, True))
+@pytest.mark.parametrize(
+    ("step", "origin", "counts"),
+    [
+        (9, 5, True),  # after steps of training, or loads
+        (5, 5, True),
+        (9, None, False),  # all begin anew
+        (9, 12, False),  # likewise, and it hears late: trainer 0 has loaded all again
+    ],
+)
+def test_who_was_told_that_values_are_there_knows_whether_they_count(welcomed, step, origin, counts):
+    """A trainer that joined before they were loaded is never told that they count, however late it hears of them."""
+    session = Session(Client("trainer-1", NoPort(), JOB, 1, Settings()), print, print, restarted=welcomed)
+    session.on_control({"type": "resume", "era": 1, "step": step, "origin": origin, "done": 0})
+    assert session.restarted is (welcomed and counts)
+
+
+class NoPort:
+    """Of a trainer that asks nobody."""
 
 
 # mutations ----------------------------------------------------------------------------------------

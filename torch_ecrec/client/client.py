@@ -125,7 +125,7 @@ class Client(SlotReads):
         self.complete = self.resumable = last
         self.done = self.resume_done = done
         self.first_trained = step if origin is not None and step > origin else None
-        self.begins_anew = origin is None
+        self.begins_anew = origin is None or step < origin
         self.resumed, self.origin = True, origin
         self.on_change()
 

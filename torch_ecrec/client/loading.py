@@ -79,15 +79,14 @@ class Loading:
     def restarted(self) -> bool:
         """Whether training goes on from what the servers have, or from a checkpoint.
 
-        Trainers that join while it is chosen where they go on are told that values had been loaded: it is waited for
-        whether those count. If not, all begin anew, as in a new cluster.
+        Trainers that join while it is chosen where they go on are told that values had been loaded. Whether those count
+        is waited for; if not, all begin anew, as in a new cluster.
         """
         client = self._client
-        if self._checkpoint is not None:
-            return True
-        if self._was_loaded:
-            self._wait(lambda: client.resumed, "waiting for the cluster")
-        return client.resumed and not client.begins_anew
+        if self._checkpoint is not None or not self._was_loaded:
+            return self._was_loaded
+        self._wait(lambda: client.resumed, "waiting for the cluster")
+        return not client.begins_anew
 
     def before_reading(self) -> None:
         """Trainer 0 may read while it loads; others once it has loaded all."""
