@@ -81,8 +81,8 @@ def check_limits(seen: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_a_table_larger_than_a_trainers_memory(tmp_path: Path) -> None:
-    seen, _ = run("train", tmp_path, ROWS)
-    print(seen)
+    seen, reported = run("train", tmp_path, ROWS)
+    print(seen, f"logs of {max(log_bytes for _, log_bytes in reported) / 1e6:.1f} MB at most: loads in training")
     check_limits(seen)
     assert seen[0]["before"] == seen[0]["after"] != seen[0]["between"]
 
