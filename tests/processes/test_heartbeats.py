@@ -13,9 +13,11 @@ import test_member
 from conftest import wait_until
 from test_member import LIMIT_S, WELCOME, Coordinator, join
 
+from torch_ecrec.errors import Fenced
 from torch_ecrec.processes import heartbeats as module
 from torch_ecrec.processes.heartbeats import HANGS_S, Pulse
 from torch_ecrec.processes.member import Member
+from torch_ecrec.spec.settings import Settings
 
 threads = test_member.threads
 QUIET_S = 1.5  # six heartbeats
@@ -79,6 +81,23 @@ def test_who_hangs_falls_silent_until_it_goes_on(where: Callable[..., None]) -> 
     wait_until(lambda: is_silent(coordinator), LIMIT_S, "no heartbeats")
     over.set()
     beats(coordinator, 3)
+    member.close()
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_who_cannot_even_hear_that_it_was_taken_for_lost_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the coordinator says waits for the node, too."""
+    ends: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+    monkeypatch.setattr(module, "end_with_stacks", lambda text, code: ends.put((text, code)))
+    monkeypatch.setattr(module, "ENDS_S", -Settings().lease_s + 2.0)
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME))
+    member = join(coordinator)
+    began, over = threading.Event(), threading.Event()
+    in_the_node(member, lambda: (began.set(), over.wait(LIMIT_S)))
+    assert began.wait(LIMIT_S), "the fault fires"
+    assert ends.get(timeout=LIMIT_S) == ("torch-ecrec: this process has hung for 2 s", Fenced.exit_code)
+    over.set()
     member.close()
     coordinator.end()
 

@@ -40,7 +40,3 @@ def test_a_store_that_hangs_is_told_from_one_that_is_slow(monkeypatch: pytest.Mo
     assert told == ["s3://there has given no answer for 0.05 s; waits up to 0.3 s"] * (MOST + 3)
     store.goes_on.set()
     assert looks.look() == "found"
-
-
-def test_nobody_waits_longer_than_for_a_store_that_hangs_however_long_a_checkpoint_may_take() -> None:
-    assert Looks(lambda: 0, "there", 3600.0, print)._limit_s == module.LIMIT_S

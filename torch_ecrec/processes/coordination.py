@@ -22,7 +22,7 @@ from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.processes.leadership import Acting, Office
-from torch_ecrec.processes.looks import Looks
+from torch_ecrec.processes.looks import LIMIT_S, Looks
 from torch_ecrec.processes.restoring import NEWEST, NONE, find_again
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger
@@ -179,7 +179,7 @@ class _Coordinator:
         told = self._told
         where = url if told.restore == NEWEST else told.restore
         look = lambda: find_checkpoint(told.restore, url, began_with)  # noqa: E731
-        return Looks(look, where, told.checkpoint.timeout_s, log.warning).look()
+        return Looks(look, where, min(told.checkpoint.timeout_s, LIMIT_S), log.warning).look()
 
     def _begins(self, url: str, began_with: str) -> Restorable | None:
         """What a new run begins with. Where that is not to be had, it may be no new run: a coordinator that is started
@@ -230,7 +230,7 @@ class _Coordinator:
         looks = Looks(
             lambda: find_again(checkpoint.run, checkpoint.url, checkpoint.beyond, wanted, began_with),
             checkpoint.url or wanted,
-            checkpoint.timeout_s,
+            min(checkpoint.timeout_s, LIMIT_S),
             self._say_trouble,
         )
         while True:

@@ -53,7 +53,6 @@ LEAVE_S = 30.0  # for the last acknowledgements, where nobody has waited for the
 WAITS_S = 5.0  # before it is told that other trainers are waited for
 LOGS = "torch-ecrec-"  # folders with logs of local clusters, where temporary files are
 LET_GO_S = 30.0  # of slots, once a membership is over: one that was taken for lost may hang, and its memory is wanted
-HUNG = 1  # exit code of such a server; its supervisor starts another
 ABORT_S = 5.0  # for which a trainer may wait for others in vain, once the cluster has ended
 
 
@@ -128,7 +127,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     on_signals(end_at_once)
     while not ends.empty():  # told to end just before, when the reason was another
         reason = later if isinstance(later := ends.get(), KeyboardInterrupt) else reason
-    with ends_within(LET_GO_S, f"{member.name} did not let go of its slots", HUNG):
+    with ends_within(LET_GO_S, f"{member.name} did not let go of its slots", Fenced.exit_code):
         member.close()
         if hosts:
             hosts[0].end()

@@ -12,7 +12,7 @@ from torch_ecrec.errors import StoreUnavailable
 
 T = TypeVar("T")
 
-LIMIT_S = 300.0  # for one look, at most; `--checkpoint-timeout` where that is less
+LIMIT_S = 300.0  # for one look at what is small; `--checkpoint-timeout` where that is less
 QUIET_S = 10.0  # without an answer, before somebody is told
 MOST = 4  # looks that hang: with more of them an answer of one is waited for
 
@@ -28,7 +28,7 @@ class Looks(Generic[T]):
     """
 
     def __init__(self, ask: Callable[[], T], where: str, limit_s: float, tell: Callable[[str], object]) -> None:
-        self._ask, self._where, self._limit_s, self._tell = ask, where, min(limit_s, LIMIT_S), tell
+        self._ask, self._where, self._limit_s, self._tell = ask, where, limit_s, tell
         self._answers: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
         self._pending = 0
 

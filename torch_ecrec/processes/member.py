@@ -120,7 +120,7 @@ class Member:
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
         self._connected, self._cut = threading.Event(), threading.Event()
         self._why_cut = ""
-        self._beats = Heartbeats(settings.heartbeat_s, self._timers, lambda: self.node, self.on_error)
+        self._beats = Heartbeats(settings, self._timers, lambda: self.node, self.on_error)
         self._control: ControlClient | None = None
         self._leader: Leader | None = None  # whom the last connection is with
         self._sign: SignOfLife | None = None

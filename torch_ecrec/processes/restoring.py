@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch_ecrec.coordinator.checkpointing import Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.layout.stripes import Layout, layout_of
+from torch_ecrec.processes.looks import LIMIT_S, Looks
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.spec.job import JobSpec
@@ -25,11 +27,14 @@ from torch_ecrec.storage.manifest import ADVICE, Manifest
 from torch_ecrec.storage.parts import Block
 from torch_ecrec.storage.restoring import dense_of, records_of
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 NEWEST = "newest"
 NONE = "none"
 UNASKED = "more is lost than parity repairs, and with --beyond stop nobody goes back to a checkpoint unasked"
+DENSE_S = 3600.0  # for the dense model, which is read at once; only a store that hangs reaches it
 AHEAD = 4  # blocks that are read while others are sent
 
 
@@ -155,7 +160,11 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def _manifest(self) -> Manifest:
-        return self._catalog.read(self._restored.folder)
+        return self._ask(lambda: self._catalog.read(self._restored.folder))
+
+    def _ask(self, ask: Callable[[], T], limit_s: float | None = None) -> T:
+        """Of a store that may hang."""
+        return Looks(ask, self._restored.url, LIMIT_S if limit_s is None else limit_s, log.warning).look()
 
     @property
     def done(self) -> int:
@@ -179,7 +188,7 @@ class StoredCheckpoint:
             found = records_of(self._catalog, self._manifest, mine=mine, slots=slots_of[trainer])
         elif trainer == 0:
             found = records_of(self._catalog, self._manifest)
-        for slab, rows_N, records_NB in read_ahead(found, AHEAD):
+        for slab, rows_N, records_NB in read_ahead(found, AHEAD, self._restored.url):
             yield slab, torch.from_numpy(rows_N), torch.from_numpy(records_NB)
 
     @functools.cached_property
@@ -189,7 +198,8 @@ class StoredCheckpoint:
 
     def _slots_of(self, trainers: int) -> list[list[int]] | None:
         """Whose parts each trainer reads: the largest first, to who has least. None: trainer 0 reads all."""
-        chain, code = self._catalog.chain(self._manifest), self._manifest.spec.code
+        manifest = self._manifest
+        chain, code = self._ask(lambda: self._catalog.chain(manifest)), manifest.spec.code
         if any(
             one.spec.code != code or sorted(part.slot for part in one.parts) != [*range(code.slots)] for one in chain
         ):
@@ -219,7 +229,8 @@ class StoredCheckpoint:
 
     def dense(self) -> list[tuple[Tensor, list[int]]]:
         """Every trainer's part of the dense model, in their order: payload (n,) uint8, and header."""
-        parts = dense_of(self._catalog, self._manifest)
+        manifest = self._manifest
+        parts = self._ask(lambda: dense_of(self._catalog, manifest), DENSE_S)
         if any(header[:1] != [self.done] for header, _ in parts.values()):
             raise CheckpointError(f"{self._restored.folder}: the dense model is of another step than the tables")
         found = ((np.frombuffer(payload, np.uint8).copy(), header) for header, payload in parts.values())

@@ -6,6 +6,7 @@
     belongs_here       what a forked child lets go of
     end_if_it_hangs    ends it, in the end, if its thread waits for a process that will never answer
     ends_within        ends it if what is done takes longer
+    end_with_stacks    ends it
 
 A *forked child* (a worker of a `DataLoader`) has a copy of every open file. The end of a process is noticed by the end
 of its connections, and they end when the last copy is closed; so a child closes its copies at once, and it shuts
@@ -146,7 +147,7 @@ def end_if_it_hangs(thread: threading.Thread, knows: Callable[[], bool], limit_s
                 awaited = [one for one in threading.enumerate() if not one.daemon and one not in ours]
             found = [looks.get(one.ident or 0) for one in awaited]
             if found and all(look is not None and look.hangs_s >= limit_s for look in found):
-                _end(f"torch-ecrec: {why}; this process waited for others, for {limit_s:g} s in vain", code)
+                end_with_stacks(f"torch-ecrec: {why}; this process waited for others, for {limit_s:g} s in vain", code)
             del frames, found
             time.sleep(LOOK_S)
 
@@ -156,7 +157,9 @@ def end_if_it_hangs(thread: threading.Thread, knows: Callable[[], bool], limit_s
 @contextlib.contextmanager
 def ends_within(limit_s: float, why: str, code: int) -> Iterator[None]:
     """Ends this process, with all stacks on standard error and this exit code, if what is inside takes longer."""
-    watch = threading.Timer(limit_s, lambda: _end(f"torch-ecrec: {why} within {limit_s:g} s: it hangs", code))
+    watch = threading.Timer(
+        limit_s, lambda: end_with_stacks(f"torch-ecrec: {why} within {limit_s:g} s: it hangs", code)
+    )
     watch.daemon = True
     watch.start()
     try:
@@ -202,7 +205,8 @@ def _is_over(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_globals.get("__name__") == "threading" and frame.f_code.co_name == "_shutdown"
 
 
-def _end(text: str, code: int) -> None:
+def end_with_stacks(text: str, code: int) -> None:
+    """Ends this process at once, with what its threads do on standard error."""
     with contextlib.suppress(OSError):  # nobody to tell, or no room: it ends all the same
         print(text, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr)
