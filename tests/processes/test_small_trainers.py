@@ -26,9 +26,7 @@ TRAINERS, ROWS = 2, 2_350_000  # of 64 numbers: 600 MB
 BEGIN_ROWS = ROWS  # of the table that a cluster begins with; 39_062_500 are 10 GB, and 15 GB with parity
 SCALE = max(1.0, BEGIN_ROWS / ROWS)
 POLL_S = 0.1
-LOG_MOST_BYTES = (
-    64 << 20
-)  # of a slot, whatever the rows: a few portions of each trainer, of its own records and others'
+LOG_MOST_BYTES = 64 << 20  # of a slot, whatever the rows: some portions of each trainer, its own records' and others'
 
 
 def run(what: str, folder: Path, rows: int) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
