@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import inspect
 import json
 import os
+import resource
 import signal
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +21,7 @@ import pytest
 from conftest import wait_until
 from places import ROOT, SUPPORT
 
+from torch_ecrec.processes import fork_server as under_test
 from torch_ecrec.processes.fork_server import UNKNOWN, Forked, ForkServer, is_available
 
 LIMIT_S = 120.0  # only a hang reaches it
@@ -120,15 +126,18 @@ def test_when_it_dies_its_children_live_on(server: ForkServer) -> None:
     assert not psutil.pid_exists(child.pid) or psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_one_that_hangs_hides_no_end(server: ForkServer) -> None:
-    """A process has ended; the fork server, stopped, does not tell how."""
-    child = start(server, "wait")
-    assert child.stdout is not None and child.stdout.readline() == b"begun\n"
+def test_one_that_hangs_hides_no_end(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes have ended; the fork server, stopped, does not tell how. That is waited for once."""
+    child, other = begun(server, "wait"), begun(server, "wait")
     forks = psutil.Process(server.pid)
     forks.suspend()
     try:
         child.kill()
+        monkeypatch.setattr(child, "told_s", 1.0)
         assert child.wait(LIMIT_S) == UNKNOWN
+        other.kill()
+        began_s = time.monotonic()
+        assert other.wait(LIMIT_S) == UNKNOWN and time.monotonic() - began_s < under_test.TELL_S / 2
     finally:
         forks.resume()
     assert end(start(server, "exit", "6")) == 6, "what it tells then is of nobody"
@@ -227,3 +236,136 @@ def test_two_threads_start_at_once(server: ForkServer) -> None:
     for thread in threads:
         thread.join(LIMIT_S)
     assert codes == {code: code for code in range(3, 9)} and looks
+
+
+def begun(server: ForkServer, *arguments: str) -> Forked:
+    child = start(server, *arguments)
+    assert child.stdout is not None and child.stdout.readline() == b"begun\n"
+    return child
+
+
+def test_one_that_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an empty cache of kernels, on a machine with much else to do, it compiled for more than two minutes."""
+    monkeypatch.setattr(under_test, "START_S", 1.0)
+    server = ForkServer(("slow_to_load",), ENVIRONMENT)
+    began_s = time.monotonic()
+    assert end(start(server, "exit", "4")) == 4
+    assert time.monotonic() - began_s > 3.0, "the fault fires: it took longer"
+    server.close()
+
+
+def test_one_that_hangs_is_replaced_and_what_it_was_asked_for_is_nobody_s(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, say: nothing would ever be started again."""
+    child = begun(server, "wait")
+    before = psutil.Process(server.pid)
+    before.suspend()
+    monkeypatch.setattr(under_test, "ANSWER_S", 1.0)
+    with pytest.raises(OSError, match="hangs: no answer, nor work, for 1 s"):
+        start(server, "exit", "3")
+    assert not before.is_running() and child.poll() is None
+    monkeypatch.undo()
+    assert end(start(server, "exit", "5")) == 5 and psutil.Process(server.pid).pid != before.pid
+    child.kill()
+    assert end(child) == UNKNOWN
+
+
+def test_an_answer_to_a_start_that_was_given_up_is_not_taken_for_the_next_one_s(server: ForkServer) -> None:
+    assert end(start(server, "exit", "0")) == 0
+    forks, ours = psutil.Process(server.pid), psutil.Process()
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    forks.suspend()
+    with pytest.raises(KeyboardInterrupt):
+        server.start("forked_child", ("hold",), ENVIRONMENT, look=stop)
+    forks.resume()
+    child = start(server, "exit", "7")
+    assert end(child) == 7, "it is the second one"
+    wait_until(lambda: (child.poll(), len(ours.children(recursive=True)) == 1)[1], LIMIT_S, "the first one is ended")
+
+
+def test_what_is_printed_while_all_is_loaded_is_not_said_by_the_children() -> None:
+    """The first line that a coordinator says is its address."""
+    server = ForkServer(("chatty",), ENVIRONMENT)
+    assert said(child := start(server, "exit", "0")) == "in order"
+    assert child.wait(LIMIT_S) == 0
+    server.close()
+
+
+def test_a_signal_to_one_whose_end_another_thread_learns_meanwhile(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child, poll = begun(server, "wait"), Forked.poll
+    noted: list[int | None] = []
+
+    def late(self: Forked) -> int | None:
+        found = poll(self)
+        if not noted:
+            noted.append(None)
+            other = threading.Thread(
+                target=lambda: (os.kill(child.pid, signal.SIGKILL), noted.append(child.wait(60.0)))
+            )
+            other.start()
+            other.join(LIMIT_S)
+        return found
+
+    monkeypatch.setattr(Forked, "poll", late)
+    child.terminate()
+    monkeypatch.undo()
+    child.kill()
+    assert child.wait(LIMIT_S) in (-signal.SIGKILL, -signal.SIGTERM)
+
+
+def test_without_room_for_a_descriptor_it_is_an_error_like_others(server: ForkServer) -> None:
+    """At every number of descriptors that are left: what starts processes again catches OSError, and tries again."""
+    assert end(start(server, "exit", "0")) == 0
+    limits, before = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/proc/self/fd"))
+    most = 1 + max(int(file) for file in os.listdir("/proc/self/fd")) + 20
+    outcomes: list[int] = []
+    fillers: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.open("/dev/null", os.O_RDONLY))
+        while fillers and 0 not in outcomes:
+            try:
+                assert end(start(server, "exit", "0")) == 0
+                outcomes.append(0)
+            except OSError as error:
+                outcomes.append(error.errno or -1)
+            os.close(fillers.pop())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for file in fillers:
+            os.close(file)
+    assert outcomes == [errno.EMFILE] * 7 + [0], "the fault fires, once for each that it needs"
+    assert len(os.listdir("/proc/self/fd")) == before, "nothing is left open"
+
+
+def owner(tmp_path: Path, what: str, words: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    command = [*words, sys.executable, "-m", "forking_owner", what, str(tmp_path / "log")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT)
+
+
+def test_one_that_is_stopped_does_not_outlive_its_owner(tmp_path: Path) -> None:
+    with owner(tmp_path, "wait") as process:
+        assert process.stdout is not None
+        child, forks = (psutil.Process(pid) for pid in json.loads(process.stdout.readline()))
+        forks.suspend()
+        wait_until(lambda: forks.status() == psutil.STATUS_STOPPED, LIMIT_S, "the fault fires")
+        process.kill()
+
+    def gone(one: psutil.Process) -> bool:
+        return not one.is_running() or one.status() == psutil.STATUS_ZOMBIE
+
+    wait_until(lambda: gone(forks) and gone(child), LIMIT_S, "both have ended")
+
+
+def test_an_owner_without_a_standard_error(tmp_path: Path) -> None:
+    with owner(tmp_path, "fail", ("sh", "-c", 'exec "$@" 2>&-', "sh")) as process:
+        assert process.wait(LIMIT_S) == 0
+    assert "ValueError: as it was told" in (tmp_path / "log").read_text()

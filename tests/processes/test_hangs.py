@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import test_cluster
 from conftest import ROOT, is_stopped, wait_until
@@ -71,3 +72,23 @@ def test_a_server_that_hangs(tmp_path: Path, undisturbed: list[dict[str, Any]], 
         incarnations = [place["incarnation"] for place in status["slots"]]
         assert incarnations == ([0, 0, 0] if seconds < LEASE_S else [0, 1, 0])
         check(results, undisturbed, parities=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(test_cluster.LIMIT_S)
+def test_a_server_whose_node_hangs_for_ever(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    """Its process runs on and could say that it lives: a deadlock in a fold, say. Its slot is rebuilt elsewhere, and
+    the process ends, so that another has its memory."""
+    environment = LEASE | {"PYTHONPATH": f"{SUPPORT / 'stopping'}{os.pathsep}{ROOT}"}
+    environment |= {"ECREC_TEST_STOP": f"1 0 {STOPPED_STEP + 1}", "ECREC_TEST_STOP_HOW": "hang"}
+    orders: dict[str, Any] = {"steps": STEPS, "hold": (STOPPED_STEP,)}
+    with cluster(tmp_path, CodeSpec(3, 2, 1), spares=1, environment=environment, **orders) as running:
+        trainer = running.children[0]
+        assert trainer.expect("held") == f"step {STOPPED_STEP}"
+        pid = host_of(running, 1)
+        trainer.tell("go")
+        results = [child.result() for child in running.children]
+        assert [place["incarnation"] for place in running.supervisor.status()["slots"]] == [0, 1, 0]
+        check(results, undisturbed, parities=1)
+        wait_until(lambda: not psutil.pid_exists(pid), test_cluster.LIMIT_S, "it has ended")
+        assert "did not let go of its slots within" in "".join(log.read_text() for log in tmp_path.glob("server-*.log"))

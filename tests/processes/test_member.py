@@ -232,23 +232,6 @@ def test_what_is_refused_on_the_data_plane_is_told_with_each_heartbeat() -> None
     coordinator.end()
 
 
-@pytest.mark.usefixtures("threads")
-def test_a_heartbeat_waits_for_nothing_that_is_done_later() -> None:
-    """The node is busy, say with the first values of a table of many GB, and its timers wait for it."""
-    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME))
-    member = join(coordinator)
-    waits, busy = threading.Event(), threading.Event()
-    member.later(0.0, lambda: (waits.set(), busy.wait(LIMIT_S)))  # type: ignore[func-returns-value]
-    assert waits.wait(LIMIT_S), "the fault fires"
-    while not coordinator.told.empty():
-        coordinator.told.get()
-    for _ in range(3):
-        assert coordinator.told.get(timeout=LIMIT_S / 2)["type"] == "beat"
-    busy.set()
-    member.close()
-    coordinator.end()
-
-
 class Deaf(Coordinator):
     """One that a trainer has joined. Its connection ends with its "leave" unheard; the next one hears it."""
 

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from test_checkpointing import (
     ENVIRONMENT,
     LIMIT_S,
     STEPS,
+    Trainers,
     cluster,
     counted,
     everything,
@@ -45,18 +46,27 @@ def another_coordinator(running: Supervisor) -> None:
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_a_healthy_run_goes_on_after_what_it_began_with_was_removed(tmp_path: Path) -> None:
     """`--checkpoint-keep` removes it as soon as the run has newer ones: members know all that is needed."""
-    store, begin = begun_with_a_checkpoint(tmp_path)
-    words = [*writes_to(store, "10", "--checkpoint-keep", "1"), "--restore", f"{store}@{begin}"]
-    with (
-        cluster(tmp_path / "second", CodeSpec(3, 2, 1), coordinator=words) as running,
-        training(running, tmp_path / "second" / "out", pause_s=0.2) as trainers,
-    ):
-        wait_until(lambda: begin not in [one.done for one in counted(store)], LIMIT_S, "it is removed")
+    with training_without_its_beginning(tmp_path) as (running, trainers, begin, _):
         another_coordinator(running)
         assert trainers.steps_of() < STEPS - begin, "training was over"
         same_as_undisturbed(trainers, first=begin + 1)
         assert trainers.lives == 1 and running.ended is None
         assert running.status()["restored"]["step"] == begin
+
+
+@contextlib.contextmanager
+def training_without_its_beginning(
+    folder: Path, restart: bool = True
+) -> Iterator[tuple[Supervisor, Trainers, int, list[str]]]:
+    """A run whose first checkpoint is removed: its cluster, its trainers, the step, and the coordinator's words."""
+    store, begin = begun_with_a_checkpoint(folder)
+    words = [*writes_to(store, "10", "--checkpoint-keep", "1"), "--restore", f"{store}@{begin}"]
+    with (
+        cluster(folder / "second", CodeSpec(3, 2, 1), coordinator=words, restart=restart) as running,
+        training(running, folder / "second" / "out", pause_s=0.2) as trainers,
+    ):
+        wait_until(lambda: begin not in [one.done for one in counted(store)], LIMIT_S, "it is removed")
+        yield running, trainers, begin, words
 
 
 def begun_with_a_checkpoint(folder: Path) -> tuple[Path, int]:
@@ -73,13 +83,7 @@ def begun_with_a_checkpoint(folder: Path) -> tuple[Path, int]:
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_a_coordinator_that_is_started_again_by_hand_needs_no_checkpoint_either(tmp_path: Path) -> None:
     """With the same words as the first one, and nothing that says that there was one."""
-    store, begin = begun_with_a_checkpoint(tmp_path)
-    words = [*writes_to(store, "10", "--checkpoint-keep", "1"), "--restore", f"{store}@{begin}"]
-    with (
-        cluster(tmp_path / "second", CodeSpec(3, 2, 1), coordinator=words, restart=False) as running,
-        training(running, tmp_path / "second" / "out", pause_s=0.2) as trainers,
-    ):
-        wait_until(lambda: begin not in [one.done for one in counted(store)], LIMIT_S, "it is removed")
+    with training_without_its_beginning(tmp_path, restart=False) as (running, trainers, begin, words):
         os.kill(running.coordinator.pid, signal.SIGKILL)
         with by_hand(tmp_path, running.address[1], words) as coordinator:
             same_as_undisturbed(trainers, first=begin + 1)
@@ -88,10 +92,13 @@ def test_a_coordinator_that_is_started_again_by_hand_needs_no_checkpoint_either(
 
 
 @contextlib.contextmanager
-def by_hand(folder: Path, port: int, words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def by_hand(
+    folder: Path, port: int, words: list[str], more: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A coordinator. `more`: of its environment."""
     command = [sys.executable, "-m", "torch_ecrec", "coordinator", "--servers", "3", "-k", "2", "-r", "1", *words]
     with (folder / "by hand.log").open("wb") as log:
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **(more or {})}
         child = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, env=environment)
     try:
         yield child

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,25 @@ LIMIT_S = 300.0  # only a hang reaches it
 CODE = CodeSpec(2, 1, 1)
 ENVIRONMENT = {"TORCH_ECREC_HEARTBEAT_S": "0.2", "OMP_NUM_THREADS": "1"}
 FAKES = SUPPORT / "ending"
+
+
+@contextlib.contextmanager
+def without_threads(name: str, times: int) -> Iterator[list[str]]:
+    """So many threads of that name cannot be started."""
+    refused: list[str] = []
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name and len(refused) < times:
+            refused.append(name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refuse  # type: ignore[method-assign]
+    try:
+        yield refused
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -129,6 +149,20 @@ def test_a_coordinator_that_fails_is_replaced(tmp_path: Path, how: str) -> None:
         wait_until(lambda: len(living(running)) == 2, LIMIT_S, "its members are back")
         assert running.coordinator.pid != before.pid and running.ended is None
         assert {member["name"] for member in living(running)} == names
+
+
+def test_without_a_thread_to_read_its_address_a_coordinator_is_tried_again(tmp_path: Path) -> None:
+    """At the limit of processes, say. Whoever starts processes again goes on."""
+    with cluster(tmp_path) as running:
+        wait_until(lambda: len(living(running)) == 2, LIMIT_S, "two servers")
+        before = running.coordinator.pid
+        with without_threads("address", 1) as refused:
+            os.kill(before, signal.SIGKILL)
+            wait_until(lambda: bool(refused), LIMIT_S, "the fault fires")
+            wait_until(lambda: running.coordinator.pid != before and len(living(running)) == 2, LIMIT_S, "another one")
+        os.kill(living(running)[0]["pid"], signal.SIGKILL)
+        wait_until(lambda: 2 in starts(tmp_path), 60.0, "it goes on to start processes again")
+        assert running.ended is None
 
 
 def test_a_coordinator_that_does_not_come_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

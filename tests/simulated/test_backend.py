@@ -125,7 +125,7 @@ def step(session: EmbeddingBackend, seed: int) -> tuple[list[Tensor], list[Tenso
 
 
 METHODS = sorted(name for name, value in vars(EmbeddingBackend).items() if inspect.isfunction(value) and name[0] != "_")
-ATTRIBUTES = [*EmbeddingBackend.__annotations__, "step"]
+ATTRIBUTES = [*EmbeddingBackend.__annotations__, "step", "restarted"]
 
 
 @pytest.mark.parametrize("cls", [Session, FakeSession])

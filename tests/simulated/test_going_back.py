@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator_harness import Harness, durable, go_back, reach, told
+from coordinator_harness import Harness, durable, go_back, known, reach, rejoin, told
 
 from torch_ecrec.protocol.messages import Restored
 
@@ -64,8 +64,85 @@ def test_without_a_snapshot_that_all_can_go_back_to_the_job_ends() -> None:
     h.say("trainer-0", type="loaded", origin=0)
     h.lose("trainer-0")
     for slot in range(3):
-        reach(h, slot, 20, floor=15, snapshots=[[16, 16, [0]]])  # of one trainer only
+        reach(h, slot, 20, floor=15, snapshots=[[16, 16, [0]]], done=20)  # of one trainer only
     assert h.core.fatal is not None and "no dense snapshot of the steps 15 to 20" in h.core.fatal
+
+
+def loaded_early() -> Harness:
+    """Tables were loaded before the first step, steps 3 to 20; all servers have stopped."""
+    h = Harness().start()
+    h.say("trainer-0", type="loaded", origin=2)
+    h.lose("trainer-0")
+    return h
+
+
+def test_before_any_step_of_training_is_safe_all_begin_anew() -> None:
+    h = loaded_early()
+    names = [h.trainer(0)]
+    for slot, (applied, done) in enumerate(((21, 1), (19, None), (20, 0))):  # one has trained already, one is new here
+        kept = [[21, 1, [0]]] if slot == 0 else []
+        reach(h, slot, applied, floor=15 + slot, snapshots=kept, done=done)
+    assert h.core.fatal is None and h.core.going_back is not None
+    assert (h.core.going_back.step, h.core.origin) == (19, None), "any step that all know"
+    era = {"type": "era", "era": 1, "step": 19, "origin": None, "done": 0, "keeps": False, "floor": 19, "renewals": []}
+    assert told(h, "server-0", "era")[-1] == era
+    names.append(h.trainer(1))
+    said = [told(h, name, "welcome")[-1]["restarted"] for name in names]
+    assert said == [True, False], "who came before that was chosen hears of it with the step"
+    for slot in range(3):
+        durable(h, slot)
+    for name in names:
+        assert told(h, name, "resume")[-1] == {"type": "resume", "era": 1, "step": 19, "origin": None, "done": 0}
+    h.say(names[0], type="loaded", origin=30)
+    assert h.core.origin == 30 and told(h, names[1], "loaded")[-1]["origin"] == 30
+
+
+def test_what_was_kept_in_part_does_not_count_once_all_begin_anew() -> None:
+    h = loaded_early()
+    for slot in range(3):
+        reach(h, slot, 21, floor=15, snapshots=[[21, 1, [0]]] if slot == 0 else [], done=1)
+    assert h.core.going_back is not None
+    assert (h.core.going_back.step, h.core.going_back.done, h.core.origin) == (21, 0, None)
+
+
+def test_nobody_begins_anew_who_need_not() -> None:
+    whole = [[21, 1, [0, 1]]]
+    for floor, snapshots, step, done in ((15, whole, 21, 1), (2, [], 2, 0), (0, [], 2, 0)):
+        h = loaded_early()
+        for slot in range(3):
+            reach(h, slot, 21, floor=floor, snapshots=snapshots, done=1)
+        assert h.core.going_back is not None and h.core.origin == 2
+        assert (h.core.going_back.step, h.core.going_back.done) == (step, done)
+
+
+def test_all_begin_anew_in_the_next_era_too_if_a_server_is_lost_meanwhile() -> None:
+    h = loaded_early()
+    for slot in range(3):
+        reach(h, slot, 20, floor=15, snapshots=[], done=None)
+    h.lose("server-1")
+    assert h.core.era == 2 and h.core.origin is None
+    for slot in range(3):
+        reach(h, slot, 18 + slot, floor=16, snapshots=[], done=None)
+    assert h.core.going_back is not None and h.core.going_back.step == 18
+
+
+def test_the_next_coordinator_knows_that_all_begin_anew() -> None:
+    """Of the newest era, those that go on already know more than those that stand still."""
+    h = Harness().start()
+    told_of = dict(era=1, resume_step=19, origin=None)
+    stopped, before = dict(era=1, frozen=True, origin=2), dict(era=0, origin=2)
+    for said, origin in (
+        ((told_of, stopped, before), None),
+        ((stopped, stopped, before), 2),
+        ((told_of, told_of, {**told_of, "origin": 30}), 30),  # all is loaded again, and not everybody has heard
+        ((before, before, {**before, "origin": None}), 2),
+    ):
+        later = Harness()
+        for number, fields in enumerate(said):
+            rejoin(later, known(h, f"server-{number}", **fields))
+        later.now_s += 3
+        later.core.on_tick(later.now_s)
+        assert not later.core.regathering and later.core.origin == origin
 
 
 def test_trainers_that_left_are_done_and_new_ones_go_on_from_there() -> None:

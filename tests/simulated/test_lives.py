@@ -33,10 +33,12 @@ STALLS = tuple(f"crash coordinator, deaf for {ms} ms" for ms in (20, 100))
 CRASHES = ("crash", "leave", "crash coordinator", *STALLS)
 KINDS = RESETS + CRASHES
 HEALTHY = Scenario(steps=2, reborn=True, trainers_return=True)
+EARLY = tuple((0, True, Load(i % 2, i, i + 5, change=True, writers="rows")) for i in range(6))
 SCENARIOS = {
     "healthy": HEALTHY,
     "a server is lost": dataclasses.replace(HEALTHY, kills=((0, 1),)),
     "the trainers are lost": dataclasses.replace(HEALTHY, trainer_kills=((1, 1),)),
+    "tables are loaded early": dataclasses.replace(HEALTHY, steps=1, overwrites=EARLY),
     "values are loaded": dataclasses.replace(HEALTHY, steps=1, loads=(Load(0, 0, 9), Load(1, 0, 5))),
 }
 SEED = 20261122
@@ -217,6 +219,38 @@ def test_the_coordinator_dies_while_values_are_loaded_and_some_have_not_heard(ki
     became = sweep("values are loaded", [kind])
     print(dict(became))
     assert became[f"{kind}: fired"] == len(points("values are loaded")) > 60
+
+
+class Noting(Lives):
+    """Notes how many control messages there had been when the fault came."""
+
+    said = 0
+
+    def apply(self, kind: str, process: VirtualProcess) -> bool:
+        self.said = self.plane.sent
+        return super().apply(kind, process)
+
+
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_may_happen_while_all_begin_anew(kind: str, every: int) -> None:
+    """A trainer is lost in a load before the first step; then something else happens, at any message that follows."""
+    name, became = "tables are loaded early", Counter[str]()
+    sent = undisturbed(name).messages
+    at = [number for number, (sender, _, kind) in enumerate(sent) if (sender, kind) == ("trainer-1", "Load")][-5]
+    first = LifeFault("crash", "data", at)
+    cluster = Noting(dataclasses.replace(SCENARIOS[name], spares=2), [first])
+    anew = cluster.go()
+    assert anew.loaded_again == 1
+    later = [("control", i) for i in range(cluster.said, anew.control_messages)]
+    later += [("data", i) for i in range(at + 1, len(anew.messages))]
+    for plane, number in later[::every]:
+        fault = LifeFault(kind, plane, number)
+        live(name, [dataclasses.replace(first, fired=False, skipped=False), fault])
+        assert fault.fired, f"{fault}: never came to pass"
+        became["not applicable" if fault.skipped else "fired"] += 1
+    print(dict(became))
+    assert became["fired"] > 10
 
 
 @pytest.mark.slow

@@ -285,6 +285,31 @@ def test_a_script_that_loads_before_it_attaches_may_be_restarted(loses):
         assert torch.equal(ends[True][name], table), name
 
 
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("told", (False, True), ids=("", "told that values had been loaded"))
+def test_a_script_that_loads_before_its_first_step_begins_anew(told):
+    """What it loads is not in the logs any more: its next life is built, read and loaded as its first one was."""
+    states = {}
+    for lives in (1, 2):
+        cluster = new_cluster()
+        for life in range(1, lives + 1):
+            if life == 2:
+                assert min(slot.log.floor for slot in cluster.slots()) > cluster.origin > 0
+                other_life(cluster)
+            model = model_over(cluster, restarted=told and life == 2)
+            states[lives, life, "built"] = built = model.full_state_dict()
+            assert not model.session.restarted and bool((built[NAMES[0]] == 7.5).all())
+            for turn in range(6):
+                model.load_state_dict({name: table * turn for name, table in built.items()})
+            model.flush()
+        model.attach()
+        train(model, 6)
+        states[lives, lives, "trained"] = model.full_state_dict()
+    for life, when in ((1, "built"), (2, "built"), (2, "trained")):
+        for name, table in states[1, 1, when].items():
+            assert torch.equal(states[2, life, when][name], table), (life, when, name)
+
+
 # random schedules ---------------------------------------------------------------------------------
 
 
@@ -387,9 +412,7 @@ def not_said_again(patch):
 def dense_model_wanted(patch):
     """Also before training a dense snapshot is waited for, which nobody takes."""
     is_whole = snapshots.SnapshotStore.is_whole
-    patch.setattr(
-        snapshots.SnapshotStore, "is_whole", lambda self, at: at == 0 or bool(is_whole(self, at) and self.parts)
-    )
+    patch.setattr(snapshots.SnapshotStore, "is_whole", lambda self, at: bool(is_whole(self, at) and self.parts))
 
 
 def loads_as_they_come(patch):

@@ -78,6 +78,51 @@ def test_who_comes_back_after_all_is_no_loss() -> None:
     assert not after.core.regathering and after.places == before.places
 
 
+def test_of_two_behind_one_switch_the_second_is_waited_for_a_moment() -> None:
+    """Nobody could reach either, which is more than parity repairs. The switch is there again: both come, and one is
+    the first."""
+    others = [name for name in MEMBERS if name not in ("server-1", "server-2")]
+    before, after = Harness().start(), come_back(others, ["server-1", "server-2"])
+    assert after.core.regathering
+    rejoin(after, known(before, "server-1", address=["10.0.0.8", 1]))
+    assert after.core.regathering, "it has not said that it cannot reach the other"
+    after.now_s += 0.1
+    rejoin(after, known(before, "server-2", address=["10.0.0.9", 1]))
+    assert not after.core.regathering and after.places == before.places and after.core.fatal is None
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_one_who_is_late_may_not_be_alone(second: bool) -> None:
+    """Likewise, when nobody has complained, and only what was lost had made all wait on."""
+    before, after = Harness().start(), Harness()
+    for name in MEMBERS:
+        if name not in ("server-1", "server-2"):
+            rejoin(after, known(before, name))
+    after.now_s += REGATHER_S + 1
+    after.core.on_tick(after.now_s)
+    assert after.core.regathering, "both lost would be more than parity repairs"
+    rejoin(after, known(before, "server-1"))
+    assert after.core.regathering
+    after.now_s += 0.9 if second else 1.0
+    if second:
+        rejoin(after, known(before, "server-2"))
+    else:
+        after.core.on_tick(after.now_s)
+    assert not after.core.regathering and after.core.fatal is None
+    assert after.places == before.places if second else after.places == ["server-0", "server-1", "server-3"]
+
+
+def test_who_can_be_reached_again_is_waited_for_again() -> None:
+    """Nobody reached two servers, then all do; one comes, and the other may."""
+    others = [name for name in MEMBERS if name not in ("server-1", "server-2")]
+    before, after = Harness().start(), come_back(others, ["server-1", "server-2"])
+    for name in others:
+        after.say(name, type="beat", unreachable=[])
+    rejoin(after, known(before, "server-1", address=["10.0.0.8", 1]))
+    after.say("server-1", type="beat", unreachable=[])
+    assert after.core.regathering and after.core.fatal is None
+
+
 def test_a_slot_that_was_rebuilt_meanwhile_is_whole() -> None:
     """Its host knows, the newest placement does not: the loss of another one is within the contract."""
     before, after = Harness().start(), Harness()
@@ -156,6 +201,7 @@ def test_nobody_is_lost_early_where_that_would_be_more_than_parity_repairs() -> 
         after.core.on_tick(after.now_s)
         assert after.core.regathering and after.core.fatal is None
     rejoin(after, known(before, "server-2"))
+    after.now_s += 0.1
     after.core.on_tick(after.now_s)
     assert not after.core.regathering and after.core.fatal is None
     assert after.places == ["server-0", "server-3", "server-2"], "only server-1 is lost"

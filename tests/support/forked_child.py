@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import sys
+import time
 
 
 def main() -> None:
@@ -25,6 +26,8 @@ def main() -> None:
         sys.exit(int(sys.argv[2]))
     elif what == "fail":
         raise ValueError("as it was told")
+    elif what == "hold":
+        time.sleep(600)
     elif what == "wait":
         print("begun", flush=True)
         sys.stdin.read()

@@ -1,8 +1,9 @@
-"""A trainer that may hold less than half of the only table. Run: python small_child.py RANK TRAINERS ROWS FOLDER
+"""A trainer that may hold less than half of the only table. Run: python small_child.py RANK TRAINERS ROWS FOLDER WHAT
 
-Builds a model, trains a step, saves a checkpoint, changes all weights, loads, and says in FOLDER/RANK.json what it saw:
-digests before, between and after, bytes that it may hold and those that it held at most, both beyond what its imports
-have taken, and whether half of the table was refused to it.
+Builds a model, then, as WHAT says: `save`: trains a step, saves a checkpoint; `train`: besides, changes all weights and
+loads it; `begin`: loads it before the first step. Says in FOLDER/WHAT-RANK.json what it saw: digests before, between
+and after, bytes that it may hold and those that it held at most, both beyond what its imports have taken, and whether
+half of the table was refused to it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def is_refused(numbers: int) -> bool:
 
 
 def main() -> None:
-    rank, trainers, rows, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=trainers)
+    rank, trainers, rows = map(int, sys.argv[1:4])
+    folder, what = Path(sys.argv[4]), sys.argv[5]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{what}", rank=rank, world_size=trainers)
     _, there = held_by_imports(rows * DIM * 4)
     table = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=DIM, feature_names=["f"])
     module = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
@@ -70,17 +72,20 @@ def main() -> None:
         dist.barrier()
         return found
 
-    train()
-    seen["before"] = digest()
-    checkpoint.save(model, folder / "saved")
-    parallel_model: Any = torch_ecrec.DistributedModelParallel
-    parallel_model._reset_parameters(model)
-    train()
-    seen["between"] = digest()
-    checkpoint.load(model, folder / "saved")
-    seen["after"] = digest()
+    if what != "begin":
+        train()
+        seen["before"] = digest()
+        checkpoint.save(model, folder / "saved")
+    if what == "train":
+        parallel_model: Any = torch_ecrec.DistributedModelParallel
+        parallel_model._reset_parameters(model)
+        train()
+        seen["between"] = digest()
+    if what != "save":
+        checkpoint.load(model, folder / "saved")
+        seen["after"] = digest()
     seen["held"], seen["may_hold"] = now("VmHWM") - there, int(SHARE * rows * DIM * 4)
-    (folder / f"{rank}.json").write_text(json.dumps(seen))
+    (folder / f"{what}-{rank}.json").write_text(json.dumps(seen))
     model.close()
     dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ import pytest
 from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError
 
 from torch_ecrec.transport import etcd
-from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, parse_place
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, parse_place
 
 
 class Address:
@@ -92,3 +92,10 @@ def test_who_has_no_patience_waits_as_long_each_time(addresses: list[Address]) -
         with pytest.raises(EtcdUnavailable):
             asks.leader()
     assert {one.timeout for one in addresses} == {0.2}
+
+
+def test_what_an_older_build_has_left_is_read(addresses: list[Address], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did not say what the run began with: not known, which is no reason for nobody to lead."""
+    left = b'{"id": "before", "run": "its word"}'
+    monkeypatch.setattr(Address, "get", lambda self, key, metadata: [(left, {"mod_revision": "7"})])
+    assert keys(addresses).last() == Last("before", "its word", 7, "")

@@ -11,6 +11,7 @@ from test_scribe import JOB, committed, ledger_of
 
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.processes.restoring import NONE, find, find_again
+from torch_ecrec.storage.catalog import Catalog
 
 
 def test_it_is_what_the_run_began_with_whatever_is_newer_there(tmp_path: Path) -> None:
@@ -37,13 +38,19 @@ def test_of_a_run_with_checkpoints_nobody_begins_anew_with_beyond_stop(tmp_path:
         assert find_again("run", url, "checkpoint", wanted, known)[0] == (newest, JOB)
 
 
-def test_a_run_whose_checkpoints_are_altered_is_none_that_has_none(tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_altered_is_none_that_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = str(tmp_path)
     file = tmp_path / committed(ledger_of(url), url, 40, random_records(JOB, 3)).folder / "manifest.json"
     whole = file.read_bytes()
     file.write_bytes(whole.replace(b'"done":40', b'"done":41'))
+    lists: list[str] = []
+    listing = Catalog.listing
+    monkeypatch.setattr(Catalog, "listing", lambda self: (lists.append(self.url), listing(self))[1])
     with pytest.raises(CheckpointError, match=r"of this run's none can be read: .*manifest\.json was altered"):
         find_again("run", url, "stop", "", NONE)
+    assert lists == [url], "a store with many checkpoints takes its time"
     assert find_again("run", url, "checkpoint", "", NONE) == (None, 2), "passed over, with a word, and not written over"
     file.unlink()
     file.mkdir()  # cannot be read

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from torch_ecrec.errors import StoreUnavailable
+from torch_ecrec.storage import ahead
 from torch_ecrec.storage.ahead import read_ahead
 
 WITHIN_S = 60.0
@@ -61,3 +63,21 @@ def test_who_stops_early_ends_the_thread() -> None:
     found.close()
     reader.join(WITHIN_S)
     assert not reader.is_alive() and len(drawn) <= 4
+
+
+def test_a_store_that_hangs_is_no_store(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(ahead, "QUIET_S", 0.1)
+    monkeypatch.setattr(ahead, "HANGS_S", 0.3)
+    goes_on = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 1
+        assert goes_on.wait(WITHIN_S)
+        yield 2
+
+    found = read_ahead(items(), 2, "s3://there")
+    assert next(found) == 1
+    with pytest.raises(StoreUnavailable, match=r"s3://there has given nothing for 0\.3 s: it hangs"):
+        next(found)
+    assert "s3://there has given nothing for 0.1 s; waits up to 0.3 s" in caplog.text
+    goes_on.set()

@@ -176,6 +176,18 @@ def test_of_a_link_nothing_but_the_link_is_removed(tmp_path: Path) -> None:
     assert names_at(str(tmp_path / "theirs")) == [name] and Catalog(str(tmp_path / "theirs")).newest().id == full.folder
 
 
+def test_saves_that_are_a_link_altogether_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that somebody has made of another's: his checkpoint goes, and none of the other's saves."""
+    _, full, name = place(tmp_path / "theirs")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    shutil.copytree(tmp_path / "theirs" / full.folder, mine / full.folder)
+    (mine / "saves").symlink_to(tmp_path / "theirs" / "saves")
+    assert main(["checkpoints", str(mine), "--remove", "40"]) == 0
+    assert capsys.readouterr().out == f"removed {full.folder}\nsaves is a link: what lies there stays\n"
+    assert [one.name for one in mine.iterdir()] == ["saves"] and names_at(str(tmp_path / "theirs")) == [name]
+
+
 def test_of_two_runs_in_one_folder_the_one_that_is_named_is_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -155,8 +155,11 @@ def _remove(catalog: Catalog, arguments: argparse.Namespace) -> int:
 
     name = _named(catalog, arguments.remove)
     catalog.remove(name)
-    gone = [name, *(f"saves/{one}" for one in Saves(catalog.location).remove_on(name))]
+    saves = Saves(catalog.location)
+    gone = [name, *(f"saves/{one}" for one in saves.remove_on(name))]
     print(json.dumps({"removed": gone}) if arguments.json else "\n".join(f"removed {one}" for one in gone))
+    if saves.elsewhere and not arguments.json:
+        print("saves is a link: what lies there stays")
     return 0
 
 

@@ -72,11 +72,13 @@ class Client(SlotReads):
         self.trainer = trainer
         self.snapshot_slots = range(min(job.code.parities + 1, self.slots))
         self.complete = 0  # everything of this trainer up to here is acknowledged and stored
-        self.resumable = 0  # the last step up to there after which a snapshot was due: logs must reach back to it
+        self.resumable = 0  # the last step up to there that needs no snapshot, or has one: logs must reach back to it
         self.resume_step = self.resume_done = 0  # where its era began, and the steps of training until then
+        self.begins_anew = True  # initial values are loaded in it
         self.resumed = False  # whether that is known: nothing is asked of a slot before
         self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
         self.done = 0  # steps of training that are done
+        self.first_trained: int | None = None  # from there on, the dense model is not as the script builds it
         self.restores = False  # every trainer loads its share of a checkpoint, before training
         self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
         self.ended_loading = False  # trainer 0: the coordinator was told
@@ -122,6 +124,8 @@ class Client(SlotReads):
         self.era, self.step, self.resume_step = era, last + 1, step
         self.complete = self.resumable = last
         self.done = self.resume_done = done
+        self.first_trained = step if origin is not None and step > origin else None
+        self.begins_anew = origin is None or step < origin
         self.resumed, self.origin = True, origin
         self.on_change()
 
@@ -173,7 +177,7 @@ class Client(SlotReads):
     def left_behind(self) -> Iterator[tuple[int, Tensor]]:
         """What is to be loaded first, as the servers make it: slab and rows, in portions.
 
-        Before this trainer another one may have loaded something, and was lost. Every row, then; else none.
+        Before this trainer another one may have loaded something, or trained, and was lost. Every row, then; else none.
         """
         for slab, spec in enumerate(self.job.slabs if self.resume_step else ()):
             rows = max(1, LOAD_BYTES // spec.schema.nbytes)
@@ -238,6 +242,10 @@ class Client(SlotReads):
         """The step of training being worked on, from 1."""
         return self.done + 1
 
+    def is_trained(self, step: int) -> bool:
+        """Whether a step of training is among those up to `step`: to go on from there takes the dense model of then."""
+        return self.first_trained is not None and step >= self.first_trained
+
     @property
     def snapshot_due(self) -> bool:
         """Whether the dense model is to be kept now that a step has been pushed."""
@@ -275,6 +283,7 @@ class Client(SlotReads):
             )
 
         self.done, self._owed = iteration, False
+        self.first_trained = step if self.first_trained is None else self.first_trained
         self._send_step(make, self.snapshot_due)
 
     def _send_step(self, make: Callable[[int, int], wire.Part], snapshot_due: bool) -> None:
@@ -340,6 +349,6 @@ class Client(SlotReads):
                 break
             self.complete += 1
             del self.open[self.complete]
-            if self.origin is None or self.snapshot_every == 0 or state.snapshot is not None:
+            if state.snapshot is not None or self.snapshot_every == 0 or not self.is_trained(self.complete):
                 self.resumable = self.complete
         self.on_change()

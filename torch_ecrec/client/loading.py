@@ -71,13 +71,26 @@ class Loading:
     """
 
     def __init__(self, client: Client, wait: Wait, restarted: bool, checkpoint: Checkpoint | None = None) -> None:
-        self._client, self._wait, self._restarted, self._checkpoint = client, wait, restarted, checkpoint
+        self._client, self._wait, self._was_loaded, self._checkpoint = client, wait, restarted, checkpoint
         self._begun = False  # this trainer has begun to load
         self.resumed = False  # the script knows where training goes on
 
+    @property
+    def restarted(self) -> bool:
+        """Whether training goes on from what the servers have, or from a checkpoint.
+
+        Trainers that join while it is chosen where they go on are told that values had been loaded. Whether those count
+        is waited for; if not, all begin anew, as in a new cluster.
+        """
+        client = self._client
+        if self._checkpoint is not None or not self._was_loaded:
+            return self._was_loaded
+        self._wait(lambda: client.resumed, "waiting for the cluster")
+        return not client.begins_anew
+
     def before_reading(self) -> None:
         """Trainer 0 may read while it loads; others once it has loaded all."""
-        if self._client.trainer == 0 and not self._restarted:
+        if self._client.trainer == 0 and not self.restarted:
             self._begin()
         elif self._checkpoint is not None:
             self.end()
@@ -87,7 +100,7 @@ class Loading:
     def load(self, slab: int, rows: Tensor, records: Tensor) -> None:
         """See `Session.load`: rows (U,) int64, records (U, M) float32."""
         client = self._client
-        if self._restarted:
+        if self.restarted:
             return
         if client.trainer != 0:
             raise ValueError(f"only trainer 0 loads initial values, this is trainer {client.trainer}")
@@ -109,7 +122,7 @@ class Loading:
                     f"`values` must have {len(rows)} rows of bytes of records, which have {nbytes},"
                     f" got {tuple(values.shape)} from byte {first_byte}"
                 )
-        if self._restarted and not self.resumed and client.done:
+        if self.restarted and not self.resumed and client.done:
             return
         client.run(client.without_snapshot)
         if values is not None:
@@ -131,7 +144,7 @@ class Loading:
             self._wait(client.all_acknowledged, "restoring a checkpoint", True)
             if client.trainer == 0:
                 client.run(client.end_loading)
-        elif client.trainer == 0 and not self._restarted:
+        elif client.trainer == 0 and not self.restarted:
             self._begin()
             self._wait(client.all_acknowledged, "loading initial values")
             client.run(client.end_loading)

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.loading import Checkpoint, Loading
 from torch_ecrec.client.waiting import Waiting
-from torch_ecrec.errors import TrainersLost
 from torch_ecrec.layout.routing import Parts, Route, arrange
 from torch_ecrec.protocol import wire
 from torch_ecrec.records.quantised import restore
@@ -53,7 +52,7 @@ class Session:
         client: the protocol.
         tell: sends a message to the coordinator.
         on_close: called once by `close`.
-        restarted: the cluster has trained before: `resume` says from where on. Initial values are not loaded then.
+        restarted: initial values had been loaded when this trainer joined.
         checkpoint: what the cluster has begun with, `restarted` then; None: it has begun anew.
 
     Every wait ends within `settings.give_up_s` seconds of the last progress with `ClusterUnavailable` (stacks of all
@@ -70,7 +69,6 @@ class Session:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         self.client = client
-        self.restarted = restarted
         self._checkpoint = checkpoint
         self.job, self.trainer, self.trainers = client.job, client.trainer, client.job.trainers
         self._tell, self._on_close = tell, on_close
@@ -100,8 +98,6 @@ class Session:
     def on_control(self, message: dict[str, Any]) -> None:
         """A message of the coordinator to this trainer."""
         self.client.on_control(message)
-        if self.restarted and self.client.resumed and self.client.origin is None and self._checkpoint is None:
-            self.fail(TrainersLost("nobody is left who knows that initial values had been loaded; start again"))
 
     def on_forked(self) -> None:
         """In a forked child: this session is its parent's."""
@@ -129,6 +125,14 @@ class Session:
     def over(self) -> bool:
         """Whether there is nothing to wait for: it is closed, something went wrong, or all that was sent survives."""
         return self._closed or self._waiting.failed or not self.client.exchanges
+
+    @property
+    def restarted(self) -> bool:
+        """The cluster has trained before: `resume` says from where on. Initial values are not loaded then.
+
+        False where all begin anew: trainers were lost, and nothing that had been trained was safe yet.
+        """
+        return self._loading.restarted
 
     @property
     def begun(self) -> bool:

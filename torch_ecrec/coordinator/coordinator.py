@@ -261,7 +261,7 @@ class Coordinator:
             state.world.pause()
             self._announce(events.Regathering())
         state.members.add(name, rejoin, now_s, rejoin.generation)
-        state.regathering.add(rejoin)
+        state.regathering.add(rejoin, now_s)
         self._announce(events.Joined(name, rejoin.role, rejoin.rank, rejoin.pid))
         succession.go_on(state, now_s)
 

@@ -3,6 +3,10 @@
 Servers stop, and say which steps they can go back to ("reach"); the last that all of them can, and of which the dense
 model is kept, is where training goes on; they go back, make it durable, and say so ("durable"); then the new trainers
 are told ("resume"). A server that is lost meanwhile begins one more era: its slots' new hosts may not reach as far.
+
+Where no step of training was safe yet, and tables were loaded before the first one, perhaps none is kept of which the
+dense model is known. Then all *begin anew*: servers agree on any step, and the trainers load initial values over
+whatever is there, as in a new cluster.
 """
 
 from __future__ import annotations
@@ -64,6 +68,17 @@ def choose_step(reach: Collection[messages.Reach], origin: int | None, trainers:
     least_known = max(least, origin or 0)
     known = [step for step, kept in parts.items() if least_known <= step <= most and len(kept) == trainers]
     return max(known, default=None)
+
+
+def may_begin_anew(reach: Collection[messages.Reach], done_at_origin: int) -> bool:
+    """Whether all may make everything again from the beginning, as far as the slots know.
+
+    That is exact at any time, and costs what was trained. A trainer lets the logs go beyond the first step of training
+    only once a dense snapshot is safe. So without one, all the steps of training are still in them: there are no more
+    than the logs hold. Snapshots that are off are told from that by this, too.
+    """
+    first, _ = common_steps(reach)
+    return all(said.done is None or said.done - done_at_origin <= said.applied - first for said in reach)
 
 
 class Eras:
@@ -139,6 +154,9 @@ class Eras:
         reach = back.reach.values()
         first, last = common_steps(reach)
         chosen = choose_step(reach, job.origin, job.spec.trainers)
+        if chosen is None and may_begin_anew(reach, job.done_at_origin):
+            job.origin = None
+            chosen = choose_step(reach, None, job.spec.trainers)
         if chosen is None:
             if self._partial.wanted:
                 job.lose("the trainers were lost, and with slots the dense snapshots")
@@ -152,7 +170,8 @@ class Eras:
             )
             return
         back.step = chosen
-        kept = (done for said in reach for step, done, _ in said.snapshots if step == chosen)
+        counts = job.origin is not None
+        kept = (done for said in reach for step, done, _ in said.snapshots if step == chosen and counts)
         back.done = next(kept, job.done_at_origin)
         self._partial.go_back(back.done)
         self._saving.forget_after(back.done)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from torch_ecrec.coordinator.members import Members
@@ -78,13 +78,21 @@ class RunningJob:
         self.origin = origin
         self._members.tell(messages.Loaded(origin))
 
-    def learn(self, said: Iterable[Rejoin]) -> None:
-        """The job and where training begins, as members of the coordinator before know them."""
+    def learn(self, said: Collection[Rejoin], era: int) -> None:
+        """The job and where training begins, as members of the coordinator before know them.
+
+        Initial values that are loaded may have to be loaded again in a later era, so the newest era counts, and in that
+        who knows already where it begins. `era`: the newest that this coordinator knows.
+        """
         for one in said:
             self.take(one.job)
             self.restored, self.run = one.restored, one.run
-            if one.origin is not None:
-                self.origin = one.origin
+        newest = max((one.era for one in said), default=0)
+        of_it = [one for one in said if one.era == newest]
+        told = [one for one in of_it if not one.frozen] or of_it
+        origins = [one.origin for one in told if one.origin is not None]
+        if newest > era or (newest == era and origins):
+            self.origin = origins[0] if origins else None
 
     def lose(self, reason: str) -> None:
         """More is lost than can be repaired, also in part: ends the job, or goes back to a checkpoint."""

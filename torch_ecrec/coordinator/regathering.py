@@ -1,14 +1,15 @@
 """A coordinator that was started again knows nothing: members of the one before tell it what they know.
 
-It waits until everybody of the newest placement has rejoined, or `REGATHER_S` from the first; who is missing then is
-lost. A server that nobody can reach who is back is not waited for: its host went with the coordinator's, or is cut off
-from all. Where more would be lost than parity repairs it waits for a lease, 10 s at most: what took the coordinator may
-have taken a member's way to it, too, and nothing is won by ending a job sooner. What they said, taken together, is
-`Knowledge`.
+It waits until everybody of the newest placement has rejoined, or `REGATHER_S` from the first, and `LATE_S` from the
+last: who comes late may not be alone, since others were behind the same switch. Who is missing then is lost. A server
+that nobody can reach who is back is not waited for: its host went with the coordinator's, or is cut off from all. Where
+more would be lost than parity repairs it waits for a lease, 10 s at most: what took the coordinator may have taken a
+member's way to it, too, and nothing is won by ending a job sooner. What they said, taken together, is `Knowledge`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from torch_ecrec.protocol.wire import NO_HOST, SlotPlace
 from torch_ecrec.spec.job import JobSpec
 
 REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for the others
+LATE_S = 1.0  # after the last who has come: members look for a coordinator every second
 BEYOND_MOST_S = 10.0  # for those whose loss would be more than parity repairs
 
 
@@ -115,14 +117,16 @@ class Regathering:
         self.said: dict[str, Rejoin] = {}
         self._cannot_reach: dict[str, frozenset[str]] = {}  # who is back -> whom not, as it has said last
         self._until_s = self.last_s = 0.0
+        self._settled_s = math.inf  # since when nobody is missing whom it waits for
 
     def begin(self, now_s: float, lease_s: float) -> None:
         self.active, self.said, self._until_s = True, {}, now_s + REGATHER_S
-        self._cannot_reach = {}
+        self._cannot_reach, self._settled_s = {}, math.inf
         self.last_s = now_s + max(min(lease_s, BEYOND_MOST_S), REGATHER_S)
 
-    def add(self, rejoin: Rejoin) -> None:
+    def add(self, rejoin: Rejoin, now_s: float) -> None:
         """A member has told what it knows."""
+        self._until_s = max(self._until_s, min(now_s + LATE_S, self.last_s))
         self.said[rejoin.name] = rejoin
         self._cannot_reach.pop(rejoin.name, None)
 
@@ -165,8 +169,9 @@ class Regathering:
             hosts = {server for server, _, _ in placement.slots if server != NO_HOST}
             settled = self.said.keys() | self.gone(known)
             if hosts <= settled:  # spares may be a little later; no trainer is gone: all of them are back, or done
-                all_here = known.world <= settled
-                self._until_s = min(self._until_s, now_s + (0 if all_here else SPARES_S))
+                self._settled_s = min(self._settled_s, now_s)
+                return now_s >= min(self._until_s, self._settled_s + (0 if known.world <= settled else SPARES_S))
+        self._settled_s = math.inf  # perhaps not any more: somebody can be reached again
         return now_s >= self._until_s
 
     def end(self) -> Knowledge:

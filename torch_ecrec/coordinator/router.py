@@ -108,7 +108,7 @@ class Router:
         self.core = Coordinator(settings, self._send, self._tell_watchers, ledger)
         self._settings, self._ledger, self._looks = settings, ledger, looks
         self._found: tuple[Restorable | None, int] | None = None  # what was looked for
-        self._hindrance = ""  # why there is nothing to begin with
+        self._hindrance = self.trouble = ""  # why there is nothing to begin with; why that is not known yet
         self._looks_back = False  # for the checkpoint that the cluster goes back to
         self._looks_for: Coordinator | None = None  # whose lost slots are to begin anew
         self.refused = 0  # messages, since the start
@@ -121,8 +121,7 @@ class Router:
         self._watchers: dict[Peer, None] = {}
         self._away: dict[str, Away] = {}
         self._probes = 0
-        self._refusals = 0  # that the log was not told of yet
-        self._told_s = -REFUSED_SHOWN_S
+        self._refusals, self._told_s = 0, -REFUSED_SHOWN_S  # that the log was not told of yet; when it was told last
 
     # out ----------------------------------------------------------------------------------------
 
@@ -372,5 +371,6 @@ class Router:
     def status(self, now_s: float) -> Message:
         """Everything that `torch-ecrec status` shows."""
         looks = self._looks_back or (self._looks and self.core.job is None)  # also: found, and joins still wait
-        about = {"looks": looks, "refused_messages": self.refused}
-        return {**self.core.status(now_s), **about, "cannot_begin": self._hindrance if self.looks else ""}
+        why, trouble = (self._hindrance, self.trouble) if self.looks else ("", "")
+        about = {"cannot_begin": why, "store_trouble": trouble, "refused_messages": self.refused}
+        return {**self.core.status(now_s), "looks": looks, **about}

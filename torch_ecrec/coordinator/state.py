@@ -87,7 +87,7 @@ class ClusterState:
             self.members.follow(one.life)
         self.members.done |= known.done
         self.world.learn(said)
-        self.job.learn(said)
+        self.job.learn(said, self.eras.number)
         self.eras.learn(said)
         self.partial.renewals = known.renewals
         self.saving.known = known.saves

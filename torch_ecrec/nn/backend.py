@@ -26,7 +26,10 @@ class EmbeddingBackend(Protocol):
     trainer: int
     trainers: int
     snapshot_every: int  # `snapshot` is called after each step that is a multiple of it; 0: never
-    restarted: bool  # the cluster has trained before: `load` does nothing, `resume` says where training goes on
+
+    @property
+    def restarted(self) -> bool:
+        """The cluster has trained before: `load` does nothing, `resume` says where training goes on."""
 
     @property
     def step(self) -> int:

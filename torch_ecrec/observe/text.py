@@ -62,6 +62,7 @@ def format_status(status: Message) -> str:
         lines.append(f"has nothing to begin with, and refuses whoever joins: {status['cannot_begin']}")
     elif status.get("looks"):
         lines.append("looks for a checkpoint to begin with: whoever joins waits until it is found, or there is none")
+        lines += [f"  not yet: {status['store_trouble']}"] if status.get("store_trouble") else []
     if status.get("partial"):
         lines.append(format_partial(status["partial"]))
     if status.get("checkpoints"):

@@ -22,7 +22,8 @@ from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.processes.leadership import Acting, Office
-from torch_ecrec.processes.restoring import NONE, find_again
+from torch_ecrec.processes.looks import LIMIT_S, Looks
+from torch_ecrec.processes.restoring import NEWEST, NONE, find_again
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.processes.supervisor import START_S
@@ -170,15 +171,22 @@ class _Coordinator:
     def _first_begins_with(self) -> str:
         """What the run begins with that this coordinator is the first to lead."""
         told = self._told
-        begins = find_checkpoint(told.restore, told.checkpoint.url) if told.restore else None
+        begins = self._find(told.checkpoint.url) if told.restore else None
         return NONE if begins is None else begins[0].folder
+
+    def _find(self, url: str, began_with: str = "") -> Restorable | None:
+        """What the words name. A store that hangs is an error: nobody listens here meanwhile."""
+        told = self._told
+        where = url if told.restore == NEWEST else told.restore
+        look = lambda: find_checkpoint(told.restore, url, began_with)  # noqa: E731
+        return Looks(look, where, min(told.checkpoint.timeout_s, LIMIT_S), log.warning).look()
 
     def _begins(self, url: str, began_with: str) -> Restorable | None:
         """What a new run begins with. Where that is not to be had, it may be no new run: a coordinator that is started
         again by hand has the same words as the one before, which may have removed what it began with."""
         told = self._told
         try:
-            return find_checkpoint(told.restore, url, began_with) if told.restore else None
+            return self._find(url, began_with) if told.restore else None
         except CheckpointError as error:
             if not told.alone:
                 raise
@@ -218,14 +226,18 @@ class _Coordinator:
         """A thread of one that takes the place of another: finds what the cluster begins with if nobody is left who
         trains. What cannot be read is tried again: training does not need it. What is not there, too, since somebody
         may bring it back; but who joins is told."""
-        since_s = time.monotonic()
+        since_s, wanted = time.monotonic(), self._told.restore
+        looks = Looks(
+            lambda: find_again(checkpoint.run, checkpoint.url, checkpoint.beyond, wanted, began_with),
+            checkpoint.url or wanted,
+            min(checkpoint.timeout_s, LIMIT_S),
+            self._say_trouble,
+        )
         while True:
             try:
-                begins, life = find_again(
-                    checkpoint.run, checkpoint.url, checkpoint.beyond, self._told.restore, began_with
-                )
+                begins, life = looks.look()
             except CheckpointError as error:
-                log.warning("is there a checkpoint to begin with, if nobody is left who trains? %s", error)
+                self._say_trouble(str(error))
                 if not isinstance(error, StoreUnavailable) and time.monotonic() > since_s + EXPECTED_S:
                     self._refuse(str(error))
                 time.sleep(LOOK_AGAIN_S)
@@ -234,6 +246,10 @@ class _Coordinator:
                 continue
             break
         self._do_soon(lambda: self._router.begin_with(begins, life, time.monotonic()))
+
+    def _say_trouble(self, why: str) -> None:
+        log.warning("is there a checkpoint to begin with, if nobody is left who trains? %s", why)
+        self._router.trouble = why
 
     def _refuse(self, why: str) -> None:
         """From any thread: there is nothing to begin with."""

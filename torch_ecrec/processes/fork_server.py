@@ -9,10 +9,11 @@ The fork server has one thread, and does nothing but fork, and tell how a child 
 MODULE ARGUMENTS` would be: with its own session, environment, folder, standard streams and command line. When the
 process that asks is gone, so is the fork server; what becomes of the children is theirs to say (`runtime/lifetime.py`).
 When the fork server dies they live on; nobody then learns their exit codes (`UNKNOWN`), and the next start makes
-another.
+another. So it does where one hangs: does not answer, and does not compute.
 
-On the way there: `start`, with five files: what to run (JSON), the folder, standard input, output and error. On the way
-back, one of `_STARTED` (with a pidfd), `_FAILED` (with an errno) and `_ENDED` (with what `waitpid` says).
+On the way there: the number of the request, with five files: what to run (JSON), the folder, standard input, output and
+error. On the way back, one of `_STARTED` (a pid and the request, with a pidfd), `_FAILED` (an errno and the request)
+and `_ENDED` (a pid, and what `waitpid` says).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import importlib
 import json
 import os
@@ -37,17 +39,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, ClassVar, NoReturn
 
+from torch_ecrec.runtime.cores import wanted_s_of
 from torch_ecrec.runtime.lifetime import belongs_here, freeze
 
 UNKNOWN = 255  # exit code of a process whose fork server is gone
-START_S = 120.0  # to load all that is loaded: only a hang reaches it
-TELL_S = 2.0  # from a process's end until the fork server has told it: after that nobody will
+START_S, ANSWER_S = 60.0, 10.0  # without computing: until the first answer, for which all is loaded; until others
+IDLE = 0.02  # of a core: a process that uses less, and waits for less, does not compute
+TELL_S = 10.0  # from a process's end until the fork server has told it, if it lives: after that it hangs
 LOOK_S = 0.2
 TICK_S = 0.001
 TITLE_BYTES = 600  # room for the command line of a child
 # Variables that nothing reads while it is loaded: our own (`spec/settings.py`), a shell's, and pytest's.
 READ_LATER = re.compile(r"TORCH_ECREC_\w+|PWD|OLDPWD|SHLVL|_|PYTEST_CURRENT_TEST")
-_REPLY = struct.Struct("<cqq")
+_ASKED, _REPLY = struct.Struct("<q"), struct.Struct("<cqq")
 _STARTED, _FAILED, _ENDED = b"s", b"f", b"e"
 
 
@@ -70,6 +74,7 @@ class Forked:
         self.stdin: IO[bytes] | None = None
         self.stdout: IO[bytes] | None = None
         self._server, self._pidfd, self._gone_s = server, pidfd, 0.0
+        self.told_s = TELL_S  # after its end; 0: nobody will tell
 
     def poll(self) -> int | None:
         """The exit code (of a signal: negative), or None while it lives."""
@@ -87,9 +92,7 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         """Sends a signal, unless it has ended: its pid may be another's then."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, number)
+        self._server.send_signal(self, number)
 
     def terminate(self) -> None:
         """Asks it to end."""
@@ -100,11 +103,16 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def is_gone(self) -> bool:
-        """Whether it has ended, for so long that its exit code should have been told."""
+        """Whether it has ended, and for so long that its exit code should have been told."""
         if not _is_readable(self._pidfd, 0.0):
             return False
         self._gone_s = self._gone_s or time.monotonic()
-        return time.monotonic() - self._gone_s > TELL_S
+        return time.monotonic() - self._gone_s >= self.told_s
+
+    def signal(self, number: int) -> None:
+        """Sends a signal. While nobody closes what tells its end."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
 
     def end_with(self, code: int) -> None:
         """Notes its exit code."""
@@ -146,6 +154,7 @@ class ForkServer:
         self._starting, self._receiving = threading.Lock(), threading.Lock()
         self._children: dict[int, Forked] = {}  # that live, as far as is known
         self._reply: Forked | OSError | None = None
+        self._number, self._answered = 0, False  # of the last request; whether this fork server has answered one
         belongs_here(self)
 
     @classmethod
@@ -221,9 +230,19 @@ class ForkServer:
         with self._receiving:
             self._receive()
             if child.returncode is None and child.is_gone():
-                self._children.pop(child.pid, None)
+                if child.told_s:  # it hangs, and will tell nobody's
+                    self._lose()
+                if self._children.get(child.pid) is child:
+                    del self._children[child.pid]
                 child.end_with(UNKNOWN)
             return child.returncode
+
+    def send_signal(self, child: Forked, number: int) -> None:
+        """To a child, unless it has ended. (Another thread may learn that at any moment, and close its pidfd.)"""
+        with self._receiving:
+            self._receive()
+            if child.returncode is None:
+                child.signal(number)
 
     def close(self) -> None:
         """Ends the fork server, unless others use it, too; children live on. Each user calls it once."""
@@ -258,10 +277,10 @@ class ForkServer:
 
     def _ask(self, files: list[int], look: Callable[[], None]) -> Forked:
         sock = self._sock if self._sock is not None else self._begin()
-        self._reply = None
-        deadline_s = time.monotonic() + START_S
+        self._reply, self._number = None, self._number + 1
+        waiting = _Waiting(self._process.pid if self._process is not None else 0)
         with contextlib.suppress(ConnectionError):  # it has died: its end is read below
-            socket.send_fds(sock, [b"start"], files)
+            socket.send_fds(sock, [_ASKED.pack(self._number)], files)
         while True:
             reply = self._answer()
             if isinstance(reply, OSError):
@@ -270,8 +289,9 @@ class ForkServer:
                 return reply
             if self._sock is not sock:
                 raise OSError("the process that starts others has died")
-            if time.monotonic() > deadline_s:
-                raise OSError(f"the process that starts others did not answer within {START_S:g} s")
+            if waiting.idle_s() > (limit_s := ANSWER_S if self._answered else START_S):
+                self._end()  # the next start makes another
+                raise OSError(f"the process that starts others hangs: no answer, nor work, for {limit_s:g} s")
             look()
             _is_readable(sock.fileno(), LOOK_S)
 
@@ -289,13 +309,17 @@ class ForkServer:
                 [*words, " " * TITLE_BYTES],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                # without any, no child would have one, whatever file it is given
+                stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
                 env=self._environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                # Ctrl-C reaches us, not it. In our session: when we are gone, the kernel ends it even if it is stopped
+                # (a process group that becomes orphaned gets SIGHUP and SIGCONT, if a process of it is stopped).
+                process_group=0,
             )
         atexit.register(self._end)
         ours.setblocking(False)
-        self._sock = ours
+        self._sock, self._answered = ours, False
         return ours
 
     def _receive(self) -> None:
@@ -313,17 +337,48 @@ class ForkServer:
             for file in files:
                 os.set_inheritable(file, False)
             kind, number, more = _REPLY.unpack(data)
+            self._answered = True
             if kind == _STARTED:
-                self._reply = self._children[number] = Forked(self, number, files[0])
-            elif kind == _FAILED:
+                self._take(number, files, more == self._number)
+            elif kind == _FAILED and more == self._number:
                 self._reply = OSError(number, os.strerror(number))
             elif number in self._children:
                 self._children.pop(number).end_with(os.waitstatus_to_exitcode(more))
+
+    def _take(self, pid: int, files: list[int], asked: bool) -> None:
+        """A child. `asked`: by the last request; else nobody waits for it any more."""
+        if not files:  # there was no room for its pidfd. Whoever asked is told, and closes its standard input
+            self._reply = OSError(errno.EMFILE, os.strerror(errno.EMFILE)) if asked else self._reply
+            return
+        child = self._children[pid] = Forked(self, pid, files[0])
+        if asked:
+            self._reply = child
+        else:
+            child.signal(signal.SIGKILL)
 
     def _lose(self) -> None:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+        for child in self._children.values():
+            child.told_s = 0.0
+        self._children = {}  # the next fork server's may have their numbers
+
+
+class _Waiting:
+    """For a process's answer: how long it has not computed, as somebody looks often enough."""
+
+    def __init__(self, process: int) -> None:
+        self._process, self._looked_s, self._wanted_s = process, time.monotonic(), wanted_s_of(process)
+        self._idle_s = 0.0
+
+    def idle_s(self) -> float:
+        """By now."""
+        now_s, wanted_s = time.monotonic(), wanted_s_of(self._process)
+        passed_s = min(now_s - self._looked_s, 2 * LOOK_S)  # not while this process was stopped
+        self._idle_s = 0.0 if wanted_s - self._wanted_s > IDLE * passed_s else self._idle_s + passed_s
+        self._looked_s, self._wanted_s = now_s, wanted_s
+        return self._idle_s
 
 
 def _is_readable(file: int, limit_s: float) -> bool:
@@ -337,9 +392,13 @@ def _is_readable(file: int, limit_s: float) -> bool:
 def _file_of(spec: object) -> int:
     """A file in memory, at its beginning: an environment may be longer than a message."""
     file = os.memfd_create("torch-ecrec-start")
-    with os.fdopen(os.dup(file), "wb") as out:
-        out.write(json.dumps(spec).encode())
-    os.lseek(file, 0, os.SEEK_SET)
+    try:
+        with os.fdopen(file, "wb", closefd=False) as out:
+            out.write(json.dumps(spec).encode())
+        os.lseek(file, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(file)
+        raise
     return file
 
 
@@ -374,7 +433,7 @@ def _serve(sock: socket.socket) -> list[int]:
         try:
             pid = os.fork()
         except OSError as error:
-            sock.sendall(_REPLY.pack(_FAILED, error.errno or 0, 0))
+            sock.sendall(_REPLY.pack(_FAILED, error.errno or 0, *_ASKED.unpack(data)))
         else:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -383,14 +442,14 @@ def _serve(sock: socket.socket) -> list[int]:
                 os.close(woken)
                 os.close(wake)
                 return list(files)
-            _tell_start(sock, pid)
+            _tell_start(sock, pid, *_ASKED.unpack(data))
         for file in files:
             os.close(file)
 
 
-def _tell_start(sock: socket.socket, pid: int) -> None:
+def _tell_start(sock: socket.socket, pid: int, number: int) -> None:
     pidfd = os.pidfd_open(pid)  # not reaped before the next look: it is this child's
-    socket.send_fds(sock, [_REPLY.pack(_STARTED, pid, 0)], [pidfd])
+    socket.send_fds(sock, [_REPLY.pack(_STARTED, pid, number)], [pidfd])
     os.close(pidfd)
 
 
@@ -437,8 +496,15 @@ def main() -> NoReturn:
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     _load(sys.argv[2:-1])
+    for stream in (sys.stdout, sys.stderr):  # what a library has printed is not for the children to say again
+        if stream is not None:
+            stream.flush()
     freeze()
-    _become(_serve(sock))
+    try:
+        files = _serve(sock)
+    except ConnectionError:  # whoever asks is gone
+        os._exit(0)
+    _become(files)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from torch_ecrec.processes.restoring import StoredCheckpoint
 from torch_ecrec.processes.scribe import FileScribe
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.runtime import allocator, byte_sums
-from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, freeze, on_signals
+from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_within, freeze, on_signals
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings, restarts
@@ -52,6 +52,7 @@ WAKE_S = 1.0  # a signal may come to another thread than the one that waits, and
 LEAVE_S = 30.0  # for the last acknowledgements, where nobody has waited for them
 WAITS_S = 5.0  # before it is told that other trainers are waited for
 LOGS = "torch-ecrec-"  # folders with logs of local clusters, where temporary files are
+LET_GO_S = 30.0  # of slots, once a membership is over: one that was taken for lost may hang, and its memory is wanted
 ABORT_S = 5.0  # for which a trainer may wait for others in vain, once the cluster has ended
 
 
@@ -126,9 +127,10 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
     on_signals(end_at_once)
     while not ends.empty():  # told to end just before, when the reason was another
         reason = later if isinstance(later := ends.get(), KeyboardInterrupt) else reason
-    member.close()
-    if hosts:
-        hosts[0].end()
+    with ends_within(LET_GO_S, f"{member.name} did not let go of its slots", Fenced.exit_code):
+        member.close()
+        if hosts:
+            hosts[0].end()
     if not isinstance(reason, KeyboardInterrupt):
         log.info("%s ends: %s", member.name, reason)
     return reason

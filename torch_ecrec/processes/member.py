@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
+from torch_ecrec.processes.heartbeats import Heartbeats
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
@@ -40,7 +41,6 @@ from torch_ecrec.transport.whereabouts import follow, reach, whereabouts
 
 log = logging.getLogger(__name__)
 
-BEAT_MOST_S = 0.25  # between two heartbeats; figures go with one in `heartbeat_s`
 CLOSE_S = 1.0  # how long a server that ends waits for a connection to say so
 FAREWELL_S = 30.0  # how long a trainer that is done stays for the coordinator, or the next one, to hear it
 
@@ -102,7 +102,7 @@ class Member:
     ) -> None:
         if settings.join is None:
             raise ValueError("no cluster named: `settings.join` (TORCH_ECREC_JOIN) must be HOST:PORT or etcd://...")
-        self.settings, self._on_control, self._on_end, self._report = settings, on_control, on_end, report
+        self.settings, self._on_control, self._on_end = settings, on_control, on_end
         self._make_node, self._known = make_node, known
         self.name = ""
         self.restarted = False  # a trainer: the cluster has trained before
@@ -120,7 +120,7 @@ class Member:
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
         self._connected, self._cut = threading.Event(), threading.Event()
         self._why_cut = ""
-        self._beats = Heartbeats(settings.heartbeat_s, self.on_error)
+        self._beats = Heartbeats(settings, self._timers, lambda: self.node, self.on_error)
         self._control: ControlClient | None = None
         self._leader: Leader | None = None  # whom the last connection is with
         self._sign: SignOfLife | None = None
@@ -134,7 +134,7 @@ class Member:
             raise
         generations.start()
         threading.Thread(target=self._stay_connected, name="rejoin", daemon=True).start()
-        self._beats.timers.later(settings.heartbeat_s, self._beat)
+        self._beats.begin(self.tell, self._unreachable, lambda: {**report(), **figures_of(self.transport)})
 
     def _join(self) -> GenerationFollower:
         """Asks until a coordinator answers: one that ends meanwhile is replaced, as for a member that has joined."""
@@ -309,9 +309,9 @@ class Member:
         elif not self._cut.is_set():
             self._connected.set()
 
-    def _beat(self) -> None:
-        self.tell(self._beats.word(self.transport, self._report))
-        self._beats.timers.later(self._beats.pause_s, self._beat)
+    def _unreachable(self) -> list[str]:
+        assert self.transport is not None
+        return self.transport.unreachable()
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""
@@ -388,28 +388,6 @@ def by_kind(bytes_sent: Mapping[str, int]) -> dict[str, int]:
     for name, size in bytes_sent.items():
         kinds[KINDS.get(name, "other")] += size
     return kinds
-
-
-class Heartbeats:
-    """When they are due: several times a second, so that a silence is noticed; with figures once in `heartbeat_s`.
-
-    On a thread of their own: what else is done later waits for the node, which may draw first values for a minute.
-    """
-
-    def __init__(self, heartbeat_s: float, on_error: Callable[[BaseException], None]) -> None:
-        self.timers = Timers(on_error, "heartbeat")
-        self.pause_s = min(heartbeat_s, BEAT_MOST_S)
-        self._heartbeat_s = heartbeat_s
-        self._due_s = 0.0
-
-    def word(self, transport: Transport | None, report: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The one that is due now."""
-        assert transport is not None
-        word, now_s = {"type": "beat", "unreachable": transport.unreachable()}, time.monotonic()
-        if now_s < self._due_s:
-            return word
-        self._due_s = now_s + self._heartbeat_s
-        return {**word, "report": {**report(), **figures_of(transport)}}
 
 
 class GenerationFollower:

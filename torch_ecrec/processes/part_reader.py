@@ -14,6 +14,7 @@ from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.spec.job import CodeSpec, JobSpec
+from torch_ecrec.storage.ahead import read_ahead
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.restoring import records_of, require_same_model
@@ -21,6 +22,7 @@ from torch_ecrec.storage.saves import Save, Saves
 
 log = logging.getLogger(__name__)
 
+AHEAD = 1  # pieces that are read while one is taken; above all, one that never comes is not waited for for ever
 Run = Callable[[Callable[[], None]], None]  # `Node.run`
 Calls = tuple[Run, Callable[[int, Positions, Bytes], None], Callable[[], None], Callable[[str], None]]
 
@@ -89,7 +91,7 @@ class FileReading:
 
 def _work(renewal: Renewal, job: JobSpec, slot: int, reading: FileReading) -> None:
     try:
-        for slab, positions_N, records_NB in slot_records(renewal, job, slot):
+        for slab, positions_N, records_NB in read_ahead(slot_records(renewal, job, slot), AHEAD, renewal.url):
             if reading.cancelled:
                 return
             reading.take(slab, positions_N, records_NB)

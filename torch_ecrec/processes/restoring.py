@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,21 +16,25 @@ from torch import Tensor
 from torch_ecrec.coordinator.checkpointing import Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.layout.stripes import Layout, layout_of
+from torch_ecrec.processes.looks import LIMIT_S, Looks
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Beyond
 from torch_ecrec.storage.ahead import read_ahead
-from torch_ecrec.storage.catalog import Broken, Catalog, Listing
+from torch_ecrec.storage.catalog import Broken, Catalog
 from torch_ecrec.storage.manifest import ADVICE, Manifest
 from torch_ecrec.storage.parts import Block
 from torch_ecrec.storage.restoring import dense_of, records_of
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 NEWEST = "newest"
 NONE = "none"
 UNASKED = "more is lost than parity repairs, and with --beyond stop nobody goes back to a checkpoint unasked"
+DENSE_S = 3600.0  # for the dense model, which is read at once; only a store that hangs reaches it
 AHEAD = 4  # blocks that are read while others are sent
 
 
@@ -79,13 +84,13 @@ def find_again(run: str, url: str, beyond: Beyond, wanted: str, began_with: str)
     Raises:
         CheckpointError: there is nothing that the cluster may begin with, and why; StoreUnavailable: nobody can tell.
     """
-    newest, life = newest_of(run, url) if url else (None, 0)
+    newest, life, broken = _found(run, url) if url else (None, 0, [])
     if newest is not None and beyond == "stop":
         raise CheckpointError(
             f"{UNASKED}: end this cluster, and begin another with --restore {url}@{newest[0].done}, the newest"
             " checkpoint of this run"
         )
-    if beyond == "stop" and url and (broken := _broken(Catalog(url).listing(), run)):
+    if beyond == "stop" and broken:
         raise CheckpointError(
             f"{UNASKED}, and of this run's none can be read: {broken[0].reason}; or end this cluster, and begin another"
         )
@@ -114,23 +119,26 @@ def newest_of(run: str, url: str) -> tuple[tuple[Restored, JobSpec] | None, int]
     Raises:
         CheckpointError: the place cannot be read, or what the checkpoint builds on is not there.
     """
+    newest, life, _ = _found(run, url)
+    return newest, life
+
+
+def _found(run: str, url: str) -> tuple[Restorable | None, int, list[Broken]]:
+    """As `newest_of`; and those of the run that cannot be read. The store is listed once."""
     catalog = Catalog(url)
     listing = catalog.listing()
+    broken = [one for one in listing.broken if run_of(one.folder) == run]
     names = [*(one.id for one in listing.whole), *listing.unfinished, *(one.folder for one in listing.broken)]
     life = 1 + max((attempt_of(name)[0] for name in names if run_of(name) == run), default=0)
-    for one in _broken(listing, run):
+    for one in broken:
         if one.unavailable:
             raise StoreUnavailable(one.reason)
         log.warning("checkpoint %s is passed over: %s", one.folder, one.reason)
     newest = next((one for one in listing.whole if run_of(one.id) == run), None)
     if newest is None:
-        return None, life
+        return None, life, broken
     catalog.chain(newest)
-    return (Restored(url, newest.id, newest.done), newest.spec), life
-
-
-def _broken(listing: Listing, run: str) -> list[Broken]:
-    return [one for one in listing.broken if run_of(one.folder) == run]
+    return (Restored(url, newest.id, newest.done), newest.spec), life, broken
 
 
 class StoredCheckpoint:
@@ -152,7 +160,11 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def _manifest(self) -> Manifest:
-        return self._catalog.read(self._restored.folder)
+        return self._ask(lambda: self._catalog.read(self._restored.folder))
+
+    def _ask(self, ask: Callable[[], T], limit_s: float | None = None) -> T:
+        """Of a store that may hang."""
+        return Looks(ask, self._restored.url, LIMIT_S if limit_s is None else limit_s, log.warning).look()
 
     @property
     def done(self) -> int:
@@ -176,7 +188,7 @@ class StoredCheckpoint:
             found = records_of(self._catalog, self._manifest, mine=mine, slots=slots_of[trainer])
         elif trainer == 0:
             found = records_of(self._catalog, self._manifest)
-        for slab, rows_N, records_NB in read_ahead(found, AHEAD):
+        for slab, rows_N, records_NB in read_ahead(found, AHEAD, self._restored.url):
             yield slab, torch.from_numpy(rows_N), torch.from_numpy(records_NB)
 
     @functools.cached_property
@@ -186,7 +198,8 @@ class StoredCheckpoint:
 
     def _slots_of(self, trainers: int) -> list[list[int]] | None:
         """Whose parts each trainer reads: the largest first, to who has least. None: trainer 0 reads all."""
-        chain, code = self._catalog.chain(self._manifest), self._manifest.spec.code
+        manifest = self._manifest
+        chain, code = self._ask(lambda: self._catalog.chain(manifest)), manifest.spec.code
         if any(
             one.spec.code != code or sorted(part.slot for part in one.parts) != [*range(code.slots)] for one in chain
         ):
@@ -216,7 +229,8 @@ class StoredCheckpoint:
 
     def dense(self) -> list[tuple[Tensor, list[int]]]:
         """Every trainer's part of the dense model, in their order: payload (n,) uint8, and header."""
-        parts = dense_of(self._catalog, self._manifest)
+        manifest = self._manifest
+        parts = self._ask(lambda: dense_of(self._catalog, manifest), DENSE_S)
         if any(header[:1] != [self.done] for header, _ in parts.values()):
             raise CheckpointError(f"{self._restored.folder}: the dense model is of another step than the tables")
         found = ((np.frombuffer(payload, np.uint8).copy(), header) for header, payload in parts.values())

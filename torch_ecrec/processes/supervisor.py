@@ -45,6 +45,7 @@ POLL_S = 0.2
 QUICK_S = 10.0  # a process that lived for less has ended soon after its start
 PAUSES_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next start, by how many have ended soon
 COORDINATOR_TRIES = 7
+NO_ROOM = (OSError, MemoryError, RuntimeError)  # the last: no thread can be started
 FINAL = (0, 2, 3)  # exit codes of a server
 LOADED = ("torch_ecrec.processes.launch:warm", "torch_ecrec.processes.coordination")  # before processes are forked
 
@@ -258,7 +259,7 @@ class Supervisor:
             self._due.remove(entry)
             try:
                 self.start_server(entry[1])
-            except OSError as error:  # no memory, no files, no room for a log: perhaps later
+            except NO_ROOM as error:  # no memory, no files, no room for a log: perhaps later
                 quick = entry[1] + 1
                 log.error("a server cannot be started: %s; tries again in %g s", error, _pause_s(quick))
                 self._due.append((now_s + _pause_s(quick), quick))
@@ -276,7 +277,7 @@ class Supervisor:
                 self.coordinator = self._start_coordinator(*self.address, quick=quick)
                 self._read_address()
                 return
-            except (OSError, ClusterError) as error:
+            except (*NO_ROOM, ClusterError) as error:
                 log.error("it did not start: %s", error)
             self._forget(self.coordinator)
             quick += 1

@@ -5,6 +5,8 @@
     keep_exit_code     whoever is told to end once more while the interpreter ends has the exit code that it had
     belongs_here       what a forked child lets go of
     end_if_it_hangs    ends it, in the end, if its thread waits for a process that will never answer
+    ends_within        ends it if what is done takes longer
+    end_with_stacks    ends it
 
 A *forked child* (a worker of a `DataLoader`) has a copy of every open file. The end of a process is noticed by the end
 of its connections, and they end when the last copy is closed; so a child closes its copies at once, and it shuts
@@ -25,9 +27,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Protocol
+
+from torch_ecrec.runtime.cores import ran_s
 
 INTERRUPTED = 130  # the exit code
 LOOK_S = 0.25
@@ -143,18 +147,32 @@ def end_if_it_hangs(thread: threading.Thread, knows: Callable[[], bool], limit_s
                 awaited = [one for one in threading.enumerate() if not one.daemon and one not in ours]
             found = [looks.get(one.ident or 0) for one in awaited]
             if found and all(look is not None and look.hangs_s >= limit_s for look in found):
-                _end(f"torch-ecrec: {why}; this process waited for others, for {limit_s:g} s in vain", code)
+                end_with_stacks(f"torch-ecrec: {why}; this process waited for others, for {limit_s:g} s in vain", code)
             del frames, found
             time.sleep(LOOK_S)
 
     threading.Thread(target=watch, name="hanging", daemon=True).start()
 
 
+@contextlib.contextmanager
+def ends_within(limit_s: float, why: str, code: int) -> Iterator[None]:
+    """Ends this process, with all stacks on standard error and this exit code, if what is inside takes longer."""
+    watch = threading.Timer(
+        limit_s, lambda: end_with_stacks(f"torch-ecrec: {why} within {limit_s:g} s: it hangs", code)
+    )
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
 class _Look:
     """One thread at one moment. `hangs_s`: for how long it has been seen to hang."""
 
     def __init__(self, thread: threading.Thread, frame: FrameType, before: _Look | None) -> None:
-        self._at_s, self._ran_s = time.monotonic(), _ran_s(thread)
+        self._at_s, self._ran_s = time.monotonic(), ran_s(thread.native_id)
         self._stack: list[tuple[int, int]] = []
         waits = _waits_for_others(frame)
         at: FrameType | None = frame
@@ -166,13 +184,6 @@ class _Look:
             passed_s = min(self._at_s - before._at_s, 2 * LOOK_S)  # not while this process was stopped
             if self._ran_s - before._ran_s <= IDLE * passed_s:
                 self.hangs_s = before.hangs_s + passed_s
-
-
-def _ran_s(thread: threading.Thread) -> float:
-    """How long a thread has had a core so far; 0 where the system does not say."""
-    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
-        return int(file.read().split()[0]) / 1e9
-    return 0.0
 
 
 def _waits_for_others(frame: FrameType | None) -> bool:
@@ -194,7 +205,8 @@ def _is_over(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_globals.get("__name__") == "threading" and frame.f_code.co_name == "_shutdown"
 
 
-def _end(text: str, code: int) -> None:
+def end_with_stacks(text: str, code: int) -> None:
+    """Ends this process at once, with what its threads do on standard error."""
     with contextlib.suppress(OSError):  # nobody to tell, or no room: it ends all the same
         print(text, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr)

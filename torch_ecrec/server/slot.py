@@ -214,7 +214,7 @@ class Slot:
                 return
             self.inbox.on_applied(step)
             iteration = None if isinstance(due, list) else due[0].iteration
-            self.not_trained = self.not_trained if iteration is None else step - iteration
+            self.not_trained = _not_trained(self.not_trained, step, iteration)
             self.rule.on_applied(step)
             self.log.append(step, *change)
             self.checkpoints.on_applied(step, *change[:2], iteration)
@@ -360,3 +360,10 @@ class Slot:
     def tell(self, kind: str, **more: object) -> None:
         """Tells the coordinator something of this incarnation."""
         self.host.tell({"type": kind, "slot": self.index, "incarnation": self.incarnation, **more})
+
+
+def _not_trained(before: int | None, step: int, iteration: int | None) -> int | None:
+    """How many steps up to `step` are none of training. `iteration`: which one it is of training; None: it loads."""
+    if iteration is not None:
+        return step - iteration
+    return None if before is None else before + 1

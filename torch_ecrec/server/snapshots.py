@@ -130,8 +130,8 @@ class SnapshotStore:
 
     def go_back(self, step: int) -> None:
         """Training starts again after `step`: drops what came later, gets what is missing of that step."""
-        self.most = step
-        self.parts = {key: part for key, part in self.parts.items() if key[0] <= step}
+        self.most = step if self.host.origin is not None else 0  # all begin anew: none counts
+        self.parts = {key: part for key, part in self.parts.items() if key[0] <= self.most}
         if not self.complete:
             self._copy()
 

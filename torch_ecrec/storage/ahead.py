@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
+from torch_ecrec.errors import StoreUnavailable
+
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
 
-def read_ahead(items: Iterator[T], most: int) -> Generator[T, None, None]:
+HANGS_S = 300.0  # for one item of a store, before it counts as gone
+QUIET_S = 10.0  # before it is told
+
+
+def read_ahead(items: Iterator[T], most: int, where: str = "the store") -> Generator[T, None, None]:
     """The same items in the same order, drawn by a thread of its own, up to `most` before they are asked for.
 
     What drawing raises is raised in its place. Whoever stops early closes the generator, as a loop that is left does:
     no further item is begun then.
+
+    Raises:
+        StoreUnavailable: the store (`where`) has given none for `HANGS_S`; a call that never returns keeps its thread.
     """
     found = queue.SimpleQueue[tuple[T | None, BaseException | None]]()
     room, unwanted = threading.Semaphore(most), threading.Event()
@@ -29,7 +40,7 @@ def read_ahead(items: Iterator[T], most: int) -> Generator[T, None, None]:
     threading.Thread(target=draw, name="reads ahead", daemon=True).start()
     try:
         while True:
-            item, error = found.get()
+            item, error = _next_of(found, where)
             if isinstance(error, StopIteration):
                 return
             if error is not None:
@@ -39,3 +50,14 @@ def read_ahead(items: Iterator[T], most: int) -> Generator[T, None, None]:
     finally:
         unwanted.set()
         room.release()
+
+
+def _next_of(found: queue.SimpleQueue[T], where: str) -> T:
+    try:
+        return found.get(timeout=QUIET_S)
+    except queue.Empty:
+        log.warning("%s has given nothing for %g s; waits up to %g s", where, QUIET_S, HANGS_S)
+    try:
+        return found.get(timeout=HANGS_S - QUIET_S)
+    except queue.Empty:
+        raise StoreUnavailable(f"{where} has given nothing for {HANGS_S:g} s: it hangs") from None

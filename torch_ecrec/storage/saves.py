@@ -109,7 +109,12 @@ class Saves:
     """
 
     def __init__(self, location: Location) -> None:
-        self.location = location.below(SAVES)
+        self.location, self._place = location.below(SAVES), location
+
+    @property
+    def elsewhere(self) -> bool:
+        """All of them are a link to what lies elsewhere, which is somebody else's."""
+        return self._place.is_link(SAVES)
 
     def folder(self, name: str) -> Location:
         """Where the files of one are."""
@@ -200,7 +205,9 @@ class Saves:
         return gone
 
     def remove_on(self, base: str) -> list[str]:
-        """Removes those on a checkpoint that is gone; returns their names."""
+        """Removes those on a checkpoint that is gone; returns their names. None of what lies elsewhere."""
+        if self.elsewhere:
+            return []
         gone = [save.id for save in self.listing().whole if save.base == base]
         for name in gone:
             self.remove(name)

@@ -55,7 +55,7 @@ class SimulationResult:
         for slab, (mine, theirs) in enumerate(zip(self.records, undisturbed.records, strict=True)):
             assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32)), f"records of slab {slab} differ"
         every = self.scenario.snapshot_every
-        last = self.scenario.steps // every * every
+        last = self.scenario.steps // every * every if every else 0
         for trainer in range(self.scenario.trainers if last else 0):
             mine, theirs = self.snapshots[last, trainer], undisturbed.snapshots[last, trainer]
             assert torch.equal(mine, theirs), f"the last snapshot of trainer {trainer} differs"

@@ -88,10 +88,10 @@ class Verifier:
 
     def _check_snapshots(self, slots: dict[int, Slot]) -> None:
         """Of the last step that every trainer calls complete, each holder that is whole has the dense snapshot."""
-        clients = self._clients
+        clients = self._clients if self._scenario.snapshot_every else ()
         step = min((client.resumable for client in clients), default=0)
-        in_training = step > origin_of(self._clients) and all(client.origin is not None for client in clients)
-        for holder in range(self._scenario.code.parities + 1) if in_training else ():
+        in_training = all(client.origin is not None and client.is_trained(step) for client in clients)
+        for holder in range(self._scenario.code.parities + 1) if clients and in_training else ():
             if holder in slots and self._placed[holder].healthy:
                 for trainer in range(self._scenario.trainers):
                     assert (step, trainer) in slots[holder].snapshots.parts, (
@@ -105,8 +105,9 @@ class Verifier:
                 longest[what] = max(longest.get(what, 0), steps)
         for client in self._clients:
             longest["open steps"] = max(longest.get("open steps", 0), len(client.open))
-        # logs reach back to the last snapshot
-        more = self._scenario.snapshot_every - 1 + len(self._scenario.overwrites)
+        # logs reach back to the last snapshot: they hold what is loaded since the first step of training
+        overwrites = [load for after, _, load in self._scenario.overwrites if after > 0]
+        more = max(0, self._scenario.snapshot_every - 1) + len(overwrites)
         more += PINNED_STEPS if self._scenario.checkpoint.url else 0
         beyond = {what: steps for what, steps in longest.items() if steps > BOUNDS[what] + more}
         assert not beyond, f"kept for more steps than {BOUNDS}: {beyond}"

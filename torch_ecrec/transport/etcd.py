@@ -169,7 +169,8 @@ class EtcdKeys:
             return Last()
         value, about = found[0]
         said = json.loads(value)
-        return Last(said["id"], said["run"], int(about["mod_revision"]), said["began_with"])
+        # An older build has not written it: then it is not known, which counts only where nobody is left.
+        return Last(said["id"], said["run"], int(about["mod_revision"]), said.get("began_with", ""))
 
     def grant(self, ttl_s: int) -> int:
         """A lease of so many seconds."""

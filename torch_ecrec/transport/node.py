@@ -118,6 +118,7 @@ class Node:
         self.era = 0  # which life of the trainers this node takes part in
         self.placement: Placement | None = None
         self.exchanges: dict[Exchange[Any], None] = {}  # in order of creation
+        self.turn_of = 0  # the thread that is inside `run`, or was last, as the system numbers it
         self._lock = threading.Lock()
         self._answers: list[Callable[[], None]] = []
         self._outbox: list[Callable[[], None]] = []
@@ -135,6 +136,7 @@ class Node:
         return idle
 
     def _run_and_release(self, action: Callable[..., object], *args: Any) -> None:
+        self.turn_of = threading.get_native_id()
         try:
             action(*args)
         finally:

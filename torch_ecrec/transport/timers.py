@@ -43,6 +43,11 @@ class Timers:
             heapq.heappush(self._due, (time.monotonic() + delay_s, self._count, action))
             self._changed.notify()
 
+    @property
+    def thread_id(self) -> int:
+        """Of its thread, as the system numbers it."""
+        return self._thread.native_id or 0
+
     def close(self) -> None:
         """What is not due yet is not done. Waits for what is being done, unless that calls this."""
         with self._changed:

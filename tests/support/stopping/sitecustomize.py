@@ -2,11 +2,12 @@
 
 ECREC_TEST_STOP is "HOLDER SOURCE STEP": the process that hosts slot HOLDER stops itself (SIGSTOP) once it has folded
 the first of the parts that slot SOURCE sent it of STEP.
-Its first host: not the one that takes its place.
+Its first host: not the one that takes its place. With ECREC_TEST_STOP_HOW=hang only its node stops, for ever.
 """
 
 import os
 import signal
+import threading
 
 if os.environ.get("ECREC_TEST_STOP"):
     from torch_ecrec.durability import folding
@@ -19,7 +20,9 @@ if os.environ.get("ECREC_TEST_STOP"):
 
         def __iter__(self):  # type: ignore[no-untyped-def]
             for number, part in enumerate(super().__iter__()):
-                if number == 1:
+                if number == 1 and os.environ.get("ECREC_TEST_STOP_HOW") == "hang":
+                    threading.Event().wait()
+                elif number == 1:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 yield part
 

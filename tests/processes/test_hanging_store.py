@@ -1,0 +1,62 @@
+"""A store whose calls never return, and a coordinator that is started again: it says so, and goes on once they do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, wait_until
+from places import SUPPORT
+from test_checkpointing import LIMIT_S
+from test_started_again import by_hand
+
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.observe.text import format_status
+from torch_ecrec.processes.children import free_port
+from torch_ecrec.processes.member import join_message
+from torch_ecrec.transport.control import request
+
+
+@pytest.fixture
+def hangs(tmp_path: Path) -> Iterator[Path]:
+    """While it is there, the store hangs. Whoever hangs writes a line to it."""
+    path = tmp_path / "hangs"
+    path.touch()
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def environment(hangs: Path) -> dict[str, str]:
+    return {"PYTHONPATH": f"{SUPPORT / 'hanging'}{os.pathsep}{ROOT}", "ECREC_TEST_HANGS": str(hangs)}
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_who_is_started_again_says_that_the_store_hangs_and_begins_once_it_answers(tmp_path: Path, hangs: Path) -> None:
+    store = f"hanging://{tmp_path}/store"
+    words = ["--checkpoint", store, "--checkpoint-every", "5", "--checkpoint-timeout", "1", "--again", "--run", "mine"]
+    words += ["--began-with", "none"]
+    port = free_port()
+    with by_hand(tmp_path, port, words, environment(hangs)) as coordinator:
+
+        def status() -> str:
+            return format_status(request("127.0.0.1", port, {"type": "status"}, LIMIT_S))
+
+        wait_until(lambda: "has given no answer for 1 s: it hangs" in status(), LIMIT_S, "it says so")
+        assert "looks for a checkpoint to begin with" in status() and coordinator.poll() is None
+        wait_until(lambda: hangs.read_text().count("hangs") > 1, LIMIT_S, "it goes on looking")
+        hangs.unlink()
+        hello = {"role": "server", "code": {}, "birth": "b", "address": None, "domain": "here", "led": 0}
+        assert request("127.0.0.1", port, join_message(**hello), LIMIT_S)["type"] == "welcome", "it begins"
+    assert "given no answer for 1 s: it hangs" in (tmp_path / "by hand.log").read_text()
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_who_is_started_with_a_store_that_hangs_ends_and_says_so(tmp_path: Path, hangs: Path) -> None:
+    words = ["--checkpoint", f"hanging://{tmp_path}/store", "--checkpoint-every", "5", "--checkpoint-timeout", "1"]
+    with by_hand(tmp_path, 0, [*words, "--restore", "newest", "--run", "mine"], environment(hangs)) as coordinator:
+        assert coordinator.wait(LIMIT_S) == CheckpointError.exit_code
+    said = (tmp_path / "by hand.log").read_text()
+    assert hangs.read_text(), "the fault fires"
+    assert f"hanging://{tmp_path}/store has given no answer for 1 s: it hangs" in said and "Traceback" not in said

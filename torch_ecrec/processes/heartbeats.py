@@ -1,0 +1,111 @@
+"""Heartbeats of a member, and whether it deserves them: one that hangs falls silent, so that its lease ends.
+
+They have a thread of their own, since what else is done later waits for the node, which may draw first values for a
+minute. So their coming says nothing of the node by itself. Before each, a *pulse* that was sent through the timers and
+the node must be back; one that is not, while neither of the two computes, says that they hang: a deadlock, or a call
+that never returns. After a lease others go on without it. It cannot always hear that, as what the coordinator says
+waits for the node, too; so a while later its process ends: somebody starts another, who has the memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch_ecrec.errors import Fenced
+from torch_ecrec.runtime.cores import wanted_s
+from torch_ecrec.runtime.lifetime import end_with_stacks
+from torch_ecrec.spec.settings import Settings
+from torch_ecrec.transport.node import Node
+from torch_ecrec.transport.timers import Timers
+
+log = logging.getLogger(__name__)
+
+BEAT_MOST_S = 0.25  # between two heartbeats; figures go with one in `heartbeat_s`
+HANGS_S = 1.0  # without a pulse, and without computing: a heartbeat less harms nothing, so it need not be certain
+ENDS_S = 30.0  # after a lease of hanging
+IDLE = 0.05  # of a core: a thread that uses less, and waits for less, does not compute
+
+
+class Pulse:
+    """Whether a node and its timers still move, as the caller looks from time to time. `hangs_s`: for how long not.
+
+    Args:
+        timers: those of the node.
+        node: gives it.
+        pause_s: between two looks.
+    """
+
+    def __init__(self, timers: Timers, node: Callable[[], Node], pause_s: float) -> None:
+        self._timers, self._node, self._pause_s = timers, node, pause_s
+        self._back = True
+        self._looked_s = time.monotonic()
+        self._wanted_s = self.hangs_s = 0.0
+
+    def beats(self) -> bool:
+        """Whether they do, or did a moment ago."""
+        now_s, wanted_s = time.monotonic(), wanted_s_of((self._timers.thread_id, self._node().turn_of))
+        passed_s = min(now_s - self._looked_s, 2 * self._pause_s)  # not while this process was stopped
+        if self._back:
+            self.hangs_s, self._back = 0.0, False
+            self._timers.later(0.0, lambda: self._node().run(self._come_back))
+        elif wanted_s - self._wanted_s > IDLE * passed_s:
+            self.hangs_s = 0.0
+        else:
+            self.hangs_s += passed_s
+        self._looked_s, self._wanted_s = now_s, wanted_s
+        return self.hangs_s < HANGS_S
+
+    def _come_back(self) -> None:
+        self._back = True
+
+
+def wanted_s_of(threads: tuple[int, ...]) -> float:
+    """How long some threads have had a core, or waited for one; another one among them counts as computing."""
+    return sum(map(wanted_s, threads))
+
+
+class Heartbeats:
+    """When they are due: several times a second, so that a silence is noticed; with figures once in `heartbeat_s`."""
+
+    def __init__(
+        self, settings: Settings, timers: Timers, node: Callable[[], Node], on_error: Callable[[BaseException], None]
+    ) -> None:
+        self.timers = Timers(on_error, "heartbeat")
+        self.pause_s = min(settings.heartbeat_s, BEAT_MOST_S)
+        self._heartbeat_s, self._ends_s = settings.heartbeat_s, settings.lease_s + ENDS_S
+        self._due_s = 0.0
+        self._pulse, self._silent = Pulse(timers, node, self.pause_s), False
+
+    def begin(
+        self,
+        tell: Callable[[dict[str, Any]], None],
+        unreachable: Callable[[], list[str]],
+        figures: Callable[[], dict[str, Any]],
+    ) -> None:
+        """From now on they are told, until `timers` are closed. `unreachable`: whom this member cannot reach."""
+
+        def beat() -> None:
+            if not self._is_silent():
+                tell(self._word(unreachable(), figures))
+            self.timers.later(self.pause_s, beat)
+
+        self.timers.later(self._heartbeat_s, beat)
+
+    def _is_silent(self) -> bool:
+        silent = not self._pulse.beats()
+        if silent != self._silent:
+            self._silent = silent
+            log.warning("this process hangs: it says no more that it lives" if silent else "this process goes on")
+        if self._pulse.hangs_s > self._ends_s:
+            end_with_stacks(f"torch-ecrec: this process has hung for {self._ends_s:g} s", Fenced.exit_code)
+        return silent
+
+    def _word(self, unreachable: list[str], figures: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        word, now_s = {"type": "beat", "unreachable": unreachable}, time.monotonic()
+        if now_s < self._due_s:
+            return word
+        self._due_s = now_s + self._heartbeat_s
+        return {**word, "report": figures()}
