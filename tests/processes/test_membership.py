@@ -64,6 +64,12 @@ class Proxy:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
+    @property
+    def connected(self) -> int:
+        """Connections that there are, as far as nobody has ended them but `reset`."""
+        with self._lock:
+            return len(self._pairs)
+
     def reset(self) -> int:
         """Ends every connection at once; returns how many."""
         with self._lock:
@@ -127,8 +133,9 @@ def test_all_control_connections_reset_at_once_cost_nothing(tmp_path: Path, undi
         assert proxy is not None
         for step in RESETS:
             assert running.children[0].expect("held") == f"step {step}"
+            running.wait_for("all are there: four servers, two trainers", lambda _: proxy.connected >= 6)
             before = proxy.accepted
-            assert proxy.reset() >= 6, "four servers, two trainers"
+            assert proxy.reset() >= 6
             running.children[0].tell("go")
             if step != RESETS[-1]:
                 running.wait_for("all are back", lambda _, before=before: proxy.accepted >= before + 6)  # type: ignore[misc]
