@@ -12,8 +12,10 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests run in a process per core, 4 at most: many tests start some ten processes. One process: ARGS="-n 0".
-WORKERS := -n logical --maxprocesses 4 --dist worksteal
+# Tests run in a process per core and one more, 4 at most: many wait, and many start some ten processes. One process:
+# ARGS="-n 0".
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+WORKERS := -n $(shell echo $$(( $(CORES) < 3 ? $(CORES) + 1 : 4 ))) --dist worksteal
 # -qq: errors only.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 SAY := printf '[setup] %s\n'

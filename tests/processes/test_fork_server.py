@@ -273,7 +273,7 @@ def test_one_that_hangs_is_replaced_and_what_it_was_asked_for_is_nobody_s(
 
 def test_an_answer_to_a_start_that_was_given_up_is_not_taken_for_the_next_one_s(server: ForkServer) -> None:
     assert end(start(server, "exit", "0")) == 0
-    forks, ours = psutil.Process(server.pid), psutil.Process()
+    forks = psutil.Process(server.pid)
 
     def stop() -> None:
         raise KeyboardInterrupt
@@ -284,7 +284,7 @@ def test_an_answer_to_a_start_that_was_given_up_is_not_taken_for_the_next_one_s(
     forks.resume()
     child = start(server, "exit", "7")
     assert end(child) == 7, "it is the second one"
-    wait_until(lambda: (child.poll(), len(ours.children(recursive=True)) == 1)[1], LIMIT_S, "the first one is ended")
+    wait_until(lambda: (child.poll(), not forks.children())[1], LIMIT_S, "the first one is ended")
 
 
 def test_what_is_printed_while_all_is_loaded_is_not_said_by_the_children() -> None:

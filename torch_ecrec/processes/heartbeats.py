@@ -46,7 +46,7 @@ class Pulse:
 
     def beats(self) -> bool:
         """Whether they do, or did a moment ago."""
-        now_s, wanted_s = time.monotonic(), wanted_s_of((self._timers.thread_id, self._node().turn_of))
+        now_s, wanted_s = time.monotonic(), _wanted_s((self._timers.thread_id, self._node().turn_of))
         passed_s = min(now_s - self._looked_s, 2 * self._pause_s)  # not while this process was stopped
         if self._back:
             self.hangs_s, self._back = 0.0, False
@@ -62,7 +62,7 @@ class Pulse:
         self._back = True
 
 
-def wanted_s_of(threads: tuple[int, ...]) -> float:
+def _wanted_s(threads: tuple[int, ...]) -> float:
     """How long some threads have had a core, or waited for one; another one among them counts as computing."""
     return sum(map(wanted_s, threads))
 
