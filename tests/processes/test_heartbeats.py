@@ -106,7 +106,7 @@ def test_one_that_was_stopped_does_not_take_that_for_hanging(monkeypatch: pytest
     """It wakes up, and finds that its pulse is not back, and that it has not computed."""
     now_s, sent = [1000.0], []
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr(module, "wanted_s_of", lambda threads: 0.0)
+    monkeypatch.setattr(module, "_wanted_s", lambda threads: 0.0)
     timers: Any = SimpleNamespace(thread_id=0, later=lambda delay_s, action: sent.append(action))
     node: Any = SimpleNamespace(turn_of=0, run=lambda action: action())
     pulse = Pulse(timers, lambda: node, 0.25)
