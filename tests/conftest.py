@@ -12,6 +12,7 @@ own; for a worker that was ended in the middle of a test, because its time was u
 import contextlib
 import functools
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -153,6 +154,13 @@ def _fork_servers_are_kept(_no_process_left_behind: None) -> Iterator[None]:
     for server in KEPT:
         server.close()
     KEPT.clear()
+
+
+@pytest.fixture
+def own_fork_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of what looks for processes that are left: none is kept."""
+    monkeypatch.setattr(ForkServer, "shared", inspect.unwrap(ForkServer.shared))
+    monkeypatch.setattr(ForkServer, "_all_shared", {})
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -107,6 +107,7 @@ RUNS = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("own_fork_servers")
 @pytest.mark.parametrize(("transport", "words"), RUNS)
 def test_a_short_run(transport: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ECREC_TRANSPORT", transport)
