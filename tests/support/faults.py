@@ -68,6 +68,15 @@ def spread(messages, kinds, every: int):
         passed[name] += 1
 
 
+def sweep_loads(scenario: Scenario, every: int) -> None:
+    """Every kind of fault, of a run whose trainers load: servers and trainers are lost, messages are lost, late or
+    repeated."""
+    healthy, became, _ = sweep(scenario, every=every)
+    print(points(became))
+    assert {"Load", "Pass", "Push", "Snapshot", "Fold", "Export"} <= {name for _, _, name in healthy.messages}
+    assert all(became[kind]["fired"] for kind in FAULTS)
+
+
 def sweep(scenario: Scenario, kinds=FAULTS, first=0, last=10**9, every=1):
     """A run for every request and kind, or for some (`spread`).
 

@@ -16,7 +16,7 @@ from torch_ecrec.processes import part_reader, restoring
 from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import StoredCheckpoint
 from torch_ecrec.protocol.messages import Restored
-from torch_ecrec.storage import ahead
+from torch_ecrec.storage import ahead, looks
 from torch_ecrec.storage.catalog import Catalog
 
 WITHIN_S = 60.0
@@ -52,8 +52,8 @@ def test_a_server_that_takes_a_slot_from_it_says_that_it_cannot(
         yield hangs()
 
     monkeypatch.setattr(part_reader, "slot_records", records)
-    monkeypatch.setattr(ahead, "QUIET_S", 0.1)
-    monkeypatch.setattr(ahead, "HANGS_S", 0.2)
+    monkeypatch.setattr(looks, "QUIET_S", 0.1)
+    monkeypatch.setattr(ahead, "LIMIT_S", 0.2)
     failed: queue.SimpleQueue[str] = queue.SimpleQueue()
     renewal: Any = SimpleNamespace(url=str(tmp_path), folder="000000000040-run-1-40")
     FileReader(lambda action: action()).read(renewal, JOB, 0, lambda *_: None, lambda: None, failed.put)

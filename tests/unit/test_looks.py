@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from torch_ecrec.errors import StoreUnavailable
-from torch_ecrec.processes import looks as module
-from torch_ecrec.processes.looks import MOST, Looks
+from torch_ecrec.storage import looks as module
+from torch_ecrec.storage.looks import MOST, Looks
 
 LIMIT_S = 60.0
 

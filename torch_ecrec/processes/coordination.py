@@ -22,7 +22,6 @@ from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.processes.leadership import Acting, Office
-from torch_ecrec.processes.looks import LIMIT_S, Looks
 from torch_ecrec.processes.restoring import NEWEST, NONE, find_again
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger
@@ -31,6 +30,7 @@ from torch_ecrec.protocol.bounds import TransportName
 from torch_ecrec.runtime.lifetime import freeze
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
+from torch_ecrec.storage.looks import LIMIT_S, Looks
 from torch_ecrec.transport.control import TOLD_S, ControlServer, raise_descriptors
 
 log = logging.getLogger(__name__)

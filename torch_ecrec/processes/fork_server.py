@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, ClassVar, NoReturn
 
-from torch_ecrec.runtime.cores import wanted_s_of
+from torch_ecrec.runtime.cores import Idle, process_wanted_s
 from torch_ecrec.runtime.lifetime import belongs_here, freeze
 
 UNKNOWN = 255  # exit code of a process whose fork server is gone
@@ -278,7 +278,8 @@ class ForkServer:
     def _ask(self, files: list[int], look: Callable[[], None]) -> Forked:
         sock = self._sock if self._sock is not None else self._begin()
         self._reply, self._number = None, self._number + 1
-        waiting = _Waiting(self._process.pid if self._process is not None else 0)
+        asked = self.pid or 0
+        idle = Idle(lambda: process_wanted_s(asked), LOOK_S, IDLE)
         with contextlib.suppress(ConnectionError):  # it has died: its end is read below
             socket.send_fds(sock, [_ASKED.pack(self._number)], files)
         while True:
@@ -289,7 +290,7 @@ class ForkServer:
                 return reply
             if self._sock is not sock:
                 raise OSError("the process that starts others has died")
-            if waiting.idle_s() > (limit_s := ANSWER_S if self._answered else START_S):
+            if idle.look() > (limit_s := ANSWER_S if self._answered else START_S):
                 self._end()  # the next start makes another
                 raise OSError(f"the process that starts others hangs: no answer, nor work, for {limit_s:g} s")
             look()
@@ -363,22 +364,6 @@ class ForkServer:
         for child in self._children.values():
             child.told_s = 0.0
         self._children = {}  # the next fork server's may have their numbers
-
-
-class _Waiting:
-    """For a process's answer: how long it has not computed, as somebody looks often enough."""
-
-    def __init__(self, process: int) -> None:
-        self._process, self._looked_s, self._wanted_s = process, time.monotonic(), wanted_s_of(process)
-        self._idle_s = 0.0
-
-    def idle_s(self) -> float:
-        """By now."""
-        now_s, wanted_s = time.monotonic(), wanted_s_of(self._process)
-        passed_s = min(now_s - self._looked_s, 2 * LOOK_S)  # not while this process was stopped
-        self._idle_s = 0.0 if wanted_s - self._wanted_s > IDLE * passed_s else self._idle_s + passed_s
-        self._looked_s, self._wanted_s = now_s, wanted_s
-        return self._idle_s
 
 
 def _is_readable(file: int, limit_s: float) -> bool:

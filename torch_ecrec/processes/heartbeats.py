@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_ecrec.errors import Fenced
-from torch_ecrec.runtime.cores import wanted_s
+from torch_ecrec.runtime.cores import Idle, wanted_s
 from torch_ecrec.runtime.lifetime import end_with_stacks
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import Node
@@ -30,7 +30,7 @@ IDLE = 0.05  # of a core: a thread that uses less, and waits for less, does not 
 
 
 class Pulse:
-    """Whether a node and its timers still move, as the caller looks from time to time. `hangs_s`: for how long not.
+    """Whether a node and its timers still move, as the caller looks from time to time.
 
     Args:
         timers: those of the node.
@@ -39,32 +39,29 @@ class Pulse:
     """
 
     def __init__(self, timers: Timers, node: Callable[[], Node], pause_s: float) -> None:
-        self._timers, self._node, self._pause_s = timers, node, pause_s
+        self._timers, self._node = timers, node
         self._back = True
-        self._looked_s = time.monotonic()
-        self._wanted_s = self.hangs_s = 0.0
+        self._idle = Idle(self._wanted_s, pause_s, IDLE)
+
+    @property
+    def hangs_s(self) -> float:
+        """For how long they have not moved, nor computed."""
+        return self._idle.seconds
 
     def beats(self) -> bool:
         """Whether they do, or did a moment ago."""
-        now_s, wanted_s = time.monotonic(), _wanted_s((self._timers.thread_id, self._node().turn_of))
-        passed_s = min(now_s - self._looked_s, 2 * self._pause_s)  # not while this process was stopped
+        self._idle.look()
         if self._back:
-            self.hangs_s, self._back = 0.0, False
+            self._idle.seconds, self._back = 0.0, False
             self._timers.later(0.0, lambda: self._node().run(self._come_back))
-        elif wanted_s - self._wanted_s > IDLE * passed_s:
-            self.hangs_s = 0.0
-        else:
-            self.hangs_s += passed_s
-        self._looked_s, self._wanted_s = now_s, wanted_s
         return self.hangs_s < HANGS_S
 
     def _come_back(self) -> None:
         self._back = True
 
-
-def _wanted_s(threads: tuple[int, ...]) -> float:
-    """How long some threads have had a core, or waited for one; another one among them counts as computing."""
-    return sum(map(wanted_s, threads))
+    def _wanted_s(self) -> float:
+        """Of both threads; that another one has the node counts as computing."""
+        return sum(map(wanted_s, (self._timers.thread_id, self._node().turn_of)))
 
 
 class Heartbeats:

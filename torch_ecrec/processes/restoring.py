@@ -16,13 +16,13 @@ from torch import Tensor
 from torch_ecrec.coordinator.checkpointing import Restorable, attempt_of, run_of
 from torch_ecrec.errors import CheckpointError, StoreUnavailable
 from torch_ecrec.layout.stripes import Layout, layout_of
-from torch_ecrec.processes.looks import LIMIT_S, Looks
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Beyond
 from torch_ecrec.storage.ahead import read_ahead
 from torch_ecrec.storage.catalog import Broken, Catalog
+from torch_ecrec.storage.looks import LIMIT_S, Looks
 from torch_ecrec.storage.manifest import ADVICE, Manifest
 from torch_ecrec.storage.parts import Block
 from torch_ecrec.storage.restoring import dense_of, records_of

@@ -8,14 +8,11 @@ import threading
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
-from torch_ecrec.errors import StoreUnavailable
+from torch_ecrec.storage.looks import LIMIT_S, answer_of
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-HANGS_S = 300.0  # for one item of a store, before it counts as gone
-QUIET_S = 10.0  # before it is told
 
 
 def read_ahead(items: Iterator[T], most: int, where: str = "the store") -> Generator[T, None, None]:
@@ -25,7 +22,7 @@ def read_ahead(items: Iterator[T], most: int, where: str = "the store") -> Gener
     no further item is begun then.
 
     Raises:
-        StoreUnavailable: the store (`where`) has given none for `HANGS_S`; a call that never returns keeps its thread.
+        StoreUnavailable: the store (`where`) has given none for `LIMIT_S`; a call that never returns keeps its thread.
     """
     found = queue.SimpleQueue[tuple[T | None, BaseException | None]]()
     room, unwanted = threading.Semaphore(most), threading.Event()
@@ -40,7 +37,7 @@ def read_ahead(items: Iterator[T], most: int, where: str = "the store") -> Gener
     threading.Thread(target=draw, name="reads ahead", daemon=True).start()
     try:
         while True:
-            item, error = _next_of(found, where)
+            item, error = answer_of(found, where, LIMIT_S, log.warning, "nothing")
             if isinstance(error, StopIteration):
                 return
             if error is not None:
@@ -50,14 +47,3 @@ def read_ahead(items: Iterator[T], most: int, where: str = "the store") -> Gener
     finally:
         unwanted.set()
         room.release()
-
-
-def _next_of(found: queue.SimpleQueue[T], where: str) -> T:
-    try:
-        return found.get(timeout=QUIET_S)
-    except queue.Empty:
-        log.warning("%s has given nothing for %g s; waits up to %g s", where, QUIET_S, HANGS_S)
-    try:
-        return found.get(timeout=HANGS_S - QUIET_S)
-    except queue.Empty:
-        raise StoreUnavailable(f"{where} has given nothing for {HANGS_S:g} s: it hangs") from None

@@ -61,6 +61,14 @@ def unavailable() -> str:
         return f"hosts need root: {error}"
 
 
+def _network_of(pid: int) -> int | None:
+    """The number (inode) of a process's network; None: it has ended."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/net").st_ino
+    except OSError:
+        return None
+
+
 class _Namespace:
     """A network, and the process that keeps it there. Use as a context manager."""
 
@@ -179,7 +187,7 @@ class Host:
         process = forks.start("torch_ecrec.testing.entered", entered, environment, stdout, stderr)
         self._started.append(process)
         deadline_s = time.monotonic() + LIMIT_S
-        while process.poll() is None and process.pid not in inside(self._space.inode):
+        while process.poll() is None and _network_of(process.pid) != self.network:
             if time.monotonic() > deadline_s:
                 raise HostsError(f"{self.name}: process {process.pid} did not come here within {LIMIT_S:g} s")
             time.sleep(FORKED_S)
@@ -375,10 +383,7 @@ class Hosts:
 
     def host_of(self, pid: int) -> int | None:
         """On which host a process runs; None: on none of these, or it has ended."""
-        try:
-            network = os.stat(f"/proc/{pid}/ns/net").st_ino
-        except OSError:
-            return None
+        network = _network_of(pid)
         return next((host.number for host in self if host.network == network), None)
 
     def cut(self, one: int, other: int) -> None:

@@ -1,10 +1,13 @@
-"""Looks at a store that may hang: a call that never returns keeps its thread, and nobody who waits for it for ever."""
+"""Looks at a store that may hang: a call that never returns keeps its thread, and nobody who waits for it for ever.
+
+Looks        the same question, asked until it is answered
+answer_of    what a thread that reads has found: `ahead.py`, too
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -12,7 +15,7 @@ from torch_ecrec.errors import StoreUnavailable
 
 T = TypeVar("T")
 
-LIMIT_S = 300.0  # for one look at what is small; `--checkpoint-timeout` where that is less
+LIMIT_S = 300.0  # for one look at what is small, or one item; `--checkpoint-timeout` where that is less
 QUIET_S = 10.0  # without an answer, before somebody is told
 MOST = 4  # looks that hang: with more of them an answer of one is waited for
 
@@ -42,7 +45,7 @@ class Looks(Generic[T]):
         if self._pending < MOST:
             self._pending += 1
             threading.Thread(target=self._work, name="look at a store", daemon=True).start()
-        answer = self._await()
+        answer = answer_of(self._answers, self._where, self._limit_s, self._tell)
         self._pending -= 1
         if isinstance(answer, Exception):
             raise answer
@@ -54,16 +57,22 @@ class Looks(Generic[T]):
         except Exception as error:  # it is raised where it is waited for
             self._answers.put(error)
 
-    def _await(self) -> T | Exception:
-        told, until_s = self._limit_s <= QUIET_S, time.monotonic() + self._limit_s
-        while True:
-            left_s = until_s - time.monotonic()
-            try:
-                return self._answers.get(timeout=max(0.0, left_s if told else min(left_s, QUIET_S)))
-            except queue.Empty:
-                if told:
-                    raise StoreUnavailable(
-                        f"{self._where} has given no answer for {self._limit_s:g} s: it hangs"
-                    ) from None
-            told = True
-            self._tell(f"{self._where} has given no answer for {QUIET_S:g} s; waits up to {self._limit_s:g} s")
+
+def answer_of(
+    found: queue.SimpleQueue[T], where: str, limit_s: float, tell: Callable[[str], object], none: str = "no answer"
+) -> T:
+    """What a store puts there. `tell` gets words where it has given none for a while. `none`: what it gives then.
+
+    Raises:
+        StoreUnavailable: it has given none within the limit.
+    """
+    quiet_s = min(QUIET_S, limit_s)
+    try:
+        return found.get(timeout=quiet_s)
+    except queue.Empty:
+        if quiet_s < limit_s:
+            tell(f"{where} has given {none} for {quiet_s:g} s; waits up to {limit_s:g} s")
+    try:
+        return found.get(timeout=limit_s - quiet_s)
+    except queue.Empty:
+        raise StoreUnavailable(f"{where} has given {none} for {limit_s:g} s: it hangs") from None
