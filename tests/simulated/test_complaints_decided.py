@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from coordinator_harness import Harness, told
+import pytest
+from coordinator_harness import MEMBERS, Harness, known, rejoin, told
 
+from torch_ecrec.coordinator.suspicion import REMEMBERED_S
+from torch_ecrec.protocol.wire import Placement
 from torch_ecrec.spec.job import CodeSpec
 
 
@@ -48,6 +52,31 @@ def test_a_spare_that_cannot_reach_a_host_is_never_fenced_and_chosen_last() -> N
     h.rebuilt(1)
     going_on(h, 5.0, cut)
     assert "server-3" not in h.places, "nor is a slot moved to it"
+
+
+@pytest.mark.parametrize("joins", ["before", "after"])
+def test_the_next_coordinator_hears_of_a_cut_before_it_moves_a_slot(joins: str) -> None:
+    """A spare that a trainer cannot reach is in the world that it takes over, or comes into the next one."""
+    before, after = Harness().start(), Harness()
+    slots = [
+        replace(place, server="server-0", incarnation=1) if i == 1 else place
+        for i, place in enumerate(before.core.slots)
+    ]
+    placement = Placement(before.core.epoch + 2, tuple(slots)).to_json()
+    members = [name for name in MEMBERS if name not in ("server-1", *(["server-3"] if joins == "after" else []))]
+    for name in members:
+        rejoin(after, known(before, name, placement=placement, world=members))
+    spare = "server-3"
+    if joins == "after":
+        spare = after.server()
+        after.core.on_tick(after.now_s)
+        after.enter()
+    assert spare in after.core.world and not after.core.regathering
+    going_on(after, 0.5, {})
+    going_on(after, 20.0, {"trainer-1": [spare]})
+    assert not cut_events(after) and not told(after, spare, "move")
+    going_on(after, REMEMBERED_S + 1.0, {})
+    assert told(after, spare, "move"), "the link is whole again"
 
 
 def test_more_than_can_be_repaired_is_said_and_not_guessed_at() -> None:

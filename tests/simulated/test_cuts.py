@@ -20,6 +20,7 @@ from cut_runs import CRASHES, OFFSETS, SITUATIONS, Cut, Point, run_at
 
 from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.placement import SlotTable
+from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.server import arriving
 from torch_ecrec.testing import simulation
 from torch_ecrec.testing.links import COORDINATOR
@@ -81,6 +82,22 @@ def test_a_slot_that_cannot_be_repaired_where_it_is_leaves() -> None:
     """A survivor rebuilds a slot, and is cut off from a server that it needs: neither may be fenced. A spare comes."""
     point = Point("a move", 36, Cut("server-1", "server-2"))
     assert run_at(point) == "fenced", "and then one is, once that slot is whole elsewhere"
+
+
+KNEW_OF_THE_CUT = [  # and died before a slot moved to where the fenced server had been
+    Point("a move", 57, Cut("trainer-1", "server-2", True), ("crash_coordinator", 80)),
+    Point("a move", 197, Cut("server-2", "trainer-0", True), ("crash_coordinator", 80)),
+]
+
+
+@pytest.mark.parametrize("point", KNEW_OF_THE_CUT)
+def test_the_next_coordinator_moves_no_slot_where_it_cannot_be_reached(
+    point: Point, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_at(point) == "fenced"
+    monkeypatch.setattr(Suspicion, "follow", lambda *_: None)
+    with pytest.raises(AssertionError, match="more than one was fenced"):
+        run_at(point)
 
 
 def of_hand_over() -> list[Point]:

@@ -11,6 +11,7 @@ from coordinator_harness import MEMBERS, Harness, known, rejoin, told, word_of
 
 from torch_ecrec.coordinator.admission import FENCED
 from torch_ecrec.coordinator.regathering import REGATHER_S
+from torch_ecrec.coordinator.suspicion import LEARNS_S
 from torch_ecrec.protocol.wire import Placement
 
 
@@ -158,6 +159,9 @@ def test_a_server_with_two_slots_is_relieved_by_a_new_coordinator() -> None:
             world = [one for one in MEMBERS if one != "server-1"]
             rejoin(after, known(before, name, placement=crowded, world=world))
     assert sorted(set(after.places)) == ["server-0", "server-2"]
+    assert not told(after, "server-3", "move"), "nobody has had the time to say whom it cannot reach"
+    after.now_s += LEARNS_S
+    after.core.on_tick(after.now_s)
     after.move()
     assert sorted(set(after.places)) == ["server-0", "server-2", "server-3"] and after.core.fatal is None
 

@@ -30,8 +30,8 @@ Messages come as structs of `messages.py`: types and ranges are right. What else
 placed, a generation that was formed) is looked at before anything changes; `on_message` returns why it did not count.
 
 Each concern has a part with its own state (`state.py`): `members.py`, `job.py`, `world.py`, `going_back.py`,
-`placement.py`, `regathering.py`. What concerns several of them is in `admission.py`, `departures.py`, `succession.py`.
-Here is what is said to the coordinator, and which part it concerns.
+`placement.py`, `regathering.py`. What concerns several of them is in `admission.py`, `arrivals.py`, `departures.py`,
+`succession.py`. Here is what is said to the coordinator, and which part it concerns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch_ecrec.coordinator import admission, departures, succession
+from torch_ecrec.coordinator import admission, arrivals, departures, succession
 from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
 from torch_ecrec.coordinator.going_back import GoingBack
 from torch_ecrec.coordinator.members import MemberRecord
@@ -253,7 +253,7 @@ class Coordinator:
             self._announce(events.Back(name, member.pid))
             self._send(name, messages.Rejoined(self.life))
             if rejoin.generation == state.world.generation != member.generation:
-                self._on_entered(name, rejoin.generation, now_s)
+                arrivals.enter(state, name, rejoin.generation, now_s)
             self._tell_again(name)
             return
         if not self.regathering:
@@ -288,7 +288,7 @@ class Coordinator:
         elif isinstance(word, OfSlot):
             self._on_slot(name, word)
         elif isinstance(word, messages.InGeneration):
-            self._on_entered(name, word.generation, now_s)
+            arrivals.enter(self._state, name, word.generation, now_s)
         elif isinstance(word, messages.Loaded):
             self._state.job.on_loaded(word.origin)
         elif isinstance(word, messages.Leave):
@@ -322,16 +322,6 @@ class Coordinator:
             table.moves.rebalance()  # which had to wait for that
         elif isinstance(word, messages.OfCheckpoint):
             self._state.checkpointing.on_word(word, self._state.whole)
-
-    def _on_entered(self, name: str, generation: int, now_s: float) -> None:
-        """A member has joined the RPC world of a generation."""
-        state = self._state
-        if state.world.on_entered(name, generation):
-            if not state.table.placed:
-                state.table.place_all()
-            state.table.place_waiting()
-            state.table.moves.rebalance()
-            state.form(now_s)
 
     # ends ---------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from typing import Protocol
 from torch_ecrec.coordinator.domains import Domain
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.members import Members
+from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.observe import events
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.wire import SlotPlace
@@ -74,9 +75,15 @@ class Moves:
     """Which slot moves, and how far it is."""
 
     def __init__(
-        self, table: MovingTable, members: Members, eras: Eras, announce: Callable[[events.Event], None]
+        self,
+        table: MovingTable,
+        members: Members,
+        eras: Eras,
+        suspicion: Suspicion,
+        announce: Callable[[events.Event], None],
     ) -> None:
         self._table, self._members, self._eras, self._announce = table, members, eras, announce
+        self._suspicion = suspicion
         self._move: Move | None = None
 
     @property
@@ -92,6 +99,8 @@ class Moves:
         if not table.slots or table.unhealthy() or self.current is not None:
             return
         if self._eras.going_back is not None:  # later: a new host does not know how far to go back
+            return
+        if self._suspicion.learns:  # later: a spare may be where others cannot reach it
             return
         spares = [spare for spare in table.spares() if not table.troubles_of(spare)]
         if not spares:

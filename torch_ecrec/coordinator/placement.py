@@ -79,7 +79,7 @@ class SlotTable:
             suspicion,
             announce,
         )
-        self._risks, self.moves = domains.Risks(), Moves(self, members, eras, announce)
+        self._risks, self.moves = domains.Risks(), Moves(self, members, eras, suspicion, announce)
         self.epoch = 0
         self.slots: list[SlotPlace] = []
 

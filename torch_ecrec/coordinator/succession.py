@@ -30,6 +30,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
         return
     known = _newest(state, state.regathering.end())
     state.learn(known)
+    state.suspicion.follow(now_s)
     state.announce(events.Regathered(state.table.epoch, sorted(known.said)))
     for name in known.said:
         state.members.send(name, messages.Rejoined(state.members.life))

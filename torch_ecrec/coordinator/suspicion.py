@@ -11,7 +11,8 @@ A *complaint* is a pair (who, whom) that `who` repeats with every heartbeat: it 
 
 Example: slots 0, 1, 2 on a, b, c, with r = 1. a and b complain of each other: a is fenced (the first by name), and its
 slot goes to a spare. a joins again as d, and still cannot reach b; a spare is not needed, so that is no cut. Until
-`REMEMBERED_S` after the last complaint, d gets a slot only if all others have such troubles too (`troubles`).
+`REMEMBERED_S` after the last complaint, d gets a slot only if all others have such troubles too (`troubles`). A
+coordinator that follows one that died has not heard of it: until all have tried each other it moves no slot (`learns`).
 
 Whoever is fenced wrongly costs a repair and harms nothing: incarnations see to that (docs/protocol.md). The rules here
 only choose whom it costs least.
@@ -30,6 +31,7 @@ SILENT_S = 1.5  # with a complaint, it is taken for lost, until it is known what
 SILENT_LEAST_S, SILENT_MOST_S = 0.75, 5.0
 CUT_S = 1.5
 REMEMBERED_S = 30.0
+LEARNS_S = 3.0  # within that members have tried each other, and said whom they cannot reach
 PAUSE_LEAST_S, PAUSE_MOST_S = 3.0, 60.0  # between two that are fenced for cuts: twice as long each time
 COVER_MOST = 8  # servers that are fenced at once, at most
 
@@ -63,15 +65,28 @@ class Suspicion:
 
     Attributes:
         unresolved: pairs that nothing can be done about, as the coordinator decided last, and why.
+        learns: a coordinator before may have known of pairs that have not been said again yet.
     """
 
     def __init__(self) -> None:
         self.unresolved: tuple[list[Pair], str] = ([], "")
+        self.learns = False
         self._since: dict[Pair, float] = {}
         self._beats: dict[str, tuple[float, Accrual]] = {}  # when the last one came, and how they come
         self._troubles: dict[frozenset[str], float] = {}  # two hosts -> until when it is remembered
         self._next_s = 0.0  # nobody is fenced before
         self._pause_s = PAUSE_LEAST_S
+        self._learns_until_s = self._follows_until_s = 0.0
+
+    def follow(self, now_s: float) -> None:
+        """The coordinator before is gone, with what it remembered."""
+        self._follows_until_s = now_s + REMEMBERED_S
+        self.on_world(now_s)
+
+    def on_world(self, now_s: float) -> None:
+        """A world is complete: some of it may try each other for the first time."""
+        if now_s < self._follows_until_s:
+            self.learns, self._learns_until_s = True, now_s + LEARNS_S
 
     def on_beat(self, who: str, unreachable: Iterable[str], known: dict[str, MemberRecord], now_s: float) -> None:
         """A member says that it is there, and whom it cannot reach (not any more, if it does not say so)."""
@@ -88,14 +103,17 @@ class Suspicion:
             self._troubles[_hosts(known[who], known[whom])] = now_s + REMEMBERED_S
 
     def forget_gone(self, known: dict[str, MemberRecord], now_s: float) -> bool:
-        """What is over. Returns whether two hosts are taken for good neighbours again."""
+        """What is over. Returns whether two hosts are taken for good neighbours again, or nothing is to be learned."""
         gone = [pair for pair in self._since if not all(name in known and known[name].present for name in pair)]
         for pair in gone:
             del self._since[pair]
         self._beats = {who: beats for who, beats in self._beats.items() if who in known and known[who].present}
         troubles = len(self._troubles)
         self._troubles = {hosts: until_s for hosts, until_s in self._troubles.items() if until_s > now_s}
-        return len(self._troubles) < troubles
+        has_learned = self.learns and now_s >= self._learns_until_s
+        if has_learned:
+            self.learns = False
+        return len(self._troubles) < troubles or has_learned
 
     def complaints(self, now_s: float) -> list[tuple[str, str, float]]:
         """Who cannot reach whom, and for how long the coordinator has known."""
