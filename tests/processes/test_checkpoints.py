@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +26,6 @@ from models import (
     job_of,
     plain_torchrec,
     shard,
-    spawn,
     table,
     tables,
     train,
@@ -347,7 +347,7 @@ def check_writes_in_place(trainer: int, folder: Path, saved: dict[str, Any], ses
 
 def test_three_trainers_and_other_numbers_of_them(tmp_path: Path) -> None:
     """Saved by three trainers, loaded by one, over servers that speak the protocol, and in an unsharded model; back."""
-    spawn(trainers, TRAINERS, str(tmp_path))
+    forked.call(trainers, TRAINERS, str(tmp_path))
     model = alone(CodeSpec(5, 3, 2))
     load(model, tmp_path / "ours")
     full, states = torch.load(tmp_path / "whole")

@@ -6,12 +6,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
 from fake_session import FakeSession
 from managed import SIZES, Net, batch_of, stock, together, whole
-from models import LR, dense_parameters, shard, spawn
+from models import LR, dense_parameters, shard
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import ShardingEnv
 
@@ -89,4 +90,4 @@ def differ(model: torch.nn.Module, rank: int) -> None:
 
 @pytest.mark.slow  # test_models.py has managed tables with up to three trainers
 def test_two_trainers_remap_as_one_process_with_both_batches(tmp_path: Path) -> None:
-    spawn(two_trainers, 2, str(tmp_path), limit_s=240)
+    forked.call(two_trainers, 2, str(tmp_path), limit_s=240)

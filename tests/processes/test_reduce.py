@@ -7,10 +7,11 @@ import os
 from functools import reduce
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
-from models import Net, collection, shard, spawn
+from models import Net, collection, shard
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +24,7 @@ SIZES = [1, 2, 3, 4, 5, 100, 1000, 1001, 3001]
 
 
 def test_three_trainers(tmp_path: Path) -> None:
-    spawn(three_trainers, TRAINERS, str(tmp_path), limit_s=LIMIT_S)
+    forked.call(three_trainers, TRAINERS, str(tmp_path), limit_s=LIMIT_S)
 
 
 def three_trainers(trainer: int, folder: str) -> None:

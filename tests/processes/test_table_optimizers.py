@@ -4,6 +4,7 @@ import functools
 import warnings
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torchrec.distributed
@@ -25,7 +26,6 @@ from models import (
     seeded,
     seeded_tables,
     shard,
-    spawn,
     table,
     train,
 )
@@ -298,7 +298,7 @@ def two_trainers(rank: int, store: str) -> None:
 
 def test_two_trainers_clip_as_torchrec_does(tmp_path: Any) -> None:
     """After the division by the number of trainers."""
-    spawn(two_trainers, 2, str(tmp_path / "store"))
+    forked.call(two_trainers, 2, str(tmp_path / "store"))
 
 
 def test_clipping_changes_something() -> None:

@@ -6,10 +6,10 @@ import copy
 import json
 import os
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from models import (
     plain_torchrec,
     seeded_tables,
     shard,
-    spawn,
     train,
 )
 from shards import all_whole
@@ -177,6 +176,7 @@ def share_snapshot(trainer: int) -> None:
 def run_example(trainer: int, folder: str) -> None:
     """The example gives the same losses over either backend."""
     from examples import dlrm_criteo
+    from torch_ecrec.processes import launch
 
     sessions = []
 
@@ -185,7 +185,7 @@ def run_example(trainer: int, folder: str) -> None:
         sessions.append(FakeSession(job, trainer))
         return sessions[-1]
 
-    sys.modules["torch_ecrec.processes.launch"] = types.SimpleNamespace(connect=connect)
+    launch.connect = connect
     reports = {}
     leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     enter, dist.init_process_group = dist.init_process_group, lambda backend: None
@@ -214,4 +214,4 @@ def run_example(trainer: int, folder: str) -> None:
 
 
 def test_two_trainers(tmp_path: Path) -> None:
-    spawn(two_trainers, 2, str(tmp_path))
+    forked.call(two_trainers, 2, str(tmp_path))

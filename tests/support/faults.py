@@ -48,7 +48,7 @@ def oracle(scenario: Scenario) -> SimulationResult:
 # crash points -------------------------------------------------------------------------------------
 
 
-SOME = 7  # in the everyday run, of the widest sweeps
+SOME = 11  # in the everyday run, of the widest sweeps
 WIDTHS = pytest.mark.parametrize(
     "every", [SOME, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])], ids=["some", "all"]
 )

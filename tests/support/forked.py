@@ -2,6 +2,7 @@
 
     process = forked.start("cluster_child", [orders], environment, stdout=PIPE, stderr=log)    a module of tests/support
     process = forked.start("torch_ecrec", ["serve", "--join", join], environment, inside=host)  on a host of a test
+    forked.call(two_trainers, 2, str(tmp_path))        a function of a test's module, with 0 and 1, and the path
 
 Tests that start torchrun, `torch-ecrec up`, `demo` or a user's script give each process an interpreter of its own, as
 users do.
@@ -9,11 +10,16 @@ users do.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from conftest import KEPT
@@ -62,3 +68,48 @@ def start(
     command = [sys.executable, "-m", module, *words]
     how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": stdout, "stderr": stderr, "env": environment}
     return subprocess.Popen(command, **how) if inside is None else inside.start(command, **how)
+
+
+def begin(
+    function: Callable[..., None],
+    number: int,
+    *words: str,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> Child:
+    """Calls `function(number, *words)` of a module of the tests in a process; see `start`."""
+    orders = json.dumps([inspect.getfile(function), function.__name__, sys.path, words])
+    return start("called_child", [orders, str(number)], os.environ, stdout, stderr)
+
+
+def call(function: Callable[..., None], processes: int, *words: str, limit_s: float = 600.0) -> None:
+    """Calls `function(i, *words)` in as many processes, at the same time. The first that fails ends all.
+
+    Raises:
+        AssertionError: with what it has printed.
+        TimeoutError: a hang.
+    """
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(processes)]
+        children = []
+        for i, log in enumerate(logs):
+            child = begin(function, i, *words, stdout=log.fileno(), stderr=log.fileno())
+            stack.callback(end, child)
+            children.append(child)
+        end_s = time.monotonic() + limit_s
+        while None in (codes := [child.poll() for child in children]) and not any(codes):
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"{function.__name__} took longer than {limit_s:g} s")
+            time.sleep(0.02)
+        for i, code in enumerate(codes):
+            logs[i].seek(0)
+            assert not code, f"{function.__name__}({i}) ended with {code}:\n{logs[i].read()}"
+
+
+def end(child: Child) -> None:
+    """Kills it, and closes what leads to it."""
+    child.kill()
+    child.wait(60)
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 import torchrec.distributed
 from fake_session import FakeSession
 from shards import whole
@@ -205,17 +202,6 @@ def compare_shards(ours: Tensor, theirs: Any) -> None:
     for piece in theirs.local_shards():
         begin = piece.metadata.shard_offsets[0]
         torch.testing.assert_close(ours[begin : begin + len(piece.tensor)], piece.tensor, rtol=1e-4, atol=1e-6)
-
-
-def spawn(worker: Callable[..., None], processes: int, *arguments: Any, limit_s: float = 600) -> None:
-    """Runs `worker(i, *arguments)` in processes; a hang fails."""
-    context = mp.spawn(worker, args=arguments, nprocs=processes, join=False)
-    end = time.monotonic() + limit_s
-    while not context.join(timeout=1):
-        if time.monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"{worker.__name__} took longer than {limit_s} s")
 
 
 def repeated_batch(

@@ -20,16 +20,19 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import multiprocessing
 import os
+import pickle
+import select
 import subprocess
 import sys
+import time
 import traceback
 import types
 import unittest
 from collections.abc import Callable
 from typing import Any
 
+import forked
 import hypothesis
 import torch.distributed as dist
 from fake_session import FakeSession
@@ -40,6 +43,7 @@ from torchrec.test_utils import get_free_port
 import torch_ecrec
 from torch_ecrec.nn import parallel
 from torch_ecrec.nn.backend import EmbeddingBackend
+from torch_ecrec.processes.children import Child
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 
@@ -160,47 +164,66 @@ def leave() -> None:
         _close(_SESSIONS.pop())
 
 
-def _call(function: Callable[..., Any], environment: dict[str, str], arguments: dict[str, Any]) -> None:
-    """In a process of the pool."""
-    os.environ.update(environment)
-    swap()
-    try:
-        function(**arguments)
-    except Exception:
-        raise RuntimeError(traceback.format_exc()) from None  # the exception itself may not travel
-    finally:
-        leave()
+def answer_calls(number: int) -> None:
+    """In one of `PROCESSES`: reads calls, pickled, from its standard input until nothing more comes.
+
+    It answers each on its standard output with the text of what the call raised, or "". What calls print goes to its
+    standard error.
+    """
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            function, environment, arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        os.environ.update(environment)
+        swap()
+        raised = ""
+        try:
+            function(**arguments)
+        except Exception:
+            raised = traceback.format_exc()  # the exception itself may not travel
+        finally:
+            leave()
+        pickle.dump(raised, answers)
+        answers.flush()
 
 
 class Processes:
     """Two processes that call functions of TorchRec's tests as rank 0 and 1; started once."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._children: list[Child] = []
 
     def call(self, function: Callable[..., Any], **arguments: Any) -> None:
         """Calls it on both, with `rank` and `world_size`; raises what one raised. None outlives an error."""
-        if self._pool is None:
-            self._pool = multiprocessing.get_context("spawn").Pool(2)
+        if not self._children:
+            self._children = [forked.begin(answer_calls, rank, stdout=subprocess.PIPE) for rank in range(2)]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment["MASTER_PORT"] = str(get_free_port())
-        results = [
-            self._pool.apply_async(_call, (function, environment, {**arguments, "rank": rank, "world_size": 2}))
-            for rank in range(2)
-        ]
+        end_s = time.monotonic() + TIMEOUT_S
         try:
-            for result in sorted(results, key=lambda each: not each.ready()):
-                result.get(timeout=TIMEOUT_S)
+            for rank, child in enumerate(self._children):
+                words = function, environment, {**arguments, "rank": rank, "world_size": 2}
+                pickle.dump(words, child.stdin)
+                child.stdin.flush()
+            waiting = [child.stdout for child in self._children]
+            while waiting:
+                ready, _, _ = select.select(waiting, [], [], max(0.0, end_s - time.monotonic()))
+                assert ready, f"{function.__name__} has not ended within {TIMEOUT_S:g} s"
+                for answers in ready:
+                    waiting.remove(answers)
+                    if raised := pickle.load(answers):
+                        raise RuntimeError(raised)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Ends them."""
-        if self._pool is not None:
-            self._pool.terminate()
-            self._pool.join()
-            self._pool = None
+        while self._children:
+            forked.end(self._children.pop())
 
 
 PROCESSES = Processes()
