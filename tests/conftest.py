@@ -27,6 +27,7 @@ import pytest
 from places import ROOT
 
 from torch_ecrec.processes.fork_server import ForkServer
+from torch_ecrec.runtime.addresses import BRIEF_NAMES
 
 CRITEO = ROOT.parent / "shared" / "data" / "criteo_kaggle_10k.tsv.gz"
 
@@ -34,9 +35,7 @@ MARK = "PYTEST_ECREC_SESSION"
 LEAVE_S = 300.0
 """How long a process may take to end after the last test."""
 
-# Torch's TCPStore asks DNS for the name of whoever connects, and serves nobody meanwhile. Where one answer in thirty is
-# lost, that would be 5 s each time.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+os.environ.update({**BRIEF_NAMES, **os.environ})
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)

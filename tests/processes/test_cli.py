@@ -221,6 +221,16 @@ def test_what_needs_no_library_loads_none(words: list[str], code: int) -> None:
     assert done.stdout.splitlines()[-1:] == [f"loaded {code} []"], done.stderr
 
 
+@pytest.mark.parametrize("own", ({}, {"RES_OPTIONS": "rotate"}), ids=("unset", "set"))
+def test_a_name_server_that_does_not_answer_is_not_waited_for_long(own: dict[str, str]) -> None:
+    """Unless the user has said how long."""
+    code = "import os, sys; from torch_ecrec.cli.main import main; main(); print(os.environ['RES_OPTIONS'])"
+    environment = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"} | own
+    words = [sys.executable, "-c", code, "status", "--join", "127.0.0.1:1"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.split("\n")[-2:] == [own.get("RES_OPTIONS", "timeout:1 attempts:2"), ""], done
+
+
 def test_a_code_may_have_as_many_members_as_its_field_has_elements() -> None:
     """Written twice, since the field's module loads Numba."""
     assert FIELD_SIZE == field.FIELD_SIZE
