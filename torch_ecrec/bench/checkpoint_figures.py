@@ -189,13 +189,13 @@ def targets(
                 "longest step / median": by_way[way]["longest / median step"],
                 "bytes / full": increment / full if increment and full else None,
             }[what]
-        found.append(_aim(f"{way}: {what}", relation, bound, measured))
+        found.append(record.aim(f"{way}: {what}", relation, bound, measured))
     found += _beside_theirs(by_way)
     if restored is not None:
         line = restore_rows(restored)[0]
         gigabytes = line["GB of tables"]
         name = f"restore of {gigabytes:.3g} GB to the first step, s after the imports"
-        found.append(_aim(name, "<=", RESTORED_S * gigabytes, line["without processes s"]))
+        found.append(record.aim(name, "<=", RESTORED_S * gigabytes, line["without processes s"]))
     return found
 
 
@@ -210,17 +210,11 @@ def _beside_theirs(by_way: Mapping[str, Mapping[str, Any]]) -> list[dict[str, An
     for way in (FULL, INCREMENT):
         mine = by_way.get(way, {}).get("whole turn / without")
         if left:
-            found.append(_aim(f"{way}: whole turn / without, beside TorchRec's best", ">=", max(left), mine))
+            found.append(record.aim(f"{way}: whole turn / without, beside TorchRec's best", ">=", max(left), mine))
     if size:
         mine = by_way.get(FULL, {}).get("full MB")
-        found.append(_aim(f"{FULL}: MB, beside TorchRec's least", "<=", min(size), mine))
+        found.append(record.aim(f"{FULL}: MB, beside TorchRec's least", "<=", min(size), mine))
     return found
-
-
-def _aim(what: str, relation: str, bound: float, measured: float | None) -> dict[str, Any]:
-    holds = measured is not None and (measured >= bound if relation == ">=" else measured <= bound)
-    reached = "-" if measured is None else "yes" if holds else "no"
-    return {"figure": what, "wanted": f"{relation} {bound:.3g}", "measured": measured, "reached": reached}
 
 
 def plot(shape: str, blocks: Blocks, samples: int, path: Path) -> None:

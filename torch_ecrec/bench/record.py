@@ -70,6 +70,13 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     return {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
 
 
+def aim(what: str, relation: str, bound: float, measured: float | None) -> dict[str, Any]:
+    """A line of a table of what is wanted beside what was measured; `relation`: ">=" or "<="."""
+    holds = measured is not None and (measured >= bound if relation == ">=" else measured <= bound)
+    reached = "-" if measured is None else "yes" if holds else "no"
+    return {"figure": what, "wanted": f"{relation} {bound:.3g}", "measured": measured, "reached": reached}
+
+
 def write(out: Path, name: str, content: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Writes `NAME.json` and `NAME.csv` into the folder `out`.
 

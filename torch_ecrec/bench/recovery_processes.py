@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_ecrec.bench.places import Here
 from torch_ecrec.bench.recovery_figures import Steps
 from torch_ecrec.demo.report import Record
 from torch_ecrec.observe import events
-from torch_ecrec.processes.children import free_port, tail
+from torch_ecrec.processes.children import tail
 
 START_LIMIT_S = 240.0  # to the first step, and
 START_LIMIT_S_PER_GB = 60.0
@@ -37,6 +38,7 @@ class Workers:
         on_line: `on_line(trainer, message)`, on a thread for each; `{}` when its output has ended.
         environment: extra environment.
         more: further arguments.
+        place: where they run; None: here.
     """
 
     def __init__(
@@ -49,22 +51,27 @@ class Workers:
         environment: Mapping[str, str],
         more: Sequence[str] = (),
         seed: int = 0,
+        place: Here | None = None,
     ) -> None:
         self._on_line = on_line
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        place = place or Here()
         command = [sys.executable, "-m", "torch_ecrec.bench.recovery_worker", "--backend", backend, *more]
-        command += ["--trainers", str(arguments.trainers), "--port", str(free_port()), "--rows", str(rows)]
+        command += ["--trainers", str(arguments.trainers), "--rows", str(rows)]
         command += ["--batch-size", str(arguments.batch_size), "--seed", str(seed)]
         command += ["--zipf", str(arguments.zipf)]
+        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        told = {**os.environ, **quiet, **place.meeting(), **environment}
         try:
             for trainer in range(arguments.trainers):
                 with log.open("ab") as errors:
-                    process = subprocess.Popen(
+                    process = place.start_trainer(
+                        trainer,
                         [*command, "--trainer", str(trainer)],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=errors,
-                        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **environment},
+                        env=told,
                         start_new_session=True,  # Ctrl-C reaches us, and we end them
                     )
                 self._processes.append(process)
@@ -73,7 +80,7 @@ class Workers:
             self.close()
             raise
 
-    def _read(self, trainer: int, process: subprocess.Popen[bytes]) -> None:
+    def _read(self, trainer: int, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             self._on_line(trainer, json.loads(line))
@@ -84,7 +91,7 @@ class Workers:
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(f"{order}\n".encode())
+                process.stdin.write(f"{order}\n")
                 process.stdin.flush()
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """One trainer of `bench recovery`: real steps on either backend, told when to pause, telling when each step was.
 
-    python -m torch_ecrec.bench.recovery_worker --backend ecrec --trainer 0 --trainers 2 --port 29500 --rows 150000
+    python -m torch_ecrec.bench.recovery_worker --backend ecrec --trainer 0 --trainers 2 --rows 150000
 
-Started and ended by `bench/recovery.py`. It trains until its standard input closes. Lines it understands there:
+MASTER_ADDR and MASTER_PORT say where the trainers meet. Started and ended by `bench recovery` and `bench outages`.
+It trains until its standard input closes. Lines it understands there:
 
     pause N     stop after step N (at once where that is over)
     go          go on
@@ -136,12 +137,7 @@ def train(arguments: argparse.Namespace, out: TextIO) -> None:
 
     orders = Orders()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{arguments.port}",
-        rank=arguments.trainer,
-        world_size=arguments.trainers,
-    )
+    dist.init_process_group("gloo", rank=arguments.trainer, world_size=arguments.trainers)
     shape = workload.Shape(rows=arguments.rows, batch=arguments.batch_size, zipf=arguments.zipf)
     model: Any = workload.distributed(shape, arguments.backend, arguments.seed)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
@@ -175,7 +171,6 @@ def main() -> None:
     parser.add_argument("--backend", choices=["ecrec", "torchrec"], required=True)
     parser.add_argument("--trainer", type=int, required=True)
     parser.add_argument("--trainers", type=int, required=True)
-    parser.add_argument("--port", type=int, required=True, help="where the trainers meet")
     parser.add_argument("--rows", type=int, required=True, help="of each table")
     parser.add_argument("--batch-size", type=int, default=1024, help="of each trainer")
     parser.add_argument("--zipf", type=float, default=0.0, help="exponent of the law that ids follow; 0: uniform")

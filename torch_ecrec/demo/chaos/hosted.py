@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 PORT, MEETING_PORT, ETCD_PORT, ETCD_PEER_PORT = 29400, 29500, 2379, 2380  # hosts are ours alone
 COORDINATORS = 3  # with election
+HEARD_S = 1.5  # who was heard of within that is there
+FRESH_S = 3.0  # how old a status may be
 QUICK_S = 10.0  # who lived for less has ended soon after its start
 PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # before the next start, by how many have ended soon
 STOP_S = 5.0  # between a polite and an impolite end
@@ -54,6 +56,40 @@ def etcd_binary() -> Path | None:
         return None
     path = Path(package.origin).parent / "etcdbin" / "etcd"
     return path if path.is_file() else None
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Which hosts have what.
+
+    Args:
+        servers: of each server, its host.
+        coordinators: with election as many as `COORDINATORS`, else one.
+        etcd: likewise; none without election.
+    """
+
+    servers: Sequence[int]
+    coordinators: Sequence[int]
+    etcd: Sequence[int]
+
+
+def together(servers: int, hosts: int, elects: bool) -> Homes:
+    """As few hosts as are there: what was said above."""
+    first = range(COORDINATORS if elects else 1)
+    return Homes([i % hosts for i in range(servers)], first, first if elects else ())
+
+
+def lacking(status: Mapping[str, Any], servers: int) -> str:
+    """What a cluster lacks until so many servers are there and at peace, by its coordinator's status; "": nothing."""
+    here = [one for one in status.get("members", []) if one["alive"] and not one["left"]]
+    found = [one["name"] for one in here if one["role"] == "server"]
+    if time.time() - status.get("time_s", 0.0) > FRESH_S:
+        return "the coordinator does not answer"
+    if len(found) != servers or any(one["silent_s"] > HEARD_S for one in here):
+        return f"{len(found)} servers of {servers} are there, and all members must be heard of"
+    if status["unreachable"] or status["going_back"] or status["move"]:
+        return "members cannot reach each other, or servers go back, or a slot moves"
+    return ""
 
 
 @dataclass
@@ -93,6 +129,7 @@ class HostedCluster:
         logs: folder for what the processes say, and for what etcd writes.
         environment: extra environment of all processes.
         etcd: etcd's server; None: no election, and one coordinator.
+        homes: which hosts have what; None: as above.
     """
 
     def __init__(
@@ -104,6 +141,7 @@ class HostedCluster:
         logs: Path,
         environment: Mapping[str, str],
         etcd: Path | None,
+        homes: Homes | None = None,
     ) -> None:
         self.hosts, self.logs = hosts, logs
         self.ended: int | None = None  # there is always another
@@ -112,7 +150,9 @@ class HostedCluster:
         self.environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **environment}
         self.services: list[Service] = []
         self._back: dict[int, float] = {}  # hosts that are away -> when they come back
-        self.leads: Callable[[], str] = lambda: hosts[0].address  # where the coordinator is that leads
+        self.homes = homes or together(code.slots + spares, self.count, self.elects)
+        at_first = hosts[self.homes.coordinators[0]].address
+        self.leads: Callable[[], str] = lambda: at_first  # where the coordinator is that leads
         self._etcd_data = [logs / f"etcd-{i}" for i in range(COORDINATORS if self.elects else 0)]
         logs.mkdir(parents=True, exist_ok=True)
         if etcd is not None:
@@ -120,25 +160,26 @@ class HostedCluster:
         rules = ["--servers", str(code.slots), "--spares", str(spares), "-k", str(code.k), "-r", str(code.r)]
         rules += ["--protection", code.protection, "--without-spare", without_spare]
         elect = ["--elect", self.join] if self.elects else []
-        for i in range(COORDINATORS if self.elects else 1):
-            at = ["--host", hosts[i].address, "--port", str(PORT)]
-            self._add(f"coordinator-{i}", i, [*_OURS, "coordinator", *at, *rules, *elect])
-        for i in range(code.slots + spares):
-            self._add(f"server-{i}", i % self.count, [*_OURS, "serve", "--join", self.join])
+        for i, host in enumerate(self.homes.coordinators):
+            at = ["--host", hosts[host].address, "--port", str(PORT)]
+            self._add(f"coordinator-{i}", host, [*_OURS, "coordinator", *at, *rules, *elect])
+        for i, host in enumerate(self.homes.servers):
+            self._add(f"server-{i}", host, [*_OURS, "serve", "--join", self.join])
 
     def _add(self, name: str, host: int, words: list[str], **more: Any) -> None:
         self.services.append(Service(name, host, words, more=more))
 
     def _add_etcd(self, binary: Path) -> None:
-        peers = [f"http://{self.hosts[i].address}:{ETCD_PEER_PORT}" for i in range(COORDINATORS)]
+        homes = self.homes.etcd
+        peers = [f"http://{self.hosts[home].address}:{ETCD_PEER_PORT}" for home in homes]
         together = ",".join(f"e{i}={peer}" for i, peer in enumerate(peers))
         for i, peer in enumerate(peers):
             shutil.rmtree(self._etcd_data[i], ignore_errors=True)
-            client = f"http://{self.hosts[i].address}:{ETCD_PORT}"
+            client = f"http://{self.hosts[homes[i]].address}:{ETCD_PORT}"
             words = [str(binary), "--name", f"e{i}", "--data-dir", str(self._etcd_data[i]), "--log-level", "warn"]
             words += ["--listen-client-urls", client, "--advertise-client-urls", client, *ETCD_TIMES]
             words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-            self._add(f"etcd-{i}", i, [*words, "--initial-cluster", together])
+            self._add(f"etcd-{i}", homes[i], [*words, "--initial-cluster", together])
 
     # what a run needs of it ---------------------------------------------------------------------
 
@@ -146,13 +187,13 @@ class HostedCluster:
     def join(self) -> str:
         """What everybody joins."""
         if not self.elects:
-            return f"{self.hosts[0].address}:{PORT}"
+            return f"{self.hosts[self.homes.coordinators[0]].address}:{PORT}"
         return f"etcd://{','.join(f'{host}:{port}' for host, port in self.etcd_addresses)}/chaos"
 
     @property
     def etcd_addresses(self) -> list[tuple[str, int]]:
         """Of its clients."""
-        return [(self.hosts[i].address, ETCD_PORT) for i in range(COORDINATORS)] if self.elects else []
+        return [(self.hosts[home].address, ETCD_PORT) for home in self.homes.etcd]
 
     @property
     def children(self) -> list[subprocess.Popen[Any]]:

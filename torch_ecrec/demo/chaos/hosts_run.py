@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torch_ecrec.demo.chaos.host_events import Disturbance, World
-from torch_ecrec.demo.chaos.hosted import COORDINATORS, HostedCluster
+from torch_ecrec.demo.chaos.hosted import COORDINATORS, HostedCluster, lacking
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import Cluster, Trainers
@@ -24,8 +24,6 @@ CONNECT_S = 180.0  # for a coordinator that is started again where its host has 
 START_S = 480.0  # for the first step: all these processes start on one machine
 STALL_S = 300.0  # for a step: trainers whose host was lost start again
 WHOLE_S = 300.0
-HEARD_S = 1.5  # who was heard of within that is there
-FRESH_S = 3.0  # how old a status may be
 AT_END = "training was over before"
 
 
@@ -141,20 +139,13 @@ class HostsRun(ChaosRun):
 
     def _lacking(self) -> str:
         """What is not there again; "": nothing. Called with the lock."""
-        status, wanted = self.record.status, self.code.slots + self.arguments.spares
-        here = [one for one in status.get("members", []) if one["alive"] and not one["left"]]
-        servers = [one["name"] for one in here if one["role"] == "server"]
         if self._under_way:
             return f"{self._under_way[0].entry['event']} is under way"
         if not self._hosted.complete:
             return "a process is not there"
-        if time.time() - status.get("time_s", 0.0) > FRESH_S or self._leader is None:
+        if self._leader is None:
             return "the coordinator does not answer"
-        if len(servers) != wanted or any(one["silent_s"] > HEARD_S for one in here):
-            return f"{len(servers)} servers of {wanted} are there, and all members must be heard of"
-        if status["unreachable"] or status["going_back"] or status["move"]:
-            return "members cannot reach each other, or servers go back, or a slot moves"
-        return ""
+        return lacking(self.record.status, self.code.slots + self.arguments.spares)
 
     def _lacks(self) -> str:
         with self._lock:
