@@ -2,6 +2,7 @@
 
 train.py       throughput, CPU time, bytes and memory of a training step, beside plain TorchRec; systems take turns
 recovery.py    kills at steady state: how long a pause, how fast a rebuild; beside a restart from a checkpoint
+outages.py     hosts, links and leaders that go, and drains: how long a pause; over hosts of network namespaces
 codec.py       encode, fold and decode, beside memcpy and ISA-L
 scaling.py     how each cost of a step grows
 exactness.py   kills in real runs: is everything that follows bit-identical, and how long does training pause?

@@ -10,6 +10,7 @@ HELP = "measurements"
 BENCHMARKS = {
     "train": "throughput beside plain TorchRec, by shape and code",
     "recovery": "kills at steady state: how long a pause, how fast a rebuild; beside restart from a checkpoint",
+    "outages": "how long training stands when a host, a link or the leader goes; what a drain costs; over hosts",
     "checkpoint": "training while checkpoints are written, their bytes, and restores; beside TorchRec's",
     "partial": "CPR's emulation, scaled: full recovery, and partial recovery by what is saved first",
     "codec": "encode, fold and decode, beside memcpy and ISA-L",
