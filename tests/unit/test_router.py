@@ -226,6 +226,18 @@ def test_a_process_that_cannot_be_reached_is_lost() -> None:
     assert running.names("lost") == ["trainer-0"] and running.core.era == 1
 
 
+def test_one_that_was_dying_when_it_was_asked_is_asked_again_soon() -> None:
+    running = Running(lease_s=10.0).start()
+    running.close(running.processes[1].wire)
+    running.answer(ALIVE)  # its connection went first, then what it listens at
+    before = len(running.probes)
+    running.now_s += 0.1
+    running.router.on_tick(running.now_s)
+    assert len(running.probes) == before + 1, "training stands meanwhile"
+    running.answer(GONE)
+    assert running.names("lost")
+
+
 def test_one_that_lives_has_its_lease_and_is_asked_again() -> None:
     running = Running(lease_s=10.0).start()
     running.close(running.processes[1].wire)

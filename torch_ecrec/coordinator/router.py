@@ -38,7 +38,7 @@ from torch_ecrec.protocol.messages import BadMessage, ForLeader, FromCoordinator
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 
 Message = dict[str, Any]
-PROBE_AGAIN_S = 0.5
+PROBE_AGAIN_S = 0.1  # a process that is killed may close its connection before it stops to listen: training waits
 REFUSED_SHOWN_S = 1.0  # refusals are told to the log once in so long at most, with how many there were
 NOBODY_LEFT = "the coordinator was started again, and nobody who knows what was trained came back"
 WHY_LOST = {
