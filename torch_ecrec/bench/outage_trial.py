@@ -174,8 +174,9 @@ class Trial:
             found["repaired"] = watch.until(lacks, REPAIR_LIMIT_S, f"repair after {kind}")
         found["after_s"] = watch.trains(steady_s, STEP_LIMIT_S)
         with watch.changed:
-            found["unhealthy"] = len(watch.unhealthy_s)
             news, times = watch.told[told:], list(watch.steps.times)
+            lost = [one for _, one in news if isinstance(one, events.Lost) and one.slots]
+            found["unhealthy"] = len(watch.unhealthy_s) + len(lost)  # what is repaired between two statuses counts, too
             first = min((s for s, one in news if isinstance(one, (events.Lost, events.Cut))), default=None)
             placed = min((s for s, one in news if isinstance(one, events.PlacedAnew)), default=None)
             found |= {"detected": first, "placed": placed}
