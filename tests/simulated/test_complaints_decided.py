@@ -54,19 +54,25 @@ def test_a_spare_that_cannot_reach_a_host_is_never_fenced_and_chosen_last() -> N
     assert "server-3" not in h.places, "nor is a slot moved to it"
 
 
-@pytest.mark.parametrize("joins", ["before", "after"])
-def test_the_next_coordinator_hears_of_a_cut_before_it_moves_a_slot(joins: str) -> None:
-    """A spare that a trainer cannot reach is in the world that it takes over, or comes into the next one."""
+def taken_over(without: tuple[str, ...] = ()) -> Harness:
+    """The next coordinator: slots 0 and 1 are on one server, and a spare might have one of them."""
     before, after = Harness().start(), Harness()
     slots = [
         replace(place, server="server-0", incarnation=1) if i == 1 else place
         for i, place in enumerate(before.core.slots)
     ]
     placement = Placement(before.core.epoch + 2, tuple(slots)).to_json()
-    members = [name for name in MEMBERS if name not in ("server-1", *(["server-3"] if joins == "after" else []))]
+    members = [name for name in MEMBERS if name not in ("server-1", *without)]
     for name in members:
         rejoin(after, known(before, name, placement=placement, world=members))
+    return after
+
+
+@pytest.mark.parametrize("joins", ["before", "after"])
+def test_the_next_coordinator_hears_of_a_cut_before_it_moves_a_slot(joins: str) -> None:
+    """A spare that a trainer cannot reach is in the world that it takes over, or comes into the next one."""
     spare = "server-3"
+    after = taken_over(without=(spare,) if joins == "after" else ())
     if joins == "after":
         spare = after.server()
         after.core.on_tick(after.now_s)
@@ -77,6 +83,20 @@ def test_the_next_coordinator_hears_of_a_cut_before_it_moves_a_slot(joins: str) 
     assert not cut_events(after) and not told(after, spare, "move")
     going_on(after, REMEMBERED_S + 1.0, {})
     assert told(after, spare, "move"), "the link is whole again"
+
+
+def test_one_that_stands_still_hears_of_a_cut_before_it_moves_a_slot() -> None:
+    """What was said meanwhile waits to be read: of a cut that it has to learn of, and of one that it knew of."""
+    after, cut = taken_over(), {"trainer-1": ["server-3"]}
+    going_on(after, 0.5, {})
+    for stands_still_s in (4.0, REMEMBERED_S + 1.0):
+        after.now_s += stands_still_s
+        after.core.on_tick(after.now_s)
+        assert not told(after, "server-3", "move"), "nobody was heard"
+        going_on(after, 5.0, cut)
+        assert not cut_events(after) and not told(after, "server-3", "move")
+    going_on(after, REMEMBERED_S + 1.0, {})
+    assert told(after, "server-3", "move"), "the link is whole again"
 
 
 def test_more_than_can_be_repaired_is_said_and_not_guessed_at() -> None:
