@@ -68,6 +68,16 @@ def test_without_a_snapshot_that_all_can_go_back_to_the_job_ends() -> None:
     assert h.core.fatal is not None and "no dense snapshot of the steps 15 to 20" in h.core.fatal
 
 
+def test_why_it_ends_is_told_in_steps_of_training() -> None:
+    """24 steps loaded tables before the first of them."""
+    h = Harness().start()
+    h.say("trainer-0", type="loaded", origin=0)
+    h.lose("trainer-0")
+    for slot in range(3):
+        reach(h, slot, 49 - slot % 2, floor=46, snapshots=[], done=25 - slot % 2)
+    assert h.core.fatal is not None and "no dense snapshot of the steps 22 to 24" in h.core.fatal
+
+
 def loaded_early() -> Harness:
     """Tables were loaded before the first step, steps 3 to 20; all servers have stopped."""
     h = Harness().start()

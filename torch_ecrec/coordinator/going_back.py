@@ -81,6 +81,11 @@ def may_begin_anew(reach: Collection[messages.Reach], done_at_origin: int) -> bo
     return all(said.done is None or said.done - done_at_origin <= said.applied - first for said in reach)
 
 
+def steps_of_training_before(reach: Collection[messages.Reach], without_loads: int) -> int:
+    """To be added to a step of the protocol to have that of training, as slots know it: loads are steps, too."""
+    return max((said.done - said.applied for said in reach if said.done is not None), default=without_loads)
+
+
 class Eras:
     """The present era.
 
@@ -161,7 +166,7 @@ class Eras:
             if self._partial.wanted:
                 job.lose("the trainers were lost, and with slots the dense snapshots")
                 return
-            begin = job.done_at_origin - (job.origin or 0)
+            begin = steps_of_training_before(reach, job.done_at_origin - (job.origin or 0))
             first, last = (max(0, begin + step) for step in (first, last))
             job.stop(
                 f"the trainers were lost, and no dense snapshot of the steps {first} to {last} is kept, which"
