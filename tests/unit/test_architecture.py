@@ -12,6 +12,7 @@ The checks are themselves checked, on sources that break each rule.
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -372,6 +373,12 @@ def test_only_the_step_rule_changes_steps(name: str) -> None:
 def test_a_write_to_the_step_rule_is_found(source: str) -> None:
     assert writes_of_steps(ast.parse(source))
     assert not writes_of_steps(ast.parse("self.rule = StepRule()\nx = self.rule.applied\nrule = slot.rule"))
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """Pytest imports them by it."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py")
+    assert not [name for name, count in names.items() if count > 1]
 
 
 @each_module
