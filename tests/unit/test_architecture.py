@@ -377,7 +377,7 @@ def test_a_write_to_the_step_rule_is_found(source: str) -> None:
 
 def test_no_two_test_files_have_one_name() -> None:
     """Pytest imports them by it."""
-    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py")
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert not [name for name, count in names.items() if count > 1]
 
 
