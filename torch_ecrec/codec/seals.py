@@ -112,7 +112,7 @@ def _summed(builder: Any, words: Any) -> Any:
 
 
 def _type_seal(context: Any, source: Any, words: Any) -> Any:
-    """The intrinsic `seal(source, words)`: the seal, uint32, of so many words at an address."""
+    """The intrinsic `seal_at(source, words)`: the seal, uint32, of so many words at an address."""
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, words = args
@@ -145,7 +145,7 @@ def _type_seal(context: Any, source: Any, words: Any) -> Any:
     return types.uint32(types.intp, types.intp), generate
 
 
-_seal: Any = intrinsic(_type_seal)
+seal_at: Any = intrinsic(_type_seal)
 
 # -------------------------------------------------------------------------------------------------------------- kernels
 
@@ -155,7 +155,7 @@ def seal_rows(rows_UW: Any, seals_U: Any) -> None:
     """The seal of every row of words."""
     start, words = rows_UW.ctypes.data, rows_UW.shape[1]
     for i in range(rows_UW.shape[0]):
-        seals_U[i] = _seal(start + i * words * WORD_BYTES, words)
+        seals_U[i] = seal_at(start + i * words * WORD_BYTES, words)
 
 
 @kernel()
@@ -187,7 +187,7 @@ def _fold_rows(
         prefetch_row(seals_N1, rows_U, i)
         row, c, read = rows_U[i], coefficients_U[i], source + i * words * WORD_BYTES
         fold_row(target, row, read, words, c, factors)
-        seal = _seal(read, words)
+        seal = seal_at(read, words)
         of_source_U[i] = seal
         if row >= 0:
             seals_N1[row, 0] ^= seal if c == 1 else _times(product, c, seal)
@@ -208,7 +208,7 @@ def _broken(rows_NW: Any, seals_N: Any, positions_U: Any, broken_U: Any) -> Any:
     for i in range(positions_U.shape[0]):
         prefetch_row(rows_NW, positions_U, i)
         row = positions_U[i]
-        broken_U[i] = _seal(start + row * words * WORD_BYTES, words) != seals_N[row]
+        broken_U[i] = seal_at(start + row * words * WORD_BYTES, words) != seals_N[row]
         count += broken_U[i]
     return count
 
@@ -218,7 +218,7 @@ def _broken_run(rows_NW: Any, seals_N: Any, first: Any, broken_U: Any) -> Any:
     """The same for the rows from `first` on, as many as `broken_U` has."""
     start, words, count = rows_NW.ctypes.data, rows_NW.shape[1], 0
     for i in range(broken_U.shape[0]):
-        broken_U[i] = _seal(start + (first + i) * words * WORD_BYTES, words) != seals_N[first + i]
+        broken_U[i] = seal_at(start + (first + i) * words * WORD_BYTES, words) != seals_N[first + i]
         count += broken_U[i]
     return count
 

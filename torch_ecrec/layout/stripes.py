@@ -48,6 +48,19 @@ def _locate(rows_U: Any, period: Any, slot_of: Any, first_of: Any, slot_U: Any, 
         position_U[i] = np.int64(rotation) + first_of[offset]
 
 
+@kernel()
+def _row_at(positions_U: Any, first: Any, base: Any, member: Any, slots: Any, row_U: Any) -> None:
+    """`first`, `base` and `member` are of the ranks of one slot. Fast where those of neighbours are the same."""
+    rank, k = 0, base.shape[0]
+    for i in range(positions_U.shape[0]):
+        position = positions_U[i]
+        while position < first[rank]:
+            rank -= 1
+        while position >= first[rank + 1]:
+            rank += 1
+        row_U[i] = ((position - first[rank]) * slots + base[rank]) * k + member[rank]
+
+
 @dataclass(frozen=True)
 class SharedRun:
     """Data records of one rank of a source whose parities one holder has: both lie at consecutive positions.
@@ -220,10 +233,10 @@ class Layout:
         Not checked: that positions are in 0..data_rows(slot)-1. The caller does.
         """
         self._check_slot(slot)
-        ranks_U = np.searchsorted(self.data_first[slot], positions_U, side="right") - 1
-        rotations_U = positions_U - self.data_first[slot][ranks_U]
-        stripes_U = rotations_U * self.slots + self.data_base[slot][ranks_U]
-        return stripes_U * self.k + self.data_member[slot][ranks_U]
+        row_U = np.empty(len(positions_U), np.int64)
+        of_slot = self.data_first[slot], self.data_base[slot], self.data_member[slot]
+        _row_at(np.ascontiguousarray(positions_U, dtype=np.int64), *of_slot, self.slots, row_U)
+        return row_U
 
     def group(self, slot: int, parity: bool, positions_U: Integers) -> list[StripeGroup]:
         """Splits records of a slot by the base of their stripes.
@@ -324,5 +337,6 @@ def layout_of(slots: int, k: int, r: int, rows: int) -> Layout:
 
 
 def warm() -> None:
-    """Compiles or loads the kernel."""
+    """Compiles or loads the kernels."""
     Layout(1, 1, 0, 1).locate(np.zeros(1, np.int64))
+    Layout(1, 1, 0, 1).row_at(0, np.zeros(1, np.int64))

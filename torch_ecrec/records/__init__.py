@@ -12,7 +12,7 @@ def warm() -> None:
     """Compiles or loads every kernel, so that a server does it before it joins."""
     from torch_ecrec.records.optimizers import NAMES, optimizer
 
-    for module in ("halves", "quantised", "shard", "merge", "initial", "delta_log"):
+    for module in ("halves", "quantised", "shard", "merge", "initial", "delta_log", "captured"):
         importlib.import_module(f"{__name__}.{module}").warm()
     for name in NAMES:
         optimizer(name).warm()

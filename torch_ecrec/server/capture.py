@@ -15,18 +15,23 @@ Shapes: P records of a slab, U of them changed by a step, N in a portion, B reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_ecrec.codec.field import as_words
 from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.records import captured
+from torch_ecrec.records.captured import CLEAN, KEPT, MARKED
 from torch_ecrec.records.positions import Bytes, Positions
+from torch_ecrec.runtime import shared
+
+__all__ = ["CLEAN", "KEPT", "MARKED", "Capture", "Marks", "Portion", "all_marked", "mark_changed_", "none_marked"]
 
 POOL_BYTES = 16 << 20  # of kept records in one piece of memory
-
-CLEAN, MARKED, KEPT = 0, 1, 2  # of a record: not in the capture; to be written as it is; to be written as it was kept
+LOOKS_MOST = 1 << 18  # marks, for one portion: where hardly any record is wanted, steps do not wait for all of them
 
 Marks = list[NDArray[np.uint8]]  # of each slab, (P,): CLEAN or MARKED
 
@@ -76,8 +81,8 @@ class _Kept:
         self._pieces: list[Bytes] = []
         self._count = 0
 
-    def add(self, positions_U: Positions, records_UB: Bytes) -> int:
-        """Copies some; returns the memory that they take."""
+    def rooms(self, positions_U: Positions) -> Iterator[tuple[slice, Bytes]]:
+        """Memory for some, in as many pieces as it takes: which of them, and (those, B) uint8 to be filled."""
         self._number_P[positions_U] = np.arange(self._count, self._count + len(positions_U))
         done = 0
         while done < len(positions_U):
@@ -85,16 +90,26 @@ class _Kept:
             if piece == len(self._pieces):
                 self._pieces.append(np.empty((self._most, self._record_bytes), np.uint8))
             some = min(self._most - first, len(positions_U) - done)
-            self._pieces[piece][first : first + some] = records_UB[done : done + some]
+            yield slice(done, done + some), self._pieces[piece][first : first + some]
             self._count, done = self._count + some, done + some
-        return self._number_P.itemsize * len(positions_U) + records_UB.nbytes
+
+    def memory_of(self, count: int) -> int:
+        """Bytes that so many take."""
+        return count * (self._number_P.itemsize + self._record_bytes)
+
+    def add(self, positions_U: Positions, records_UB: Bytes) -> int:
+        """Copies some; returns the memory that they take."""
+        for some, room in self.rooms(positions_U):
+            room[:] = records_UB[some]
+        return self.memory_of(len(positions_U))
 
     def put_into(self, records_NB: Bytes, at_M: Positions, positions_M: Positions) -> None:
         """records[at[i]] = the one that was kept of positions[i]."""
         piece_M, row_M = np.divmod(self._number_P[positions_M].astype(np.int64), self._most)
-        for piece in np.unique(piece_M):
+        records_NW = records_NB.view(np.uint32)
+        for piece in np.flatnonzero(np.bincount(piece_M)):
             its = np.flatnonzero(piece_M == piece)
-            records_NB[at_M[its]] = self._pieces[piece][row_M[its]]
+            captured.copy(as_words(self._pieces[piece]), row_M[its], records_NW, at_M[its])
 
     def clear(self) -> None:
         """Nobody will ask for them any more."""
@@ -108,7 +123,8 @@ class Capture:
         held: of the slot. Nothing of it is missing, and its log reaches back to `step`.
         step: which.
         marks: of the records that are wanted. Mutated.
-        look: told of records (slab, (U,) int64 positions) before what they hold is taken: whether they are damaged.
+        look: told of records (slab, (U,) int64 positions) some of which are damaged when what they hold is taken; and
+            of those that are kept at the beginning, whether they are.
 
     Attributes:
         kept_bytes: memory of what was kept, which is the price of not pausing.
@@ -134,16 +150,17 @@ class Capture:
     def before_forgetting(self, positions: Sequence[Positions], deltas: Sequence[Bytes]) -> None:
         """A step was applied that changed these records (U,) of each slab by these deltas (U, B)."""
         for slab in range(self._slab, len(self._marks)):
-            positions_U, marks_P = positions[slab], self._marks[slab]
-            wanted_U = marks_P[positions_U] == MARKED
-            if slab == self._slab:
-                wanted_U &= positions_U >= self._next
-            at = np.flatnonzero(wanted_U)
-            if len(at):
-                self._look(slab, positions_U[at])
-                old_UB = self._held.shards[slab].gather(positions_U[at])
-                np.bitwise_xor(old_UB, deltas[slab][at], out=old_UB)
-                self._keep(slab, positions_U[at], old_UB)
+            at_M = captured.pick_(self._marks[slab], positions[slab], self._next if slab == self._slab else 0)
+            if not len(at_M):
+                continue
+            positions_M, broken = positions[slab][at_M], 0
+            for some, room_MB in self._kept[slab].rooms(positions_M):
+                broken += self._held.shards[slab].source.take_before(
+                    positions_M[some], deltas[slab], at_M[some], room_MB
+                )
+            self.kept_bytes += self._kept[slab].memory_of(len(at_M))
+            if broken:
+                self._look(slab, positions_M)
 
     def _keep(self, slab: int, positions_U: Positions, records_UB: Bytes) -> None:
         if len(positions_U):
@@ -161,14 +178,14 @@ class Capture:
             self._slab, self._next = self._slab + 1, 0
         if self._slab == len(shards):
             return None
-        slab, first = self._slab, self._next
-        end = min(shards[slab].data_rows, first + max(1, most_bytes // shards[slab].schema.nbytes))
-        wanted_N = first + np.flatnonzero(self._marks[slab][first:end]).astype(np.int64, copy=False)
-        self._look(slab, wanted_N)
-        records_NB = shards[slab].gather(wanted_N)
-        kept_M = np.flatnonzero(self._marks[slab][wanted_N] == KEPT).astype(np.int64, copy=False)
+        slab, shard = self._slab, shards[self._slab]
+        most, end = max(1, most_bytes // shard.schema.nbytes), min(shard.data_rows, self._next + LOOKS_MOST)
+        wanted_N, source_N, self._next = captured.scan(self._marks[slab], self._next, end, most)
+        records_NB = shared.empty((len(wanted_N), shard.schema.nbytes), np.uint8)
+        if shard.source.take(source_N, records_NB):
+            self._look(slab, source_N[source_N >= 0])
+        kept_M = np.flatnonzero(source_N < 0)
         self._kept[slab].put_into(records_NB, kept_M, wanted_N[kept_M])
-        self._next = end
         return Portion(slab, self._held.layouts[slab].row_at(self._held.index, wanted_N), records_NB)
 
     @property

@@ -167,7 +167,8 @@ class PartWriter:
         schema, bits = self._schemas[slab], self._encoding.bits
         if not bits or _quantised_bytes(schema, bits) >= schema.nbytes:
             self._frame(slab, rows_N, 0, [records_NB])
-            self._errors[slab].count(rows_N, schema.dim)
+            if bits:
+                self._errors[slab].count(rows_N, schema.dim)
             return
         numbers_NW = numbers_of(records_NB, schema)
         found = quantised.quantise(numbers_NW, schema.dim, bits)
