@@ -27,7 +27,7 @@ import pytest
 from places import ROOT
 
 from torch_ecrec.processes.fork_server import ForkServer
-from torch_ecrec.runtime.addresses import BRIEF_NAMES
+from torch_ecrec.spec.settings import ask_name_servers_briefly
 
 CRITEO = ROOT.parent / "shared" / "data" / "criteo_kaggle_10k.tsv.gz"
 
@@ -35,7 +35,7 @@ MARK = "PYTEST_ECREC_SESSION"
 LEAVE_S = 300.0
 """How long a process may take to end after the last test."""
 
-os.environ.update({**BRIEF_NAMES, **os.environ})
+ask_name_servers_briefly()
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from coordinator_harness import MEMBERS, Harness, known, rejoin, told
+from coordinator_harness import Harness, taken_over, told
 
 from torch_ecrec.coordinator.suspicion import REMEMBERED_S
-from torch_ecrec.protocol.wire import Placement
 from torch_ecrec.spec.job import CodeSpec
 
 
@@ -52,20 +50,6 @@ def test_a_spare_that_cannot_reach_a_host_is_never_fenced_and_chosen_last() -> N
     h.rebuilt(1)
     going_on(h, 5.0, cut)
     assert "server-3" not in h.places, "nor is a slot moved to it"
-
-
-def taken_over(without: tuple[str, ...] = ()) -> Harness:
-    """The next coordinator: slots 0 and 1 are on one server, and a spare might have one of them."""
-    before, after = Harness().start(), Harness()
-    slots = [
-        replace(place, server="server-0", incarnation=1) if i == 1 else place
-        for i, place in enumerate(before.core.slots)
-    ]
-    placement = Placement(before.core.epoch + 2, tuple(slots)).to_json()
-    members = [name for name in MEMBERS if name not in ("server-1", *without)]
-    for name in members:
-        rejoin(after, known(before, name, placement=placement, world=members))
-    return after
 
 
 @pytest.mark.parametrize("joins", ["before", "after"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from coordinator_harness import MEMBERS, Harness, known, rejoin, told, word_of
+from coordinator_harness import MEMBERS, Harness, known, rejoin, taken_over, told, word_of
 
 from torch_ecrec.coordinator.admission import FENCED
 from torch_ecrec.coordinator.regathering import REGATHER_S
@@ -151,13 +151,7 @@ def test_a_slot_that_waits_for_a_host_gets_one_of_a_new_coordinator() -> None:
 
 def test_a_server_with_two_slots_is_relieved_by_a_new_coordinator() -> None:
     """The one before was gone when the slot was rebuilt, upon which it would have been moved to the spare."""
-    before, after = Harness().start(), Harness()
-    slots = [replace(p, server="server-0", incarnation=1) if i == 1 else p for i, p in enumerate(before.core.slots)]
-    crowded = Placement(before.core.epoch + 2, tuple(slots)).to_json()
-    for name in MEMBERS:
-        if name != "server-1":
-            world = [one for one in MEMBERS if one != "server-1"]
-            rejoin(after, known(before, name, placement=crowded, world=world))
+    after = taken_over()
     assert sorted(set(after.places)) == ["server-0", "server-2"]
     assert not told(after, "server-3", "move"), "nobody has had the time to say whom it cannot reach"
     for _ in range(round(LEARNS_S)):

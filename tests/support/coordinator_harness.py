@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from builds import BUILD
@@ -170,6 +170,20 @@ def rejoin(h: Harness, message: dict[str, Any]) -> None:
 
 
 MEMBERS = ("server-0", "server-1", "server-2", "server-3", "trainer-0", "trainer-1")
+
+
+def taken_over(without: tuple[str, ...] = ()) -> Harness:
+    """The next coordinator: slots 0 and 1 are on one server, and a spare might have one of them."""
+    before, after = Harness().start(), Harness()
+    slots = [
+        replace(place, server="server-0", incarnation=1) if i == 1 else place
+        for i, place in enumerate(before.core.slots)
+    ]
+    placement = Placement(before.core.epoch + 2, tuple(slots)).to_json()
+    members = [name for name in MEMBERS if name not in ("server-1", *without)]
+    for name in members:
+        rejoin(after, known(before, name, placement=placement, world=members))
+    return after
 
 
 def go_back(h: Harness) -> None:

@@ -18,11 +18,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from conftest import KEPT
+from conftest import KEPT, wait_until
 from places import ROOT, SUPPORT
 
 from torch_ecrec.processes.children import Child
@@ -86,8 +85,7 @@ def call(function: Callable[..., None], processes: int, *words: str, limit_s: fl
     """Calls `function(i, *words)` in as many processes, at the same time. The first that fails ends all.
 
     Raises:
-        AssertionError: with what it has printed.
-        TimeoutError: a hang.
+        AssertionError: with what it has printed; or a hang.
     """
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(processes)]
@@ -96,14 +94,15 @@ def call(function: Callable[..., None], processes: int, *words: str, limit_s: fl
             child = begin(function, i, *words, stdout=log.fileno(), stderr=log.fileno())
             stack.callback(end, child)
             children.append(child)
-        end_s = time.monotonic() + limit_s
-        while None in (codes := [child.poll() for child in children]) and not any(codes):
-            if time.monotonic() > end_s:
-                raise TimeoutError(f"{function.__name__} took longer than {limit_s:g} s")
-            time.sleep(0.02)
-        for i, code in enumerate(codes):
-            logs[i].seek(0)
-            assert not code, f"{function.__name__}({i}) ended with {code}:\n{logs[i].read()}"
+
+        def are_over() -> bool:
+            codes = [child.poll() for child in children]
+            return any(codes) or None not in codes
+
+        wait_until(are_over, limit_s, f"the end of {function.__name__}")
+        for i, (child, log) in enumerate(zip(children, logs, strict=True)):
+            log.seek(0)
+            assert not child.returncode, f"{function.__name__}({i}) ended with {child.returncode}:\n{log.read()}"
 
 
 def end(child: Child) -> None:

@@ -11,8 +11,9 @@ from kept import small_job
 from torch_ecrec.codec import LinearCode
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.layout.stripes import layout_of
+from torch_ecrec.records.captured import CLEAN, MARKED
 from torch_ecrec.server import capture as capture_module
-from torch_ecrec.server.capture import CLEAN, MARKED, Capture, _Kept
+from torch_ecrec.server.capture import Capture, _Kept
 
 POOLS = (1, 70, 16 << 20)  # bytes: a record in each piece; some; all in one
 

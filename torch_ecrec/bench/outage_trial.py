@@ -21,18 +21,16 @@ from typing import Any
 from torch_ecrec.bench import outage_figures
 from torch_ecrec.bench.outage_figures import CUT, DRAIN, HOST, KILL, LEADER, LEADER_AND_SERVER, ONE_WAY
 from torch_ecrec.bench.outage_watch import OutageWatch
-from torch_ecrec.bench.places import Here
+from torch_ecrec.bench.places import Here, meeting_on
 from torch_ecrec.bench.recovery_figures import rows_per_table
 from torch_ecrec.bench.recovery_processes import START_LIMIT_S, START_LIMIT_S_PER_GB, Stopped, Workers
-from torch_ecrec.demo.chaos.hosted import COORDINATORS, Homes, HostedCluster, lacking
+from torch_ecrec.demo.chaos.hosted import COORDINATORS, MEETING_PORT, Homes, HostedCluster, lacking
 from torch_ecrec.observe import events
 from torch_ecrec.processes.children import await_end
-from torch_ecrec.processes.nodes import INTERFACE_VARIABLES
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing.hosts import Hosts
 from torch_ecrec.transport.etcd import Leader
 
-MEETING_PORT = 29500  # hosts are ours alone
 WARM_S = 3.0  # of training, not measured
 MOMENT_S = 1.0  # an event comes at a random moment of so many seconds
 REPAIR_LIMIT_S, WHOLE_LIMIT_S, STEP_LIMIT_S, DRAIN_LIMIT_S = 120.0, 180.0, 120.0, 400.0
@@ -48,8 +46,7 @@ class TrainerHosts(Here):
         self._hosts, self._numbers = hosts, numbers
 
     def meeting(self) -> dict[str, str]:
-        where = {"MASTER_ADDR": self._hosts[self._numbers[0]].address, "MASTER_PORT": str(MEETING_PORT)}
-        return {**where, **dict.fromkeys(INTERFACE_VARIABLES, "eth0")}
+        return meeting_on(self._hosts[self._numbers[0]], MEETING_PORT)
 
     def start_trainer(self, rank: int, command: Sequence[str], **more: Any) -> subprocess.Popen[str]:
         return self._hosts[self._numbers[rank]].start(command, text=True, **more)

@@ -26,8 +26,9 @@ from torch_ecrec.bench import record
 from torch_ecrec.bench.outage_figures import DRAIN, ELECTED, KINDS, plot, rows, targets
 from torch_ecrec.bench.outage_trial import Trial
 from torch_ecrec.bench.places import require_hosts
-from torch_ecrec.bench.recovery_processes import Stopped
+from torch_ecrec.bench.recovery_processes import Stopped, add_cluster
 from torch_ecrec.demo.chaos.hosted import require_etcd
+from torch_ecrec.demo.result import arguments_json
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.spec.job import CodeSpec
@@ -104,9 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
         error = str(failure)
     finally:
         lines, aims = rows(found), targets(found)
-        told = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
-        content = {"header": header, "arguments": told, "events": found, "targets": aims, "error": error}
-        record.write(arguments.out, name, content, lines)
+        told = {"arguments": arguments_json(arguments), "events": found, "targets": aims, "error": error}
+        record.write(arguments.out, name, {"header": header, **told}, lines)
     if lines:
         plot(found, arguments.out / f"{name}.png")
     print("\n\n".join(map(record.table, (lines, aims))))
@@ -120,11 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `torch-ecrec bench outages`."""
     parser.add_argument("--events", default=",".join(KINDS), metavar="A,B,...", help=f"default {','.join(KINDS)}")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each event (default 5)")
-    parser.add_argument("--servers", type=int, default=3, metavar="S", help="slots, one server each (default 3)")
-    parser.add_argument("--spares", type=int, default=1, metavar="P", help="servers in reserve (default 1)")
-    parser.add_argument("-k", type=int, default=2, help="data records in a stripe (default 2)")
-    parser.add_argument("-r", type=int, default=1, help="parity records in a stripe (default 1)")
-    parser.add_argument("--trainers", type=int, default=2, metavar="T")
+    add_cluster(parser)
     parser.add_argument("--batch-size", type=int, default=128, metavar="B", help="samples per trainer and step")
     parser.add_argument("--zipf", type=float, default=1.05, metavar="A", help="exponent of the law that ids follow")
     parser.add_argument("--gigabytes", type=float, default=0.1, metavar="GB", help="of records, without parity")

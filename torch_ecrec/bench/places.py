@@ -26,7 +26,7 @@ from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import hosts as kit
-from torch_ecrec.testing.hosts import Hosts
+from torch_ecrec.testing.hosts import Host, Hosts
 from torch_ecrec.transport.control import request
 
 PORTS = range(29400, 32000)  # of coordinators and of trainers that meet, one after the other: hosts are ours alone
@@ -37,6 +37,11 @@ def require_hosts() -> None:
     """Raises ValueError, with the reason, where `OnHosts` cannot be."""
     reason = kit.unavailable()
     require(not reason, f"`--hosts`: {reason}")
+
+
+def meeting_on(host: Host, port: int) -> dict[str, str]:
+    """Environment of trainers that meet on a host."""
+    return {"MASTER_ADDR": host.address, "MASTER_PORT": str(port), **dict.fromkeys(INTERFACE_VARIABLES, "eth0")}
 
 
 class Here:
@@ -99,8 +104,7 @@ class OnHosts(Here):
         return _Spread(self.hosts, next(self._ports), code, logs, settings, coordinator)
 
     def meeting(self) -> dict[str, str]:
-        where = {"MASTER_ADDR": self.hosts[0].address, "MASTER_PORT": str(next(self._ports))}
-        return {**where, **dict.fromkeys(INTERFACE_VARIABLES, "eth0")}
+        return meeting_on(self.hosts[0], next(self._ports))
 
     def local(self, rank: int, trainers: int) -> dict[str, str]:
         beside = range(rank % len(self.hosts), trainers, len(self.hosts))

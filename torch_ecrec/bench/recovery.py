@@ -32,9 +32,10 @@ from typing import Any
 from torch_ecrec.bench import record as bench_record
 from torch_ecrec.bench.recovery_checkpoint import from_checkpoint
 from torch_ecrec.bench.recovery_figures import DIM, RECORD_BYTES, TABLES, Case, cases, summary
-from torch_ecrec.bench.recovery_processes import Stopped
+from torch_ecrec.bench.recovery_processes import Stopped, add_cluster
 from torch_ecrec.bench.recovery_report import draw, tables
 from torch_ecrec.bench.recovery_trial import measure
+from torch_ecrec.demo.result import arguments_json
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require, require_int
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [summary(case, kills) for case, kills in measured if kills]
         content = {
             "header": header,
-            "arguments": {n: str(v) if isinstance(v, Path) else v for n, v in vars(arguments).items()},
+            "arguments": arguments_json(arguments),
             "tables": TABLES,
             "dim": DIM,
             "record_bytes": RECORD_BYTES,
@@ -136,11 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--throttled-gigabytes", type=float, metavar="GB", help="measure limits other than 0 at this size only"
     )
-    parser.add_argument("--servers", type=int, default=3, metavar="S", help="slots, one server each (default 3)")
-    parser.add_argument("--spares", type=int, default=1, metavar="P", help="servers in reserve (default 1)")
-    parser.add_argument("-k", type=int, default=2, help="data records in a stripe (default 2)")
-    parser.add_argument("-r", type=int, default=1, help="parity records in a stripe (default 1)")
-    parser.add_argument("--trainers", type=int, default=2, metavar="T")
+    add_cluster(parser)
     parser.add_argument("--batch-size", type=int, default=1024, metavar="B", help="samples per trainer and step")
     parser.add_argument(
         "--zipf",

@@ -23,6 +23,15 @@ START_LIMIT_S = 240.0  # to the first step, and
 START_LIMIT_S_PER_GB = 60.0
 
 
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Servers and trainers that a benchmark takes things from."""
+    parser.add_argument("--servers", type=int, default=3, metavar="S", help="slots, one server each (default 3)")
+    parser.add_argument("--spares", type=int, default=1, metavar="P", help="servers in reserve (default 1)")
+    parser.add_argument("-k", type=int, default=2, help="data records in a stripe (default 2)")
+    parser.add_argument("-r", type=int, default=1, help="parity records in a stripe (default 1)")
+    parser.add_argument("--trainers", type=int, default=2, metavar="T")
+
+
 class Stopped(RuntimeError):
     """A measurement did not come to its end; the message says which and why."""
 

@@ -30,9 +30,8 @@ from torch_ecrec.cli import (
     warm,
 )
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.runtime.addresses import BRIEF_NAMES
 from torch_ecrec.runtime.lifetime import INTERRUPTED, end_at_once, end_with_parent, keep_exit_code, on_signals
-from torch_ecrec.spec.settings import set_unless_set
+from torch_ecrec.spec.settings import ask_name_servers_briefly
 
 
 class Command(Protocol):
@@ -85,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if argv is None:
         keep_exit_code()
-        set_unless_set("RES_OPTIONS", lambda: BRIEF_NAMES["RES_OPTIONS"])
+        ask_name_servers_briefly()
     if argv is None and hasattr(arguments, "end_with_parent"):
         on_signals(end_at_once)  # until they have something to leave in order: loading torch alone takes seconds
     if getattr(arguments, "end_with_parent", False):

@@ -333,6 +333,7 @@ class Coordinator:
         """Called about every `heartbeat_s`: leases, and generations that were not formed in time."""
         state = self._state
         state.members.forget_gone()
+        state.suspicion.on_tick(state.members.since_tick_s(now_s))
         for member in state.members.silent(now_s):
             departures.fence(state, member.name, now_s, f"not heard of for {state.members.lease_s:g} s")
         departures.act_on_complaints(state, now_s)

@@ -153,16 +153,20 @@ class Members:
 
     def silent(self, now_s: float) -> list[MemberRecord]:
         """Members whose lease has run out; to be called about every `heartbeat_s`."""
-        slept_s = now_s - self._ticked_s - TICK_MOST_S
+        slept_s = self.since_tick_s(now_s) - TICK_MOST_S
         self._ticked_s = now_s
         if slept_s > 0:  # this process hung itself: it was not the members who were silent
             for member in self.by_name.values():
                 member.heard_s += slept_s + TICK_MOST_S
         return [member for member in self.present() if now_s - member.heard_s > self.lease_s]
 
+    def since_tick_s(self, now_s: float) -> float:
+        """How long ago `silent` was called; negative before the first time. If it is long, this process stood still."""
+        return now_s - self._ticked_s
+
     def is_awake(self, now_s: float) -> bool:
         """This process has not stood still just now: what members have said of late, it has heard."""
-        return now_s - self._ticked_s <= AWAKE_S
+        return self.since_tick_s(now_s) <= AWAKE_S
 
     def forget_gone(self) -> None:
         """Servers that were lost or have left are shown for a while, not for ever."""

@@ -20,7 +20,6 @@ only choose whom it costs least.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable
 from itertools import combinations
 
@@ -78,7 +77,6 @@ class Suspicion:
         self._next_s = 0.0  # nobody is fenced before
         self._pause_s = PAUSE_LEAST_S
         self._learns_until_s = self._follows_until_s = 0.0
-        self._looked_s = math.inf  # what was said until then is known
 
     def follow(self, now_s: float) -> None:
         """The coordinator before is gone, with what it remembered."""
@@ -106,7 +104,6 @@ class Suspicion:
 
     def forget_gone(self, known: dict[str, MemberRecord], now_s: float) -> bool:
         """What is over. Returns whether two hosts are taken for good neighbours again, or nothing is to be learned."""
-        self._on_look(now_s)
         gone = [pair for pair in self._since if not all(name in known and known[name].present for name in pair)]
         for pair in gone:
             del self._since[pair]
@@ -118,9 +115,13 @@ class Suspicion:
             self.learns = False
         return len(self._troubles) < troubles or has_learned
 
-    def _on_look(self, now_s: float) -> None:
-        """Time that this process stood still does not count: what was said meanwhile is not read yet."""
-        stood_still_s, self._looked_s = now_s - self._looked_s - HEARD_S, now_s
+    def on_tick(self, since_s: float) -> None:
+        """Time that this process stood still does not count: what was said meanwhile is not read yet.
+
+        Args:
+            since_s: since the last tick.
+        """
+        stood_still_s = since_s - HEARD_S
         if stood_still_s > 0:
             self._learns_until_s += stood_still_s
             self._troubles = {hosts: until_s + stood_still_s for hosts, until_s in self._troubles.items()}

@@ -16,12 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from torch_ecrec.runtime.addresses import BRIEF_NAMES
-
 TAIL_LINES = 15
 # Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of
 # those that have ended in it.
-FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **BRIEF_NAMES}
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class Child(Protocol):

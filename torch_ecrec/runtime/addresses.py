@@ -7,9 +7,6 @@ import socket
 import struct
 from collections.abc import Iterable
 
-# A name server that does not answer is waited for 1 s, twice, instead of 5: torch's TCPStore asks for the name of
-# whoever connects, backwards, and serves nobody meanwhile. The C library reads it when it looks up its first name.
-BRIEF_NAMES = {"RES_OPTIONS": "timeout:1 attempts:2"}
 SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address; Linux
 
 

@@ -24,11 +24,9 @@ from numpy.typing import NDArray
 from torch_ecrec.codec.field import as_words
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.records import captured
-from torch_ecrec.records.captured import CLEAN, KEPT, MARKED
+from torch_ecrec.records.captured import KEPT, MARKED
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.runtime import shared
-
-__all__ = ["CLEAN", "KEPT", "MARKED", "Capture", "Marks", "Portion", "all_marked", "mark_changed_", "none_marked"]
 
 POOL_BYTES = 16 << 20  # of kept records in one piece of memory
 LOOKS_MOST = 1 << 18  # marks, for one portion: where hardly any record is wanted, steps do not wait for all of them

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
+from torch_ecrec.records.captured import MARKED
 from torch_ecrec.records.halves import numbers_of
 from torch_ecrec.records.positions import Floats, Positions
 from torch_ecrec.records.savers import saver_of
-from torch_ecrec.server.capture import MARKED, Marks, none_marked
+from torch_ecrec.server.capture import Marks, none_marked
 
 
 class SlotSavers:

@@ -50,7 +50,7 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "Members": frozenset({"send", "_ticked_s"}),
     "RunningJob": frozenset({"_announce"}),
     "World": frozenset({"_announce"}),
-    "Suspicion": frozenset({"_beats", "_looked_s"}),  # how regularly they come
+    "Suspicion": frozenset({"_beats"}),  # how regularly they come
     "Eras": frozenset({"_announce"}),
     "SlotTable": frozenset({"_announce"}),
     "MemberRecord": frozenset({"heard_s", "birth"}),
