@@ -123,7 +123,8 @@ class Suspicion:
         """
         stood_still_s = since_s - HEARD_S
         if stood_still_s > 0:
-            self._learns_until_s += stood_still_s
+            if self.learns:
+                self._learns_until_s += stood_still_s
             self._troubles = {hosts: until_s + stood_still_s for hosts, until_s in self._troubles.items()}
 
     def complaints(self, now_s: float) -> list[tuple[str, str, float]]:
