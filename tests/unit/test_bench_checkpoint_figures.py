@@ -28,8 +28,8 @@ STEADY = block([1, 2, 3, 4, 5], [], {})
 
 def test_the_steps_before_and_beside_a_checkpoint() -> None:
     assert figures.durations(DOCUMENTED) == [1, 1, 2, 2, 1]
-    assert figures.before(DOCUMENTED) == [1, 1]
-    assert figures.beside(DOCUMENTED) == [2, 2]
+    assert figures.before(DOCUMENTED) == [0, 1]
+    assert figures.beside(DOCUMENTED) == [2, 3]
     found = figures.figures(DOCUMENTED, samples=10)
     assert found["before_samples_per_s"] == 10 and found["writing_samples_per_s"] == 5
     assert found["samples_per_s"] == pytest.approx(50 / 7) and found["written_s"] == 2.5
@@ -72,6 +72,23 @@ def test_ratios_are_within_a_turn() -> None:
     assert full["full MB"] == pytest.approx(700e-6) and full["increment MB"] is None
     assert lines["k2r1"]["/ before"] is None and lines["k2r1"]["whole turn / without"] == 1
     assert lines["k2r1+incremental"]["increment MB"] == pytest.approx(100e-6)
+    assert full["/ before, ±"] is None, "of two turns"
+
+
+def test_a_ratio_stands_beside_that_of_the_same_steps_without_a_checkpoint() -> None:
+    """The machine is half as fast from the third step on, for both: that is not the checkpoint's doing."""
+    written, plain = block([1, 2, 4, 6, 8.5], [[2.5, 9]], {"full": 1}), block([1, 2, 4, 6, 8], [], {})
+    lines = figures.rows({"k2r1": [plain] * 4, "k2r1+full": [written] * 4}, BASE_OF, samples=10)
+    full = next(line for line in lines if line["way"] == "k2r1+full")
+    assert full["/ before"] == pytest.approx(6 / 6.5 * 0.5)
+    assert full["same steps without"] == pytest.approx(0.5)
+    assert full["/ before, ±"] == full["same steps, ±"] == 0
+    assert lines[0]["same steps without"] is None, "nothing was written"
+
+
+def test_the_notch_of_a_median() -> None:
+    assert figures.notch([1, 2, 3]) is None
+    assert figures.notch([4, 1, 3, 2, 5]) == pytest.approx(1.57 * (4.5 - 1.5) / 5**0.5)
 
 
 RESTORED = {

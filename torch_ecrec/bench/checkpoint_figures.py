@@ -6,10 +6,17 @@ of its steps ended, its `spans_s` when each checkpoint began and ended, all by t
     begin 0, ends 1, 2, 4, 6, 7; a checkpoint from 2.5 to 5
     before it: two steps in 2 s
     beside it: the third and the fourth, since they overlap it: two steps in 4 s; the longest took 2 s
+    / before: half as many steps in a second
+    the same steps without: the third and the fourth step of the other way's block of that turn, / its first two
+
+A machine that others use, too, is not as fast in every part of a turn: so a ratio stands beside that of the same steps
+without a checkpoint, and with the spread of its median, as of a box plot's notch (McGill, Tukey and Larsen 1978): two
+medians whose notches do not meet differ, at about 95 %.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -39,19 +46,25 @@ def durations(block: Block) -> list[float]:
     return [end - begin for begin, end in pairwise([block["begin_s"], *block["ends_s"]])]
 
 
-def beside(block: Block) -> list[float]:
-    """Seconds of each step that overlaps a checkpoint of the block."""
+def beside(block: Block) -> list[int]:
+    """Which steps overlap a checkpoint of the block."""
     return [
-        end - begin
-        for begin, end in pairwise([block["begin_s"], *block["ends_s"]])
+        i
+        for i, (begin, end) in enumerate(pairwise([block["begin_s"], *block["ends_s"]]))
         if any(begin < last and end > first for first, last in block["spans_s"])
     ]
 
 
-def before(block: Block) -> list[float]:
-    """Seconds of each step that ended before the first checkpoint of the block began; of all where there is none."""
+def before(block: Block) -> list[int]:
+    """Which steps ended before the first checkpoint of the block began; all where there is none."""
     begins_s = min((first for first, _ in block["spans_s"]), default=float("inf"))
-    return [end - begin for begin, end in pairwise([block["begin_s"], *block["ends_s"]]) if end <= begins_s]
+    return [i for i, end in enumerate(block["ends_s"]) if end <= begins_s]
+
+
+def rate(block: Block, steps: Sequence[int], samples: int) -> float | None:
+    """Samples per second of some steps; None of none."""
+    seconds = durations(block)
+    return samples * len(steps) / sum(seconds[i] for i in steps) if steps else None
 
 
 def figures(block: Block, samples: int) -> dict[str, float | None]:
@@ -67,13 +80,12 @@ def figures(block: Block, samples: int) -> dict[str, float | None]:
         without checkpoints, of all its steps); `median_step_s`; `cpu_s_per_step`; `written_s`: how long the checkpoints
         took.
     """
-    steps = durations(block)
-    earlier, there = before(block), beside(block)
-    looked_at = there if block["spans_s"] else steps
+    steps, there = durations(block), beside(block)
+    looked_at = [steps[i] for i in there] if block["spans_s"] else steps
     return {
-        "samples_per_s": samples * len(steps) / sum(steps),
-        "before_samples_per_s": samples * len(earlier) / sum(earlier) if earlier else None,
-        "writing_samples_per_s": samples * len(there) / sum(there) if there else None,
+        "samples_per_s": rate(block, range(len(steps)), samples),
+        "before_samples_per_s": rate(block, before(block), samples),
+        "writing_samples_per_s": rate(block, there, samples),
         "median_step_s": statistics.median(steps),
         "longest_step_s": max(looked_at, default=None),
         "cpu_s_per_step": block["cpu_s"] / len(steps),
@@ -97,15 +109,33 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def ratio(blocks: Blocks, mine: tuple[str, str], other: tuple[str, str], samples: int) -> float | None:
-    """A figure of one way / a figure of another (or the same), each of (way, figure): the median of the ratios within a
-    turn; None where no turn has both."""
+def ratios(blocks: Blocks, mine: tuple[str, str], other: tuple[str, str], samples: int) -> list[float]:
+    """A figure of one way / a figure of another (or the same), each of (way, figure), in each turn that has both."""
     found = []
     for one, another in zip(blocks[mine[0]], blocks[other[0]], strict=True):
         value, divisor = figures(one, samples)[mine[1]], figures(another, samples)[other[1]]
         if value is not None and divisor is not None:
             found.append(value / divisor)
-    return _median(found)
+    return found
+
+
+def same_steps(blocks: Blocks, way: str, base: str, samples: int) -> list[float]:
+    """In each turn, of the way without checkpoints: the steps beside which the other one wrote / those before."""
+    found = []
+    for block, plain in zip(blocks[way], blocks[base], strict=True):
+        there, earlier = rate(plain, beside(block), samples), rate(plain, before(block), samples)
+        if block["spans_s"] and there is not None and earlier is not None:
+            found.append(there / earlier)
+    return found
+
+
+def notch(values: Sequence[float]) -> float | None:
+    """Half a notch of the median: 1.57 times the range between the quartiles / the square root of how many; None of
+    fewer than four."""
+    if len(values) < 4:
+        return None
+    low, _, high = statistics.quantiles(values, n=4)
+    return 1.57 * (high - low) / math.sqrt(len(values))
 
 
 def sizes(some: Sequence[Block], kind: str) -> float | None:
@@ -136,17 +166,25 @@ def rows(blocks: Blocks, base_of: Mapping[str, str], samples: int) -> list[dict[
     for way, some in blocks.items():
         without, cpu = (base_of[way], "samples_per_s"), median(way, "cpu_s_per_step")
         full, increment = sizes(some, "full"), sizes(some, "incremental")
+        writing = (way, "writing_samples_per_s")
+        of_before = ratios(blocks, writing, (way, "before_samples_per_s"), samples)
+        unwritten = same_steps(blocks, way, base_of[way], samples)
         lines.append(
             {
                 "way": way,
                 "samples/s": median(way, "samples_per_s"),
                 "before": median(way, "before_samples_per_s"),
                 "while writing": median(way, "writing_samples_per_s"),
-                "/ before": ratio(blocks, (way, "writing_samples_per_s"), (way, "before_samples_per_s"), samples),
-                "/ without": ratio(blocks, (way, "writing_samples_per_s"), without, samples),
-                "whole turn / without": ratio(blocks, (way, "samples_per_s"), without, samples),
+                "/ before": _median(of_before),
+                "/ before, ±": notch(of_before),
+                "same steps without": _median(unwritten),
+                "same steps, ±": notch(unwritten),
+                "/ without": _median(ratios(blocks, writing, without, samples)),
+                "whole turn / without": _median(ratios(blocks, (way, "samples_per_s"), without, samples)),
                 "CPU ms/step": None if cpu is None else 1e3 * cpu,
-                "longest / median step": ratio(blocks, (way, "longest_step_s"), (way, "median_step_s"), samples),
+                "longest / median step": _median(
+                    ratios(blocks, (way, "longest_step_s"), (way, "median_step_s"), samples)
+                ),
                 "written s": median(way, "written_s"),
                 "full MB": None if full is None else full / 1e6,
                 "increment MB": None if increment is None else increment / 1e6,

@@ -1,11 +1,20 @@
-"""What a capture does to many records at once: it finds those that are wanted, and copies them out of their shard.
+"""One shard's records as they were at a moment, in portions, while steps go on: a capture's part of one slab.
 
 Each record has a mark: clean, it is not wanted; marked, it is, and is in its shard as it is wanted; kept, there is a
-copy of it as it was. A copy is checked against the record's seal while it is in the cache: one pass over memory that is
-much larger.
+copy of it as it was, in pieces of memory, in the order in which they were kept:
 
-Shapes: P records of a shard, U of them changed by a step, N taken, M wanted, R rows of a target, B bytes and W words of
-a record.
+    marks    number     pieces (two records each)
+    kept     1          [of position 2, of position 0] [of position 4, -]
+    clean    -
+    kept     0
+    marked   -
+    kept     2
+
+What is done to a record is done in one kernel, while it is in the cache: it is found, copied, and checked against its
+seal. So a portion costs what it has, however large the shard is and however many steps have kept something.
+
+Shapes: P records of a shard, U of them changed by a step, M wanted, C pieces, R records of a piece, B bytes and W words
+of a record.
 
 Does not know steps, slots or files.
 """
@@ -15,180 +24,222 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import carray  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
 from torch_ecrec.codec.field import WORD_BYTES, as_words
 from torch_ecrec.codec.seals import SealsOf, seal_at
 from torch_ecrec.records.positions import Bytes, Positions, check_positions
+from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.runtime.kernel_cache import kernel
-from torch_ecrec.runtime.kernels import first_outside, prefetch_row
+from torch_ecrec.runtime.kernels import AHEAD, addresses, pointer, prefetch
 
 CLEAN, MARKED, KEPT = 0, 1, 2
+POOL_BYTES = 16 << 20  # of kept records in one piece of memory
+LOOKS_MOST = 1 << 18  # marks, for one portion: where hardly any record is wanted, steps do not wait for all of them
 
 MarksOf = NDArray[np.uint8]  # (P,)
-Words = NDArray[np.uint32]
 
 
 @kernel()
-def _pick(marks_P: Any, positions_U: Any, first: Any, at_U: Any) -> Any:
-    count = 0
+def _keep(
+    marks_P: Any,
+    first: Any,
+    source_PW: Any,
+    seals_P: Any,
+    positions_U: Any,
+    deltas_UW: Any,
+    number_P: Any,
+    kept: Any,
+    address_C: Any,
+    piece_rows: Any,
+    at_U: Any,
+) -> Any:
+    """Keeps what of these records is marked, at `first` or behind it; there is room.
+
+    Returns how many they are, whose indices into `positions_U` are then in `at_U`; and how many do not fit their seals.
+    """
+    words, sealed, count, broken = source_PW.shape[1], seals_P.shape[0] > 0, 0, 0
+    source, size = source_PW.ctypes.data, words * WORD_BYTES
     for i in range(positions_U.shape[0]):
         position = positions_U[i]
         if position >= first and marks_P[position] == MARKED:
             marks_P[position] = KEPT
+            number_P[position] = kept + count
             at_U[count] = i
             count += 1
-    return count
+    for m in range(count):
+        if m + AHEAD < count:
+            prefetch(source + positions_U[at_U[m + AHEAD]] * size, size)
+        at, number = at_U[m], kept + m
+        position = positions_U[at]
+        into_W = carray(pointer(address_C[number // piece_rows] + number % piece_rows * size), words, np.uint32)
+        for j in range(words):
+            into_W[j] = source_PW[position, j] ^ deltas_UW[at, j]
+        if sealed:
+            broken += seal_at(source + position * size, words) != seals_P[position]
+    return count, broken
 
 
 @kernel()
-def _scan(marks_P: Any, first: Any, end: Any, most: Any, positions_M: Any, source_M: Any) -> Any:
-    count, position = 0, first
+def _portion(
+    marks_P: Any,
+    first: Any,
+    end: Any,
+    source_PW: Any,
+    seals_P: Any,
+    number_P: Any,
+    address_C: Any,
+    piece_rows: Any,
+    positions_M: Any,
+    into_MW: Any,
+) -> Any:
+    """The next records, as many as `into_MW` has rows; returns how many they are, where to go on, how many are broken.
+
+    Args:
+        positions_M: one longer than `into_MW`. Written.
+    """
+    count, position, most = 0, first, into_MW.shape[0]
     while position < end and count < most:
-        mark = marks_P[position]
         positions_M[count] = position  # overwritten by the next one if it is not wanted: no branch to guess
-        source_M[count] = -1 if mark == KEPT else position
-        count += mark != CLEAN
+        count += marks_P[position] != CLEAN
         position += 1
-    return count, position
 
-
-@kernel()
-def _take(source_PW: Any, seals_P: Any, positions_N: Any, into_NW: Any) -> Any:
     words, sealed, broken = source_PW.shape[1], seals_P.shape[0] > 0, 0
-    into = into_NW.ctypes.data
-    for i in range(positions_N.shape[0]):
-        prefetch_row(source_PW, positions_N, i)
-        position = positions_N[i]
-        if position < 0:
-            continue
+    source, into, size = source_PW.ctypes.data, into_MW.ctypes.data, words * WORD_BYTES
+    from_M = np.empty(count, np.int64)
+    for m in range(count):
+        if marks_P[positions_M[m]] == KEPT:
+            number = np.int64(number_P[positions_M[m]])
+            from_M[m] = address_C[number // piece_rows] + number % piece_rows * size
+        else:
+            from_M[m] = source + positions_M[m] * size
+    for m in range(count):
+        if m + AHEAD < count:
+            prefetch(from_M[m + AHEAD], size)
+        from_W = carray(pointer(from_M[m]), words, np.uint32)
         for j in range(words):
-            into_NW[i, j] = source_PW[position, j]
-        if sealed:
-            broken += seal_at(into + i * words * WORD_BYTES, words) != seals_P[position]
-    return broken
+            into_MW[m, j] = from_W[j]
+        if sealed and marks_P[positions_M[m]] == MARKED:
+            broken += seal_at(into + m * size, words) != seals_P[positions_M[m]]
+    return count, position, broken
 
 
-@kernel()
-def _take_before(source_PW: Any, seals_P: Any, positions_N: Any, deltas_UW: Any, at_N: Any, into_NW: Any) -> Any:
-    words, sealed, broken = source_PW.shape[1], seals_P.shape[0] > 0, 0
-    source = source_PW.ctypes.data
-    for i in range(positions_N.shape[0]):
-        prefetch_row(source_PW, positions_N, i)
-        prefetch_row(deltas_UW, at_N, i)
-        position, at = positions_N[i], at_N[i]
-        for j in range(words):
-            into_NW[i, j] = source_PW[position, j] ^ deltas_UW[at, j]
-        if sealed:
-            broken += seal_at(source + position * words * WORD_BYTES, words) != seals_P[position]
-    return broken
-
-
-@kernel()
-def _copy(source_PW: Any, rows_M: Any, into_RW: Any, at_M: Any) -> None:
-    for i in range(rows_M.shape[0]):
-        prefetch_row(source_PW, rows_M, i)
-        for j in range(source_PW.shape[1]):
-            into_RW[at_M[i], j] = source_PW[rows_M[i], j]
-
-
-def pick_(marks_P: MarksOf, positions_U: Positions, first: int) -> Positions:
-    """Which of some records are marked, and at `first` or behind it; they count as kept from now on.
+class Captured:
+    """The wanted records of one shard, each as it is now until `keep` is told that it changes.
 
     Args:
-        marks_P: mutated.
-        positions_U: (U,) int64, no duplicates.
-        first: a position.
-
-    Returns:
-        (M,) int64, ascending indices into `positions_U`, fresh.
-    """
-    at_U = np.empty(len(positions_U), np.int64)
-    return at_U[: _pick(marks_P, positions_U, first, at_U)]
-
-
-def scan(marks_P: MarksOf, first: int, end: int, most: int) -> tuple[Positions, Positions, int]:
-    """The next records that are wanted.
-
-    Args:
-        marks_P: of all.
-        first, end: positions; it looks at no other.
-        most: records, at least 1.
-
-    Returns:
-        Their positions, (M,) int64, ascending; the same, with -1 where a record was kept; the position where to go on.
-    """
-    most = min(most, end - first)
-    positions_M, source_M = np.empty(most + 1, np.int64), np.empty(most + 1, np.int64)  # one that is not wanted, too
-    count, then = _scan(marks_P, first, end, most, positions_M, source_M)
-    return positions_M[:count], source_M[:count], then
-
-
-def copy(source_PW: Words, rows_M: Positions, into_RW: Words, at_M: Positions) -> None:
-    """into[at[i]] = source[rows[i]]; (M,) int64 each, contiguous."""
-    _copy(source_PW, rows_M, into_RW, at_M)
-
-
-class Source:
-    """Where records are copied from: those of a shard, as they are when it is asked.
-
-    Args:
-        records_PB: (P, B) uint8, contiguous.
+        records_PB: (P, B) uint8, contiguous: the shard's own.
         seals_P: (P,) uint32, theirs; None: there are none.
+        marks_P: (P,) uint8, `MARKED` where a record is wanted, else `CLEAN`. Mutated.
+
+    Attributes:
+        next: position from which on records were not given yet.
+        kept_bytes: memory of what is kept.
     """
 
-    def __init__(self, records_PB: Bytes, seals_P: SealsOf | None) -> None:
-        self._records_PW, self._bytes = records_PB.view(np.uint32), records_PB.shape[1]
+    def __init__(self, records_PB: Bytes, seals_P: SealsOf | None, marks_P: MarksOf) -> None:
+        count, self._bytes = records_PB.shape
+        good = marks_P.dtype == np.uint8 and marks_P.shape == (count,) and marks_P.flags.c_contiguous
+        require(good, f"`marks_P` must be {count} contiguous uint8, got {marks_P.dtype} of {marks_P.shape}")
+        self._records_PW, self._marks_P = records_PB.view(np.uint32), marks_P
         self._seals_P = np.empty(0, np.uint32) if seals_P is None else seals_P
+        self._number_P = np.empty(count, np.uint32 if count < 1 << 32 else np.uint64)  # of those that are KEPT
+        self._piece_rows = max(1, POOL_BYTES // self._bytes)
+        self._pieces: list[Bytes] = []
+        self._address_C = np.empty(0, np.int64)
+        self._kept = self.next = 0
 
-    def take(self, positions_N: Positions, into_NB: Bytes) -> int:
-        """Copies records.
+    @property
+    def kept_bytes(self) -> int:
+        return self._kept * (self._number_P.itemsize + self._bytes)
+
+    def keep(self, positions_U: Positions, deltas_UB: Bytes) -> Positions:
+        """These records were changed: keeps those that are wanted and were not given or kept yet, as they were before.
 
         Args:
-            positions_N: (N,) int64; -1 leaves a row of `into_NB` as it is.
-            into_NB: (N, B) uint8, contiguous. Mutated.
+            positions_U: (U,) int64, no duplicates.
+            deltas_UB: (U, B) uint8, what has changed in each since they were as wanted: old XOR new.
 
         Returns:
-            How many do not fit their seals; 0 where there are none.
+            (M,) int64, positions of what was kept just now, if one of them does not fit its seal; else none.
 
         Raises:
-            ValueError: `into_NB` has another shape.
+            ValueError: the arguments do not fit.
             IndexError: a position is out of range. Nothing was changed then.
         """
-        positions_N, into_NW = self._checked(positions_N, -1, into_NB)
-        return int(_take(self._records_PW, self._seals_P, positions_N, into_NW))
+        positions_U, deltas_UW = check_positions(positions_U, len(self._marks_P)), as_words(deltas_UB)
+        fits = deltas_UB.shape == (len(positions_U), self._bytes)
+        require(fits, f"`deltas_UB` must be {(len(positions_U), self._bytes)}, got {deltas_UB.shape}")
+        self._make_room(len(positions_U))
+        at_U = np.empty(len(positions_U), np.int64)
+        count, broken = _keep(
+            self._marks_P,
+            self.next,
+            self._records_PW,
+            self._seals_P,
+            positions_U,
+            deltas_UW,
+            self._number_P,
+            self._kept,
+            self._address_C,
+            self._piece_rows,
+            at_U,
+        )
+        self._kept += count
+        return positions_U[at_U[: count if broken else 0]]
 
-    def take_before(self, positions_N: Positions, deltas_UB: Bytes, at_N: Positions, into_NB: Bytes) -> int:
-        """The same of records as they were before the last step, which has changed all of them.
+    def _make_room(self, count: int) -> None:
+        """For so many more. Memory that nobody writes costs nothing."""
+        while len(self._pieces) * self._piece_rows < self._kept + count:
+            self._pieces.append(np.empty((self._piece_rows, self._bytes), np.uint8))
+        if len(self._pieces) != len(self._address_C):
+            self._address_C = addresses(self._pieces)
+
+    def portion(self, most: int) -> tuple[Positions, Bytes, Positions]:
+        """The next records.
 
         Args:
-            positions_N: (N,) int64.
-            deltas_UB: (U, B) uint8, what it has changed, old XOR new.
-            at_N: (N,) int64, the delta of each record.
-            into_NB: (N, B) uint8, contiguous. Mutated.
-        """
-        positions_N, into_NW = self._checked(positions_N, 0, into_NB)
-        at_N, deltas_UW = check_positions(at_N, len(deltas_UB)), as_words(deltas_UB)
-        require(at_N.shape == positions_N.shape, f"`at_N` must be {len(positions_N)} indices, got {len(at_N)}")
-        return int(_take_before(self._records_PW, self._seals_P, positions_N, deltas_UW, at_N, into_NW))
+            most: records, at least 1. There may be fewer, or none where nothing is wanted.
 
-    def _checked(self, positions_N: Positions, least: int, into_NB: Bytes) -> tuple[Positions, Words]:
-        shape, rows = (len(positions_N), self._bytes), len(self._records_PW)
-        good = into_NB.dtype == np.uint8 and into_NB.shape == shape and into_NB.flags.c_contiguous
-        require(good, f"`into_NB` must be contiguous uint8 of {shape}, got {into_NB.dtype} of {into_NB.shape}")
-        positions_N = np.ascontiguousarray(positions_N, dtype=np.int64)
-        if (outside := first_outside(positions_N, least, rows)) >= 0:
-            raise IndexError(f"position {positions_N[outside]} is out of range: there are {rows} records")
-        return positions_N, into_NB.view(np.uint32)
+        Returns:
+            Their positions, (M,) int64, ascending; the records, (M, B) uint8, fresh; and positions of those that were
+            copied from the shard, if one of them does not fit its seal, else none.
+        """
+        end = min(len(self._marks_P), self.next + LOOKS_MOST)
+        most = min(most, end - self.next)
+        positions_M, records_MB = np.empty(most + 1, np.int64), shared.empty((most, self._bytes), np.uint8)
+        count, self.next, broken = _portion(
+            self._marks_P,
+            self.next,
+            end,
+            self._records_PW,
+            self._seals_P,
+            self._number_P,
+            self._address_C,
+            self._piece_rows,
+            positions_M,
+            records_MB.view(np.uint32),
+        )
+        positions_M = positions_M[:count]
+        read_M = positions_M[self._marks_P[positions_M] == MARKED] if broken else positions_M[:0]
+        return positions_M, records_MB[:count], read_M
+
+    @property
+    def is_over(self) -> bool:
+        """All was given."""
+        return self.next >= len(self._marks_P)
+
+    def let_go(self) -> None:
+        """What is kept is not asked for any more."""
+        self._pieces.clear()
+        self._kept = 0
 
 
 def warm() -> None:
     """Compiles or loads every kernel of this module."""
-    words, at = np.zeros((1, 1), np.uint32), np.zeros(1, np.int64)
-    pick_(np.zeros(1, np.uint8), at, 0)
-    scan(np.zeros(1, np.uint8), 0, 1, 1)
-    source, record = Source(words.view(np.uint8), np.zeros(1, np.uint32)), np.zeros((1, 4), np.uint8)
-    source.take(at, record)
-    source.take_before(at, record, at, record.copy())
-    copy(words, at, words.copy(), at)
+    record, marked, at = np.zeros((1, WORD_BYTES), np.uint8), np.full(1, MARKED, np.uint8), np.zeros(1, np.int64)
+    captured = Captured(record, np.zeros(1, np.uint32), marked)
+    captured.keep(at, record)
+    captured.portion(1)

@@ -28,7 +28,7 @@ from torch_ecrec.codec.field import as_words, xor_rows_
 from torch_ecrec.codec.linear import LinearCode
 from torch_ecrec.codec.seals import SealsOf
 from torch_ecrec.records import quantised
-from torch_ecrec.records.captured import Source
+from torch_ecrec.records.captured import Captured, MarksOf
 from torch_ecrec.records.halves import bfloat16_of, gather_weights
 from torch_ecrec.records.initial import InitialRecords
 from torch_ecrec.records.merge import Merged
@@ -123,10 +123,9 @@ class Shard:
         """Memory of parity records."""
         return self._parity_QB.nbytes
 
-    @property
-    def source(self) -> Source:
-        """Of copies of data records for checkpoints."""
-        return Source(self._data_PB, None if self._seals is None else self._seals[False])
+    def captured(self, marks_P: MarksOf) -> Captured:
+        """The data records that are marked, as they are now."""
+        return Captured(self._data_PB, None if self._seals is None else self._seals[False], marks_P)
 
     def _of(self, parity: bool) -> Bytes:
         return self._parity_QB if parity else self._data_PB

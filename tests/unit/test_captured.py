@@ -1,0 +1,78 @@
+"""`Captured` beside a copy of the records that was made at the moment: whatever changes, and wherever pieces end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torch_ecrec.codec import seals
+from torch_ecrec.records import captured
+from torch_ecrec.records.captured import CLEAN, KEPT, MARKED, Captured
+
+POOLS = (1, 70, 16 << 20)  # bytes: a record in each piece; some; all in one
+RECORD_BYTES = 12
+
+
+def random_bytes(rng: np.random.Generator, *shape: int) -> Any:
+    return rng.integers(0, 256, shape, np.uint8)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_portions_are_of_the_moment(pool: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "POOL_BYTES", pool)
+    rng = np.random.default_rng([pool, round(10 * share)])
+    for count in (1, 2, 255, 256, 700):
+        records = random_bytes(rng, count, RECORD_BYTES)
+        was, marks = records.copy(), np.where(rng.random(count) < share, MARKED, CLEAN).astype(np.uint8)
+        wanted = np.flatnonzero(marks)
+        subject = Captured(records, None, marks)
+        found: list[Any] = []
+        while not subject.is_over:
+            if rng.random() < 0.5:
+                positions = np.flatnonzero(rng.random(count) < rng.choice([0.0, 0.1, 1.0]))
+                deltas = random_bytes(rng, len(positions), RECORD_BYTES)
+                records[positions] ^= deltas
+                assert not len(subject.keep(positions, deltas))
+                deltas[:] = 0  # it has a copy
+            at, portion, damaged = subject.portion(int(rng.integers(1, 90)))
+            assert not len(damaged)
+            assert (portion == was[at]).all()
+            found.extend(at.tolist())
+        assert found == wanted.tolist(), "each of them once, in order"
+        assert subject.kept_bytes == (RECORD_BYTES + 4) * np.count_nonzero(marks == KEPT)
+        subject.let_go()
+        assert subject.kept_bytes == 0
+
+
+def test_what_does_not_fit_its_seal_is_told_once_it_is_read() -> None:
+    rng = np.random.default_rng(0)
+    records = random_bytes(rng, 20, RECORD_BYTES)
+    of, marks = seals.seals_of(records), np.full(20, MARKED, np.uint8)
+    marks[3] = CLEAN
+    subject = Captured(records, of, marks)
+    for flipped in (3, 7, 12):
+        records[flipped, 5] ^= 4
+    positions, deltas = np.array([2, 3]), np.zeros((2, RECORD_BYTES), np.uint8)
+    assert not len(subject.keep(positions, deltas)), "the damaged one is not wanted"
+    assert subject.keep(np.array([7, 8, 9]), np.zeros((3, RECORD_BYTES), np.uint8)).tolist() == [7, 8, 9]
+    at, _, damaged = subject.portion(10)
+    assert at.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9, 10]
+    assert not len(damaged), "the damaged one was told of when it was kept"
+    assert subject.portion(100)[2].tolist() == list(range(11, 20))
+
+
+def test_what_does_not_fit_changes_nothing() -> None:
+    records, marks = np.zeros((4, 8), np.uint8), np.full(4, MARKED, np.uint8)
+    with pytest.raises(ValueError, match="4 contiguous uint8"):
+        Captured(records, None, marks[:3])
+    subject = Captured(records, None, marks)
+    for positions in ([1, 4], [-1, 2]):
+        with pytest.raises(IndexError, match="out of range: there are 4 records"):
+            subject.keep(np.array(positions), np.ones((2, 8), np.uint8))
+    with pytest.raises(ValueError, match="`deltas_UB` must be"):
+        subject.keep(np.array([1, 2]), np.ones((3, 8), np.uint8))
+    assert (marks == MARKED).all()
+    assert subject.kept_bytes == 0
