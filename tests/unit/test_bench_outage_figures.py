@@ -19,12 +19,13 @@ def steps(*ends_s: float) -> Steps:
     return found
 
 
-# Ten steps of 1 s, a pause of 3 s in which a server goes at 10.5, then steps of 1 s again.
-RUN = steps(*range(1, 11), *range(13, 24))
+# Ten steps of 1 s, a pause of 3 s in which a server goes at 10.5, steps of 1 s, and one of 2 s for no reason.
+RUN = steps(*range(1, 11), *range(13, 30), 31, 32)
 EVENT: dict[str, Any] = {
     "before_s": (2.0, 10.0),
     "event_s": 10.5,
     "after_s": (14.0, 22.0),
+    "control_s": (23.0, 31.5),
     "detected": 11.0,
     "placed": 11.5,
     "repaired": 14.0,
@@ -34,8 +35,8 @@ EVENT: dict[str, Any] = {
 
 def test_what_an_event_says() -> None:
     found = figures.figures(EVENT, RUN)
-    assert found["longest_s"] == 3.0 and found["median_s"] == found["calm_s"] == 1.0
-    assert found["longest / median"] == 3.0 and found["calm / median"] == 1.0
+    assert found["longest_s"] == 3.0 and found["median_s"] == 1.0 and found["calm_s"] == 2.0
+    assert found["longest / median"] == 3.0 and found["calm / median"] == 2.0
     assert (found["detected_s"], found["placed_s"], found["repaired_s"]) == (0.5, 1.0, 3.5)
     assert found["steps_per_s"] == pytest.approx(1.0) and found["after / before"] == pytest.approx(1.0)
     assert found["during / before"] is None and found["unhealthy"] == 3

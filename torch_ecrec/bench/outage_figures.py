@@ -2,8 +2,8 @@
 
 Of each event, in seconds after it: `longest_s`, the longest time between the ends of two steps until training was
 undisturbed again; `detected_s`, somebody was taken for lost or fenced; `placed_s`, slots had another host;
-`repaired_s`, all slots were healthy. `median_s` is the median step of the window before, `calm_s` its longest one: what
-the machine itself does. Rates are steps per second: `after / before` once all was repaired, what caused it still there.
+`repaired_s`, all slots were healthy. `median_s` is the median step of the window before. `calm_s` is the longest step of
+a window as long as the event's, once all is whole again: what the machine itself does. Rates are steps per second: `after / before` once all was repaired, what caused it still there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def figures(event: Event, steps: Steps) -> dict[str, Any]:
     """What one event says.
 
     Args:
-        event: `event_s`, and the windows `before_s`, `after_s` (begin and end of each), by `time.time()`; `detected`,
+        event: `event_s`, and the windows `before_s`, `after_s`, `control_s` (begin and end), by `time.time()`; `detected`,
             `placed`, `repaired`: moments, or None; `unhealthy`: how many statuses had a slot that is not healthy, and
             how many servers were lost with slots. Of a drain, `during_s` is the window of it.
         steps: of the run.
@@ -64,13 +64,13 @@ def figures(event: Event, steps: Steps) -> dict[str, Any]:
     times = np.asarray(steps.times)
     gaps = np.diff(times[(times >= before_s[0]) & (times <= before_s[1])])
     median_s = float(np.median(gaps)) if len(gaps) else None
-    longest_s = steps.stall_s(event_s, end_s)
+    longest_s, calm_s = steps.stall_s(event_s, end_s), steps.stall_s(*event["control_s"])
     return {
         "longest_s": longest_s,
         "median_s": median_s,
-        "calm_s": float(gaps.max()) if len(gaps) else None,
+        "calm_s": calm_s,
         "longest / median": _ratio(longest_s, median_s),
-        "calm / median": _ratio(float(gaps.max()) if len(gaps) else None, median_s),
+        "calm / median": _ratio(calm_s, median_s),
         **{f"{name}_s": _after(event.get(name), event_s) for name in ("detected", "placed", "repaired")},
         "steps_per_s": rates["before"],
         "after / before": _ratio(rates["after"], rates["before"]),
@@ -84,16 +84,16 @@ def _after(moment_s: float | None, event_s: float) -> float | None:
 
 
 def rows(found: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]:
-    """The table: a line per kind; medians, and the worst of the longest step and of the repair."""
+    """The table: a line per kind; medians, and the worst of the longest steps and of the repair."""
     lines = []
     for kind, some in found.items():
         if not some:
             continue
         line: dict[str, Any] = {"event": kind, "times": len(some)}
-        for name in ("longest_s", "repaired_s"):
+        for name in ("longest_s", "calm_s", "repaired_s"):
             line[name] = _of(some, name, "median")
             line[f"{name} worst"] = _of(some, name, "worst")
-        for name in ("detected_s", "placed_s", "median_s", "calm_s", "after / before", "during / before"):
+        for name in ("detected_s", "placed_s", "median_s", "after / before", "during / before"):
             line[name] = _of(some, name, "median")
         lines.append(line)
     return lines

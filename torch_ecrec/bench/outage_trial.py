@@ -151,7 +151,10 @@ class Trial:
         return host
 
     def event(self, kind: str) -> dict[str, Any]:
-        """Makes one happen, waits until all is repaired, then whole again; its figures. Raises `Stopped`."""
+        """Makes one happen, waits until all is repaired, then whole again, then as long without one; its figures.
+
+        Raises `Stopped`.
+        """
         watch, steady_s = self.watch, self.arguments.steady_s
         before_s = watch.trains(steady_s, STEP_LIMIT_S)
         time.sleep(self.rng.uniform(0.0, MOMENT_S))
@@ -171,17 +174,20 @@ class Trial:
             found["repaired"] = watch.until(lacks, REPAIR_LIMIT_S, f"repair after {kind}")
         found["after_s"] = watch.trains(steady_s, STEP_LIMIT_S)
         with watch.changed:
-            news, times = watch.told[told:], list(watch.steps.times)
+            news = watch.told[told:]
             lost = [one for _, one in news if isinstance(one, events.Lost) and one.slots]
             found["unhealthy"] = len(watch.unhealthy_s) + len(lost)  # what is repaired between two statuses counts, too
             first = min((s for s, one in news if isinstance(one, (events.Lost, events.Cut))), default=None)
             placed = min((s for s, one in news if isinstance(one, events.PlacedAnew)), default=None)
             found |= {"detected": first, "placed": placed}
-            found |= outage_figures.figures(found, watch.steps)
+        self._become_whole()
         since_s, until_s = found["event_s"] - AROUND_S, found["after_s"][1]
+        found["control_s"] = watch.trains(until_s - found["event_s"], STEP_LIMIT_S)
+        with watch.changed:
+            times = list(watch.steps.times)
+            found |= outage_figures.figures(found, watch.steps)
         found["step_ends_s"] = [s - found["event_s"] for s in times if since_s <= s <= until_s]
         found["events"] = [(s - found["event_s"], events.json_of(one)) for s, one in news]
-        self._become_whole()
         return found
 
     def _repaired(

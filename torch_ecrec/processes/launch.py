@@ -40,7 +40,7 @@ from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_with
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings, restarts
-from torch_ecrec.storage import quantised, seen
+from torch_ecrec.storage import quantised, row_ids, seen
 from torch_ecrec.transport.node import Node
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ def warm() -> None:
     pooling.warm()
     records.warm()
     quantised.warm()
+    row_ids.warm()
     seen.warm()
     byte_sums.warm()
 

@@ -41,7 +41,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # Whole rooms: kernels use functions and constants of each other, and to compile once too often costs seconds only.
 # The Makefile names the same ones.
 ROOMS = ("codec", "layout", "records", "runtime")
-FILES = ("client/pooling.py", "storage/quantised.py", "storage/seen.py")
+FILES = ("client/pooling.py", "storage/quantised.py", "storage/row_ids.py", "storage/seen.py")
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -11,22 +11,24 @@ end goes through the cache. Where the file system refuses (`tmpfs` of older kern
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
 from pathlib import Path
 
+import numpy as np
+
 from torch_ecrec.records.pages import Memory
+from torch_ecrec.records.positions import Bytes
 
 BUFFER_BYTES = 2 << 20  # written at once: a huge page of x86-64, a multiple of every device's block
 
 
-def _huge_page() -> memoryview:
+def _huge_page() -> Bytes:
     """`BUFFER_BYTES` that begin where a huge page would; the system may refuse to make it one."""
     memory = Memory(2 * BUFFER_BYTES).array
     begin = -memory.__array_interface__["data"][0] % BUFFER_BYTES
-    return memory[begin : begin + BUFFER_BYTES].data
+    return memory[begin : begin + BUFFER_BYTES]
 
 
 class DirectFile:
@@ -56,16 +58,17 @@ class DirectFile:
 
     def write(self, view: memoryview) -> None:
         """Appends bytes. Raises OSError."""
-        while view.nbytes:
-            count = min(view.nbytes, BUFFER_BYTES - self._held)
-            self._memory[self._held : self._held + count] = view[:count]
+        left = np.frombuffer(view, np.uint8)  # copied by NumPy, which lets other threads run meanwhile
+        while len(left):
+            count = min(len(left), BUFFER_BYTES - self._held)
+            self._memory[self._held : self._held + count] = left[:count]
             self._held += count
-            view = view[count:]
+            left = left[count:]
             if self._held == BUFFER_BYTES:
                 self._flush()
 
     def _flush(self) -> None:
-        left = self._memory[: self._held]
+        left = self._memory[: self._held].data
         if self._direct and self._held < BUFFER_BYTES:
             self._go_past_cache(False)
         while left.nbytes:
@@ -86,6 +89,4 @@ class DirectFile:
         """Lets go of it; what was not synced may be lost. Twice is once."""
         if self._open:
             self._open = False
-            with contextlib.suppress(BufferError):
-                self._memory.release()
             os.close(self._handle)

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.runtime.checks import require
+from torch_ecrec.runtime.kernel_cache import kernel
 
 ROW_MOST = 1 << 53  # rows are below: differences fit into 8 bytes with room
 ALIGN = 8  # bytes: what follows row numbers begins at a multiple
@@ -52,6 +52,47 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
+@kernel()
+def _survey(rows_N: Any) -> Any:
+    """The least and largest row, the least and largest difference, and how many runs there are, of two rows or more."""
+    low = high = rows_N[0]
+    least = most = before = rows_N[1] - rows_N[0]
+    runs = 1
+    for i in range(1, rows_N.shape[0]):
+        step = rows_N[i] - rows_N[i - 1]
+        runs += step != before
+        before = step
+        low, high = min(low, rows_N[i]), max(high, rows_N[i])
+        least, most = min(least, step), max(most, step)
+    return low, high, least, most, runs
+
+
+@kernel()
+def _write_runs(rows_N: Any, steps_R: Any, times_R: Any) -> None:
+    run, before = -1, np.int64(0)
+    for i in range(1, rows_N.shape[0]):
+        step = rows_N[i] - rows_N[i - 1]
+        if run < 0 or step != before:
+            run += 1
+            steps_R[run], times_R[run] = step, 0
+        times_R[run] += 1
+        before = step
+
+
+@kernel()
+def _write_steps(rows_N: Any, least: Any, width: Any, into: Any) -> None:
+    """Differences less `least`, each in `width` bytes, the lowest first."""
+    if width == 1:  # nearly all: without an inner loop it is vectorised
+        for i in range(1, rows_N.shape[0]):
+            into[i - 1] = rows_N[i] - rows_N[i - 1] - least
+        return
+    for i in range(1, rows_N.shape[0]):
+        left = rows_N[i] - rows_N[i - 1] - least
+        for j in range((i - 1) * width, i * width):
+            into[j] = left & 0xFF
+            left >>= 8
+
+
 def encode(rows_N: Positions) -> tuple[RowIds, Bytes]:
     """Row numbers as bytes.
 
@@ -62,28 +103,21 @@ def encode(rows_N: Positions) -> tuple[RowIds, Bytes]:
         How they are written, and (`nbytes`,) uint8.
     """
     require(rows_N.ndim == 1 and rows_N.dtype == np.int64 and len(rows_N) > 0, "`rows_N` must be (N,) int64, N >= 1")
-    low, high = int(rows_N.min()), int(rows_N.max())
+    first = low = high = int(rows_N[0])
+    if len(rows_N) > 1:
+        low, high, least, most, runs = map(int, _survey(rows_N))
     require(low >= 0 and high < ROW_MOST, f"rows must be 0 to {ROW_MOST - 1}, got {low} to {high}")
-    first = int(rows_N[0])
     if len(rows_N) == 1:
         return RowIds(first), np.empty(0, np.uint8)
-    steps = np.diff(rows_N)
-    starts_R = np.concatenate([[0], np.flatnonzero(steps[1:] != steps[:-1]) + 1])
-    least = int(steps.min())
-    span = int(steps.max()) - least
-    width = next(width for width in _WIDTHS if span < 1 << (8 * width))
-    if _RUN_BYTES * len(starts_R) < width * len(steps):
-        ids = RowIds(first, runs=len(starts_R))
-        times_R = np.diff(np.append(starts_R, len(steps))).astype("<u4")
-        pieces: list[NDArray[Any]] = [steps[starts_R].astype("<i8"), times_R]
+    width = next(width for width in _WIDTHS if most - least < 1 << (8 * width))
+    if _RUN_BYTES * runs < width * (len(rows_N) - 1):
+        ids = RowIds(first, runs=runs)
+        found = np.zeros(ids.nbytes(len(rows_N)), np.uint8)
+        _write_runs(rows_N, found[: 8 * runs].view("<i8"), found[8 * runs : _RUN_BYTES * runs].view("<u4"))
     else:
         ids = RowIds(first, width=width, least=least)
-        pieces = [(steps - least).astype(f"<u{width}")]
-    found = np.zeros(ids.nbytes(len(rows_N)), np.uint8)
-    offset = 0
-    for piece in pieces:
-        found[offset : offset + piece.nbytes] = piece.view(np.uint8)
-        offset += piece.nbytes
+        found = np.zeros(ids.nbytes(len(rows_N)), np.uint8)
+        _write_steps(rows_N, least, width, found)
     return ids, found
 
 
@@ -114,3 +148,10 @@ def decode(ids: RowIds, count: int, data: Bytes) -> Positions:
     rows_N[1:] += ids.first
     require(int(rows_N.min()) >= 0, "a row is negative")
     return rows_N
+
+
+def warm() -> None:
+    """Compiles or loads every kernel of this module."""
+    for last in (2, 5):
+        encode(np.append(np.arange(64), 64 + last))
+        encode(np.arange(64)[::-1] ** 2)
