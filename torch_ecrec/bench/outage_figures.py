@@ -2,8 +2,9 @@
 
 Of each event, in seconds after it: `longest_s`, the longest time between the ends of two steps until training was
 undisturbed again; `detected_s`, somebody was taken for lost or fenced; `placed_s`, slots had another host;
-`repaired_s`, all slots were healthy. `median_s` is the median step of the window before. `calm_s` is the longest step of
-a window as long as the event's, once all is whole again: what the machine itself does. Rates are steps per second: `after / before` once all was repaired, what caused it still there.
+`repaired_s`, all slots were healthy. `median_s` is the median step of the window before. `calm_s` is the longest step
+of a window as long as the event's, once all is whole again: what the machine itself does. Rates are steps per second:
+`after / before` once all was repaired, what caused it still there.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def figures(event: Event, steps: Steps) -> dict[str, Any]:
     """What one event says.
 
     Args:
-        event: `event_s`, and the windows `before_s`, `after_s`, `control_s` (begin and end), by `time.time()`; `detected`,
-            `placed`, `repaired`: moments, or None; `unhealthy`: how many statuses had a slot that is not healthy, and
+        event: `event_s`, and the windows `before_s`, `after_s`, `control_s` (begin and end of each), by `time.time()`;
+            `detected`, `placed`, `repaired`: moments, or None; `unhealthy`: how many statuses had a slot that is not healthy, and
             how many servers were lost with slots. Of a drain, `during_s` is the window of it.
         steps: of the run.
     """
