@@ -55,8 +55,8 @@ def figures(event: Event, steps: Steps) -> dict[str, Any]:
 
     Args:
         event: `event_s`, and the windows `before_s`, `after_s`, `control_s` (begin and end of each), by `time.time()`;
-            `detected`, `placed`, `repaired`: moments, or None; `unhealthy`: how many statuses had a slot that is not healthy, and
-            how many servers were lost with slots. Of a drain, `during_s` is the window of it.
+            `detected`, `placed`, `repaired`: moments, or None; `unhealthy`: how many statuses had a slot that is not
+            healthy, and how many servers were lost with slots. Of a drain, `during_s` is the window of it.
         steps: of the run.
     """
     before_s, event_s, end_s = event["before_s"], event["event_s"], event["after_s"][1]
