@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
+from cluster_trainers import ENVIRONMENT
 from conftest import ROOT, wait_until
 from places import SUPPORT
 from test_checkpointing import LIMIT_S
 from test_started_again import by_hand
 
+from torch_ecrec.coordinator.router import UNKNOWN_YET
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.observe.text import format_status
+from torch_ecrec.processes.children import Child as Process
 from torch_ecrec.processes.children import free_port
 from torch_ecrec.processes.member import join_message
 from torch_ecrec.transport.control import request
@@ -32,6 +37,19 @@ def environment(hangs: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{SUPPORT / 'hanging'}{os.pathsep}{ROOT}", "ECREC_TEST_HANGS": str(hangs)}
 
 
+@contextlib.contextmanager
+def joining(folder: Path, port: int) -> Iterator[Process]:
+    """A server that joins; what it says is in server.log."""
+    with (folder / "server.log").open("ab") as log:
+        words = ["serve", "--join", f"127.0.0.1:{port}"]
+        server = forked.start("torch_ecrec", words, {**os.environ, **ENVIRONMENT}, log.fileno(), log.fileno())
+    try:
+        yield server
+    finally:
+        server.kill()
+        server.wait()
+
+
 @pytest.mark.timeout(LIMIT_S)
 def test_who_is_started_again_says_that_the_store_hangs_and_begins_once_it_answers(tmp_path: Path, hangs: Path) -> None:
     store = f"hanging://{tmp_path}/store"
@@ -46,7 +64,13 @@ def test_who_is_started_again_says_that_the_store_hangs_and_begins_once_it_answe
         wait_until(lambda: "has given no answer for 1 s: it hangs" in status(), LIMIT_S, "it says so")
         assert "looks for a checkpoint to begin with" in status() and coordinator.poll() is None
         wait_until(lambda: hangs.read_text().count("hangs") > 1, LIMIT_S, "it goes on looking")
-        hangs.unlink()
+        with joining(tmp_path, port) as server:
+            place = f"127.0.0.1:{port}"
+            waits = f"waits until the cluster at {place} lets it in: {UNKNOWN_YET}: {store} has given no answer"
+            wait_until(lambda: waits in (tmp_path / "server.log").read_text(), LIMIT_S, "who joins says so, too")
+            assert server.poll() is None
+            hangs.unlink()
+            wait_until(lambda: " joined " in (tmp_path / "server.log").read_text(), LIMIT_S, "it is let in")
         hello = {"role": "server", "code": {}, "birth": "b", "address": None, "domain": "here", "led": 0}
         assert request("127.0.0.1", port, join_message(**hello), LIMIT_S)["type"] == "welcome", "it begins"
     assert "given no answer for 1 s: it hangs" in (tmp_path / "by hand.log").read_text()

@@ -10,7 +10,7 @@ from builds import BUILD
 
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.regathering import REGATHER_S
-from torch_ecrec.coordinator.router import PROBE_AGAIN_S, Router
+from torch_ecrec.coordinator.router import PROBE_AGAIN_S, UNKNOWN_YET, Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import Restored
@@ -541,6 +541,27 @@ def test_who_joins_where_there_is_nothing_to_begin_with_is_told_so_and_members_o
     after.router.on_tick(after.now_s)
     status = after.router.status(after.now_s)
     assert spare.wire.told("welcome") and not status["looks"] and not status["cannot_begin"]
+
+
+def test_who_joins_is_told_of_a_store_that_cannot_be_looked_at() -> None:
+    """Who waits already, and who comes later; each reason once; nobody any more once it is known."""
+    running = Running(looks=True)
+    first = running.join("server")
+    assert not first.wire.sent
+    for _ in range(2):
+        running.router.cannot_look("it hangs")
+    second = running.join("server")
+    for process in (first, second):
+        assert process.wire.sent == [{"type": "waits", "reason": f"{UNKNOWN_YET}: it hangs"}]
+    running.router.cannot_look("it is gone")
+    assert [one["reason"] for one in first.wire.told("waits")] == [
+        f"{UNKNOWN_YET}: it hangs",
+        f"{UNKNOWN_YET}: it is gone",
+    ]
+    running.router.begin_with(None, 0, running.now_s)
+    running.router.cannot_look("it hangs")
+    third = running.join("server")
+    assert third.wire.sent[0]["type"] == first.wire.told("welcome")[0]["type"] == "welcome"
 
 
 def test_what_was_brought_back_is_what_the_cluster_begins_with() -> None:

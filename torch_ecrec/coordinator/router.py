@@ -20,7 +20,7 @@ Invariants.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
 Message = dict[str, Any]
 PROBE_AGAIN_S = 0.1  # a process that is killed may close its connection before it stops to listen: training waits
 REFUSED_SHOWN_S = 1.0  # refusals are told to the log once in so long at most, with how many there were
+UNKNOWN_YET = "it is not known yet whether there is a checkpoint to begin with"
 NOBODY_LEFT = "the coordinator was started again, and nobody who knows what was trained came back"
 WHY_LOST = {
     GONE: "its connection ended, and its process is gone",
@@ -108,7 +109,7 @@ class Router:
         self.core = Coordinator(settings, self._send, self._tell_watchers, ledger)
         self._settings, self._ledger, self._looks = settings, ledger, looks
         self._found: tuple[Restorable | None, int] | None = None  # what was looked for
-        self._hindrance = self.trouble = ""  # why there is nothing to begin with; why that is not known yet
+        self._hindrance = self._trouble = ""  # why there is nothing to begin with; why that is not known yet
         self._looks_back = False  # for the checkpoint that the cluster goes back to
         self._looks_for: Coordinator | None = None  # whose lost slots are to begin anew
         self.refused = 0  # messages, since the start
@@ -158,6 +159,7 @@ class Router:
             elif isinstance(word, Join):
                 self._held[peer] = word
                 peer.admit()  # it may have to be silent for a while
+                self._say_trouble([peer])
             else:
                 self._rejoin(peer, word, now_s)
             self._let_in(now_s)
@@ -232,6 +234,17 @@ class Router:
         """There is nothing to begin with: who joins is told so, until members of before, or `begin_with`, come."""
         self._hindrance = why
         self._let_in(now_s)
+
+    def cannot_look(self, why: str) -> None:
+        """It is still not known what the cluster begins with: who joins is told so, and waits."""
+        if why != self._trouble:
+            self._trouble = why
+            self._say_trouble(self._held)
+
+    def _say_trouble(self, peers: Iterable[Peer]) -> None:
+        if self._trouble and self.looks:
+            for peer in peers:
+                self._say(peer, messages.Waits(f"{UNKNOWN_YET}: {self._trouble}"))
 
     @property
     def looks(self) -> bool:
@@ -371,6 +384,6 @@ class Router:
     def status(self, now_s: float) -> Message:
         """Everything that `torch-ecrec status` shows."""
         looks = self._looks_back or (self._looks and self.core.job is None)  # also: found, and joins still wait
-        why, trouble = (self._hindrance, self.trouble) if self.looks else ("", "")
+        why, trouble = (self._hindrance, self._trouble) if self.looks else ("", "")
         about = {"cannot_begin": why, "store_trouble": trouble, "refused_messages": self.refused}
         return {**self.core.status(now_s), "looks": looks, **about}

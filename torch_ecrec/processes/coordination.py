@@ -250,7 +250,7 @@ class _Coordinator:
 
     def _say_trouble(self, why: str) -> None:
         log.warning("is there a checkpoint to begin with, if nobody is left who trains? %s", why)
-        self._router.trouble = why
+        self._do_soon(lambda: self._router.cannot_look(why))
 
     def _refuse(self, why: str) -> None:
         """From any thread: there is nothing to begin with."""

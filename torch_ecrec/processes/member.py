@@ -112,6 +112,7 @@ class Member:
         self._answered = threading.Event()  # or the connection has ended
         self._failure: Exception | None = None  # why it cannot join
         self._gone = ""  # why the connection ended, before the coordinator had answered
+        self._waits = ""  # why it has not answered yet, as it says
         self._ended = self._leaving = False
         self._lock = threading.Lock()  # guards _ended and _leaving
         self._over = threading.Event()  # the membership
@@ -156,7 +157,8 @@ class Member:
                 self._hello["address"] = list(self._sign.address) if self._sign is not None else None
             self.tell(join_message(**self._hello))
             if not self._answered.wait(max(deadline_s - time.monotonic(), 0.0)):
-                raise ClusterUnavailable(f"{where} did not answer in {limit_s:g} s")
+                why = f": {self._waits}" if self._waits else ""
+                raise ClusterUnavailable(f"{where} did not answer in {limit_s:g} s{why}")
             if self._failure is not None:
                 raise self._failure
             if self._generations is not None:
@@ -220,6 +222,9 @@ class Member:
                 return
             refusal = DataLoss if word.kind == "data_loss" else JoinRefused
             self._fail_to_join(refusal(f"refused by the cluster at {self.settings.join}: {word.reason}"))
+        elif isinstance(word, messages.Waits):
+            self._waits = word.reason
+            log.warning("waits until the cluster at %s lets it in: %s", self.settings.join, word.reason)
         elif isinstance(word, messages.Fatal):
             error = ENDS.get(word.kind, ClusterUnavailable)(word.reason)
             self.end(error) if self._answered.is_set() else self._fail_to_join(error)

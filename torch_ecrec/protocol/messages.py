@@ -381,6 +381,12 @@ class Refused(Said, frozen=True, tag="refused"):
     reason: str
 
 
+class Waits(Said, frozen=True, tag="waits"):
+    """Who joins is not let in yet, for a reason that may last. A welcome or a refusal follows."""
+
+    reason: str
+
+
 class Generation(Said, frozen=True, tag="generation"):
     generation: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
     members: Annotated[list[Name], Meta(min_length=1, max_length=MEMBERS_MOST)]
@@ -533,6 +539,7 @@ FromMember = Join | Rejoin | Status | Watch | Stop | Drain | OfMember
 FromCoordinator = (
     Welcome
     | Refused
+    | Waits
     | Generation
     | Job
     | Placed
