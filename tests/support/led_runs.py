@@ -21,12 +21,12 @@ from torch_ecrec.coordinator.suspicion import SILENT_LEAST_S
 from torch_ecrec.testing import Scenario, SimulatedCluster, SimulationResult
 from torch_ecrec.testing.links import BEAT_S
 from torch_ecrec.testing.membership import VirtualConnection, VirtualProcess
-from torch_ecrec.testing.standbys import AGAIN_S, FASTER, LEASE_S, Standby, StandbyPlane
+from torch_ecrec.testing.standbys import AGAIN_S, FASTER, TTL_S, Standby, StandbyPlane
 
 LONG = 1 << 30  # later than any message: once nothing is under way
-HUNG_S = 2.5 * LEASE_S / FASTER  # until after another leads
-GONE_S = 4 * LEASE_S / FASTER
-OTHERS_LEAD_S = 1.5 * LEASE_S / FASTER  # what it looks for first takes longer than its lease
+HUNG_S = 2.5 * TTL_S / FASTER  # until after another leads
+GONE_S = 4 * TTL_S / FASTER
+OTHERS_LEAD_S = 1.5 * TTL_S / FASTER  # what it looks for first takes longer than its lease
 SOON_S = 0.01
 LEADERS = (
     "killed",
@@ -184,7 +184,7 @@ class LedRun(SimulatedCluster):
     def _end_leader(self, kind: str, center: Standby) -> None:
         plane = self.standbys
         if kind == "hangs for a moment":
-            plane.stop(center, 0.4 * LEASE_S / FASTER)
+            plane.stop(center, 0.4 * TTL_S / FASTER)
         elif kind == "hangs":
             plane.stop(center, HUNG_S)
         elif kind == "resigns":

@@ -9,7 +9,6 @@ candidates go on meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from typing import Any, TypeVar
 
 from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
 from torch_ecrec.testing.etcd import VirtualEtcd
-from torch_ecrec.transport.etcd import EtcdUnavailable, Term
+from torch_ecrec.transport.etcd import EtcdUnavailable, Last, Leader
 
 T = TypeVar("T")
-LEASE_S = 2.0
+TTL_S = 2
 CALL_S = 0.01
 
 
@@ -31,7 +30,7 @@ class Fault:
     Args:
         kind: "refused": nothing is done, and an error comes. "unanswered": it is done, and an error comes. "late": an
             error comes, and it is done after `seconds`. "slow": it takes so long, half of it before it is done.
-            "outage": etcd answers nobody for so long.
+            "outage": etcd answers nobody for so long, and no lease ends.
         seconds: see there.
     """
 
@@ -48,18 +47,26 @@ class Caller:
     def _call(self, do: Callable[[], T]) -> T:
         return self._run.call(self._number, do)
 
-    def term(self) -> Term:
-        return self._call(self._run.etcd.term)
+    def leader(self) -> Leader | None:
+        return self._call(lambda: self._run.etcd.leader)
 
-    def take(self, me: Term, before: Term) -> bool:
-        return self._call(lambda: self._run.etcd.take(me, before))
+    def last(self) -> Last:
+        return self._call(lambda: self._run.etcd.last)
 
-    def beat(self, mine: Term) -> bool:
-        return self._call(lambda: self._run.etcd.beat(mine))
+    def grant(self, ttl_s: int) -> int:
+        return self._call(lambda: self._run.etcd.grant(ttl_s, self._run.now_s))
 
-    def leave(self, mine: Term) -> None:
-        with contextlib.suppress(EtcdUnavailable):
-            self._call(lambda: self._run.etcd.leave(mine))
+    def renew(self, lease: int) -> bool:
+        return self._call(lambda: self._run.etcd.renew(lease, self._run.now_s))
+
+    def revoke(self, lease: int) -> None:
+        try:
+            self._call(lambda: self._run.etcd.revoke(lease))
+        except EtcdUnavailable:
+            return
+
+    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
+        return self._call(lambda: self._run.etcd.take(me, address, lease, last))
 
 
 class Elections:
@@ -100,7 +107,7 @@ class Elections:
         return Candidate(
             Caller(self, number),
             (f"host{number}", 1),
-            LEASE_S,
+            TTL_S,
             f"run{number}",
             lambda: self.now_s,
             lambda: f"what run{number} begins with",
@@ -149,6 +156,8 @@ class Elections:
             self.disturbed_s = max(self.disturbed_s, self.now_s + fault.seconds)
         if fault.kind == "outage":
             self._out_until_s = self.now_s + fault.seconds
+            kept = {lease: (ttl_s, until_s + fault.seconds) for lease, (ttl_s, until_s) in self.etcd.leases.items()}
+            self.etcd.leases = kept
         self.pass_to(self.now_s + (fault.seconds / 2 if fault.kind == "slow" else CALL_S / 2))
         if fault.kind in ("refused", "late") or self.now_s < self._out_until_s:
             if fault.kind == "late":
@@ -166,10 +175,15 @@ class Elections:
         for at_s, do in list(self._later):
             if at_s <= self.now_s:
                 self._later.remove((at_s, do))
-                do()
+                try:
+                    do()
+                except EtcdUnavailable:
+                    continue
+        self.etcd.expire(self.now_s)
         holding = [one for one in self.candidates if one.holds]
         for one in holding:
-            assert self.etcd.kept.id == one.id, f"{one.id} acts, and {self.etcd.kept} leads"
+            leader = self.etcd.leader
+            assert leader is not None and leader.id == one.id, f"{one.id} acts, and {leader} leads"
             if not self.led or self.led[-1] != one.id:
                 assert one.id not in self.led, "who was followed by another acts again"
                 assert one.again or not self.led, "somebody has led before"
@@ -179,7 +193,7 @@ class Elections:
 
     @property
     def run(self) -> str:
-        return self.etcd.kept.run
+        return self.etcd.last.run
 
 
 def faults() -> list[Fault]:

@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--leader-lease",
         metavar="SECONDS",
-        type=float,
-        default=2.0,
-        help="so long after a leader is silent another leads (default 2)",
+        type=int,
+        default=2,
+        help="so long after a leader is silent another leads (default 2, the least that etcd grants)",
     )
     add_checkpoints(parser)
     add_end_with_parent(parser)
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.elect:
         _require_address(arguments.host)
         parse_place(arguments.elect)
-        require(arguments.leader_lease >= 1.0, f"`leader-lease` must be at least 1, got {arguments.leader_lease:g}")
+        require_int("leader-lease", arguments.leader_lease, 2)
     told = Coordination(
         host=arguments.host,
         port=arguments.port,

@@ -71,7 +71,7 @@ class Coordination:
     again: bool = False
     alone: bool = False
     elect: str = ""
-    leader_lease_s: float = 2.0
+    leader_lease_s: int = 2
 
 
 def run_coordinator(told: Coordination, out: IO[str]) -> int:
@@ -86,9 +86,7 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
         ClusterError: as `Office`.
     """
     raise_descriptors()
-    followed = False
-    while _Coordinator(told, out, followed).run():
-        followed = True
+    while _Coordinator(told, out).run():
         log.warning("another coordinator has led in the place of this one: it stands by")
     return 0
 
@@ -96,7 +94,7 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
 class _Coordinator:
     """One, from its start to its end."""
 
-    def __init__(self, told: Coordination, out: IO[str], followed: bool) -> None:
+    def __init__(self, told: Coordination, out: IO[str]) -> None:
         self._told, self._out = told, out
         self._fenced = self._over = False
         self._turned_away, self._told_s = (
@@ -112,8 +110,9 @@ class _Coordinator:
         )
         self._office: Office | None = None
         if told.elect:
-            run, begins = told.checkpoint.run, self._first_begins_with
-            self._office = Office(told.elect, self._server.address, told.leader_lease_s, run, begins, followed)
+            self._office = Office(
+                told.elect, self._server.address, told.leader_lease_s, told.checkpoint.run, self._first_begins_with
+            )
         office = self._office
         self._acting = Acting(lambda: office is None or office.holds)
         self._router: Router

@@ -49,29 +49,20 @@ class Office:
     Args:
         elect: `etcd://...`.
         address: where this coordinator listens.
-        lease_s: so long after it is silent another leads.
+        lease_s: of its lease: so long after its end another leads. At least what etcd grants, by default 2.
         run: the word of the run, if it is the first to lead; `begins`: what the run begins with then.
-        followed: another has led in the place of this process.
 
     Raises:
         ValueError: `elect` has not that form.
         ClusterError: the package for etcd is not installed.
     """
 
-    def __init__(
-        self,
-        elect: str,
-        address: tuple[str, int],
-        lease_s: float,
-        run: str,
-        begins: Callable[[], str],
-        followed: bool,
-    ) -> None:
+    def __init__(self, elect: str, address: tuple[str, int], lease_s: int, run: str, begins: Callable[[], str]) -> None:
         self._elect = elect
-        # Several addresses and a beat must fit into the lease; where each answer is slow, at least one must.
+        # Several addresses and a renewal must fit into the lease; where each answer is slow, at least one must.
         place = parse_place(elect)
         self._keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
-        self._candidate = Candidate(self._keys, address, lease_s, run, time.monotonic, begins, followed)
+        self._candidate = Candidate(self._keys, address, lease_s, run, time.monotonic, begins)
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._told: dict[int, str] = {}  # by level, what was told last
@@ -110,15 +101,15 @@ class Office:
         while self._candidate.standing is Standing.STANDBY and not self._ends.is_set():
             wait_s = self._step()
             on_look()
-            address = self._candidate.seen.address
-            if self._candidate.standing is Standing.STANDBY and address is not None:
-                self._tell(f"stands by at {self._elect}: {address[0]}:{address[1]} leads")
+            leads = self._candidate.leads
+            if self._candidate.standing is Standing.STANDBY and leads is not None:
+                self._tell(f"stands by at {self._elect}: {leads.address[0]}:{leads.address[1]} leads")
             if self._candidate.standing is Standing.STANDBY:
                 self._ends.wait(wait_s)
         return self._candidate.standing
 
     def keep(self, on_fenced: Callable[[], None]) -> None:
-        """Says from now on that it is there. `on_fenced`: on another thread, once, when another has led."""
+        """Renews the lease from now on. `on_fenced`: on another thread, once, when another has led."""
 
         def keep() -> None:
             while not self._ends.wait(self._step()):
@@ -156,7 +147,7 @@ class Office:
             self._thread.join()
         try:
             if over:
-                self._keys.end(self._candidate.seen)
+                self._keys.end(self._candidate.id)
         except EtcdUnavailable as error:
             log.warning("those who stand by at %s are not told that the run is over: %s", self._elect, error)
         self._candidate.resign()

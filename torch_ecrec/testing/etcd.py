@@ -1,47 +1,58 @@
-"""etcd as the coordinators of a cluster see it, in memory."""
+"""etcd as the coordinators of a cluster see it, in memory: what it keeps, as of a time that is given."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from torch_ecrec.transport.etcd import Leader, Term
+from torch_ecrec.transport.etcd import EtcdUnavailable, Last, Leader
 
 
 class VirtualEtcd:
-    """Its state: what the two keys of `transport/etcd.py` say, and a revision. It answers at once, and always.
+    """Its state: two keys, leases, a revision. It answers at once, and always.
 
     Attributes:
-        kept: who leads, or has led last.
+        leader, last: the keys of `transport/etcd.py`.
+        leases: id -> how long it is, until when.
     """
 
     def __init__(self) -> None:
-        self.revision, self.kept = 10, Term()
+        self.revision, self.leases = 10, dict[int, tuple[float, float]]()
+        self.leader: Leader | None = None
+        self.last = Last()
+        self._next = 1
 
-    def term(self) -> Term:
-        return self.kept
+    def expire(self, now_s: float) -> None:
+        """Leases end."""
+        for lease, (_, until_s) in list(self.leases.items()):
+            if until_s <= now_s:
+                self._drop(lease)
 
-    def leader(self) -> Leader | None:
-        return None if self.kept.address is None else Leader(self.kept.address, self.kept.revision)
+    def _drop(self, lease: int) -> None:
+        self.leases.pop(lease, None)
+        if self.leader is not None and self.leader.lease == lease:
+            self.leader = None
 
-    def take(self, me: Term, before: Term) -> bool:
-        if (self.kept.revision, self.kept.beat) != (before.revision, before.beat):
+    def grant(self, ttl_s: float, now_s: float) -> int:
+        self._next += 1
+        self.leases[self._next] = (ttl_s, now_s + ttl_s)
+        return self._next
+
+    def renew(self, lease: int, now_s: float) -> bool:
+        if lease not in self.leases:
             return False
-        self.revision += 1
-        self.kept = dataclasses.replace(me, revision=self.revision, beat=self.revision)
+        ttl_s, _ = self.leases[lease]
+        self.leases[lease] = (ttl_s, now_s + ttl_s)
         return True
 
-    def beat(self, mine: Term) -> bool:
-        if self.kept.revision != mine.revision:
+    def revoke(self, lease: int) -> None:
+        self._drop(lease)
+
+    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
+        if lease not in self.leases:
+            raise EtcdUnavailable("requested lease not found")
+        if self.leader is not None or self.last.revision != last.revision:
             return False
         self.revision += 1
-        self.kept = dataclasses.replace(self.kept, beat=self.revision)
+        self.leader = Leader(address, self.revision, me.id, lease)
+        self.last = dataclasses.replace(me, revision=self.revision)
         return True
-
-    def leave(self, mine: Term) -> None:
-        if self.kept.revision == mine.revision:
-            self.revision += 1
-            self.kept = dataclasses.replace(self.kept, address=None, revision=self.revision)
-
-    def end(self, mine: Term) -> None:
-        if self.kept.revision == mine.revision:
-            self.revision, self.kept = self.revision + 1, Term()

@@ -30,13 +30,42 @@ from torch_ecrec.testing.membership import (
     VirtualConnection,
     VirtualProcess,
 )
-from torch_ecrec.transport.etcd import EtcdUnavailable, Leader
+from torch_ecrec.transport.etcd import EtcdUnavailable, Last, Leader
 from torch_ecrec.transport.whereabouts import LOOK_S, Elected, is_followed
 
 FASTER = 20
-LEASE_S = 2.0
+TTL_S = 2
 AGAIN_S = 0.001  # from the end of one that was followed to its standing by again, in the same process
 ASKED_S = 0.5  # how long a tool waits for an answer
+
+
+class Keys:
+    """What a candidate, or who looks, has of etcd; see `election.Keys`."""
+
+    def __init__(self, etcd: VirtualEtcd, clock: Callable[[], float]) -> None:
+        self._etcd, self._clock = etcd, clock
+
+    def _now(self) -> VirtualEtcd:
+        self._etcd.expire(self._clock())
+        return self._etcd
+
+    def leader(self) -> Leader | None:
+        return self._now().leader
+
+    def last(self) -> Last:
+        return self._now().last
+
+    def grant(self, ttl_s: int) -> int:
+        return self._now().grant(ttl_s, self._clock())
+
+    def renew(self, lease: int) -> bool:
+        return self._now().renew(lease, self._clock())
+
+    def revoke(self, lease: int) -> None:
+        self._now().revoke(lease)
+
+    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
+        return self._now().take(me, address, lease, last)
 
 
 class Standby(Center):
@@ -60,7 +89,7 @@ class Standby(Center):
         self.waiting = self.waited = 0
         self._turn = 0  # of `step`: an earlier one that is still due is void
         run = f"run{number}"
-        self.candidate = Candidate(plane.etcd, (f"coordinator-{number}", number), LEASE_S, run, plane.now_of_etcd)
+        self.candidate = Candidate(plane.keys, (f"coordinator-{number}", number), TTL_S, run, plane.now_of_etcd)
         self._acting = Acting(lambda: not self.stopped and self.leads and self.candidate.holds)
         plane.clock.later(looks_in_s, self.step) if looks_in_s else self.step()
 
@@ -112,6 +141,7 @@ class StandbyPlane(ControlPlane):
 
     def begin(self) -> None:
         self.etcd = VirtualEtcd()
+        self.keys = Keys(self.etcd, self.now_of_etcd)
         self.ports: dict[int, Standby | None] = {}
         self.leaderships = 0
         self.on_leadership: Callable[[Standby], None] = lambda center: None
@@ -161,7 +191,7 @@ class StandbyPlane(ControlPlane):
     def look_of(self, number: int) -> Elected:
         """How a process looks who leads; it remembers what it has seen."""
         if number not in self._looks:
-            self._looks[number] = Elected("etcd", self.etcd)
+            self._looks[number] = Elected("etcd", self.keys)
         return self._looks[number]
 
     def find(self, process: VirtualProcess) -> Center | None:
@@ -198,7 +228,7 @@ class StandbyPlane(ControlPlane):
         Returns:
             Who led; None: nobody, or nobody listens there.
         """
-        leader = Elected("etcd", self.etcd).look()
+        leader = Elected("etcd", self.keys).look()
         center = None if leader is None else self.ports[leader.address[1]]
         if leader is None or center is None:
             return None

@@ -2,11 +2,11 @@
 
 A cluster has a name, and in etcd two keys under it:
 
-    /torch-ecrec/NAME/leader    who leads, or has led last: where it listens, the run's word, what the run began with
-    /torch-ecrec/NAME/beat      written again and again by who leads: its revision says that somebody does
+    /torch-ecrec/NAME/leader    where the leader listens, and its id; with a lease: it goes when its owner is silent
+    /torch-ecrec/NAME/last      who has led last, the word of the run, and what the run began with; it stays
 
-The revision at which `leader` was written tells one leader from the next: it only grows. Every call is one transaction,
-and asks one address of etcd after the other. How long each may take follows from how long it took before: on a busy
+The revision at which `leader` was made tells one leader from the next: it only grows. Every call is one transaction of
+etcd, and asks one address after the other. How long each may take follows from how long it took before: on a busy
 machine etcd may need longer for every answer than a short limit allows, and then nobody could ever lead.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import json
 import re
 import time
@@ -81,30 +80,28 @@ def parse_place(text: str) -> Place:
 
 @dataclass(frozen=True)
 class Leader:
-    """Who leads: its address, and the revision since when."""
+    """Who leads: its address, and the revision since when. `id`: made up by its process; `lease`: what the key has."""
 
     address: tuple[str, int]
     revision: int
+    id: str = ""
+    lease: int = 0
 
 
 @dataclass(frozen=True)
-class Term:
-    """The time of one leader.
+class Last:
+    """Who has led last.
 
     Args:
-        id: of the leader, made up by its process; "": nobody has ever led.
+        id: made up by its process.
         run: the word of the run; `began_with`: the checkpoint that it began with, as the first to lead has found it.
-        address: where the leader listens; None: it has left the lead.
-        revision: of etcd, since when; 0: nobody has ever led.
-        beat: of etcd, when the leader was there last.
+        revision: of what etcd has of it, 0 if nothing.
     """
 
     id: str = ""
     run: str = ""
-    began_with: str = ""
-    address: tuple[str, int] | None = None
     revision: int = 0
-    beat: int = 0
+    began_with: str = ""
 
 
 class EtcdKeys:
@@ -132,9 +129,7 @@ class EtcdKeys:
             for host, port in place.addresses
         ]
         self._timeout_s, self._patient_s = timeout_s, max(timeout_s, patient_s or 0.0)
-        self._leader, self._beat, self._last = (
-            f"/torch-ecrec/{place.name}/{key}" for key in ("leader", "beat", "last")
-        )
+        self._leader, self._last = (f"/torch-ecrec/{place.name}/{key}" for key in ("leader", "last"))
 
     def _ask(self, do: Callable[[Etcd3Client], T]) -> T:
         import requests
@@ -158,79 +153,70 @@ class EtcdKeys:
         client.timeout = min(max(limit_s, self._timeout_s), self._patient_s)
 
     def leader(self) -> Leader | None:
-        """Who leads, unless it is silent."""
-        term = self.term()
-        return None if term.address is None else Leader(term.address, term.revision)
+        """Who leads."""
+        found = self._ask(lambda client: client.get(self._leader, metadata=True))
+        if not found:
+            return None
+        value, about = found[0]
+        said = json.loads(value)
+        host, port = said["address"]
+        return Leader((host, int(port)), int(about["create_revision"]), said["id"], said["lease"])
 
-    def term(self) -> Term:
-        """Who leads, or has led last.
+    def last(self) -> Last:
+        """Who has led last."""
+        found = self._ask(lambda client: client.get(self._last, metadata=True))
+        if not found:
+            return Last()
+        value, about = found[0]
+        said = json.loads(value)
+        # An older build has not written it: then it is not known, which counts only where nobody is left.
+        return Last(said["id"], said["run"], int(about["mod_revision"]), said.get("began_with", ""))
 
-        Raises:
-            ClusterError: an older version of torch-ecrec has written it, or somebody else.
-        """
-        asked = [{"request_range": {"key": _encoded(key)}} for key in (self._leader, self._beat, self._last)]
-        done = self._ask(lambda client: client.transaction({"compare": [], "success": asked, "failure": []}))
-        leader, beat, last = (one["response_range"].get("kvs", []) for one in done["responses"])
-        if last:
-            raise ClusterError(
-                f"etcd has {self._last} of an older version of torch-ecrec: end that run with that version, or remove"
-                f" it with `etcdctl del {self._last}` if it is over"
-            )
-        if not leader:
-            return Term()
-        try:
-            return _term_of(leader[0], beat)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ClusterError(f"etcd has {self._leader}, which torch-ecrec has not written: {error!r}") from error
+    def grant(self, ttl_s: int) -> int:
+        """A lease of so many seconds."""
+        return int(self._ask(lambda client: client.lease(ttl_s)).id)
 
-    def take(self, me: Term, before: Term) -> bool:
-        """Leads, if what etcd has is still `before`: nobody else has, and who did was not there since."""
+    def renew(self, lease: int) -> bool:
+        """Whether the lease was still there."""
+        from etcd3gw.lease import Lease
+
+        return self._ask(lambda client: Lease(lease, client).refresh()) > 0
+
+    def revoke(self, lease: int) -> None:
+        """Gives a lease back, with what hangs on it; if etcd does not answer, it ends by itself."""
+        from etcd3gw.lease import Lease
+
+        with contextlib.suppress(EtcdUnavailable):
+            self._ask(lambda client: Lease(lease, client).revoke())
+
+    def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
+        """Leads, if nobody does and who has led last is who it was. `me`: what `last` has from then on."""
+        key, of_last = _encoded(self._leader), _encoded(self._last)
+        said = _encoded(json.dumps({"id": me.id, "address": list(address), "lease": lease}))
+        of_me = _encoded(json.dumps({"id": me.id, "run": me.run, "began_with": me.began_with}))
         return self._txn(
-            [self._is(self._leader, before.revision), self._is(self._beat, before.beat)],
-            [self._puts_leader(me), self._puts_beat(me)],
+            [
+                {"key": key, "result": "EQUAL", "target": "CREATE", "create_revision": 0},
+                {"key": of_last, "result": "EQUAL", "target": "MOD", "mod_revision": last.revision},
+            ],
+            [
+                {"request_put": {"key": key, "value": said, "lease": lease}},
+                {"request_put": {"key": of_last, "value": of_me}},
+            ],
         )
 
-    def beat(self, mine: Term) -> bool:
-        """Says that the leader is there; whether it still is the leader. `mine`: as `term` returned it."""
-        return self._txn([self._is(self._leader, mine.revision)], [self._puts_beat(mine)])
-
-    def leave(self, mine: Term) -> None:
-        """Another may lead at once; if etcd does not answer, once its lease is over."""
-        with contextlib.suppress(EtcdUnavailable):
-            left = self._puts_leader(dataclasses.replace(mine, address=None))
-            self._txn([self._is(self._leader, mine.revision)], [left])
-
-    def end(self, mine: Term) -> None:
-        """The run is over: nobody leads, and nobody has. The next of this name is another run."""
-        keys = [{"request_delete_range": {"key": _encoded(key)}} for key in (self._leader, self._beat)]
-        self._txn([self._is(self._leader, mine.revision)], keys)
-
-    @staticmethod
-    def _is(key: str, revision: int) -> dict[str, Any]:
-        return {"key": _encoded(key), "result": "EQUAL", "target": "MOD", "mod_revision": revision}
-
-    def _puts_leader(self, term: Term) -> dict[str, Any]:
-        said = {"id": term.id, "address": term.address, "run": term.run, "began_with": term.began_with}
-        return {"request_put": {"key": _encoded(self._leader), "value": _encoded(json.dumps(said))}}
-
-    def _puts_beat(self, term: Term) -> dict[str, Any]:
-        return {"request_put": {"key": _encoded(self._beat), "value": _encoded(term.id)}}
+    def end(self, me: str) -> bool:
+        """The run is over: nobody leads, and nobody has; if it was this one. The next of this name is another run."""
+        compare = {"key": _encoded(self._last), "result": "EQUAL", "target": "MOD"}
+        last = self.last()
+        if last.id != me:
+            return False
+        keys = [{"request_delete_range": {"key": _encoded(key)}} for key in (self._leader, self._last)]
+        return self._txn([{**compare, "mod_revision": last.revision}], keys)
 
     def _txn(self, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
         asked = {"compare": compare, "success": success, "failure": []}
         return bool(self._ask(lambda client: client.transaction(asked)).get("succeeded", False))
-
-
-def _term_of(leader: dict[str, Any], beat: list[dict[str, Any]]) -> Term:
-    """What the two keys say. Raises KeyError, TypeError or ValueError where that is not their form."""
-    said = json.loads(base64.b64decode(leader["value"]))
-    address = None
-    if said["address"] is not None:
-        host, port = said["address"]
-        address = str(host), int(port)
-    beaten = int(beat[0]["mod_revision"]) if beat else 0
-    who, run, began_with = (str(said[word]) for word in ("id", "run", "began_with"))
-    return Term(who, run, began_with, address, int(leader["mod_revision"]), beaten)
 
 
 def _said(error: Exception) -> str:

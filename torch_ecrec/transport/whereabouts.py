@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from torch_ecrec.errors import ClusterError, ClusterUnavailable
+from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport.control import parse_address
-from torch_ecrec.transport.etcd import FORM, EtcdKeys, Leader, parse_place
+from torch_ecrec.transport.etcd import FORM, EtcdKeys, EtcdUnavailable, Leader, parse_place
 
 C = TypeVar("C")
 LOOK_S = 0.25  # between two looks at who leads
@@ -60,7 +60,7 @@ class Named:
 
 
 class Record(Protocol):
-    """What etcd has of who leads; see `EtcdKeys`. Who was silent for long, or is gone, may still be it."""
+    """What etcd has of who leads; see `EtcdKeys`."""
 
     def leader(self) -> Leader | None: ...
 
@@ -80,7 +80,7 @@ class Elected:
         with self._lock:
             try:
                 found = self._keys.leader()
-            except ClusterError as error:
+            except EtcdUnavailable as error:
                 self._why = str(error)
                 return None
             self._why = "nobody leads"
