@@ -101,8 +101,15 @@ def test_a_pause_is_remembered_and_forgotten() -> None:
 
 
 def test_no_silence_is_normal_that_is_longer_than_the_most() -> None:
-    one = accrual([60.0] * WINDOW)
+    one = accrual([MOST_S] * WINDOW)
     assert one.limit_s == MOST_S and one.is_suspicious(MOST_S + 0.01)
+
+
+def test_an_outage_that_ended_does_not_hide_the_next_one() -> None:
+    """A host that was cut off for ten seconds was given 5 s for the next five minutes, where its answers come at once."""
+    one = accrual([BEAT_S] * ENOUGH)
+    one.ended(10.0)
+    assert one.limit_s == LEAST_S
 
 
 def test_the_limit_is_where_phi_is_8() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_etcd import TTL_S, Elections, Fault, describe, faults
+from virtual_etcd import TTL_S, Caller, Elections, Fault, describe, faults
 
 from torch_ecrec.coordinator import election
 from torch_ecrec.coordinator.election import Candidate, Standing
@@ -100,6 +100,15 @@ def test_standbys_end_with_the_run() -> None:
     run.etcd.leader, run.etcd.last = None, Last()  # as `EtcdKeys.end` does, of a leader that then ends
     run.until(run.now_s + 0.5)
     assert run.candidates[1].standing is Standing.OVER
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_who_was_followed_begins_no_other_run(followed: bool) -> None:
+    """It stands by again, and the run has ended before it has looked."""
+    keys = Caller(Elections(1), 0)
+    candidate = Candidate(keys, ("host0", 1), TTL_S, "run0", lambda: 0.0, followed=followed)
+    candidate.step()
+    assert candidate.standing is (Standing.OVER if followed else Standing.LEADING)
 
 
 MOMENTS = st.dictionaries(st.integers(1, 150), st.sampled_from(faults()), max_size=6)

@@ -97,7 +97,17 @@ class Trial:
         environment = {"OMP_NUM_THREADS": "1"}
         homes = Homes(of_servers, of_coordinators, of_etcd)
         self.cluster = self._stack.enter_context(
-            HostedCluster(self.hosts, self.code, arguments.spares, "survivor", self.logs, environment, self.etcd, homes)
+            HostedCluster(
+                self.hosts,
+                self.code,
+                arguments.spares,
+                "survivor",
+                self.logs,
+                environment,
+                self.etcd,
+                homes,
+                etcd_times=(),  # its own: nothing happens to it here
+            )
         )
         log = self.logs / "trainers.log"
         join = self.cluster.join

@@ -62,6 +62,7 @@ class Candidate:
         clock: seconds, which never go back.
         begins: what the run begins with, if it is the first to lead; asked for then. Else the run began with something,
             whatever is there now.
+        followed: somebody is known to have led: if etcd knows of nobody, the run is over.
 
     Attributes:
         standing: what it is.
@@ -79,6 +80,7 @@ class Candidate:
         run: str,
         clock: Callable[[], float],
         begins: Callable[[], str] = lambda: "none",
+        followed: bool = False,
     ) -> None:
         self._keys, self._address, self._ttl_s, self._clock = keys, address, ttl_s, clock
         self.id, self.run, self.began_with, self._begins = uuid.uuid4().hex, run, "", begins
@@ -87,7 +89,7 @@ class Candidate:
         self.leads: Leader | None = None
         self.led = 0
         self._lease, self._asked_s, self._until_s = 0, 0.0, 0.0
-        self._stood_by = False  # there was a leader
+        self._followed = followed
 
     @property
     def holds(self) -> bool:
@@ -110,7 +112,7 @@ class Candidate:
         self._look()
         if self.leads is None:
             last = self._keys.last()
-            if self._stood_by and not last.id:
+            if self._followed and not last.id:
                 self.standing = Standing.OVER
                 return POLL_S
             if last.id != self.id:
@@ -141,7 +143,7 @@ class Candidate:
 
     def _look(self) -> None:
         self.leads = self._keys.leader()
-        self._stood_by = self._stood_by or self.leads is not None
+        self._followed = self._followed or self.leads is not None
 
     def _ask_for_it(self, last: Last) -> None:
         before, self._lease = self._lease, 0

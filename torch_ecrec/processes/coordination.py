@@ -86,7 +86,9 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
         ClusterError: as `Office`.
     """
     raise_descriptors()
-    while _Coordinator(told, out).run():
+    followed = False
+    while _Coordinator(told, out, followed).run():
+        followed = True
         log.warning("another coordinator has led in the place of this one: it stands by")
     return 0
 
@@ -94,7 +96,7 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
 class _Coordinator:
     """One, from its start to its end."""
 
-    def __init__(self, told: Coordination, out: IO[str]) -> None:
+    def __init__(self, told: Coordination, out: IO[str], followed: bool) -> None:
         self._told, self._out = told, out
         self._fenced = self._over = False
         self._turned_away, self._told_s = (
@@ -110,9 +112,8 @@ class _Coordinator:
         )
         self._office: Office | None = None
         if told.elect:
-            self._office = Office(
-                told.elect, self._server.address, told.leader_lease_s, told.checkpoint.run, self._first_begins_with
-            )
+            run, begins = told.checkpoint.run, self._first_begins_with
+            self._office = Office(told.elect, self._server.address, told.leader_lease_s, run, begins, followed)
         office = self._office
         self._acting = Acting(lambda: office is None or office.holds)
         self._router: Router

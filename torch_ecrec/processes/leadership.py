@@ -51,18 +51,21 @@ class Office:
         address: where this coordinator listens.
         lease_s: of its lease: so long after its end another leads. At least what etcd grants, by default 2.
         run: the word of the run, if it is the first to lead; `begins`: what the run begins with then.
+        followed: another has led in the place of this process.
 
     Raises:
         ValueError: `elect` has not that form.
         ClusterError: the package for etcd is not installed.
     """
 
-    def __init__(self, elect: str, address: tuple[str, int], lease_s: int, run: str, begins: Callable[[], str]) -> None:
+    def __init__(
+        self, elect: str, address: tuple[str, int], lease_s: int, run: str, begins: Callable[[], str], followed: bool
+    ) -> None:
         self._elect = elect
         # Several addresses and a renewal must fit into the lease; where each answer is slow, at least one must.
         place = parse_place(elect)
         self._keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
-        self._candidate = Candidate(self._keys, address, lease_s, run, time.monotonic, begins)
+        self._candidate = Candidate(self._keys, address, lease_s, run, time.monotonic, begins, followed)
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._told: dict[int, str] = {}  # by level, what was told last

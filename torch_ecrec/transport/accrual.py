@@ -5,7 +5,8 @@ such judgements is wrong, as far as the past is like the present (Hayashibara et
 Detector", SRDS 2004, section 4: P of the normal distribution with mean and deviation of the last silences). Pauses of
 garbage collectors, schedulers and retransmissions have heavier tails than that, and come in bursts. So no silence
 counts that is shorter than the longest of the last ones, stretched (as detectors do that take the distribution as it
-was seen: Satzger et al., "A New Adaptive Accrual Failure Detector for Dependable Distributed Systems", SAC 2007).
+was seen: Satzger et al., "A New Adaptive Accrual Failure Detector for Dependable Distributed Systems", SAC 2007). One
+that was longer than any limit may be was an outage, and teaches nothing: or the next one would be noticed late.
 
     heartbeats each 0.25 s, deviation 0.01 s      limit 0.75 s (`least_s`)
     the same, and once a pause of 1.2 s           1.8 s, until that is `WINDOW` heartbeats ago
@@ -38,8 +39,9 @@ class Accrual:
         self._silences: deque[float] = deque(maxlen=WINDOW)
 
     def ended(self, silence_s: float) -> None:
-        """A silence ended after so long. One that was longer than any limit counts as that."""
-        self._silences.append(min(max(silence_s, 0.0), self._most_s / STRETCH))
+        """A silence ended after so long."""
+        if silence_s <= self._most_s:
+            self._silences.append(min(max(silence_s, 0.0), self._most_s / STRETCH))
 
     @property
     def limit_s(self) -> float:

@@ -130,6 +130,8 @@ class HostedCluster:
         environment: extra environment of all processes.
         etcd: etcd's server; None: no election, and one coordinator.
         homes: which hosts have what; None: as above.
+        etcd_times: etcd's words for how long its elections take. It grants no lease shorter than one and a half times
+            that, in whole seconds, so that they also are how long no coordinator leads.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class HostedCluster:
         environment: Mapping[str, str],
         etcd: Path | None,
         homes: Homes | None = None,
+        etcd_times: Sequence[str] = ETCD_TIMES,
     ) -> None:
         self.hosts, self.logs = hosts, logs
         self.ended: int | None = None  # there is always another
@@ -156,7 +159,7 @@ class HostedCluster:
         self._etcd_data = [logs / f"etcd-{i}" for i in range(COORDINATORS if self.elects else 0)]
         logs.mkdir(parents=True, exist_ok=True)
         if etcd is not None:
-            self._add_etcd(etcd)
+            self._add_etcd(etcd, etcd_times)
         rules = ["--servers", str(code.slots), "--spares", str(spares), "-k", str(code.k), "-r", str(code.r)]
         rules += ["--protection", code.protection, "--without-spare", without_spare]
         elect = ["--elect", self.join] if self.elects else []
@@ -169,7 +172,7 @@ class HostedCluster:
     def _add(self, name: str, host: int, words: list[str], **more: Any) -> None:
         self.services.append(Service(name, host, words, more=more))
 
-    def _add_etcd(self, binary: Path) -> None:
+    def _add_etcd(self, binary: Path, times: Sequence[str]) -> None:
         homes = self.homes.etcd
         peers = [f"http://{self.hosts[home].address}:{ETCD_PEER_PORT}" for home in homes]
         together = ",".join(f"e{i}={peer}" for i, peer in enumerate(peers))
@@ -177,7 +180,7 @@ class HostedCluster:
             shutil.rmtree(self._etcd_data[i], ignore_errors=True)
             client = f"http://{self.hosts[homes[i]].address}:{ETCD_PORT}"
             words = [str(binary), "--name", f"e{i}", "--data-dir", str(self._etcd_data[i]), "--log-level", "warn"]
-            words += ["--listen-client-urls", client, "--advertise-client-urls", client, *ETCD_TIMES]
+            words += ["--listen-client-urls", client, "--advertise-client-urls", client, *times]
             words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
             self._add(f"etcd-{i}", homes[i], [*words, "--initial-cluster", together])
 
