@@ -106,7 +106,7 @@ def test_no_silence_is_normal_that_is_longer_than_the_most() -> None:
 
 
 def test_an_outage_that_ended_does_not_hide_the_next_one() -> None:
-    """A host that was cut off for ten seconds was given 5 s for the next five minutes, where its answers come at once."""
+    """A host that was cut off for ten seconds was given 5 s for five minutes, where its answers come at once."""
     one = accrual([BEAT_S] * ENOUGH)
     one.ended(10.0)
     assert one.limit_s == LEAST_S
