@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from cluster_trainers import ENVIRONMENT
 from conftest import ROOT, wait_until
 from places import SUPPORT
 from test_checkpointing import LIMIT_S
+from test_standbys import Etcd
 from test_started_again import by_hand
 
 from torch_ecrec.coordinator.router import UNKNOWN_YET
@@ -22,6 +24,7 @@ from torch_ecrec.processes.children import Child as Process
 from torch_ecrec.processes.children import free_port
 from torch_ecrec.processes.member import join_message
 from torch_ecrec.transport.control import request
+from torch_ecrec.transport.etcd import EtcdKeys, parse_place
 
 
 @pytest.fixture
@@ -84,3 +87,21 @@ def test_who_is_started_with_a_store_that_hangs_ends_and_says_so(tmp_path: Path,
     said = (tmp_path / "by hand.log").read_text()
     assert hangs.read_text(), "the fault fires"
     assert f"hanging://{tmp_path}/store has given no answer for 1 s: it hangs" in said and "Traceback" not in said
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_one_that_is_told_to_end_while_it_looks_leads_nobody(tmp_path: Path, hangs: Path) -> None:
+    """It looks what to begin with, to lead then. The end that it was told was forgotten once it led."""
+    etcd = Etcd(tmp_path)
+    try:
+        elect = f"etcd://127.0.0.1:{etcd.client}/ads"
+        words = ["--elect", elect, "--checkpoint", f"hanging://{tmp_path}/store", "--checkpoint-every", "5"]
+        with by_hand(tmp_path, 0, [*words, "--restore", "newest", "--run", "mine"], environment(hangs)) as coordinator:
+            wait_until(lambda: "hangs" in hangs.read_text(), LIMIT_S, "it looks")
+            coordinator.send_signal(signal.SIGTERM)
+            hangs.unlink()
+            assert coordinator.wait(LIMIT_S) == 0
+        keys = EtcdKeys(parse_place(elect), 5.0)
+        assert keys.last().run == "mine" and keys.leader() is None, "it had led, and has left the lead"
+    finally:
+        etcd.kill()

@@ -76,3 +76,17 @@ def test_what_does_not_fit_changes_nothing() -> None:
         subject.keep(np.array([1, 2]), np.ones((3, 8), np.uint8))
     assert (marks == MARKED).all()
     assert subject.kept_bytes == 0
+
+
+def test_kernels_get_what_they_can_take() -> None:
+    """They do not look: deltas of another type are other bytes, marks of what was never kept lead anywhere."""
+    records = np.zeros((4, RECORD_BYTES), np.uint8)
+    with pytest.raises(ValueError, match="must be CLEAN or MARKED"):
+        Captured(records, None, np.full(4, KEPT, np.uint8))
+    subject = Captured(records, None, np.full(4, MARKED, np.uint8))
+    with pytest.raises(ValueError, match="must be uint8"):
+        subject.keep(np.arange(2), np.zeros((2, RECORD_BYTES), np.int64))  # type: ignore[arg-type]
+    subject.keep(np.arange(2), np.zeros((2, RECORD_BYTES), np.uint8))
+    subject.let_go()
+    subject.keep(np.arange(2, 4), random_bytes(np.random.default_rng(0), 2, RECORD_BYTES))
+    assert subject.kept_bytes == 2 * (RECORD_BYTES + 4)

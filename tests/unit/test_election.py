@@ -10,10 +10,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_etcd import TTL_S, Caller, Elections, Fault, describe, faults
+from virtual_etcd import TTL_S, Elections, Fault, describe, faults
 
 from torch_ecrec.coordinator import election
 from torch_ecrec.coordinator.election import Candidate, Standing
+from torch_ecrec.testing.etcd import VirtualEtcd
+from torch_ecrec.testing.standbys import Keys
 from torch_ecrec.transport.etcd import Last, parse_place
 
 SOON_S = 2.5 * TTL_S  # for one to lead, once nothing is disturbed any more
@@ -105,8 +107,7 @@ def test_standbys_end_with_the_run() -> None:
 @pytest.mark.parametrize("followed", [True, False])
 def test_who_was_followed_begins_no_other_run(followed: bool) -> None:
     """It stands by again, and the run has ended before it has looked."""
-    keys = Caller(Elections(1), 0)
-    candidate = Candidate(keys, ("host0", 1), TTL_S, "run0", lambda: 0.0, followed=followed)
+    candidate = Candidate(Keys(VirtualEtcd(), lambda: 0.0), ("host0", 1), TTL_S, "run0", lambda: 0.0, followed=followed)
     candidate.step()
     assert candidate.standing is (Standing.OVER if followed else Standing.LEADING)
 

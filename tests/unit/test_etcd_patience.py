@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError
 
+from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import etcd
 from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, parse_place
+from torch_ecrec.transport.whereabouts import Elected
 
 
 class Address:
@@ -15,6 +19,8 @@ class Address:
     def __init__(self, name: str, clock: list[float], timeout_s: float) -> None:
         self.host, self.port, self.timeout = name, 2379, timeout_s
         self.clock, self.takes_s, self.refuses = clock, 0.0, False
+        self.fails: Exception | None = None
+        self.has: list[object] = []
         self.asked = 0
 
     def get(self, key: str, metadata: bool) -> list[object]:
@@ -24,7 +30,9 @@ class Address:
         self.clock[0] += min(self.takes_s, self.timeout)
         if self.takes_s > self.timeout:
             raise ConnectionTimeoutError("late")
-        return []
+        if self.fails is not None:
+            raise self.fails
+        return self.has
 
 
 @pytest.fixture
@@ -99,3 +107,33 @@ def test_what_an_older_build_has_left_is_read(addresses: list[Address], monkeypa
     left = b'{"id": "before", "run": "its word"}'
     monkeypatch.setattr(Address, "get", lambda self, key, metadata: [(left, {"mod_revision": "7"})])
     assert keys(addresses).last() == Last("before", "its word", 7, "")
+
+
+@pytest.mark.parametrize(
+    "fails", [OSError("no file for TLS: /etc/ca.pem"), KeyError("responses"), TypeError("no dict")]
+)
+def test_whatever_an_address_fails_by_the_next_one_is_asked(addresses: list[Address], fails: Exception) -> None:
+    """Where it ended the thread that keeps the lead, that process led for ever, and never acted."""
+    addresses[0].fails = fails
+    assert keys(addresses).leader() is None and [one.asked for one in addresses] == [1, 1, 0]
+    for one in addresses:
+        one.fails = fails
+    with pytest.raises(EtcdUnavailable, match=re.escape(str(fails.args[0]))):
+        keys(addresses).leader()
+
+
+@pytest.mark.parametrize("value", [b"", b"[]", b"\xff", b"7", b'{"id": "x"}', b'{"id": "x", "address": 7, "lease": 1}'])
+def test_what_somebody_else_has_written_is_nobody_s_end(value: bytes, addresses: list[Address]) -> None:
+    for one in addresses:
+        one.has = [(value, {"mod_revision": "7", "create_revision": "7"})]
+    for ask in (keys(addresses).leader, keys(addresses).last):
+        with pytest.raises(EtcdUnavailable):
+            ask()
+    with pytest.raises(ClusterUnavailable, match="no coordinator of etcd://a/ads"):
+        Elected("etcd://a/ads", keys(addresses)).find(0.0)
+
+
+@pytest.mark.parametrize(("text", "trusts"), [("etcds://a/ads?ca=FILE", False), ("etcds://a/ads", True)])
+def test_the_environment_counts_where_no_certificate_is_named(text: str, trusts: bool) -> None:
+    """REQUESTS_CA_BUNDLE, where it was set, counted instead of what was named."""
+    assert [client.session.trust_env for client in EtcdKeys(parse_place(text), 0.2)._clients] == [trusts]

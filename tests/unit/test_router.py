@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from builds import BUILD
 
+from torch_ecrec.coordinator.away import PROBE_AGAIN_S
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.regathering import REGATHER_S
-from torch_ecrec.coordinator.router import PROBE_AGAIN_S, UNKNOWN_YET, Router
+from torch_ecrec.coordinator.router import UNKNOWN_YET, Router
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import Restored

@@ -80,3 +80,51 @@ def test_what_is_there_stays_and_errors_are_told(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="full"):
         file.sync()
     file.close()
+
+
+def test_nothing_is_written_once_it_is_closed(tmp_path: Path) -> None:
+    """Its number may be another file's by then."""
+    file = DirectFile(tmp_path / "a")
+    file.write(memoryview(b"mine"))
+    file.close()
+    other = os.open(tmp_path / "b", os.O_RDWR | os.O_CREAT)
+    try:
+        for act in (lambda: file.write(memoryview(b"!")), file.sync):
+            with pytest.raises(ValueError, match="closed"):
+                act()
+    finally:
+        os.close(other)
+    assert (tmp_path / "b").read_bytes() == b""
+
+
+def test_nothing_is_written_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the buffer may be in the file: written once more, it would be there twice."""
+    monkeypatch.setattr(direct, "BUFFER_BYTES", 8192)
+    write, calls = os.write, 0
+
+    def full(handle: int, data: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(handle, data[:4096])
+
+    monkeypatch.setattr(os, "write", full)
+    file = DirectFile(tmp_path / "a")
+    with pytest.raises(OSError, match="no space left"):
+        file.write(memoryview(bytes(8192)))
+    for act in (lambda: file.write(memoryview(b"!")), file.sync):
+        with pytest.raises(ValueError, match="failed"):
+            act()
+    file.close()
+    assert (tmp_path / "a").stat().st_size == 4096 and calls == 2
+
+
+def test_no_file_is_left_where_there_is_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(direct, "Memory", none)
+    with pytest.raises(MemoryError):
+        DirectFile(tmp_path / "a")
+    assert not list(tmp_path.iterdir())

@@ -14,19 +14,19 @@ Invariants.
 - The end of a connection is not the end of a member: a switch, a proxy or a firewall ends connections of processes
   that are well. The process is asked (`probe`): nobody listens where it did, so it is gone, and is lost at once; it
   cannot be reached, lost likewise; somebody listens, then it has until the end of its lease to come back, and is asked
-  again every `PROBE_AGAIN_S`.
+  again every `away.PROBE_AGAIN_S`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from torch_ecrec.coordinator.admission import FENCED, WENT_BACK
+from torch_ecrec.coordinator.away import AwayMembers
 from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -35,10 +35,9 @@ from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import BadMessage, ForLeader, FromCoordinator, Join, OtherBuild, Rejoin
-from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
+from torch_ecrec.transport.liveness import GONE, UNREACHABLE
 
 Message = dict[str, Any]
-PROBE_AGAIN_S = 0.1  # a process that is killed may close its connection before it stops to listen: training waits
 REFUSED_SHOWN_S = 1.0  # refusals are told to the log once in so long at most, with how many there were
 UNKNOWN_YET = "it is not known yet whether there is a checkpoint to begin with"
 NOBODY_LEFT = "the coordinator was started again, and nobody who knows what was trained came back"
@@ -63,16 +62,6 @@ class Peer(Protocol):
 
     def close(self) -> None:
         """Ends it, after what was sent."""
-
-
-@dataclass
-class Away:
-    """A member without a connection. `number`: which probe was sent last; `asked_s`: when."""
-
-    address: Address
-    number: int
-    asked_s: float
-    answered: bool = False
 
 
 class Router:
@@ -113,15 +102,14 @@ class Router:
         self._looks_back = False  # for the checkpoint that the cluster goes back to
         self._looks_for: Coordinator | None = None  # whose lost slots are to begin anew
         self.refused = 0  # messages, since the start
-        self._probe, self._announce, self._stop, self._stamp = probe, announce, stop, stamp
+        self._announce, self._stop, self._stamp = announce, stop, stamp
         self._joins_from_s, self._led = joins_from_s, led
         self._connections: dict[str, Peer] = {}
         self._names: dict[Peer, str] = {}
         self._addresses: dict[str, Address | None] = {}  # of members: where they listen
         self._held: dict[Peer, Join] = {}
         self._watchers: dict[Peer, None] = {}
-        self._away: dict[str, Away] = {}
-        self._probes = 0
+        self._away = AwayMembers(probe)
         self._refusals, self._told_s = 0, -REFUSED_SHOWN_S  # that the log was not told of yet; when it was told last
 
     # out ----------------------------------------------------------------------------------------
@@ -289,34 +277,19 @@ class Router:
         if member.left or address is None:
             self.core.on_lost(name, now_s, "its connection ended")
         else:
-            self._ask(name, address, now_s)
+            self._away.ask(name, address, now_s)
         self._let_in(now_s)
-
-    def _ask(self, name: str, address: Address, now_s: float) -> None:
-        self._probes += 1
-        self._away[name] = Away(address, self._probes, now_s)
-        self._probe(name, self._probes, address)
 
     def on_probed(self, name: str, number: int, found: str, now_s: float) -> None:
         """The answer to a probe: GONE, UNREACHABLE or ALIVE. Nothing if the member is back, or was asked again."""
-        away = self._away.get(name)
-        if away is None or away.number != number:
-            return
-        away.answered = True
-        if found != ALIVE:
-            del self._away[name]
+        if self._away.is_lost(name, number, found):
             self.core.on_lost(name, now_s, WHY_LOST[found])
             self._let_in(now_s)
 
     def on_tick(self, now_s: float) -> None:
         """Called about every quarter of a heartbeat."""
         self.core.on_tick(now_s)
-        for name, away in list(self._away.items()):
-            member = self.core.members.get(name)
-            if member is None or not member.alive:
-                del self._away[name]  # its lease has ended
-            elif away.answered and now_s >= away.asked_s + PROBE_AGAIN_S:
-                self._ask(name, away.address, now_s)
+        self._away.ask_again({name for name, member in self.core.members.items() if member.alive}, now_s)
         self._addresses = {name: where for name, where in self._addresses.items() if name in self.core.members}
         self._let_in(now_s)
 
@@ -378,7 +351,7 @@ class Router:
             del self._names[before]
             before.close()
         self._connections[name], self._names[peer], self._addresses[name] = peer, name, address
-        self._away.pop(name, None)
+        self._away.is_back(name)
         peer.admit()
 
     def status(self, now_s: float) -> Message:

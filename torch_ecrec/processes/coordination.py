@@ -98,7 +98,7 @@ class _Coordinator:
 
     def __init__(self, told: Coordination, out: IO[str], followed: bool) -> None:
         self._told, self._out = told, out
-        self._fenced = self._over = False
+        self._fenced = self._over = self._told_to_end = False
         self._turned_away, self._told_s = (
             0,
             -math.inf,
@@ -135,6 +135,7 @@ class _Coordinator:
             if not self._stand(self._office):
                 self._server.close()
                 return False
+            self._office.keep(lambda: self._server.call_soon(self._give_way))
             checkpoint = dataclasses.replace(checkpoint, run=self._office.run)
             again, began_with = again or self._office.again, self._office.began_with
         try:
@@ -147,19 +148,26 @@ class _Coordinator:
         finally:
             if self._office is not None:
                 self._office.close(self._over)
-        return self._fenced
+        return self._fenced and not self._told_to_end
 
     def _stand(self, office: Office) -> bool:
         """Whether it leads."""
+
+        def withdraw() -> None:
+            self._told_to_end = True
+            office.withdraw()
+
         for number in SIGNALS:
-            signal.signal(number, lambda *_: office.withdraw())
+            signal.signal(number, lambda *_: withdraw())
         print(json.dumps({"stands_by": list(self._server.address)}), file=self._out, flush=True)
+        freeze()  # now: it takes a tenth of a second of a core, and members wait for who leads
         standing = office.stand(self._turn_away)
         if standing is Standing.OVER:
             log.info("the run is over")
-        if standing is not Standing.LEADING:
+        leads = standing is Standing.LEADING and not self._told_to_end
+        if not leads:
             office.close(over=False)
-        return standing is Standing.LEADING
+        return leads
 
     def _turn_away(self) -> None:
         """Who has come before it leads took it for the leader. A word that waited until it is one would be old by then,
@@ -220,8 +228,6 @@ class _Coordinator:
         if again:
             work = (checkpoint, began_with)
             threading.Thread(target=self._look_for, args=work, name="look for a checkpoint", daemon=True).start()
-        if self._office is not None:
-            self._office.keep(lambda: self._server.call_soon(self._give_way))
 
     def _look_for(self, checkpoint: CheckpointSettings, began_with: str) -> None:
         """A thread of one that takes the place of another: finds what the cluster begins with if nobody is left who
@@ -287,6 +293,7 @@ class _Coordinator:
 
     def _end(self) -> None:
         """This process is told to."""
+        self._told_to_end = True
         if self._router.core.fatal is not None:
             self._over = True
         elif self._office is None:
@@ -303,9 +310,12 @@ class _Coordinator:
 
         for number in SIGNALS:
             signal.signal(number, lambda *_: server.call_soon(self._end))
+        if self._told_to_end:  # before it listened
+            server.call_soon(self._end)
         said = {"address": list(server.address), "began_with": self._began_with}
         print(json.dumps(said), file=self._out, flush=True)
-        freeze()
+        if self._office is None:
+            freeze()
         server.call_later(0.0, tick)
         if self._missing is not None:
             server.call_later(EXPECTED_S, self._end_without)

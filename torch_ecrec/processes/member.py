@@ -111,8 +111,7 @@ class Member:
         self._timers = Timers(self.on_error)
         self._answered = threading.Event()  # or the connection has ended
         self._failure: Exception | None = None  # why it cannot join
-        self._gone = ""  # why the connection ended, before the coordinator had answered
-        self._waits = ""  # why it has not answered yet, as it says
+        self._gone = self._waits = ""  # before it has answered: why the connection ended; why it waits, as it says
         self._ended = self._leaving = False
         self._lock = threading.Lock()  # guards _ended and _leaving
         self._over = threading.Event()  # the membership
@@ -135,7 +134,8 @@ class Member:
             raise
         generations.start()
         threading.Thread(target=self._stay_connected, name="rejoin", daemon=True).start()
-        self._beats.begin(self.tell, self._unreachable, lambda: {**report(), **figures_of(self.transport)})
+        unreachable = lambda: _unreachable(self.transport)  # noqa: E731
+        self._beats.begin(self.tell, unreachable, lambda: {**report(), **figures_of(self.transport)})
 
     def _join(self) -> GenerationFollower:
         """Asks until a coordinator answers: one that ends meanwhile is replaced, as for a member that has joined."""
@@ -157,8 +157,7 @@ class Member:
                 self._hello["address"] = list(self._sign.address) if self._sign is not None else None
             self.tell(join_message(**self._hello))
             if not self._answered.wait(max(deadline_s - time.monotonic(), 0.0)):
-                why = f": {self._waits}" if self._waits else ""
-                raise ClusterUnavailable(f"{where} did not answer in {limit_s:g} s{why}")
+                raise ClusterUnavailable(f"{where} did not answer in {limit_s:g} s{self._waits}")
             if self._failure is not None:
                 raise self._failure
             if self._generations is not None:
@@ -223,7 +222,7 @@ class Member:
             refusal = DataLoss if word.kind == "data_loss" else JoinRefused
             self._fail_to_join(refusal(f"refused by the cluster at {self.settings.join}: {word.reason}"))
         elif isinstance(word, messages.Waits):
-            self._waits = word.reason
+            self._waits = f": {word.reason}"
             log.warning("waits until the cluster at %s lets it in: %s", self.settings.join, word.reason)
         elif isinstance(word, messages.Fatal):
             error = ENDS.get(word.kind, ClusterUnavailable)(word.reason)
@@ -313,10 +312,6 @@ class Member:
             control.close()
         elif not self._cut.is_set():
             self._connected.set()
-
-    def _unreachable(self) -> list[str]:
-        assert self.transport is not None
-        return self.transport.unreachable()
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""
@@ -508,6 +503,10 @@ def rejoin_message(
         "run": run,
         **known,
     }
+
+
+def _unreachable(transport: Transport | None) -> list[str]:
+    return [] if transport is None else transport.unreachable()
 
 
 def _sign_of_life(host: str) -> SignOfLife | None:

@@ -143,6 +143,7 @@ class Captured:
         count, self._bytes = records_PB.shape
         good = marks_P.dtype == np.uint8 and marks_P.shape == (count,) and marks_P.flags.c_contiguous
         require(good, f"`marks_P` must be {count} contiguous uint8, got {marks_P.dtype} of {marks_P.shape}")
+        require(not count or marks_P.max() <= MARKED, "`marks_P` must be CLEAN or MARKED")
         self._records_PW, self._marks_P = records_PB.view(np.uint32), marks_P
         self._seals_P = np.empty(0, np.uint32) if seals_P is None else seals_P
         self._number_P = np.empty(count, np.uint32 if count < 1 << 32 else np.uint64)  # of those that are KEPT
@@ -170,8 +171,9 @@ class Captured:
             IndexError: a position is out of range. Nothing was changed then.
         """
         positions_U, deltas_UW = check_positions(positions_U, len(self._marks_P)), as_words(deltas_UB)
-        fits = deltas_UB.shape == (len(positions_U), self._bytes)
-        require(fits, f"`deltas_UB` must be {(len(positions_U), self._bytes)}, got {deltas_UB.shape}")
+        wanted = (len(positions_U), self._bytes)
+        fits = deltas_UB.shape == wanted and deltas_UB.dtype == np.uint8
+        require(fits, f"`deltas_UB` must be uint8 of {wanted}, got {deltas_UB.dtype} of {deltas_UB.shape}")
         self._make_room(len(positions_U))
         at_U = np.empty(len(positions_U), np.int64)
         count, broken = _keep(
@@ -234,6 +236,7 @@ class Captured:
     def let_go(self) -> None:
         """What is kept is not asked for any more."""
         self._pieces.clear()
+        self._address_C = np.empty(0, np.int64)
         self._kept = 0
 
 

@@ -136,7 +136,7 @@ class Arrival:
 
     def _next_portions(self) -> None:
         """As many as may be under way, no faster than the limit allows; then the next turn, or the end of turns."""
-        rate = self.settings.rebuild_bytes_per_s if self._turn == 1 else 0.0  # what changes must not outrun it
+        rate = self.settings.move_bytes_per_s if self._turn == 1 else 0.0  # what changes must not outrun it
         while self._portions and not self._pausing and self._copying < PORTIONS_AT_ONCE:
             slab, parity, positions_U = self._portions.popleft()
             self._copy(slab, parity, positions_U)

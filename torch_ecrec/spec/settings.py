@@ -94,6 +94,8 @@ class Settings:
         rebuild_chunk_bytes: bytes of records that one background rebuild request asks for.
         rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each that was lost; 0 for
             none. What a request waits for counts, but is never delayed.
+        move_bytes_per_s: limit of what is copied of one slot that moves to another server (`torch-ecrec drain`); 0 for
+            none. Nothing is lost meanwhile, so it may take longer than a rebuild, and training keeps its pace.
         record_checks: of a server. "background": every record and parity has a seal, 4 bytes by which damage to it is
             found, and is looked at now and then (`scrub_bytes_per_s`). "use": also whenever a step or an evaluation
             reads or changes it, so that no step uses what is damaged. "none": no seals, and damage is not noticed.
@@ -119,6 +121,7 @@ class Settings:
     keep_freed_bytes: int = 1 << 30
     rebuild_chunk_bytes: int = 4 << 20
     rebuild_bytes_per_s: float = 100e6
+    move_bytes_per_s: float = 50e6
     record_checks: str = "background"
     scrub_bytes_per_s: float = 20e6
     flip_on_signal: int = 0
@@ -155,10 +158,8 @@ class Settings:
             f"`record_checks` must be one of {', '.join(RECORD_CHECKS)}, got {self.record_checks!r}",
         )
         require(self.flip_on_signal in (0, 1), f"`flip_on_signal` must be 0 or 1, got {self.flip_on_signal}")
-        require(self.scrub_bytes_per_s >= 0, f"`scrub_bytes_per_s` must not be negative, got {self.scrub_bytes_per_s}")
-        require(
-            self.rebuild_bytes_per_s >= 0, f"`rebuild_bytes_per_s` must not be negative, got {self.rebuild_bytes_per_s}"
-        )
+        for name in ("scrub_bytes_per_s", "rebuild_bytes_per_s", "move_bytes_per_s"):
+            require(getattr(self, name) >= 0, f"`{name}` must not be negative, got {getattr(self, name)}")
 
     @staticmethod
     def from_environment(**overrides: Any) -> Settings:

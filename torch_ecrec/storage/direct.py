@@ -19,16 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from torch_ecrec.records.pages import Memory
-from torch_ecrec.records.positions import Bytes
+from torch_ecrec.runtime.checks import require
 
 BUFFER_BYTES = 2 << 20  # written at once: a huge page of x86-64, a multiple of every device's block
-
-
-def _huge_page() -> Bytes:
-    """`BUFFER_BYTES` that begin where a huge page would; the system may refuse to make it one."""
-    memory = Memory(2 * BUFFER_BYTES).array
-    begin = -memory.__array_interface__["data"][0] % BUFFER_BYTES
-    return memory[begin : begin + BUFFER_BYTES]
 
 
 class DirectFile:
@@ -39,13 +32,19 @@ class DirectFile:
 
     Raises:
         OSError: it is there, or cannot be created.
+
+    After an error it is broken: what is in the file is not known, and nothing more is written.
     """
 
     def __init__(self, path: Path) -> None:
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._memory = _huge_page()
+        # As many bytes that begin where a huge page would; in small ones until they were full once: a part of a small
+        # slot does not fill one.
+        self._pages = Memory(2 * BUFFER_BYTES, scattered=True)
+        self._first = -self._pages.array.__array_interface__["data"][0] % BUFFER_BYTES
+        self._memory = self._pages.array[self._first : self._first + BUFFER_BYTES]
         self._held = 0  # bytes of it that are not written yet
-        self._open = True
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._open, self._broken = True, False
         try:
             self._go_past_cache(True)
         except OSError:
@@ -57,7 +56,8 @@ class DirectFile:
         self._direct = direct
 
     def write(self, view: memoryview) -> None:
-        """Appends bytes. Raises OSError."""
+        """Appends bytes. Raises OSError; ValueError: it is closed, or broken."""
+        self._check()
         left = np.frombuffer(view, np.uint8)  # copied by NumPy, which lets other threads run meanwhile
         while len(left):
             count = min(len(left), BUFFER_BYTES - self._held)
@@ -65,9 +65,14 @@ class DirectFile:
             self._held += count
             left = left[count:]
             if self._held == BUFFER_BYTES:
+                self._pages.merge(self._first, self._first + BUFFER_BYTES)
                 self._flush()
 
+    def _check(self) -> None:
+        require(self._open and not self._broken, "the file is closed" if not self._open else "writing it has failed")
+
     def _flush(self) -> None:
+        self._broken = True  # until all is written
         left = self._memory[: self._held].data
         if self._direct and self._held < BUFFER_BYTES:
             self._go_past_cache(False)
@@ -78,10 +83,11 @@ class DirectFile:
                 if not self._direct or error.errno != errno.EINVAL:
                     raise
                 self._go_past_cache(False)  # it was promised, or what a short write has left is no block
-        self._held = 0
+        self._held, self._broken = 0, False
 
     def sync(self) -> None:
-        """All of it survives the loss of power, but for its name. Raises OSError."""
+        """All of it survives the loss of power, but for its name. Raises as `write`."""
+        self._check()
         self._flush()
         os.fsync(self._handle)
 

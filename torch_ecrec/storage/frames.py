@@ -28,7 +28,7 @@ from torch_ecrec.storage.manifest import ADVICE
 MAGIC = b"ECRB"
 HASH_BYTES = 16
 HEADER_MOST = 1 << 24
-HASHED_BYTES = 128 << 10  # before they are written: they are in the processor's cache then
+HASHED_BYTES = 512 << 10  # before they are written: they are in the processor's cache then
 _PREFIX = struct.Struct("<4sIQ")
 LEAST_BYTES = _PREFIX.size + HASH_BYTES
 

@@ -56,6 +56,7 @@ class SimulatedCluster:
             call_timeout_s=scenario.call_timeout_s,
             rebuild_chunk_bytes=scenario.rebuild_chunk_bytes,
             rebuild_bytes_per_s=scenario.rebuild_bytes_per_s,
+            move_bytes_per_s=scenario.rebuild_bytes_per_s,
             wire=scenario.wire,
         )
         self.network = LocalNetwork(

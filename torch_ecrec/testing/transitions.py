@@ -26,7 +26,9 @@ class Transitions:
 
     def __init__(self, scenario: Scenario, budget: Budget, states: LocalStates, oracle: Oracle) -> None:
         self.scenario, self.budget, self.states, self.oracle = scenario, budget, states, oracle
-        self.settings = Settings(rebuild_chunk_bytes=scenario.rebuild_chunk_bytes, rebuild_bytes_per_s=0)
+        self.settings = Settings(
+            rebuild_chunk_bytes=scenario.rebuild_chunk_bytes, rebuild_bytes_per_s=0, move_bytes_per_s=0
+        )
 
     def begin(self) -> GlobalState:
         """All have joined and are placed; trainers have asked for the rows of their first step."""

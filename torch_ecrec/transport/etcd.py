@@ -128,6 +128,8 @@ class EtcdKeys:
             Etcd3Client(host, port, place.protocol, authority, key, certificate, timeout_s, "/v3/")
             for host, port in place.addresses
         ]
+        for client in self._clients:  # else REQUESTS_CA_BUNDLE, where it is set, would count instead of what was named
+            client.session.trust_env = authority is None
         self._timeout_s, self._patient_s = timeout_s, max(timeout_s, patient_s or 0.0)
         self._leader, self._last = (f"/torch-ecrec/{place.name}/{key}" for key in ("leader", "last"))
 
@@ -142,7 +144,8 @@ class EtcdKeys:
                 found = do(client)
                 self._allow(client, SLOWER * (time.monotonic() - asked_s))
                 return found
-            except (Etcd3Exception, requests.RequestException, ValueError) as error:
+            # OSError: also a certificate's file that is not there. The last three: it is not what this has written.
+            except (Etcd3Exception, OSError, ValueError, KeyError, TypeError) as error:
                 if isinstance(error, (ConnectionTimeoutError, requests.Timeout)):
                     self._allow(client, 2 * (client.timeout or self._timeout_s))
                 reasons.append(f"{client.host}:{client.port}: {_said(error)}")
@@ -154,23 +157,31 @@ class EtcdKeys:
 
     def leader(self) -> Leader | None:
         """Who leads."""
-        found = self._ask(lambda client: client.get(self._leader, metadata=True))
-        if not found:
-            return None
-        value, about = found[0]
-        said = json.loads(value)
-        host, port = said["address"]
-        return Leader((host, int(port)), int(about["create_revision"]), said["id"], said["lease"])
+
+        def ask(client: Etcd3Client) -> Leader | None:
+            found = client.get(self._leader, metadata=True)
+            if not found:
+                return None
+            value, about = found[0]
+            said = json.loads(value)
+            host, port = said["address"]
+            return Leader((host, int(port)), int(about["create_revision"]), said["id"], said["lease"])
+
+        return self._ask(ask)
 
     def last(self) -> Last:
         """Who has led last."""
-        found = self._ask(lambda client: client.get(self._last, metadata=True))
-        if not found:
-            return Last()
-        value, about = found[0]
-        said = json.loads(value)
-        # An older build has not written it: then it is not known, which counts only where nobody is left.
-        return Last(said["id"], said["run"], int(about["mod_revision"]), said.get("began_with", ""))
+
+        def ask(client: Etcd3Client) -> Last:
+            found = client.get(self._last, metadata=True)
+            if not found:
+                return Last()
+            value, about = found[0]
+            said = json.loads(value)
+            # An older build has not written it: then it is not known, which counts only where nobody is left.
+            return Last(said["id"], said["run"], int(about["mod_revision"]), said.get("began_with", ""))
+
+        return self._ask(ask)
 
     def grant(self, ttl_s: int) -> int:
         """A lease of so many seconds."""
@@ -227,6 +238,8 @@ def _said(error: Exception) -> str:
         return "no answer in time"
     if isinstance(error, ConnectionFailedError) and "onnection" in str(error.detail_text):
         return "no connection"
+    if isinstance(error, (KeyError, TypeError)):
+        return f"no answer of etcd, or not what torch-ecrec has written: {error!r}"
     return str(getattr(error, "detail_text", None) or error)
 
 
