@@ -434,19 +434,3 @@ def test_the_default_limit_follows_the_cores_and_counts_records(
         assert {rate for _, rate in spent} == {100e6 if limit is None else 7.0}
         spent.clear()
     assert found[0] > found[1] > 0
-
-
-def test_who_writes_takes_no_core_from_others(tmp_path: Path) -> None:
-    """Only its own thread lets others go first."""
-    asked: list[int] = []
-    portions = iter([Portion(0, np.zeros(0, np.int64), np.zeros((0, JOB.slabs[0].schema.nbytes), np.uint8)), None])
-    answer = Answer()
-
-    def next_portion(size: int) -> Portion | None:
-        asked.append(os.sched_getscheduler(0))
-        return next(portions)
-
-    FileScribe(lambda act: act()).write(order_of(str(tmp_path), 40), 0, JOB.slabs, next_portion, (), answer, answer)
-    (said,) = answer.wait()
-    assert isinstance(said, dict), said
-    assert set(asked) == {os.SCHED_BATCH} and os.sched_getscheduler(0) == os.SCHED_OTHER

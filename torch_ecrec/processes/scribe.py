@@ -21,7 +21,6 @@ from torch_ecrec.coordinator.checkpointing import Finished, Restorable, attempt_
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.pieces import Key, Part
-from torch_ecrec.runtime.cores import let_others_go_first
 from torch_ecrec.server.capture import Portion
 from torch_ecrec.spec.job import JobSpec, SlabSpec
 from torch_ecrec.storage.catalog import Catalog
@@ -91,7 +90,6 @@ class FileScribe:
                 writing.fail(f"{order.url}: a write of the checkpoint before still hangs there")
                 return
         self._threads[slot] = threading.current_thread()
-        let_others_go_first()
         try:
             entry = self._write(order, slot, slabs, writing)
         except _Cancelled:

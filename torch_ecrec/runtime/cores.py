@@ -1,9 +1,7 @@
-"""How long a thread has had a core, and how long it has waited for one, as the system counts it; and who goes first."""
+"""How long a thread has had a core, and how long it has waited for one, as the system counts it."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Callable
 
@@ -31,16 +29,6 @@ def _times(thread: int | None, process: str = "self") -> tuple[float, float]:
     except (OSError, ValueError):  # no such system; or the thread has ended
         return 0.0, 0.0
     return int(ran) / 1e9, int(waited) / 1e9
-
-
-def let_others_go_first() -> None:
-    """The calling thread takes no core from a thread that runs when it wakes up: it waits for a free one, or its turn.
-
-    It keeps its share, so that what it holds meanwhile is not held for longer. For work that nobody waits for, in many
-    small portions. Linux calls that SCHED_BATCH; where there is no such thing, nothing changes.
-    """
-    with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0: this thread, not the process
 
 
 class Idle:

@@ -28,7 +28,6 @@ from torch_ecrec.storage.manifest import ADVICE
 MAGIC = b"ECRB"
 HASH_BYTES = 16
 HEADER_MOST = 1 << 24
-HASHED_BYTES = 512 << 10  # before they are written: they are in the processor's cache then
 _PREFIX = struct.Struct("<4sIQ")
 LEAST_BYTES = _PREFIX.size + HASH_BYTES
 
@@ -76,10 +75,8 @@ class FrameWriter:
         hashed = xxhash.xxh3_128(first, seed=seed_of(self._nonce, self.number) if seed is None else seed)
         self._file.write(first)
         for view in pieces:
-            for begin in range(0, view.nbytes, HASHED_BYTES):
-                some = view[begin : begin + HASHED_BYTES]
-                hashed.update(some)
-                self._file.write(some)
+            hashed.update(view)
+            self._file.write(view)
         found = hashed.digest()
         self._file.write(found)
         self._digest.update(found)
