@@ -407,7 +407,7 @@ def combine(coefficients_RK: Bytes, sources: Sequence[Bytes] | Bytes, name: str 
     if results_RUB.size:
         words, addresses_K = _in_place(sources)
         results_RW = results_RUB.reshape(len(results_RUB), -1).view(np.uint32)
-        coefficients_RK = np.ascontiguousarray(coefficients_RK)
+        coefficients_RK = np.array(coefficients_RK, order="C")  # writable: or it is another signature, compiled then
         _combine(results_RW, addresses_K, coefficients_RK, FACTORS.take(coefficients_RK, axis=0))
         del words  # until here the kernel had their addresses
     return results_RUB
@@ -443,7 +443,7 @@ def combine_rows_(
     for source_UB in sources:
         _check_rows(target_NB, rows_U, source_UB, 0)
     words, addresses_K = _in_place(sources)
-    rows_U, coefficients_K = np.ascontiguousarray(rows_U), np.ascontiguousarray(coefficients_K)
+    rows_U, coefficients_K = np.ascontiguousarray(rows_U), np.array(coefficients_K, order="C")  # writable, as above
     factors = FACTORS.take(coefficients_K, axis=0)
     count = _combine_rows(as_words(target_NB), rows_U, wanted_N, addresses_K, coefficients_K, factors)
     del words  # until here the kernel had their addresses
