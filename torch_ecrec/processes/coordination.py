@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 2.0  # before a store that could not be read is read again
 EXPECTED_S = 10.0  # members of a coordinator before, by one that cannot begin without them
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
+HANGS_S = 5.0  # without a tick
 LOUD = "recovered_partly", "began_anew"  # events
 SIGNALS = signal.SIGTERM, signal.SIGINT
 
@@ -119,6 +120,7 @@ class _Coordinator:
         self._router: Router
         self._ledger: FileLedger | None = None
         self._began_with = ""
+        self._ticked_s = math.inf  # when it did something last, once it serves
         self._missing: CheckpointError | None = None  # why there is nothing to begin with
 
     def _do(self, action: Callable[[], None]) -> None:
@@ -135,7 +137,7 @@ class _Coordinator:
             if not self._stand(self._office):
                 self._server.close()
                 return False
-            self._office.keep(lambda: self._server.call_soon(self._give_way))
+            self._office.keep(lambda: self._server.call_soon(self._give_way), self._hangs)
             checkpoint = dataclasses.replace(checkpoint, run=self._office.run)
             again, began_with = again or self._office.again, self._office.began_with
         try:
@@ -268,6 +270,10 @@ class _Coordinator:
 
         self._server.probe(address, on_probed)
 
+    def _hangs(self) -> bool:
+        """From any thread. It ticks four times in a heartbeat."""
+        return time.monotonic() - self._ticked_s > max(HANGS_S, self._told.settings.heartbeat_s)
+
     # its end ------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
@@ -304,6 +310,7 @@ class _Coordinator:
         server = self._server
 
         def tick() -> None:
+            self._ticked_s = time.monotonic()
             if self._acting.go_on():
                 self._router.on_tick(time.monotonic())
             server.call_later(self._told.settings.heartbeat_s / 4, tick)

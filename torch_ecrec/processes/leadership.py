@@ -17,6 +17,7 @@ from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, parse_place
 
 log = logging.getLogger(__name__)
 
+ENDS_S = 5.0  # for etcd to hear that a run is over
 PATIENT = 0.5  # of its lease may an answer of etcd take; with slower ones nobody could lead
 
 
@@ -111,11 +112,22 @@ class Office:
                 self._ends.wait(wait_s)
         return self._candidate.standing
 
-    def keep(self, on_fenced: Callable[[], None]) -> None:
-        """Renews the lease from now on. `on_fenced`: on another thread, once, when another has led."""
+    def keep(self, on_fenced: Callable[[], None], hangs: Callable[[], bool]) -> None:
+        """Renews the lease from now on.
+
+        Args:
+            on_fenced: called on another thread, once, when another has led.
+            hangs: whether who leads does nothing any more. Then the lease ends, and another leads.
+        """
+
+        def step() -> float:
+            if not hangs():
+                return self._step()
+            self._tell("the coordinator's own thread does nothing any more: its lease ends", logging.WARNING)
+            return RETRY_S
 
         def keep() -> None:
-            while not self._ends.wait(self._step()):
+            while not self._ends.wait(step()):
                 if self._candidate.standing is Standing.FENCED:
                     on_fenced()
                     return
@@ -148,9 +160,20 @@ class Office:
         self.withdraw()
         if self._thread is not None:
             self._thread.join()
-        try:
-            if over:
-                self._keys.end(self._candidate.id)
-        except EtcdUnavailable as error:
-            log.warning("those who stand by at %s are not told that the run is over: %s", self._elect, error)
+        if over:
+            self._end()
         self._candidate.resign()
+
+    def _end(self) -> None:
+        """The run is over. Whoever stands by, and is not told so, leads on a run that nobody trains."""
+        deadline_s = time.monotonic() + ENDS_S
+        while True:
+            try:
+                self._keys.end(self._candidate.id)
+            except EtcdUnavailable as error:
+                if time.monotonic() > deadline_s:
+                    log.warning("those who stand by at %s are not told that the run is over: %s", self._elect, error)
+                    return
+                time.sleep(RETRY_S)
+            else:
+                return

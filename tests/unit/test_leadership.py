@@ -1,0 +1,68 @@
+"""The lead of a cluster, as a process keeps it: over an etcd in memory, with its own thread and clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import wait_until
+
+from torch_ecrec.coordinator.election import Standing
+from torch_ecrec.processes import leadership
+from torch_ecrec.processes.leadership import Office
+from torch_ecrec.testing.etcd import VirtualEtcd
+from torch_ecrec.testing.standbys import Keys
+from torch_ecrec.transport.etcd import EtcdUnavailable, Last
+
+LIMIT_S = 60.0
+LEASE_S = 2
+
+
+class Ending(Keys):
+    """Of an etcd that answers `unheard` of its calls of `end` too late."""
+
+    unheard = 0
+
+    def end(self, me: str) -> bool:
+        if self.unheard:
+            self.unheard -= 1
+            raise EtcdUnavailable("late")
+        self._etcd.leader, self._etcd.last = None, Last()
+        return True
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> Ending:
+    found = Ending(VirtualEtcd(), time.monotonic)
+    monkeypatch.setattr(leadership, "EtcdKeys", lambda *_: found)
+    return found
+
+
+def office(begins: Callable[[], str] = lambda: "none") -> Office:
+    found = Office("etcd://a/ads", ("here", 1), LEASE_S, "run", begins, followed=False)
+    assert found.stand(lambda: None) is Standing.LEADING
+    return found
+
+
+def test_who_does_nothing_any_more_keeps_no_lead(keys: Ending) -> None:
+    """Its threads go on, but for the one that acts: the lease was renewed for ever."""
+    hangs, leads = threading.Event(), office()
+    leads.keep(lambda: None, hangs.is_set)
+    time.sleep(1.5 * LEASE_S)
+    assert leads.holds and keys.leader() is not None
+    hangs.set()
+    wait_until(lambda: keys.leader() is None and not leads.holds, LIMIT_S, "its lease ends")
+    hangs.clear()
+    wait_until(lambda: leads.holds, LIMIT_S, "nobody has led meanwhile: it leads again")
+    leads.close(over=False)
+    assert keys.leader() is None and keys.last().run == "run"
+
+
+@pytest.mark.parametrize("unheard", [0, 3, 10**6])
+def test_the_end_of_a_run_is_said_again(keys: Ending, unheard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leadership, "ENDS_S", 1.0)
+    keys.unheard = unheard
+    office().close(over=True)
+    assert keys.last().run == ("run" if unheard > 10 else "")
