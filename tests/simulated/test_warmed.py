@@ -11,12 +11,14 @@ import sys
 
 import forked
 from captured import PLAIN, Checkpointed, with_checkpoints
+from cut_runs import SITUATIONS
 from numba.core.dispatcher import Dispatcher
 
 from torch_ecrec.processes import launch
 from torch_ecrec.records.optimizers import NAMES
+from torch_ecrec.server import arriving
 from torch_ecrec.spec.job import CodeSpec, OptimizerSpec, TableSpec
-from torch_ecrec.testing import Scenario, simulate
+from torch_ecrec.testing import Scenario, SimulatedCluster, simulation
 from torch_ecrec.testing.scenario import LOADS, half_tables
 
 
@@ -40,21 +42,27 @@ def tables_of(optimizer: str) -> tuple[TableSpec, ...]:
     )
 
 
-RUNS = {
-    "steps": Scenario(),
-    "a server is lost": Scenario(steps=8, kills=((0, 2), (1, 5)), spares=1, reborn=True),
-    "two are lost": Scenario(steps=8, kills=((0, 2), (1, 2)), code=CodeSpec(4, 2, 2), spares=2, settle_first=False),
-    "many slots": Scenario(steps=6, kills=((2, 2),), code=CodeSpec(6, 4, 2)),
-    "copies": Scenario(steps=6, kills=((0, 2),), code=CodeSpec(3, 1, 2)),
-    "a move": Scenario(
-        steps=12, kills=((0, 1),), spares=0, reborn=True, rebuild_chunk_bytes=64, rebuild_bytes_per_s=1e4
+LOST = Scenario(steps=8, kills=((0, 2),), reborn=True)
+RUNS = {  # and an event without which a run has not shown what it is for
+    "steps": (Scenario(), "placed"),
+    "two are lost, one after the other": (dataclasses.replace(LOST, kills=((0, 2), (1, 5))), "rebuilt"),
+    "two at once": (
+        dataclasses.replace(LOST, kills=((0, 2), (1, 2)), code=CodeSpec(4, 2, 2), settle_first=False),
+        "rebuilt",
     ),
-    "trainers are lost": Scenario(steps=8, trainer_kills=((0, 3),)),
-    "the coordinator is lost": Scenario(steps=8, random_coordinator_kills=2, reborn=True),
-    "loads": Scenario(loads=LOADS, overwrites=((2, True, LOADS[0]),)),
-    "halves": Scenario(steps=8, tables=half_tables(), kills=((0, 3),), reborn=True),
-    "a narrow wire": Scenario(wire="bfloat16", kills=((0, 2),)),
-    **{name: Scenario(tables=tables_of(name), kills=((1, 2),)) for name in NAMES},
+    "many slots": (dataclasses.replace(LOST, kills=((2, 2),), code=CodeSpec(6, 4, 2)), "rebuilt"),
+    "copies": (dataclasses.replace(LOST, code=CodeSpec(3, 1, 2)), "rebuilt"),
+    "a move": (SITUATIONS["a move"], "moved"),
+    "trainers are lost": (SITUATIONS["a going-back"], "going back"),
+    "the coordinator is lost": (Scenario(steps=8, random_coordinator_kills=2, reborn=True), "regathered"),
+    "loads": (Scenario(loads=LOADS, overwrites=((2, True, LOADS[0]),)), "placed"),
+    "halves": (dataclasses.replace(LOST, tables=half_tables()), "rebuilt"),
+    "a narrow wire": (dataclasses.replace(LOST, wire="bfloat16"), "rebuilt"),
+    **{name: (dataclasses.replace(LOST, tables=tables_of(name)), "rebuilt") for name in NAMES},
+    **{
+        policy: (with_checkpoints(dataclasses.replace(PLAIN, kills=((0, 7),)), policy), "checkpointed")
+        for policy in ("full", "consecutive")
+    },
 }
 
 
@@ -69,13 +77,12 @@ def run_all(_: int) -> None:
                 known[kernel].add(one)
 
     assert sum(map(len, known.values())) > 60
-    for what, scenario in RUNS.items():
-        simulate(scenario)
+    simulation.REBORN_S, arriving.LITTLE_BYTES = 0.02, 50  # a server comes, and a slot moves, while training goes on
+    for what, (scenario, wanted) in RUNS.items():
+        cluster = Checkpointed if scenario.checkpoint.url else SimulatedCluster
+        told = {event["event"] for event in cluster(scenario).go().events}
+        assert wanted in told, f"{what}: no {wanted!r} in {sorted(told)}"
         look(what)
-    for policy in ("full", "consecutive"):
-        scenario = with_checkpoints(dataclasses.replace(PLAIN, kills=((0, 7),)), policy)
-        Checkpointed(scenario).go()
-        look(policy)
     assert not missed, "\n".join(missed)
 
 

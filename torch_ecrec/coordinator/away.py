@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch_ecrec.protocol.bounds import Address
@@ -25,7 +25,7 @@ class AwayMembers:
     """All of them, by name.
 
     Args:
-        probe: `probe(name, number, address)` asks whether a process listens there; its answer is for `is_lost`.
+        probe: `probe(name, number, address)` asks whether a process listens there; its answer is for `take_answer`.
     """
 
     def __init__(self, probe: Callable[[str, int, Address], None]) -> None:
@@ -38,16 +38,16 @@ class AwayMembers:
         self._away[name] = Away(address, self._probes, now_s)
         self._probe(name, self._probes, address)
 
-    def ask_again(self, alive: Collection[str], now_s: float) -> None:
-        """Who has answered a while ago. Of those who are not `alive` any more, the lease has ended."""
+    def ask_again(self, lives: Callable[[str], bool], now_s: float) -> None:
+        """Who has answered a while ago. Of a member that does not live any more, the lease has ended."""
         for name, away in list(self._away.items()):
-            if name not in alive:
+            if not lives(name):
                 del self._away[name]
             elif away.answered and now_s >= away.asked_s + PROBE_AGAIN_S:
                 self.ask(name, away.address, now_s)
 
-    def is_lost(self, name: str, number: int, found: str) -> bool:
-        """Whether it is lost by this answer, of one that is away still and was not asked again."""
+    def take_answer(self, name: str, number: int, found: str) -> bool:
+        """Whether the member is lost by it: it is away still, was not asked again, and nobody is there any more."""
         away = self._away.get(name)
         if away is None or away.number != number:
             return False
@@ -57,7 +57,7 @@ class AwayMembers:
         del self._away[name]
         return True
 
-    def is_back(self, name: str) -> None:
+    def come_back(self, name: str) -> None:
         """It has a connection."""
         self._away.pop(name, None)
 

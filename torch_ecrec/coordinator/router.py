@@ -282,14 +282,17 @@ class Router:
 
     def on_probed(self, name: str, number: int, found: str, now_s: float) -> None:
         """The answer to a probe: GONE, UNREACHABLE or ALIVE. Nothing if the member is back, or was asked again."""
-        if self._away.is_lost(name, number, found):
+        if self._away.take_answer(name, number, found):
             self.core.on_lost(name, now_s, WHY_LOST[found])
             self._let_in(now_s)
+
+    def _lives(self, name: str) -> bool:
+        return (member := self.core.members.get(name)) is not None and member.alive
 
     def on_tick(self, now_s: float) -> None:
         """Called about every quarter of a heartbeat."""
         self.core.on_tick(now_s)
-        self._away.ask_again({name for name, member in self.core.members.items() if member.alive}, now_s)
+        self._away.ask_again(self._lives, now_s)
         self._addresses = {name: where for name, where in self._addresses.items() if name in self.core.members}
         self._let_in(now_s)
 
@@ -351,7 +354,7 @@ class Router:
             del self._names[before]
             before.close()
         self._connections[name], self._names[peer], self._addresses[name] = peer, name, address
-        self._away.is_back(name)
+        self._away.come_back(name)
         peer.admit()
 
     def status(self, now_s: float) -> Message:

@@ -170,10 +170,9 @@ class Office:
         while True:
             try:
                 self._keys.end(self._candidate.id)
+                return
             except EtcdUnavailable as error:
                 if time.monotonic() > deadline_s:
                     log.warning("those who stand by at %s are not told that the run is over: %s", self._elect, error)
                     return
-                time.sleep(RETRY_S)
-            else:
-                return
+            time.sleep(RETRY_S)  # there is nothing to wait for but etcd

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.processes.heartbeats import Heartbeats
@@ -134,8 +134,8 @@ class Member:
             raise
         generations.start()
         threading.Thread(target=self._stay_connected, name="rejoin", daemon=True).start()
-        unreachable = lambda: _unreachable(self.transport)  # noqa: E731
-        self._beats.begin(self.tell, unreachable, lambda: {**report(), **figures_of(self.transport)})
+        transport = cast(Transport, self.transport)  # there since the welcome
+        self._beats.begin(self.tell, transport.unreachable, lambda: {**report(), **figures_of(transport)})
 
     def _join(self) -> GenerationFollower:
         """Asks until a coordinator answers: one that ends meanwhile is replaced, as for a member that has joined."""
@@ -169,7 +169,7 @@ class Member:
             control.close()  # nothing of it comes any more
             self._answered.clear()
             self._cut.clear()
-            self._gone = ""
+            self._gone = self._waits = ""
             time.sleep(pause_s)  # nothing else to do: whoever listens there now may end each connection at once
             pause_s = min(2 * pause_s, REJOIN_MOST_S)
             left_s = max(deadline_s - time.monotonic(), 0.0)
@@ -503,10 +503,6 @@ def rejoin_message(
         "run": run,
         **known,
     }
-
-
-def _unreachable(transport: Transport | None) -> list[str]:
-    return [] if transport is None else transport.unreachable()
 
 
 def _sign_of_life(host: str) -> SignOfLife | None:
