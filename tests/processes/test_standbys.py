@@ -1,4 +1,5 @@
-"""Coordinators that stand by, over a real etcd: the one that leads is killed, stopped, told to end, and etcd is away.
+"""Coordinators that stand by, over a real etcd: the one that leads is killed, stopped, told to end, and etcd is away,
+and has forgotten everything.
 
 The oracle is an undisturbed run without any of that, bit for bit.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -62,6 +64,10 @@ class Etcd:
             self.process = subprocess.Popen([str(ETCD), *words], stdout=log, stderr=log)
         keys = EtcdKeys(parse_place(f"etcd://127.0.0.1:{self.client}/any"), 5.0)
         wait_until(lambda: answers(keys), LIMIT_S, "etcd answers")
+
+    def forget(self) -> None:
+        """Once it is killed: its files are gone."""
+        shutil.rmtree(self._folder / "etcd")
 
     def kill(self) -> None:
         if self.process is not None:
@@ -226,6 +232,13 @@ def test_whoever_leads_is_lost_and_nothing_differs(tmp_path: Path, undisturbed: 
         assert not any(member["role"] == "server" and not member["alive"] for member in after["members"])
 
         name, leads = running.leader()
+        etcd.kill()
+        etcd.forget()
+        etcd.start()
+        told, leads = running.leader(leads.revision)
+        assert told == name, "it says again that it leads"
+        assert running.wait_for("the leader leads", healthy)["era"] == before["era"]
+
         running.kill(name, signal.SIGTERM)  # it leaves the lead to another
         first.tell("go")
         assert running.processes[name].wait(LIMIT_S) == 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 from flipped_runs import Flipped, name_of
 from test_captures import PLAIN, Checkpointed, check, events, healthy, with_checkpoints
 
 from torch_ecrec.coordinator import checkpointing
-from torch_ecrec.server.capture import Capture
+from torch_ecrec.records.captured import KEPT, Captured
+from torch_ecrec.server.checkpoints import SlotCheckpoints
 from torch_ecrec.server.scrubber import Scrubber
 
 REASON = "records are damaged, and being repaired; the next checkpoint has them"
@@ -84,14 +87,14 @@ def test_what_is_written_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_that_changes_a_damaged_record_gives_the_checkpoint_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """With checks in the background a step uses it, and the capture is the first to see it: the slot goes on."""
-    found, before_forgetting = [], Capture.before_forgetting
+    found, portion = [], Captured.portion
 
-    def seen(self: Capture, *changed: Any) -> None:
-        damaged = sum(len(damage) for damage in self._held.missing.damaged.values())
-        before_forgetting(self, *changed)
-        found.append(sum(len(damage) for damage in self._held.missing.damaged.values()) > damaged)
+    def seen(self: Captured, most: int) -> Any:
+        positions_M, records_MB, broken_U = portion(self, most)
+        found.extend(self._marks_P[broken_U] == KEPT)
+        return positions_M, records_MB, broken_U
 
-    monkeypatch.setattr(Capture, "before_forgetting", seen)
+    monkeypatch.setattr(Captured, "portion", seen)
     for at in numbers("full", 1):
         cluster = FlippedAtWrite(at, "full", checks="background")
         cluster.go()
@@ -100,3 +103,56 @@ def test_a_step_that_changes_a_damaged_record_gives_the_checkpoint_up(monkeypatc
             assert cluster.voided()
             return
     raise AssertionError("no step did")
+
+
+# what was kept ----------------------------------------------------------------------------------------
+
+
+class KeptFlipped(Checkpointed):
+    """A cluster in which, at a write, a bit flips of a record that is kept for a checkpoint and was not given yet."""
+
+    def __init__(self, at: int, policy: str) -> None:
+        super().__init__(with_checkpoints(PLAIN, policy), at=at, act=lambda cluster, what: self.flip())
+        self.chance, self.name = random.Random(at), ""
+
+    def flip(self) -> None:
+        found = []
+        for slot in self.slots():
+            capture = slot.checkpoints._capture
+            for slab, captured in enumerate(capture._captured if capture is not None else []):
+                kept = np.flatnonzero(captured._marks_P == KEPT)
+                found += [(slot, slab, captured, int(at)) for at in kept[kept >= captured.next]]
+        if found:
+            slot, slab, captured, at = self.chance.choice(found)
+            piece, row = divmod(int(captured._number_P[at]), captured._piece_rows)
+            byte = self.chance.randrange(captured._pieces[piece].shape[1])  # its seal's, too
+            captured._pieces[piece][row, byte] ^= 1 << self.chance.randrange(8)
+            self.name = slot.held.name_of(slot.index, slab, at)
+
+    def voided(self) -> list[str]:
+        reasons = [event["reason"] for event in events(self.run, "checkpoint_void")]
+        return [reason for reason in reasons if "was damaged in memory where it was kept for it" in reason]
+
+
+@pytest.mark.parametrize("policy", ["full", "consecutive"])
+def test_a_checkpoint_is_given_up_for_a_record_that_was_damaged_where_it_was_kept(policy: str) -> None:
+    flipped = 0
+    for at in numbers(policy, 2):
+        cluster = KeptFlipped(at, policy)
+        check(cluster)
+        assert not events(cluster.run, "damaged"), "what is trained is whole"
+        if cluster.name:
+            (reason,) = cluster.voided()
+            assert cluster.name in reason
+            assert len(cluster.shelf.counts) >= healthy(policy)[2] - 2
+        flipped += bool(cluster.name)
+    print(f"{flipped} flipped")
+    assert flipped >= 3
+
+
+def test_what_was_kept_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule, taken out: a checkpoint that counts has a bit that had flipped."""
+    monkeypatch.setattr(SlotCheckpoints, "_on_broken", lambda self, slab, positions_U: None)
+    with pytest.raises(AssertionError):
+        for at in numbers("full", 1):
+            check(KeptFlipped(at, "full"))

@@ -30,7 +30,7 @@ class Fault:
     Args:
         kind: "refused": nothing is done, and an error comes. "unanswered": it is done, and an error comes. "late": an
             error comes, and it is done after `seconds`. "slow": it takes so long, half of it before it is done.
-            "outage": etcd answers nobody for so long, and no lease ends.
+            "outage": etcd answers nobody for so long, and no lease ends. "forgets": likewise, and then it is empty.
         seconds: see there.
     """
 
@@ -83,6 +83,7 @@ class Elections:
         fired: faults that were.
         led: ids of who has led, in order.
         disturbed_s: until when there were faults and pauses.
+        forgot: etcd has been empty, and nobody has led since: who led may act, although etcd does not say so.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Elections:
         self.now_s, self.etcd, self.calls = 0.0, VirtualEtcd(), 0
         self.fired: list[Fault] = []
         self.led: list[str] = []
+        self.forgot = False
         self.disturbed_s = max((until_s for _, _, until_s in pauses), default=0.0)
         self._faults, self._pauses, self._replaced = dict(faults or {}), pauses, replaced
         self._later: list[tuple[float, Callable[[], Any]]] = []
@@ -103,7 +105,7 @@ class Elections:
         self._due = [0.1 * i for i in range(candidates)]
         self._busy: set[int] = set()
 
-    def _candidate(self, number: int) -> Candidate:
+    def _candidate(self, number: int, followed: bool = False) -> Candidate:
         return Candidate(
             Caller(self, number),
             (f"host{number}", 1),
@@ -111,6 +113,7 @@ class Elections:
             f"run{number}",
             lambda: self.now_s,
             lambda: f"what run{number} begins with",
+            followed,
         )
 
     def until(self, end_s: float) -> Elections:
@@ -145,7 +148,7 @@ class Elections:
         self._busy.discard(number)
         self._due[number] = self.now_s + max(wait_s, CALL_S)
         if self.candidates[number].standing is Standing.FENCED and self._replaced:
-            self.candidates[number] = self._candidate(number)
+            self.candidates[number] = self._candidate(number, followed=True)
 
     def call(self, number: int, do: Callable[[], T]) -> T:
         """A call of a candidate."""
@@ -154,10 +157,13 @@ class Elections:
         if fault.kind != "none":
             self.fired.append(fault)
             self.disturbed_s = max(self.disturbed_s, self.now_s + fault.seconds)
-        if fault.kind == "outage":
+        if fault.kind in ("outage", "forgets"):
             self._out_until_s = self.now_s + fault.seconds
             kept = {lease: (ttl_s, until_s + fault.seconds) for lease, (ttl_s, until_s) in self.etcd.leases.items()}
             self.etcd.leases = kept
+            if fault.kind == "forgets":
+                self.etcd.forget()
+                self.forgot = True
         self.pass_to(self.now_s + (fault.seconds / 2 if fault.kind == "slow" else CALL_S / 2))
         if fault.kind in ("refused", "late") or self.now_s < self._out_until_s:
             if fault.kind == "late":
@@ -183,12 +189,16 @@ class Elections:
         holding = [one for one in self.candidates if one.holds]
         for one in holding:
             leader = self.etcd.leader
-            assert leader is not None and leader.id == one.id, f"{one.id} acts, and {leader} leads"
+            knows = leader is not None and leader.id == one.id
+            assert knows or (self.forgot and leader is None), f"{one.id} acts, and {leader} leads"
+            self.forgot = self.forgot and leader is None
             if not self.led or self.led[-1] != one.id:
                 assert one.id not in self.led, "who was followed by another acts again"
                 assert one.again or not self.led, "somebody has led before"
                 self.led.append(one.id)
-        assert len({one.run for one in holding} | ({self.run} if self.led else set())) <= 1, "the word of the run"
+        known = {self.run} if self.led and not self.forgot else set()
+        assert len({one.run for one in holding} | known) <= 1, "the word of the run"
+        assert len(holding) <= 1, "one acts"
         assert all(one.began_with == f"what {one.run} begins with" for one in holding), "what the run began with"
 
     @property

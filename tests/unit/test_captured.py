@@ -35,19 +35,19 @@ def test_portions_are_of_the_moment(pool: int, share: float, monkeypatch: pytest
                 positions = np.flatnonzero(rng.random(count) < rng.choice([0.0, 0.1, 1.0]))
                 deltas = random_bytes(rng, len(positions), RECORD_BYTES)
                 records[positions] ^= deltas
-                assert not len(subject.keep(positions, deltas))
+                subject.keep(positions, deltas)
                 deltas[:] = 0  # it has a copy
             at, portion, damaged = subject.portion(int(rng.integers(1, 90)))
             assert not len(damaged)
             assert (portion == was[at]).all()
             found.extend(at.tolist())
         assert found == wanted.tolist(), "each of them once, in order"
-        assert subject.kept_bytes == (RECORD_BYTES + 4) * np.count_nonzero(marks == KEPT)
+        assert subject.kept_bytes == (RECORD_BYTES + 8) * np.count_nonzero(marks == KEPT)
         subject.let_go()
         assert subject.kept_bytes == 0
 
 
-def test_what_does_not_fit_its_seal_is_told_once_it_is_read() -> None:
+def test_what_does_not_fit_its_seal_is_told_when_it_is_given() -> None:
     rng = np.random.default_rng(0)
     records = random_bytes(rng, 20, RECORD_BYTES)
     of, marks = seals.seals_of(records), np.full(20, MARKED, np.uint8)
@@ -55,13 +55,33 @@ def test_what_does_not_fit_its_seal_is_told_once_it_is_read() -> None:
     subject = Captured(records, of, marks)
     for flipped in (3, 7, 12):
         records[flipped, 5] ^= 4
-    positions, deltas = np.array([2, 3]), np.zeros((2, RECORD_BYTES), np.uint8)
-    assert not len(subject.keep(positions, deltas)), "the damaged one is not wanted"
-    assert subject.keep(np.array([7, 8, 9]), np.zeros((3, RECORD_BYTES), np.uint8)).tolist() == [7, 8, 9]
+    subject.keep(np.array([2, 3]), np.zeros((2, RECORD_BYTES), np.uint8))
+    subject.keep(np.array([7, 8, 9]), np.zeros((3, RECORD_BYTES), np.uint8))
+    records[7, 5] ^= 4  # repaired: what was kept is not
     at, _, damaged = subject.portion(10)
-    assert at.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9, 10]
-    assert not len(damaged), "the damaged one was told of when it was kept"
-    assert subject.portion(100)[2].tolist() == list(range(11, 20))
+    assert at.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9, 10], "the damaged one that is not wanted is not looked at"
+    assert damaged.tolist() == [7]
+    assert subject.portion(100)[2].tolist() == [12]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_each_bit_that_flips_where_it_is_kept_is_told(pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "POOL_BYTES", pool)
+    rng = np.random.default_rng(pool)
+    changed = np.array([0, 2, 3, 6])
+    for row in range(len(changed)):
+        for bit in range(8 * (RECORD_BYTES + seals.SEAL_BYTES)):
+            records, deltas = random_bytes(rng, 7, RECORD_BYTES), random_bytes(rng, 4, RECORD_BYTES)
+            was, of = records.copy(), seals.seals_of(records)
+            subject = Captured(records, of, np.full(7, MARKED, np.uint8))
+            records[changed] ^= deltas
+            of[changed] ^= seals.seals_of(deltas)
+            subject.keep(changed, deltas)
+            piece, place = divmod(row, subject._piece_rows)
+            subject._pieces[piece][place, bit // 8] ^= 1 << bit % 8
+            _, given, damaged = subject.portion(7)
+            assert damaged.tolist() == [changed[row]]
+            assert (np.delete(given, changed[row], axis=0) == np.delete(was, changed[row], axis=0)).all()
 
 
 def test_what_does_not_fit_changes_nothing() -> None:
@@ -89,4 +109,4 @@ def test_kernels_get_what_they_can_take() -> None:
     subject.keep(np.arange(2), np.zeros((2, RECORD_BYTES), np.uint8))
     subject.let_go()
     subject.keep(np.arange(2, 4), random_bytes(np.random.default_rng(0), 2, RECORD_BYTES))
-    assert subject.kept_bytes == 2 * (RECORD_BYTES + 4)
+    assert subject.kept_bytes == 2 * (RECORD_BYTES + 8)

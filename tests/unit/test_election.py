@@ -16,10 +16,11 @@ from torch_ecrec.coordinator import election
 from torch_ecrec.coordinator.election import Candidate, Standing
 from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.testing.standbys import Keys
-from torch_ecrec.transport.etcd import Last, parse_place
+from torch_ecrec.transport.etcd import parse_place
 
 SOON_S = 2.5 * TTL_S  # for one to lead, once nothing is disturbed any more
 SWEPT = 45  # calls
+FOLLOWED = 12  # calls after which each of three candidates has seen that one leads
 
 
 def check(run: Elections) -> Elections:
@@ -99,7 +100,7 @@ def test_standbys_end_with_the_run() -> None:
     run.until(3.0)
     while run.candidates[0].holds:
         run.until(run.now_s + 0.01)
-    run.etcd.leader, run.etcd.last = None, Last()  # as `EtcdKeys.end` does, of a leader that then ends
+    assert run.etcd.end(run.candidates[0].id)
     run.until(run.now_s + 0.5)
     assert run.candidates[1].standing is Standing.OVER
 
@@ -107,9 +108,77 @@ def test_standbys_end_with_the_run() -> None:
 @pytest.mark.parametrize("followed", [True, False])
 def test_who_was_followed_begins_no_other_run(followed: bool) -> None:
     """It stands by again, and the run has ended before it has looked."""
-    candidate = Candidate(Keys(VirtualEtcd(), lambda: 0.0), ("host0", 1), TTL_S, "run0", lambda: 0.0, followed=followed)
-    candidate.step()
-    assert candidate.standing is (Standing.OVER if followed else Standing.LEADING)
+    etcd = VirtualEtcd()
+
+    def candidate(run: str, followed: bool) -> Candidate:
+        return Candidate(Keys(etcd, lambda: 0.0), ("host0", 1), TTL_S, run, lambda: 0.0, lambda: run, followed)
+
+    first, second = candidate("run0", False), candidate("run1", followed)
+    first.step()
+    assert etcd.end(first.id)
+    second.step()
+    assert second.standing is (Standing.OVER if followed else Standing.LEADING)
+    if not followed:
+        assert (second.run, second.began_with, second.again) == ("run1", "run1", False)
+
+
+# etcd comes back without what it knew ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out_s", [0.0, 0.3, 1.9, 2.5, 7.0])
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_an_etcd_that_has_forgotten_everything_is_no_change(candidates: int, out_s: float) -> None:
+    for call in range(FOLLOWED, SWEPT if candidates > 1 else 24):
+        run = check(Elections(candidates, {call: Fault("forgets", out_s)}))
+        assert run.fired and run.led == [run.candidates[0].id], f"call {call}"
+        leads = run.candidates[0].leads
+        assert leads is not None and leads.revision > run.candidates[0].led, "for members it only grows"
+        assert run.etcd.last.runs and not any(one.forgotten for one in run.candidates)
+
+
+@pytest.mark.parametrize("fault", faults(), ids=describe)
+def test_an_etcd_that_has_forgotten_everything_and_another_fault(fault: Fault) -> None:
+    for call in range(FOLLOWED, SWEPT, 3):
+        for gap in (-3, -2, -1, 1, 2, 3):
+            check(Elections(2, {call: Fault("forgets", 0.3), call + gap: fault}))
+
+
+def test_who_leads_after_etcd_has_forgotten_is_known_by_a_higher_revision() -> None:
+    """Twice: etcd counts from 1 each time."""
+    run = Elections(2, {FOLLOWED: Fault("forgets"), FOLLOWED + 60: Fault("forgets")})
+    run.until(20.0)
+    first, second = run.candidates
+    assert len(run.fired) == 2 and first.holds and first.leads is not None
+    before = first.leads.revision
+    first.resign()
+    run.until(run.now_s + SOON_S)
+    assert second.holds and second.again and second.run == "run0"
+    assert second.leads is not None and second.leads.revision > before > first.led > run.etcd.revision > 0
+
+
+def test_one_that_has_slept_lets_who_leads_say_it_again() -> None:
+    for sleeps_ms in range(3000, 6000, 37):
+        run = Elections(2, {}, pauses=((0, 3.0, 3.0 + sleeps_ms / 1000),), replaced=False)
+        run.until(3.0 + sleeps_ms / 1000 - 0.03)
+        first, second = run.candidates
+        assert second.holds
+        run.etcd.forget()
+        run.forgot = True
+        run.until(run.now_s + 3 * TTL_S)
+        assert first.standing is Standing.FENCED and second.holds
+
+
+def test_a_standby_waits_for_who_leads_and_begins_no_other_run() -> None:
+    run = Elections(2, pauses=((0, 3.0, 20.0),), replaced=False)
+    run.until(3.0)
+    while run.candidates[0].holds:
+        run.until(run.now_s + 0.01)
+    run.etcd.forget()
+    run.until(19.0)
+    first, second = run.candidates
+    assert second.standing is Standing.STANDBY and second.forgotten
+    run.until(20.0 + 2 * TTL_S)
+    assert first.holds and second.standing is Standing.STANDBY and not second.forgotten
 
 
 MOMENTS = st.dictionaries(st.integers(1, 150), st.sampled_from(faults()), max_size=6)

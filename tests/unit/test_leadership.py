@@ -13,7 +13,7 @@ from torch_ecrec.processes import leadership
 from torch_ecrec.processes.leadership import Office
 from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.testing.standbys import Keys
-from torch_ecrec.transport.etcd import EtcdUnavailable, Last
+from torch_ecrec.transport.etcd import EtcdUnavailable
 
 LIMIT_S = 60.0
 LEASE_S = 2
@@ -32,8 +32,7 @@ class Ending(Keys):
         if self.unheard:
             self.unheard -= 1
             raise EtcdUnavailable("late")
-        self._etcd.leader, self._etcd.last = None, Last()
-        return True
+        return self._etcd.end(me)
 
 
 @pytest.fixture
@@ -68,4 +67,16 @@ def test_the_end_of_a_run_is_said_again(keys: Ending, unheard: int, monkeypatch:
     monkeypatch.setattr(leadership, "ENDS_S", 1.0)
     keys.unheard = unheard
     office().close(over=True)
-    assert keys.last().run == ("run" if unheard > 10 else "")
+    assert keys.last().over == (unheard <= 10)
+
+
+def test_who_leads_says_so_again_where_etcd_has_forgotten(keys: Ending, caplog: pytest.LogCaptureFixture) -> None:
+    leads = office()
+    before = keys.leader()
+    assert before is not None
+    leads.keep(lambda: None, lambda: False)
+    keys._etcd.forget()
+    wait_until(lambda: (found := keys.leader()) is not None and found.revision > before.revision, LIMIT_S, "it leads")
+    assert leads.holds and keys.last().run == "run" and leads.led == before.revision
+    assert "etcd knows nothing of this run any more" in caplog.text
+    leads.close(over=False)

@@ -8,6 +8,9 @@ Invariants.
   finds its time over by its own clock before it does anything.
 - *An outage of etcd is no change.* A leader whose lease has ended leads again, as it is, if nobody has led since: the
   key `last` says so. Otherwise it is fenced, for ever.
+- *Nor is an etcd that has forgotten everything.* Nobody removes `last`. Where it is gone, who leads says it all again:
+  who holds its lease at once, who does not only when nobody has done so for the length of one. Who stands by a run
+  waits for that: it does not know what the leader knew, and to begin anew would be another run.
 - What was asked and not answered may have been done: it is found out before anything is asked again.
 """
 
@@ -62,7 +65,7 @@ class Candidate:
         clock: seconds, which never go back.
         begins: what the run begins with, if it is the first to lead; asked for then. Else the run began with something,
             whatever is there now.
-        followed: somebody is known to have led: if etcd knows of nobody, the run is over.
+        followed: somebody is known to have led the run: once that is over, this one does not begin another.
 
     Attributes:
         standing: what it is.
@@ -88,6 +91,8 @@ class Candidate:
         self.again = False
         self.leads: Leader | None = None
         self.led = 0
+        self._forgotten_s: float | None = None  # since when etcd knows nothing of a run that there is
+        self._newest = 0  # of the revisions of leaders that it has seen
         self._lease, self._asked_s, self._until_s = 0, 0.0, 0.0
         self._followed = followed
 
@@ -95,6 +100,11 @@ class Candidate:
     def holds(self) -> bool:
         """It may act: it leads, and nobody else can."""
         return self.standing is Standing.LEADING and self._clock() < self._until_s
+
+    @property
+    def forgotten(self) -> bool:
+        """etcd knew nothing of a run that there is, when it was asked last."""
+        return self._forgotten_s is not None
 
     def step(self) -> float:
         """Does the next thing; returns after how many seconds it is to be called again.
@@ -111,13 +121,14 @@ class Candidate:
     def _campaign(self) -> float:
         self._look()
         if self.leads is None:
-            last = self._keys.last()
-            if self._followed and not last.id:
-                self.standing = Standing.OVER
+            last = self._last()
+            if self._followed and not last.runs:
+                self.standing = Standing.OVER if last.over else Standing.STANDBY
                 return POLL_S
             if last.id != self.id:
-                self.run, self.again = last.run or self.run, bool(last.id)
-                self.began_with = last.began_with if last.id else self._begins()
+                self.again = last.runs
+                self.run = last.run if last.runs else self.run
+                self.began_with = last.began_with if last.runs else self._begins()
             self._ask_for_it(last)
         return self._lead(self._asked_s) if self._has_it else POLL_S
 
@@ -126,10 +137,14 @@ class Candidate:
         if self._has_it and self._keys.renew(self._lease):
             return self._lead(asked_s)
         self.leads = None
-        last = self._keys.last()
-        if last.id != self.id:
+        told, last = self.forgotten, self._last()
+        if last.id != self.id and not self.forgotten:
             self.standing = Standing.FENCED
             return POLL_S
+        if self._forgotten_s is not None:
+            others_first = not self.holds and self._clock() < self._forgotten_s + self._ttl_s
+            if others_first or not told:
+                return RETRY_S
         self._look()
         if self.leads is None:
             self._ask_for_it(last)
@@ -143,7 +158,17 @@ class Candidate:
 
     def _look(self) -> None:
         self.leads = self._keys.leader()
-        self._followed = self._followed or self.leads is not None
+        if self.leads is not None:
+            self._followed, self._forgotten_s = True, None
+            self._newest = max(self._newest, self.leads.revision)
+
+    def _last(self) -> Last:
+        last = self._keys.last()
+        if last.id or not self._followed:
+            self._forgotten_s = None
+        elif self._forgotten_s is None:
+            self._forgotten_s = self._clock()
+        return last
 
     def _ask_for_it(self, last: Last) -> None:
         before, self._lease = self._lease, 0
@@ -152,7 +177,9 @@ class Candidate:
         asked_s = self._clock()
         self._lease = self._keys.grant(self._ttl_s)
         self._asked_s = asked_s
-        if not self._keys.take(Last(self.id, self.run, 0, self.began_with), self._address, self._lease, last):
+        counts_from = last.counts_from if last.id else self._newest
+        me = Last(self.id, self.run, 0, self.began_with, counts_from)
+        if not self._keys.take(me, self._address, self._lease, last):
             refused, self._lease = self._lease, 0
             self._keys.revoke(refused)
         self._look()

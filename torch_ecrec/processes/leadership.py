@@ -141,7 +141,11 @@ class Office:
         except EtcdUnavailable as error:
             self._tell(str(error), logging.WARNING)
             return RETRY_S
-        if self._candidate.standing is Standing.LEADING:
+        if self._candidate.forgotten:
+            self._tell(
+                f"etcd knows nothing of this run any more: who leads says it again at {self._elect}", logging.WARNING
+            )
+        elif self._candidate.standing is Standing.LEADING:
             self._tell(f"leads at {self._elect}")
         return wait_s
 

@@ -1,7 +1,7 @@
 """One shard's records as they were at a moment, in portions, while steps go on: a capture's part of one slab.
 
 Each record has a mark: clean, it is not wanted; marked, it is, and is in its shard as it is wanted; kept, there is a
-copy of it as it was, in pieces of memory, in the order in which they were kept:
+copy of it as it was, with its seal of then, in pieces of memory, in the order in which they were kept:
 
     marks    number     pieces (two records each)
     kept     1          [of position 2, of position 0] [of position 4, -]
@@ -12,6 +12,9 @@ copy of it as it was, in pieces of memory, in the order in which they were kept:
 
 What is done to a record is done in one kernel, while it is in the cache: it is found, copied, and checked against its
 seal. So a portion costs what it has, however large the shard is and however many steps have kept something.
+
+A kept record's seal is its seal of now XOR that of what has changed, as `codec/seals.py` has it, and never made from
+the copy: whatever was damaged, before it was kept or since, shows in the portion that has it.
 
 Shapes: P records of a shard, U of them changed by a step, M wanted, C pieces, R records of a piece, B bytes and W words
 of a record.
@@ -28,7 +31,7 @@ from numba import carray  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
 from torch_ecrec.codec.field import WORD_BYTES, as_words
-from torch_ecrec.codec.seals import SealsOf, seal_at
+from torch_ecrec.codec.seals import SEAL_BYTES, SealsOf, seal_at
 from torch_ecrec.records.positions import Bytes, Positions, check_positions
 from torch_ecrec.runtime import shared
 from torch_ecrec.runtime.checks import require
@@ -56,12 +59,13 @@ def _keep(
     piece_rows: Any,
     at_U: Any,
 ) -> Any:
-    """Keeps what of these records is marked, at `first` or behind it; there is room.
+    """Keeps what of these records is marked, at `first` or behind it; there is room. Returns how many they are.
 
-    Returns how many they are, whose indices into `positions_U` are then in `at_U`; and how many do not fit their seals.
+    Args:
+        at_U: written: of those, the indices into `positions_U`.
     """
-    words, sealed, count, broken = source_PW.shape[1], seals_P.shape[0] > 0, 0, 0
-    source, size = source_PW.ctypes.data, words * WORD_BYTES
+    words, sealed, count = source_PW.shape[1], seals_P.shape[0] > 0, 0
+    source, deltas, size = source_PW.ctypes.data, deltas_UW.ctypes.data, words * WORD_BYTES
     for i in range(positions_U.shape[0]):
         position = positions_U[i]
         if position >= first and marks_P[position] == MARKED:
@@ -74,12 +78,13 @@ def _keep(
             prefetch(source + positions_U[at_U[m + AHEAD]] * size, size)
         at, number = at_U[m], kept + m
         position = positions_U[at]
-        into_W = carray(pointer(address_C[number // piece_rows] + number % piece_rows * size), words, np.uint32)
+        place = address_C[number // piece_rows] + number % piece_rows * (size + SEAL_BYTES)
+        into_W = carray(pointer(place), words + 1, np.uint32)
         for j in range(words):
             into_W[j] = source_PW[position, j] ^ deltas_UW[at, j]
         if sealed:
-            broken += seal_at(source + position * size, words) != seals_P[position]
-    return count, broken
+            into_W[words] = seals_P[position] ^ seal_at(deltas + at * size, words)
+    return count
 
 
 @kernel()
@@ -94,11 +99,13 @@ def _portion(
     piece_rows: Any,
     positions_M: Any,
     into_MW: Any,
+    broken_M: Any,
 ) -> Any:
     """The next records, as many as `into_MW` has rows; returns how many they are, where to go on, how many are broken.
 
     Args:
         positions_M: one longer than `into_MW`. Written.
+        broken_M: written: which of them are broken.
     """
     count, position, most = 0, first, into_MW.shape[0]
     while position < end and count < most:
@@ -112,17 +119,22 @@ def _portion(
     for m in range(count):
         if marks_P[positions_M[m]] == KEPT:
             number = np.int64(number_P[positions_M[m]])
-            from_M[m] = address_C[number // piece_rows] + number % piece_rows * size
+            from_M[m] = address_C[number // piece_rows] + number % piece_rows * (size + SEAL_BYTES)
         else:
             from_M[m] = source + positions_M[m] * size
     for m in range(count):
         if m + AHEAD < count:
             prefetch(from_M[m + AHEAD], size)
-        from_W = carray(pointer(from_M[m]), words, np.uint32)
+        at = positions_M[m]
+        is_kept = marks_P[at] == KEPT
+        from_W = carray(pointer(from_M[m]), words + is_kept, np.uint32)
         for j in range(words):
             into_MW[m, j] = from_W[j]
-        if sealed and marks_P[positions_M[m]] == MARKED:
-            broken += seal_at(into + m * size, words) != seals_P[positions_M[m]]
+        if sealed:
+            seal = from_W[words] if is_kept else seals_P[at]
+            if seal_at(into + m * size, words) != seal:
+                broken_M[broken] = m
+                broken += 1
     return count, position, broken
 
 
@@ -147,24 +159,21 @@ class Captured:
         self._records_PW, self._marks_P = records_PB.view(np.uint32), marks_P
         self._seals_P = np.empty(0, np.uint32) if seals_P is None else seals_P
         self._number_P = np.empty(count, np.uint32 if count < 1 << 32 else np.uint64)  # of those that are KEPT
-        self._piece_rows = max(1, POOL_BYTES // self._bytes)
+        self._piece_rows = max(1, POOL_BYTES // (self._bytes + SEAL_BYTES))
         self._pieces: list[Bytes] = []
         self._address_C = np.empty(0, np.int64)
         self._kept = self.next = 0
 
     @property
     def kept_bytes(self) -> int:
-        return self._kept * (self._number_P.itemsize + self._bytes)
+        return self._kept * (self._number_P.itemsize + self._bytes + SEAL_BYTES)
 
-    def keep(self, positions_U: Positions, deltas_UB: Bytes) -> Positions:
+    def keep(self, positions_U: Positions, deltas_UB: Bytes) -> None:
         """These records were changed: keeps those that are wanted and were not given or kept yet, as they were before.
 
         Args:
             positions_U: (U,) int64, no duplicates.
             deltas_UB: (U, B) uint8, what has changed in each since they were as wanted: old XOR new.
-
-        Returns:
-            (M,) int64, positions of what was kept just now, if one of them does not fit its seal; else none.
 
         Raises:
             ValueError: the arguments do not fit.
@@ -176,7 +185,7 @@ class Captured:
         require(fits, f"`deltas_UB` must be uint8 of {wanted}, got {deltas_UB.dtype} of {deltas_UB.shape}")
         self._make_room(len(positions_U))
         at_U = np.empty(len(positions_U), np.int64)
-        count, broken = _keep(
+        self._kept += _keep(
             self._marks_P,
             self.next,
             self._records_PW,
@@ -189,13 +198,11 @@ class Captured:
             self._piece_rows,
             at_U,
         )
-        self._kept += count
-        return positions_U[at_U[: count if broken else 0]]
 
     def _make_room(self, count: int) -> None:
         """For so many more. Memory that nobody writes costs nothing."""
         while len(self._pieces) * self._piece_rows < self._kept + count:
-            self._pieces.append(np.empty((self._piece_rows, self._bytes), np.uint8))
+            self._pieces.append(np.empty((self._piece_rows, self._bytes + SEAL_BYTES), np.uint8))
         if len(self._pieces) != len(self._address_C):
             self._address_C = addresses(self._pieces)
 
@@ -206,12 +213,13 @@ class Captured:
             most: records, at least 1. There may be fewer, or none where nothing is wanted.
 
         Returns:
-            Their positions, (M,) int64, ascending; the records, (M, B) uint8, fresh; and positions of those that were
-            copied from the shard, if one of them does not fit its seal, else none.
+            Their positions, (M,) int64, ascending; the records, (M, B) uint8, fresh; and the positions of those that
+            do not fit their seals, whether they are damaged in the shard or where they were kept.
         """
         end = min(len(self._marks_P), self.next + LOOKS_MOST)
         most = min(most, end - self.next)
         positions_M, records_MB = np.empty(most + 1, np.int64), shared.empty((most, self._bytes), np.uint8)
+        broken_M = np.empty(most, np.int64)
         count, self.next, broken = _portion(
             self._marks_P,
             self.next,
@@ -223,10 +231,9 @@ class Captured:
             self._piece_rows,
             positions_M,
             records_MB.view(np.uint32),
+            broken_M,
         )
-        positions_M = positions_M[:count]
-        read_M = positions_M[self._marks_P[positions_M] == MARKED] if broken else positions_M[:0]
-        return positions_M, records_MB[:count], read_M
+        return positions_M[:count], records_MB[:count], positions_M[broken_M[:broken]]
 
     @property
     def is_over(self) -> bool:

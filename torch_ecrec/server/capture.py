@@ -66,16 +66,16 @@ class Capture:
         held: of the slot. Nothing of it is missing, and its log reaches back to `step`.
         step: which.
         marks: of the records that are wanted. Mutated.
-        look: told of records (slab, (U,) int64 positions) some of which are damaged when what they hold is taken.
+        broken: told of records (slab, (U,) int64 positions) that do not fit their seals when they are given.
 
     Raises:
         LookupError: the log does not reach back to `step`.
     """
 
     def __init__(
-        self, held: Holdings, step: int, marks: Marks, look: Callable[[int, Positions], None] = lambda slab, at: None
+        self, held: Holdings, step: int, marks: Marks, broken: Callable[[int, Positions], None] = lambda slab, at: None
     ) -> None:
-        self.step, self._look, self._held = step, look, held
+        self.step, self._broken, self._held = step, broken, held
         self._slab = 0  # where it is
         self._captured = [shard.captured(marks_P) for shard, marks_P in zip(held.shards, marks, strict=True)]
         for later in range(step + 1, held.rule.applied + 1):
@@ -83,17 +83,12 @@ class Capture:
                 wanted_U = positions_U[marks[slab][positions_U] == MARKED]
                 deltas_UB = held.log.changes(slab, wanted_U, step, held.rule.applied)
                 if deltas_UB is not None:
-                    self._keep(slab, wanted_U, deltas_UB)
+                    self._captured[slab].keep(wanted_U, deltas_UB)
 
     def before_forgetting(self, positions: Sequence[Positions], deltas: Sequence[Bytes]) -> None:
         """A step was applied that changed these records (U,) of each slab by these deltas (U, B)."""
         for slab in range(self._slab, len(self._captured)):
-            self._keep(slab, positions[slab], deltas[slab])
-
-    def _keep(self, slab: int, positions_U: Positions, deltas_UB: Bytes) -> None:
-        damaged_M = self._captured[slab].keep(positions_U, deltas_UB)
-        if len(damaged_M):
-            self._look(slab, damaged_M)
+            self._captured[slab].keep(positions[slab], deltas[slab])
 
     def next_portion(self, most_bytes: int) -> Portion | None:
         """The next records, of at most so many bytes (at least one record); None: that was all.
@@ -107,9 +102,9 @@ class Capture:
             return None
         slab, held = self._slab, self._held
         most = max(1, most_bytes // held.shards[slab].schema.nbytes)
-        positions_M, records_MB, damaged_M = self._captured[slab].portion(most)
-        if len(damaged_M):
-            self._look(slab, damaged_M)
+        positions_M, records_MB, broken_U = self._captured[slab].portion(most)
+        if len(broken_U):
+            self._broken(slab, broken_U)
         return Portion(slab, held.layouts[slab].row_at(held.index, positions_M), records_MB)
 
     @property

@@ -229,11 +229,7 @@ class SlotCheckpoints:
         if dense is None:
             self._tell_unwritten(order.checkpoint, "this slot has not (any more) every trainer's part of that step")
             return
-        marks, look = self._marks_of(order), self._slot.scrubber.look
-        self._capture = capture = Capture(held, order.step, marks, lambda slab, at: look(slab, False, at))
-        if held.missing.remaining:  # something was damaged: it is being repaired
-            self.on_damage()
-            return
+        self._capture = capture = Capture(held, order.step, self._marks_of(order), self._on_broken)
         self._pinned = None
         self._writing = scribe.write(
             order,
@@ -319,6 +315,13 @@ class SlotCheckpoints:
         if checkpoint == self._surveyed and self._capture is not None:
             self._capture = self._writing = None
             self._say("written", checkpoint=checkpoint, part=part)
+
+    def _on_broken(self, slab: int, positions_U: Positions) -> None:
+        """What the capture gave of these records does not fit their seals: as it was kept, or as they are."""
+        self._slot.scrubber.look(slab, False, positions_U)
+        if self._capture is not None:  # they are whole: nobody was told
+            name = self._held.name_of(self._held.index, slab, int(positions_U[0]))
+            self._give_up(f"{name} was damaged in memory where it was kept for it; the next checkpoint has it")
 
     def on_damage(self) -> None:
         """Records are damaged: until they are repaired nobody can say what they were after a step."""

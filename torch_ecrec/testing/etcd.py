@@ -53,6 +53,18 @@ class VirtualEtcd:
         if self.leader is not None or self.last.revision != last.revision:
             return False
         self.revision += 1
-        self.leader = Leader(address, self.revision, me.id, lease)
+        self.leader = Leader(address, me.counts_from + self.revision, me.id, lease)
         self.last = dataclasses.replace(me, revision=self.revision)
         return True
+
+    def end(self, me: str) -> bool:
+        if self.last.id != me:
+            return False
+        self.revision += 1
+        self.leader, self.last = None, dataclasses.replace(self.last, over=True, revision=self.revision)
+        return True
+
+    def forget(self) -> None:
+        """All that it knew: it was started without its files."""
+        self.leader, self.last, self.revision = None, Last(), 1
+        self.leases.clear()

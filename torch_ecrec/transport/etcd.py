@@ -3,17 +3,19 @@
 A cluster has a name, and in etcd two keys under it:
 
     /torch-ecrec/NAME/leader    where the leader listens, and its id; with a lease: it goes when its owner is silent
-    /torch-ecrec/NAME/last      who has led last, the word of the run, and what the run began with; it stays
+    /torch-ecrec/NAME/last      who has led last, the word of the run, what it began with, whether it is over; it stays
 
-The revision at which `leader` was made tells one leader from the next: it only grows. Every call is one transaction of
-etcd, and asks one address after the other. How long each may take follows from how long it took before: on a busy
-machine etcd may need longer for every answer than a short limit allows, and then nobody could ever lead.
+The revision at which `leader` was made tells one leader from the next: it only grows. Where etcd has lost what it knew,
+its revisions begin anew, and count on from what the leader had seen by then (`Last.counts_from`). Every call is one
+transaction of etcd, and asks one address after the other. How long each may take follows from how long it took before:
+on a busy machine etcd may need longer for every answer than a short limit allows, and then nobody could ever lead.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import json
 import re
 import time
@@ -96,12 +98,21 @@ class Last:
         id: made up by its process.
         run: the word of the run; `began_with`: the checkpoint that it began with, as the first to lead has found it.
         revision: of what etcd has of it, 0 if nothing.
+        counts_from: what is added to etcd's revisions, of this leader and the next ones.
+        over: the run has ended. Who leads next begins another.
     """
 
     id: str = ""
     run: str = ""
     revision: int = 0
     began_with: str = ""
+    counts_from: int = 0
+    over: bool = False
+
+    @property
+    def runs(self) -> bool:
+        """There is a run, and somebody has led it."""
+        return bool(self.id) and not self.over
 
 
 class EtcdKeys:
@@ -165,7 +176,8 @@ class EtcdKeys:
             value, about = found[0]
             said = json.loads(value)
             host, port = said["address"]
-            return Leader((host, int(port)), int(about["create_revision"]), said["id"], said["lease"])
+            since = int(said.get("counts_from", 0)) + int(about["create_revision"])
+            return Leader((host, int(port)), since, said["id"], said["lease"])
 
         return self._ask(ask)
 
@@ -178,8 +190,10 @@ class EtcdKeys:
                 return Last()
             value, about = found[0]
             said = json.loads(value)
-            # An older build has not written it: then it is not known, which counts only where nobody is left.
-            return Last(said["id"], said["run"], int(about["mod_revision"]), said.get("began_with", ""))
+            led = Last(said["id"], said["run"], int(about["mod_revision"]))
+            # An older build has not written what the run began with: which counts only where nobody is left.
+            more = str(said.get("began_with", "")), int(said.get("counts_from", 0)), bool(said.get("over", False))
+            return dataclasses.replace(led, began_with=more[0], counts_from=more[1], over=more[2])
 
         return self._ask(ask)
 
@@ -203,27 +217,26 @@ class EtcdKeys:
     def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
         """Leads, if nobody does and who has led last is who it was. `me`: what `last` has from then on."""
         key, of_last = _encoded(self._leader), _encoded(self._last)
-        said = _encoded(json.dumps({"id": me.id, "address": list(address), "lease": lease}))
-        of_me = _encoded(json.dumps({"id": me.id, "run": me.run, "began_with": me.began_with}))
+        about = {"id": me.id, "address": list(address), "lease": lease, "counts_from": me.counts_from}
         return self._txn(
+            [{"key": key, "result": "EQUAL", "target": "CREATE", "create_revision": 0}, self._is_still(last)],
             [
-                {"key": key, "result": "EQUAL", "target": "CREATE", "create_revision": 0},
-                {"key": of_last, "result": "EQUAL", "target": "MOD", "mod_revision": last.revision},
-            ],
-            [
-                {"request_put": {"key": key, "value": said, "lease": lease}},
-                {"request_put": {"key": of_last, "value": of_me}},
+                {"request_put": {"key": key, "value": _encoded(json.dumps(about)), "lease": lease}},
+                {"request_put": {"key": of_last, "value": _written(me)}},
             ],
         )
 
     def end(self, me: str) -> bool:
-        """The run is over: nobody leads, and nobody has; if it was this one. The next of this name is another run."""
-        compare = {"key": _encoded(self._last), "result": "EQUAL", "target": "MOD"}
+        """The run is over, and nobody leads; if this one has led last. The next of this name is another run."""
         last = self.last()
         if last.id != me:
             return False
-        keys = [{"request_delete_range": {"key": _encoded(key)}} for key in (self._leader, self._last)]
-        return self._txn([{**compare, "mod_revision": last.revision}], keys)
+        over = {"key": _encoded(self._last), "value": _written(dataclasses.replace(last, over=True))}
+        nobody = {"request_delete_range": {"key": _encoded(self._leader)}}
+        return self._txn([self._is_still(last)], [nobody, {"request_put": over}])
+
+    def _is_still(self, last: Last) -> dict[str, Any]:
+        return {"key": _encoded(self._last), "result": "EQUAL", "target": "MOD", "mod_revision": last.revision}
 
     def _txn(self, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
         asked = {"compare": compare, "success": success, "failure": []}
@@ -241,6 +254,12 @@ def _said(error: Exception) -> str:
     if isinstance(error, (KeyError, TypeError)):
         return f"no answer of etcd, or not what torch-ecrec has written: {error!r}"
     return str(getattr(error, "detail_text", None) or error)
+
+
+def _written(last: Last) -> str:
+    """As etcd has it, but for its revision."""
+    said = {name: value for name, value in dataclasses.asdict(last).items() if name != "revision"}
+    return _encoded(json.dumps(said))
 
 
 def _encoded(text: str) -> str:
