@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from led_runs import BOTH, HOST, SERVER, Happening, LedRun, went
+from led_runs import BOTH, FORGETS, HOST, SERVER, Happening, LedRun, went
 from schedules import first_failure
 
 from torch_ecrec.coordinator.regathering import REGATHER_S
@@ -44,6 +44,8 @@ CHAINS: dict[str, tuple[str, ...]] = {
     "it is late back": ("killed, late back", SERVER, "killed, late back"),
     "it leaves": ("resigns", SERVER, "resigns"),
     "it hangs, then is killed": ("hangs", SERVER, "killed", "killed"),
+    "etcd forgets": (FORGETS, SERVER, "killed"),
+    "etcd forgets, twice": ("killed", FORGETS, "hangs", FORGETS, "killed"),
 }
 
 

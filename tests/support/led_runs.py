@@ -41,6 +41,7 @@ FOLLOWED = tuple(kind for kind in LEADERS if kind != "hangs for a moment")  # af
 SERVER = "a server dies"
 BOTH = "killed, and a server dies"
 HOST = "its host vanishes, with a server"
+FORGETS = "etcd forgets"  # all that it knew
 LOSE = (SERVER, BOTH, HOST)  # a server
 AT_ONCE = ("killed", "killed, leads again", BOTH)  # its port is there again before anybody else leads
 
@@ -77,6 +78,7 @@ class LedRun(SimulatedCluster):
         self.happenings, self._tools = list(happenings), tools
         self._next, self._counted = 0, {"control": 0, "data": 0}
         self._waits_for = 0  # leaderships
+        self._forgotten = False  # by etcd, and who leads has not said again that it does
         self.asked, self.killed = 0, set[str]()
         self.led: list[int] = [0]
         self.spans: list[dict[str, int]] = []
@@ -110,6 +112,12 @@ class LedRun(SimulatedCluster):
     def _pending(self) -> bool:
         return self._next < len(self.happenings)
 
+    @property
+    def _led(self) -> bool:
+        """Somebody leads since what happened last, and etcd says so."""
+        self._forgotten = self._forgotten and self.standbys.etcd.leader is None
+        return self.standbys.leaderships >= self._waits_for and not self._forgotten
+
     def _on_leadership(self, center: Standby) -> None:
         self.led.append(center.number)
         self._routers.append(center.router)
@@ -122,7 +130,7 @@ class LedRun(SimulatedCluster):
         self._see("control", number + 1)
 
     def _see(self, plane: str, sent: int) -> None:
-        if not self._pending or self.standbys.leaderships < self._waits_for:
+        if not self._pending or not self._led:
             return
         happening = self.happenings[self._next]
         if happening.plane == plane and sent - self._counted[plane] > happening.number:
@@ -135,8 +143,7 @@ class LedRun(SimulatedCluster):
     def _quiet(self) -> bool:
         """Nothing is under way: all trainers wait for what happens next."""
         trained = len(self._steps) == self.scenario.trainers and all(self._holds(i) for i in self._steps)
-        led = self.standbys.leaderships >= self._waits_for and not self.coordinator.regathering
-        if not trained or not led or not self.whole():
+        if not trained or not self._led or self.coordinator.regathering or not self.whole():
             return False
         return not any(client.exchanges for client in self.clients.values())
 
@@ -183,7 +190,10 @@ class LedRun(SimulatedCluster):
 
     def _end_leader(self, kind: str, center: Standby) -> None:
         plane = self.standbys
-        if kind == "hangs for a moment":
+        if kind == FORGETS:
+            plane.etcd.forget()
+            self._forgotten = True
+        elif kind == "hangs for a moment":
             plane.stop(center, 0.4 * TTL_S / FASTER)
         elif kind == "hangs":
             plane.stop(center, HUNG_S)

@@ -6,9 +6,11 @@ answered by a few. In training a step of one of three slots has messages of 0.7 
     us/call       user and system time of both processes for a call of that size
     ms/MB         what it costs more than the smallest one, for each MB more
     MB/s          of bytes pushed, by the clock
+    bare          the same of plain sockets, whose bytes nobody looks at: what is the kernel's, of any transport
+
 With `--hosts` the two are on two hosts made of network namespaces, else both are here and TCP goes over loopback; no
-memory is shared in either case. Sizes take turns. Times hold what the kernel does in the processes' names: its part of
-TCP mostly, but for what it leaves to threads of its own.
+memory is shared in either case. Sizes take turns, and so do ours and plain sockets. Times hold what the kernel does in
+the processes' names: its part of TCP mostly, but for what it leaves to threads of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import argparse
 import contextlib
 import json
 import queue
+import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -41,6 +45,7 @@ BYTES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
 DIM = 64
 KEPT = 4  # pushes that are sent in turn: the next one's bytes were not just read
 NAMES = ("caller", "callee")
+BARE = "the port of the plain socket"
 LIMIT_S = 120.0  # for a block: only a hang reaches it
 BLOCK_BYTES = 64 << 20  # pushed in a block, about
 CALLS_MOST = 1000
@@ -58,13 +63,17 @@ class End:
         self.transport = SocketTransport(name, self._handle)
         self.transport.join(1, NAMES, store, LIMIT_S)
         self._pushes: dict[int, list[wire.Push]] = {}  # by size: to draw them takes longer than to send them
+        self._bare = BareCaller(store[0], self.store) if name == NAMES[0] else BareCallee(store[0], self.store)
 
     @staticmethod
     def _handle(request: wire.Request[Any], reply: Callable[[wire.Answer], None]) -> None:
         reply(wire.Acknowledged(1))
 
-    def block(self, size: int, calls: int, at_once: int) -> dict[str, Any]:
+    def block(self, size: int, calls: int, at_once: int, bare: bool) -> dict[str, Any]:
         """Makes so many calls; returns seconds by the clock."""
+        if bare:
+            assert isinstance(self._bare, BareCaller)
+            return {"seconds": self._bare.block(size, calls, at_once)}
         if size not in self._pushes:
             self._pushes[size] = [_push(size) for _ in range(KEPT)]
         pushes = self._pushes[size]
@@ -86,6 +95,58 @@ class End:
             said = self.block(**asked["block"]) if "block" in asked else {"cpu_s": time.process_time()}
             print(json.dumps(said), flush=True)
         self.transport.close()
+        self._bare.close()
+
+
+class BareCaller:
+    """The caller's end of a plain socket. Each message has its length before it, and is answered by 8 bytes."""
+
+    def __init__(self, host: str, store: TCPStore) -> None:
+        with socket.create_server((host, 0)) as listener:
+            listener.settimeout(LIMIT_S)
+            store.set(BARE, str(listener.getsockname()[1]))
+            self._socket, _ = listener.accept()
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._messages: dict[int, list[bytes]] = {}
+
+    def block(self, size: int, calls: int, at_once: int) -> float:
+        """Makes so many calls; returns seconds by the clock."""
+        if size not in self._messages:
+            self._messages[size] = [size.to_bytes(8, "little") + random.randbytes(size) for _ in range(KEPT)]
+        messages, answer = self._messages[size], bytearray(8)
+        begin_s = time.perf_counter()
+        for call in range(calls + at_once):
+            if call >= at_once:
+                require(self._socket.recv_into(answer, 8, socket.MSG_WAITALL) == 8, "the other end has ended")
+            if call < calls:
+                self._socket.sendall(messages[call % KEPT])
+        return time.perf_counter() - begin_s
+
+    def close(self) -> None:
+        """The other end ends with it."""
+        self._socket.close()
+
+
+class BareCallee:
+    """The other end. It reads into the same memory each time."""
+
+    def __init__(self, host: str, store: TCPStore) -> None:
+        self._socket = socket.create_connection((host, int(store.get(BARE))), LIMIT_S)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _answer(self) -> None:
+        length, memory = bytearray(8), bytearray()
+        while self._socket.recv_into(length, 8, socket.MSG_WAITALL) == 8:
+            size = int.from_bytes(length, "little")
+            if len(memory) != size:
+                memory = bytearray(size)
+            self._socket.recv_into(memory, size, socket.MSG_WAITALL)
+            self._socket.sendall(length)
+
+    def close(self) -> None:
+        """The thread ends with the process, or with the caller's end."""
 
 
 def _push(size: int) -> wire.Push:
@@ -162,25 +223,30 @@ class Pair:
 
 
 def measure(pair: Pair, sizes: Sequence[int], at_once: int, repeats: int) -> list[dict[str, Any]]:
-    """A row for each size: medians over the blocks."""
-    found: dict[int, list[list[float]]] = {size: [] for size in sizes}
+    """A row for each size, ours beside plain sockets: medians over the blocks."""
+    kinds = [(size, bare) for size in sizes for bare in (False, True)]
+    found: dict[tuple[int, bool], list[list[float]]] = {kind: [] for kind in kinds}
     for repeat in range(-1, repeats):  # the first is for warming up
-        for size in sizes:
+        for size, bare in kinds:
             calls = max(min(BLOCK_BYTES // size, CALLS_MOST), at_once)
             before = pair.cpu_s()
-            seconds = pair.ask(0, {"block": {"size": size, "calls": calls, "at_once": at_once}})["seconds"]
+            block = {"size": size, "calls": calls, "at_once": at_once, "bare": bare}
+            seconds = pair.ask(0, {"block": block})["seconds"]
             spent = [after - first for after, first in zip(pair.cpu_s(), before, strict=True)]
             if repeat >= 0:
-                found[size].append([1e6 * spent[0] / calls, 1e6 * spent[1] / calls, calls * size / 1e6 / seconds])
-    rows = []
+                one = [1e6 * spent[0] / calls, 1e6 * spent[1] / calls, calls * size / 1e6 / seconds]
+                found[size, bare].append(one)
     least = min(sizes)
+    rows = []
     for size in sizes:
-        caller_us, callee_us, rate = (statistics.median(one) for one in zip(*found[size], strict=True))
-        row: dict[str, Any] = {"bytes": size, "us/call": caller_us + callee_us, "caller us": caller_us}
-        row |= {"callee us": callee_us, "MB/s": rate, "ms/MB": None}
-        if size > least:
-            base_us = statistics.median(one[0] + one[1] for one in found[least])
-            row["ms/MB"] = (caller_us + callee_us - base_us) / 1e3 / ((size - least) / 1e6)
+        row: dict[str, Any] = {"bytes": size}
+        for bare in (False, True):
+            caller_us, callee_us, rate = (statistics.median(one) for one in zip(*found[size, bare], strict=True))
+            base_us = statistics.median(one[0] + one[1] for one in found[least, bare])
+            per_mb = (caller_us + callee_us - base_us) / 1e3 / ((size - least) / 1e6) if size > least else None
+            said = {"us/call": caller_us + callee_us, "caller us": caller_us, "callee us": callee_us}
+            row |= {("bare " if bare else "") + name: value for name, value in said.items()}
+            row |= {"bare MB/s" if bare else "MB/s": rate, "bare ms/MB" if bare else "ms/MB": per_mb}
         rows.append(row)
     return rows
 
