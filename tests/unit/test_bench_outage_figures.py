@@ -39,12 +39,13 @@ def test_what_an_event_says() -> None:
     assert found["longest / median"] == 3.0 and found["calm / median"] == 2.0
     assert (found["detected_s"], found["placed_s"], found["repaired_s"]) == (0.5, 1.0, 3.5)
     assert found["steps_per_s"] == pytest.approx(1.0) and found["after / before"] == pytest.approx(1.0)
-    assert found["during / before"] is None and found["unhealthy"] == 3
+    assert found["during / around"] is None and found["unhealthy"] == 3
 
 
 def test_a_drain_has_a_rate_of_its_own() -> None:
     found = figures.figures({**EVENT, "detected": None, "during_s": (10.0, 14.0)}, RUN)
-    assert found["during / before"] == pytest.approx(0.5)
+    around = (8 + 8 + RUN.rate(23.0, 31.5) * 8.5) / (8 + 8 + 8.5)
+    assert around < 1.0 and found["during / around"] == pytest.approx(0.5 / around)
     assert found["detected_s"] is None
 
 

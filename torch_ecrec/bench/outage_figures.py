@@ -4,7 +4,8 @@ Of each event, in seconds after it: `longest_s`, the longest time between the en
 undisturbed again; `detected_s`, somebody was taken for lost or fenced; `placed_s`, slots had another host;
 `repaired_s`, all slots were healthy. `median_s` is the median step of the window before. `calm_s` is the longest step
 of a window as long as the event's, once all is whole again: what the machine itself does. Rates are steps per second:
-`after / before` once all was repaired, what caused it still there.
+`after / before` once all was repaired, what caused it still there; of a drain, `during / around`, beside the windows
+before and after it and the calm one together: what else the machine does changes slower than a short window shows.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ WANTED = (  # of which kind, what, of which events, wanted
     (ONE_WAY, "after / before", "median", ">=", 0.95),
     (LEADER, "longest / median", "worst", "<=", 2.0),
     (LEADER_AND_SERVER, "repaired_s", "worst", "<=", 5.0),
-    (DRAIN, "during / before", "median", ">=", 0.90),
+    (DRAIN, "during / around", "median", ">=", 0.90),
     (DRAIN, "unhealthy", "worst", "<=", 0),
 )
 
@@ -75,9 +76,21 @@ def figures(event: Event, steps: Steps) -> dict[str, Any]:
         **{f"{name}_s": _after(event.get(name), event_s) for name in ("detected", "placed", "repaired")},
         "steps_per_s": rates["before"],
         "after / before": _ratio(rates["after"], rates["before"]),
-        "during / before": _ratio(during, rates["before"]),
+        "during / around": _ratio(
+            during, _rate_of_all(steps, [event[f"{when}_s"] for when in ("before", "after", "control")])
+        ),
         "unhealthy": event["unhealthy"],
     }
+
+
+def _rate_of_all(steps: Steps, windows: Sequence[tuple[float, float]]) -> float | None:
+    """Steps per second in some windows together; None if one of them is not covered."""
+    counts = [
+        (rate * (end_s - begin_s), end_s - begin_s)
+        for begin_s, end_s in windows
+        if (rate := steps.rate(begin_s, end_s))
+    ]
+    return sum(count for count, _ in counts) / sum(s for _, s in counts) if len(counts) == len(windows) else None
 
 
 def _after(moment_s: float | None, event_s: float) -> float | None:
@@ -94,7 +107,7 @@ def rows(found: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]:
         for name in ("longest_s", "calm_s", "repaired_s"):
             line[name] = _of(some, name, "median")
             line[f"{name} worst"] = _of(some, name, "worst")
-        for name in ("detected_s", "placed_s", "median_s", "after / before", "during / before"):
+        for name in ("detected_s", "placed_s", "median_s", "after / before", "during / around"):
             line[name] = _of(some, name, "median")
         lines.append(line)
     return lines

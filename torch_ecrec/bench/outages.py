@@ -79,7 +79,7 @@ def measure(
 def _line(one: dict[str, Any]) -> str:
     """An event in one line."""
     shown = ["longest_s", "detected_s", "placed_s", "repaired_s", "median_s", "calm_s"]
-    shown += ["after / before", "during / before"]
+    shown += ["after / before", "during / around"]
     return ", ".join(f"{name} {one[name]:.3f}" for name in shown if one[name] is not None)
 
 
