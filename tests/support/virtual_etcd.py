@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
+from torch_ecrec.coordinator.election import FORGOTTEN_LEASES, RETRY_S, Candidate, Standing
 from torch_ecrec.testing.etcd import VirtualEtcd
-from torch_ecrec.transport.etcd import EtcdUnavailable, Last, Leader
+from torch_ecrec.transport.etcd import NOBODY, EtcdUnavailable, Last, Leader
 
 T = TypeVar("T")
 TTL_S = 2
 CALL_S = 0.01
+SOON_S = 2.5 * TTL_S
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Elections:
         candidates: how many.
         faults: by the number of the call, of all candidates together.
         pauses: (candidate, from, to): it does nothing then.
+        empty: etcd knows nothing, else it knows of a run that is over.
         replaced: a candidate that is fenced is followed by another, as its process would be.
 
     Attributes:
@@ -83,6 +85,8 @@ class Elections:
         fired: faults that were.
         led: ids of who has led, in order.
         disturbed_s: until when there were faults and pauses.
+        word: of the run.
+        soon_s: for one to lead, once nothing is disturbed any more.
         forgot: etcd has been empty, and nobody has led since: who led may act, although etcd does not say so.
     """
 
@@ -92,20 +96,23 @@ class Elections:
         faults: Mapping[int, Fault] | None = None,
         pauses: tuple[tuple[int, float, float], ...] = (),
         replaced: bool = True,
+        empty: bool = False,
     ) -> None:
         self.now_s, self.etcd, self.calls = 0.0, VirtualEtcd(), 0
+        if not empty:
+            self.etcd.last = Last("before", "a run that is over", self.etcd.revision, over=True)
         self.fired: list[Fault] = []
         self.led: list[str] = []
-        self.forgot = False
+        self.forgot, self.word, self.soon_s = False, "", SOON_S
         self.disturbed_s = max((until_s for _, _, until_s in pauses), default=0.0)
         self._faults, self._pauses, self._replaced = dict(faults or {}), pauses, replaced
         self._later: list[tuple[float, Callable[[], Any]]] = []
-        self._out_until_s = 0.0
+        self._out_until_s, self._newest = 0.0, 0
         self.candidates = [self._candidate(i) for i in range(candidates)]
         self._due = [0.1 * i for i in range(candidates)]
         self._busy: set[int] = set()
 
-    def _candidate(self, number: int, followed: bool = False) -> Candidate:
+    def _candidate(self, number: int, known: Last = NOBODY) -> Candidate:
         return Candidate(
             Caller(self, number),
             (f"host{number}", 1),
@@ -113,8 +120,20 @@ class Elections:
             f"run{number}",
             lambda: self.now_s,
             lambda: f"what run{number} begins with",
-            followed,
+            known,
         )
+
+    def forget(self, out_s: float = 0.0) -> None:
+        """etcd answers nobody for so long, and is empty then."""
+        self.etcd.forget()
+        self.forgot, self._out_until_s = True, self.now_s + out_s
+        self.disturbed_s = max(self.disturbed_s, self._out_until_s)
+        self.soon_s = SOON_S + FORGOTTEN_LEASES * TTL_S
+
+    def join(self) -> None:
+        """One more."""
+        self.candidates.append(self._candidate(len(self.candidates)))
+        self._due.append(self.now_s)
 
     def until(self, end_s: float) -> Elections:
         """Lets time pass."""
@@ -148,7 +167,7 @@ class Elections:
         self._busy.discard(number)
         self._due[number] = self.now_s + max(wait_s, CALL_S)
         if self.candidates[number].standing is Standing.FENCED and self._replaced:
-            self.candidates[number] = self._candidate(number, followed=True)
+            self.candidates[number] = self._candidate(number, self.candidates[number].known)
 
     def call(self, number: int, do: Callable[[], T]) -> T:
         """A call of a candidate."""
@@ -162,8 +181,7 @@ class Elections:
             kept = {lease: (ttl_s, until_s + fault.seconds) for lease, (ttl_s, until_s) in self.etcd.leases.items()}
             self.etcd.leases = kept
             if fault.kind == "forgets":
-                self.etcd.forget()
-                self.forgot = True
+                self.forget(fault.seconds)
         self.pass_to(self.now_s + (fault.seconds / 2 if fault.kind == "slow" else CALL_S / 2))
         if fault.kind in ("refused", "late") or self.now_s < self._out_until_s:
             if fault.kind == "late":
@@ -192,12 +210,15 @@ class Elections:
             knows = leader is not None and leader.id == one.id
             assert knows or (self.forgot and leader is None), f"{one.id} acts, and {leader} leads"
             self.forgot = self.forgot and leader is None
+            if leader is not None:
+                assert leader.revision >= self._newest, "members follow a leader of before"
+                self._newest = leader.revision
             if not self.led or self.led[-1] != one.id:
                 assert one.id not in self.led, "who was followed by another acts again"
                 assert one.again or not self.led, "somebody has led before"
                 self.led.append(one.id)
-        known = {self.run} if self.led and not self.forgot else set()
-        assert len({one.run for one in holding} | known) <= 1, "the word of the run"
+        self.word = self.word or (self.run if self.led else "")
+        assert {one.run for one in holding} <= {self.word}, "the word of the run"
         assert len(holding) <= 1, "one acts"
         assert all(one.began_with == f"what {one.run} begins with" for one in holding), "what the run began with"
 

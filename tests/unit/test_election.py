@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from virtual_etcd import TTL_S, Elections, Fault, describe, faults
 
 from torch_ecrec.coordinator import election
-from torch_ecrec.coordinator.election import Candidate, Standing
+from torch_ecrec.coordinator.election import BEYOND, UNKNOWN_LEASES, Candidate, Standing
 from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.testing.standbys import Keys
-from torch_ecrec.transport.etcd import parse_place
+from torch_ecrec.transport.etcd import NOBODY, Last, parse_place
 
-SOON_S = 2.5 * TTL_S  # for one to lead, once nothing is disturbed any more
 SWEPT = 45  # calls
 FOLLOWED = 12  # calls after which each of three candidates has seen that one leads
 
@@ -26,8 +25,8 @@ FOLLOWED = 12  # calls after which each of three candidates has seen that one le
 def check(run: Elections) -> Elections:
     """It goes on until after all faults: then one leads, and goes on to."""
     run.until(15.0)
-    while run.now_s < run.disturbed_s + SOON_S:
-        run.until(run.disturbed_s + SOON_S)
+    while run.now_s < run.disturbed_s + run.soon_s:
+        run.until(run.disturbed_s + run.soon_s)
     assert sum(one.holds for one in run.candidates) == 1
     led, fired = run.led[-1], len(run.fired)
     run.until(run.now_s + 3 * TTL_S)
@@ -40,6 +39,14 @@ def test_one_leads_and_the_others_stand_by() -> None:
     assert run.led == [run.candidates[0].id]
     assert [one.standing for one in run.candidates[1:]] == [Standing.STANDBY] * 2
     assert run.candidates[1].leads is not None and run.candidates[1].leads.address == ("host0", 1)
+
+
+def test_a_run_begins_with_an_etcd_that_knows_nothing() -> None:
+    run = Elections(3, empty=True)
+    run.until(UNKNOWN_LEASES * TTL_S)
+    assert not run.led
+    check(run)
+    assert run.led == [run.candidates[0].id] and run.word == "run0"
 
 
 @pytest.mark.parametrize("fault", faults(), ids=describe)
@@ -100,7 +107,7 @@ def test_standbys_end_with_the_run() -> None:
     run.until(3.0)
     while run.candidates[0].holds:
         run.until(run.now_s + 0.01)
-    assert run.etcd.end(run.candidates[0].id)
+    assert run.etcd.end(run.candidates[0].after(run.etcd.last))
     run.until(run.now_s + 0.5)
     assert run.candidates[1].standing is Standing.OVER
 
@@ -109,13 +116,15 @@ def test_standbys_end_with_the_run() -> None:
 def test_who_was_followed_begins_no_other_run(followed: bool) -> None:
     """It stands by again, and the run has ended before it has looked."""
     etcd = VirtualEtcd()
+    etcd.last = Last("before", "earlier", 3, over=True)
 
-    def candidate(run: str, followed: bool) -> Candidate:
-        return Candidate(Keys(etcd, lambda: 0.0), ("host0", 1), TTL_S, run, lambda: 0.0, lambda: run, followed)
+    def candidate(run: str, known: Last = NOBODY) -> Candidate:
+        return Candidate(Keys(etcd, lambda: 0.0), ("host0", 1), TTL_S, run, lambda: 0.0, lambda: run, known)
 
-    first, second = candidate("run0", False), candidate("run1", followed)
+    first = candidate("run0")
     first.step()
-    assert etcd.end(first.id)
+    second = candidate("run1", etcd.last if followed else NOBODY)
+    assert first.holds and etcd.end(first.after(etcd.last))
     second.step()
     assert second.standing is (Standing.OVER if followed else Standing.LEADING)
     if not followed:
@@ -128,22 +137,23 @@ def test_who_was_followed_begins_no_other_run(followed: bool) -> None:
 @pytest.mark.parametrize("out_s", [0.0, 0.3, 1.9, 2.5, 7.0])
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_an_etcd_that_has_forgotten_everything_is_no_change(candidates: int, out_s: float) -> None:
+    """Before the lease is over the leader goes on; after it, it or another regathers. It is one run all along."""
     for call in range(FOLLOWED, SWEPT if candidates > 1 else 24):
         run = check(Elections(candidates, {call: Fault("forgets", out_s)}))
-        assert run.fired and run.led == [run.candidates[0].id], f"call {call}"
-        leads = run.candidates[0].leads
-        assert leads is not None and leads.revision > run.candidates[0].led, "for members it only grows"
-        assert run.etcd.last.runs and not any(one.forgotten for one in run.candidates)
+        assert run.fired and run.etcd.last.runs and run.word == run.etcd.last.run == "run0", f"call {call}"
+        assert len(run.led) == (1 if out_s < 1.0 else len(run.led)) <= 2
+        assert run.etcd.leader is not None and run.etcd.leader.revision > BEYOND, "for members it only grows"
+        assert not any(one.forgotten for one in run.candidates)
 
 
-@pytest.mark.parametrize("fault", faults(), ids=describe)
+@pytest.mark.parametrize("fault", [*faults(), Fault("forgets", 0.3), Fault("forgets", 2.5)], ids=describe)
 def test_an_etcd_that_has_forgotten_everything_and_another_fault(fault: Fault) -> None:
     for call in range(FOLLOWED, SWEPT, 3):
         for gap in (-3, -2, -1, 1, 2, 3):
-            check(Elections(2, {call: Fault("forgets", 0.3), call + gap: fault}))
+            assert check(Elections(2, {call: Fault("forgets", 0.3), call + gap: fault})).word == "run0"
 
 
-def test_who_leads_after_etcd_has_forgotten_is_known_by_a_higher_revision() -> None:
+def test_revisions_grow_whenever_etcd_has_forgotten() -> None:
     """Twice: etcd counts from 1 each time."""
     run = Elections(2, {FOLLOWED: Fault("forgets"), FOLLOWED + 60: Fault("forgets")})
     run.until(20.0)
@@ -151,34 +161,46 @@ def test_who_leads_after_etcd_has_forgotten_is_known_by_a_higher_revision() -> N
     assert len(run.fired) == 2 and first.holds and first.leads is not None
     before = first.leads.revision
     first.resign()
-    run.until(run.now_s + SOON_S)
+    run.until(run.now_s + run.soon_s)
     assert second.holds and second.again and second.run == "run0"
-    assert second.leads is not None and second.leads.revision > before > first.led > run.etcd.revision > 0
+    assert second.leads is not None and second.leads.revision > before > 2 * BEYOND > BEYOND > first.led
 
 
-def test_one_that_has_slept_lets_who_leads_say_it_again() -> None:
-    for sleeps_ms in range(3000, 6000, 37):
-        run = Elections(2, {}, pauses=((0, 3.0, 3.0 + sleeps_ms / 1000),), replaced=False)
-        run.until(3.0 + sleeps_ms / 1000 - 0.03)
+@pytest.mark.parametrize("out_s", [0.0, 1.0, 5.0, 9.0])
+def test_one_that_has_slept_never_leads_by_what_it_knew(out_s: float) -> None:
+    """It was followed meanwhile, and etcd does not know of that any more."""
+    for sleeps in range(3000, 9000, 97):
+        run = Elections(2, pauses=((0, 3.0, 3.0 + sleeps / 1000),))
         first, second = run.candidates
+        run.until(5.9)
         assert second.holds
-        run.etcd.forget()
-        run.forgot = True
-        run.until(run.now_s + 3 * TTL_S)
-        assert first.standing is Standing.FENCED and second.holds
+        run.forget(out_s)
+        check(run)
+        assert first.standing is not Standing.LEADING or not first.holds
+        assert first.id not in run.led[1:] and run.word == "run0"
 
 
-def test_a_standby_waits_for_who_leads_and_begins_no_other_run() -> None:
-    run = Elections(2, pauses=((0, 3.0, 20.0),), replaced=False)
+def test_who_stands_by_leads_the_run_if_nobody_says_it_again() -> None:
+    run = Elections(2, pauses=((0, 3.0, 99.0),), replaced=False)
     run.until(3.0)
-    while run.candidates[0].holds:
-        run.until(run.now_s + 0.01)
-    run.etcd.forget()
-    run.until(19.0)
-    first, second = run.candidates
+    run.forget()
+    run.until(3.0 + 2.5 * TTL_S)
+    second = run.candidates[1]
     assert second.standing is Standing.STANDBY and second.forgotten
-    run.until(20.0 + 2 * TTL_S)
-    assert first.holds and second.standing is Standing.STANDBY and not second.forgotten
+    run.until(3.0 + 5 * TTL_S)
+    assert second.holds and second.again and (second.run, second.began_with) == ("run0", "what run0 begins with")
+
+
+@pytest.mark.parametrize("forgets_s", [0.0, 0.1, 0.3, 0.6])
+def test_a_run_begins_once_nobody_who_leads_has_said_so(forgets_s: float) -> None:
+    """One that starts while etcd has forgotten a run, which somebody leads."""
+    for hundredths in range(60):
+        run = Elections(1, {})
+        run.until(3.0 + hundredths / 100)
+        run.forget(forgets_s)
+        run.join()
+        run.until(12.0)
+        assert run.word == "run0" and run.led == [run.candidates[0].id] and run.candidates[1].known.run == "run0"
 
 
 MOMENTS = st.dictionaries(st.integers(1, 150), st.sampled_from(faults()), max_size=6)
@@ -245,6 +267,46 @@ def test_mutation_is_found(mutate, monkeypatch: pytest.MonkeyPatch) -> None:  # 
         for moments in [*({call: fault} for fault in faults() for call in range(1, SWEPT)), *pairs()]:
             check(Elections(2, moments))
             check(Elections(1, moments))
+
+
+def leads_again_without_its_lease(patch: pytest.MonkeyPatch) -> None:
+    """Etcd knows nothing any more, so nobody else seems to have led."""
+
+    def keep(self: Candidate) -> float:
+        asked_s = self._clock()
+        if self._has_it and self._keys.renew(self._lease):
+            return self._lead(asked_s)
+        last = self._last()
+        if last.id not in ("", self.id):
+            self.standing = Standing.FENCED
+            return election.POLL_S
+        self._look()
+        if self.leads is None:
+            self._ask_for_it(last)
+        return self._lead(self._asked_s) if self._has_it else election.RETRY_S
+
+    patch.setattr(Candidate, "_keep", keep)
+
+
+def counts_from_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Revisions begin anew with an etcd that has forgotten those of before."""
+    patch.setattr(Candidate, "after", lambda self, last: Last(self.id, self.run, 0, self.began_with, last.counts_from))
+
+
+def does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    """A run begins as soon as etcd knows nothing."""
+    patch.setattr(election, "UNKNOWN_LEASES", 0.0)
+
+
+@pytest.mark.parametrize(
+    "mutate", [leads_again_without_its_lease, counts_from_nothing, does_not_wait], ids=lambda mutate: mutate.__name__
+)
+def test_mutation_is_found_where_etcd_forgets(mutate, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        for out_s in (0.0, 5.0):
+            test_one_that_has_slept_never_leads_by_what_it_knew(out_s)
+        test_a_run_begins_once_nobody_who_leads_has_said_so(0.3)
 
 
 # names --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch_ecrec.processes import leadership
 from torch_ecrec.processes.leadership import Office
 from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.testing.standbys import Keys
-from torch_ecrec.transport.etcd import EtcdUnavailable
+from torch_ecrec.transport.etcd import NOBODY, EtcdUnavailable, Last
 
 LIMIT_S = 60.0
 LEASE_S = 2
@@ -28,7 +28,7 @@ class Ending(Keys):
         self.renewed += 1
         return super().renew(lease)
 
-    def end(self, me: str) -> bool:
+    def end(self, me: Last) -> bool:
         if self.unheard:
             self.unheard -= 1
             raise EtcdUnavailable("late")
@@ -43,7 +43,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Ending:
 
 
 def office() -> Office:
-    found = Office("etcd://a/ads", ("here", 1), LEASE_S, "run", lambda: "none", followed=False)
+    found = Office("etcd://a/ads", ("here", 1), LEASE_S, "run", lambda: "none", NOBODY)
     assert found.stand(lambda: None) is Standing.LEADING
     return found
 
@@ -68,6 +68,13 @@ def test_the_end_of_a_run_is_said_again(keys: Ending, unheard: int, monkeypatch:
     keys.unheard = unheard
     office().close(over=True)
     assert keys.last().over == (unheard <= 10)
+
+
+def test_the_end_of_a_run_is_said_to_an_etcd_that_has_forgotten_it(keys: Ending) -> None:
+    leads = office()
+    keys._etcd.forget()
+    leads.close(over=True)
+    assert keys.last().over and keys.last().run == "run" and keys.last().counts_from > 0
 
 
 def test_who_leads_says_so_again_where_etcd_has_forgotten(keys: Ending, caplog: pytest.LogCaptureFixture) -> None:

@@ -88,7 +88,7 @@ def _rate_of_all(steps: Steps, windows: Sequence[tuple[float, float]]) -> float 
     counts = [
         (rate * (end_s - begin_s), end_s - begin_s)
         for begin_s, end_s in windows
-        if (rate := steps.rate(begin_s, end_s))
+        if (rate := steps.rate(begin_s, end_s)) is not None
     ]
     return sum(count for count, _ in counts) / sum(s for _, s in counts) if len(counts) == len(windows) else None
 

@@ -8,9 +8,9 @@ Invariants.
   finds its time over by its own clock before it does anything.
 - *An outage of etcd is no change.* A leader whose lease has ended leads again, as it is, if nobody has led since: the
   key `last` says so. Otherwise it is fenced, for ever.
-- *Nor is an etcd that has forgotten everything.* Nobody removes `last`. Where it is gone, who leads says it all again:
-  who holds its lease at once, who does not only when nobody has done so for the length of one. Who stands by a run
-  waits for that: it does not know what the leader knew, and to begin anew would be another run.
+- *Nor is an etcd that has forgotten everything.* Nobody removes `last`, and who stands by remembers it. Where it is
+  gone, who leads and holds its lease says it all again; nobody can have led since. One whose lease is over may have
+  been followed: it is fenced. If nobody says it again for some leases, who stands by leads, as after any other leader.
 - What was asked and not answered may have been done: it is found out before anything is asked again.
 """
 
@@ -21,12 +21,15 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from torch_ecrec.transport.etcd import Last, Leader
+from torch_ecrec.transport.etcd import NOBODY, Last, Leader
 
 POLL_S = 0.2  # between two looks of a standby
 RETRY_S = 0.2  # after etcd did not answer
 RENEWS = 4  # times in a lease
 MARGIN = 0.9  # of a lease in which its owner acts
+FORGOTTEN_LEASES = 3.0  # for who leads to say again what etcd has forgotten, before who stands by leads
+UNKNOWN_LEASES = 0.5  # likewise, before a run begins of which etcd knows nothing: who leads another renews twice in it
+BEYOND = 1 << 40  # revisions: of any leader that is not known, by an etcd that has forgotten it
 
 
 class Keys(Protocol):
@@ -65,7 +68,7 @@ class Candidate:
         clock: seconds, which never go back.
         begins: what the run begins with, if it is the first to lead; asked for then. Else the run began with something,
             whatever is there now.
-        followed: somebody is known to have led the run: once that is over, this one does not begin another.
+        known: who has led, as this process has seen before. While there is that run, it begins no other.
 
     Attributes:
         standing: what it is.
@@ -73,6 +76,7 @@ class Candidate:
         began_with: the checkpoint that the run began with.
         leads: who leads, as it has seen last.
         led: the revision since when this one has led first; 0: it has not.
+        known: who has led last, as it has seen.
     """
 
     def __init__(
@@ -83,18 +87,17 @@ class Candidate:
         run: str,
         clock: Callable[[], float],
         begins: Callable[[], str] = lambda: "none",
-        followed: bool = False,
+        known: Last = NOBODY,
     ) -> None:
         self._keys, self._address, self._ttl_s, self._clock = keys, address, ttl_s, clock
         self.id, self.run, self.began_with, self._begins = uuid.uuid4().hex, run, "", begins
+        self._own_run, self.known = run, known
         self.standing = Standing.STANDBY
         self.again = False
         self.leads: Leader | None = None
         self.led = 0
-        self._forgotten_s: float | None = None  # since when etcd knows nothing of a run that there is
-        self._newest = 0  # of the revisions of leaders that it has seen
+        self._nothing_s: float | None = None  # since when etcd knows nothing
         self._lease, self._asked_s, self._until_s = 0, 0.0, 0.0
-        self._followed = followed
 
     @property
     def holds(self) -> bool:
@@ -104,7 +107,7 @@ class Candidate:
     @property
     def forgotten(self) -> bool:
         """etcd knew nothing of a run that there is, when it was asked last."""
-        return self._forgotten_s is not None
+        return self._nothing_s is not None and self.known.runs
 
     def step(self) -> float:
         """Does the next thing; returns after how many seconds it is to be called again.
@@ -121,14 +124,17 @@ class Candidate:
     def _campaign(self) -> float:
         self._look()
         if self.leads is None:
-            last = self._last()
-            if self._followed and not last.runs:
-                self.standing = Standing.OVER if last.over else Standing.STANDBY
+            followed, last = self.known.runs, self._last()
+            if followed and last.over:
+                self.standing = Standing.OVER
                 return POLL_S
-            if last.id != self.id:
-                self.again = last.runs
-                self.run = last.run if last.runs else self.run
-                self.began_with = last.began_with if last.runs else self._begins()
+            leases = FORGOTTEN_LEASES if self.forgotten else UNKNOWN_LEASES
+            if self._nothing_s is not None and self._clock() < self._nothing_s + leases * self._ttl_s:
+                return POLL_S
+            if self.known.id != self.id:
+                self.again = self.known.runs
+                self.run = self.known.run if self.again else self._own_run
+                self.began_with = self.known.began_with if self.again else self._begins()
             self._ask_for_it(last)
         return self._lead(self._asked_s) if self._has_it else POLL_S
 
@@ -137,14 +143,12 @@ class Candidate:
         if self._has_it and self._keys.renew(self._lease):
             return self._lead(asked_s)
         self.leads = None
-        told, last = self.forgotten, self._last()
-        if last.id != self.id and not self.forgotten:
+        was_forgotten, last = self.forgotten, self._last()
+        if not (self.holds if self.forgotten else last.id == self.id):
             self.standing = Standing.FENCED
             return POLL_S
-        if self._forgotten_s is not None:
-            others_first = not self.holds and self._clock() < self._forgotten_s + self._ttl_s
-            if others_first or not told:
-                return RETRY_S
+        if self.forgotten and not was_forgotten:
+            return RETRY_S  # once, so that it is told
         self._look()
         if self.leads is None:
             self._ask_for_it(last)
@@ -159,15 +163,16 @@ class Candidate:
     def _look(self) -> None:
         self.leads = self._keys.leader()
         if self.leads is not None:
-            self._followed, self._forgotten_s = True, None
-            self._newest = max(self._newest, self.leads.revision)
+            self._nothing_s = None
+            if self.leads.revision != self.known.since:
+                self._last()
 
     def _last(self) -> Last:
         last = self._keys.last()
-        if last.id or not self._followed:
-            self._forgotten_s = None
-        elif self._forgotten_s is None:
-            self._forgotten_s = self._clock()
+        if last.id:
+            self.known, self._nothing_s = last, None
+        elif self._nothing_s is None:
+            self._nothing_s = self._clock()
         return last
 
     def _ask_for_it(self, last: Last) -> None:
@@ -177,12 +182,17 @@ class Candidate:
         asked_s = self._clock()
         self._lease = self._keys.grant(self._ttl_s)
         self._asked_s = asked_s
-        counts_from = last.counts_from if last.id else self._newest
-        me = Last(self.id, self.run, 0, self.began_with, counts_from)
-        if not self._keys.take(me, self._address, self._lease, last):
+        if not self._keys.take(self.after(last), self._address, self._lease, last):
             refused, self._lease = self._lease, 0
             self._keys.revoke(refused)
         self._look()
+
+    def after(self, last: Last) -> Last:
+        """What etcd has in the place of `last`, once this one leads."""
+        counts_from = last.counts_from
+        if not last.id and self.known.id:
+            counts_from = self.known.since + BEYOND
+        return Last(self.id, self.run, 0, self.began_with, counts_from)
 
     def resign(self) -> None:
         """Another may lead at once. Nothing else may be asked of this one."""

@@ -32,6 +32,7 @@ from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.storage.looks import LIMIT_S, Looks
 from torch_ecrec.transport.control import TOLD_S, ControlServer, raise_descriptors
+from torch_ecrec.transport.etcd import NOBODY, Last
 
 log = logging.getLogger(__name__)
 
@@ -87,17 +88,19 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
         ClusterError: as `Office`.
     """
     raise_descriptors()
-    followed = False
-    while _Coordinator(told, out, followed).run():
-        followed = True
-        log.warning("another coordinator has led in the place of this one: it stands by")
-    return 0
+    known = NOBODY
+    while True:
+        one = _Coordinator(told, out, known)
+        if not one.run():
+            return 0
+        known = one.known
+        log.warning("another coordinator has led in the place of this one, or may have: it stands by")
 
 
 class _Coordinator:
     """One, from its start to its end."""
 
-    def __init__(self, told: Coordination, out: IO[str], followed: bool) -> None:
+    def __init__(self, told: Coordination, out: IO[str], known: Last) -> None:
         self._told, self._out = told, out
         self._fenced = self._over = self._told_to_end = False
         self._turned_away, self._told_s = (
@@ -114,7 +117,7 @@ class _Coordinator:
         self._office: Office | None = None
         if told.elect:
             run, begins = told.checkpoint.run, self._first_begins_with
-            self._office = Office(told.elect, self._server.address, told.leader_lease_s, run, begins, followed)
+            self._office = Office(told.elect, self._server.address, told.leader_lease_s, run, begins, known)
         office = self._office
         self._acting = Acting(lambda: office is None or office.holds)
         self._router: Router
@@ -129,6 +132,11 @@ class _Coordinator:
     def _do_soon(self, action: Callable[[], None]) -> None:
         """From any thread."""
         self._server.call_soon(lambda: self._do(action))
+
+    @property
+    def known(self) -> Last:
+        """Who has led last, as it has seen."""
+        return NOBODY if self._office is None else self._office.known
 
     def run(self) -> bool:
         """Until its end; returns whether another has led in its place."""

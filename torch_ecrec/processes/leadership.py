@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
-from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, parse_place
+from torch_ecrec.transport.etcd import NOBODY, EtcdKeys, EtcdUnavailable, Last, parse_place
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Office:
         address: where this coordinator listens.
         lease_s: of its lease: so long after its end another leads. At least what etcd grants, by default 2.
         run: the word of the run, if it is the first to lead; `begins`: what the run begins with then.
-        followed: another has led in the place of this process.
+        known: who has led, as this process has seen before.
 
     Raises:
         ValueError: `elect` has not that form.
@@ -60,13 +60,13 @@ class Office:
     """
 
     def __init__(
-        self, elect: str, address: tuple[str, int], lease_s: int, run: str, begins: Callable[[], str], followed: bool
+        self, elect: str, address: tuple[str, int], lease_s: int, run: str, begins: Callable[[], str], known: Last
     ) -> None:
         self._elect = elect
         # Several addresses and a renewal must fit into the lease; where each answer is slow, at least one must.
         place = parse_place(elect)
         self._keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
-        self._candidate = Candidate(self._keys, address, lease_s, run, time.monotonic, begins, followed)
+        self._candidate = Candidate(self._keys, address, lease_s, run, time.monotonic, begins, known)
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._told: dict[int, str] = {}  # by level, what was told last
@@ -80,6 +80,11 @@ class Office:
     def began_with(self) -> str:
         """The checkpoint that the run began with."""
         return self._candidate.began_with
+
+    @property
+    def known(self) -> Last:
+        """Who has led last, as it has seen."""
+        return self._candidate.known
 
     @property
     def again(self) -> bool:
@@ -142,9 +147,8 @@ class Office:
             self._tell(str(error), logging.WARNING)
             return RETRY_S
         if self._candidate.forgotten:
-            self._tell(
-                f"etcd knows nothing of this run any more: who leads says it again at {self._elect}", logging.WARNING
-            )
+            then = "who leads says it again, or another leads"
+            self._tell(f"etcd knows nothing of this run any more ({self._elect}): {then}", logging.WARNING)
         elif self._candidate.standing is Standing.LEADING:
             self._tell(f"leads at {self._elect}")
         return wait_s
@@ -152,6 +156,8 @@ class Office:
     def _tell(self, what: str, level: int = logging.INFO) -> None:
         """To the log; the same thing once."""
         if what != self._told.get(level):
+            if level > logging.INFO:  # that it is well is told once more
+                self._told.clear()
             self._told[level] = what
             log.log(level, "%s", what)
 
@@ -173,7 +179,7 @@ class Office:
         deadline_s = time.monotonic() + ENDS_S
         while True:
             try:
-                self._keys.end(self._candidate.id)
+                self._keys.end(self._candidate.after(NOBODY))
                 return
             except EtcdUnavailable as error:
                 if time.monotonic() > deadline_s:

@@ -155,6 +155,8 @@ class Captured:
         count, self._bytes = records_PB.shape
         good = marks_P.dtype == np.uint8 and marks_P.shape == (count,) and marks_P.flags.c_contiguous
         require(good, f"`marks_P` must be {count} contiguous uint8, got {marks_P.dtype} of {marks_P.shape}")
+        sealed = seals_P is None or (seals_P.dtype == np.uint32 and seals_P.shape == (count,))
+        require(sealed, f"`seals_P` must be {count} uint32")
         require(not count or marks_P.max() <= MARKED, "`marks_P` must be CLEAN or MARKED")
         self._records_PW, self._marks_P = records_PB.view(np.uint32), marks_P
         self._seals_P = np.empty(0, np.uint32) if seals_P is None else seals_P

@@ -147,8 +147,7 @@ class SlotCheckpoints:
         capture = self._capture
         if capture is not None:
             capture.before_forgetting(positions, deltas)
-            # It is given up by now where it has seen damage.
-            if self._capture is capture and capture.kept_bytes > self._memory_bytes:
+            if capture.kept_bytes > self._memory_bytes:
                 self._give_up(
                     f"{capture.kept_bytes:,} bytes were changed while it was written: raise"
                     " `checkpoint_bytes_per_s`, or TORCH_ECREC_CHECKPOINT_MEMORY_BYTES of the servers"

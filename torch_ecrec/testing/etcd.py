@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch_ecrec.transport.etcd import EtcdUnavailable, Last, Leader
+from torch_ecrec.transport.etcd import NOBODY, EtcdUnavailable, Last, Leader
 
 
 class VirtualEtcd:
@@ -18,7 +18,7 @@ class VirtualEtcd:
     def __init__(self) -> None:
         self.revision, self.leases = 10, dict[int, tuple[float, float]]()
         self.leader: Leader | None = None
-        self.last = Last()
+        self.last = NOBODY
         self._next = 1
 
     def expire(self, now_s: float) -> None:
@@ -57,14 +57,15 @@ class VirtualEtcd:
         self.last = dataclasses.replace(me, revision=self.revision)
         return True
 
-    def end(self, me: str) -> bool:
-        if self.last.id != me:
+    def end(self, me: Last) -> bool:
+        if self.last.id not in ("", me.id):
             return False
         self.revision += 1
-        self.leader, self.last = None, dataclasses.replace(self.last, over=True, revision=self.revision)
+        over = self.last if self.last.id else me
+        self.leader, self.last = None, dataclasses.replace(over, over=True, revision=self.revision)
         return True
 
     def forget(self) -> None:
         """All that it knew: it was started without its files."""
-        self.leader, self.last, self.revision = None, Last(), 1
+        self.leader, self.last, self.revision = None, NOBODY, 1
         self.leases.clear()

@@ -30,7 +30,7 @@ from torch_ecrec.testing.membership import (
     VirtualConnection,
     VirtualProcess,
 )
-from torch_ecrec.transport.etcd import EtcdUnavailable, Last, Leader
+from torch_ecrec.transport.etcd import NOBODY, EtcdUnavailable, Last, Leader
 from torch_ecrec.transport.whereabouts import LOOK_S, Elected, is_followed
 
 FASTER = 20
@@ -81,7 +81,7 @@ class Standby(Center):
         waited: how many words waited there until it led.
     """
 
-    def __init__(self, plane: StandbyPlane, number: int, looks_in_s: float) -> None:
+    def __init__(self, plane: StandbyPlane, number: int, looks_in_s: float, known: Last) -> None:
         super().__init__(plane)
         self.number, self._standbys = number, plane
         self.leads = self.dead = self.stopped = False
@@ -89,7 +89,8 @@ class Standby(Center):
         self.waiting = self.waited = 0
         self._turn = 0  # of `step`: an earlier one that is still due is void
         run = f"run{number}"
-        self.candidate = Candidate(plane.keys, (f"coordinator-{number}", number), TTL_S, run, plane.now_of_etcd)
+        address = f"coordinator-{number}", number
+        self.candidate = Candidate(plane.keys, address, TTL_S, run, plane.now_of_etcd, known=known)
         self._acting = Acting(lambda: not self.stopped and self.leads and self.candidate.holds)
         plane.clock.later(looks_in_s, self.step) if looks_in_s else self.step()
 
@@ -107,7 +108,7 @@ class Standby(Center):
         except EtcdUnavailable:
             wait_s = RETRY_S
         if self.candidate.standing is Standing.FENCED:
-            self._standbys.end_coordinator(self, back_s=AGAIN_S)
+            self._standbys.end_coordinator(self, back_s=AGAIN_S, known=self.candidate.known)
             return
         if self.candidate.standing is Standing.LEADING and not self.leads:
             candidate = self.candidate
@@ -141,6 +142,7 @@ class StandbyPlane(ControlPlane):
 
     def begin(self) -> None:
         self.etcd = VirtualEtcd()
+        self.etcd.last = Last("before", "a run that is over", self.etcd.revision, over=True)
         self.keys = Keys(self.etcd, self.now_of_etcd)
         self.ports: dict[int, Standby | None] = {}
         self.leaderships = 0
@@ -158,10 +160,15 @@ class StandbyPlane(ControlPlane):
     def now_of_etcd(self) -> float:
         return self.clock.now_s * FASTER
 
-    def starts(self, number: int, looks_in_s: float = 0.0) -> None:
-        """A process starts at a port. `looks_in_s`: so much later it looks for the first time whether anybody leads."""
+    def starts(self, number: int, looks_in_s: float = 0.0, known: Last = NOBODY) -> None:
+        """A process starts at a port.
+
+        Args:
+            looks_in_s: so much later it looks for the first time whether anybody leads.
+            known: who has led, if it is one of before, which begins anew.
+        """
         self.ports[number] = None
-        self.ports[number] = Standby(self, number, looks_in_s)
+        self.ports[number] = Standby(self, number, looks_in_s, known)
 
     def on_leads(self, center: Standby) -> None:
         """One begins to lead: everything that it knows, members tell it."""
@@ -245,12 +252,14 @@ class StandbyPlane(ControlPlane):
         if self.leading is not None:
             self.end_coordinator(self.leading, AGAIN_S)
 
-    def end_coordinator(self, center: Standby, back_s: float, vanishes: bool = False, looks_in_s: float = 0.0) -> None:
+    def end_coordinator(
+        self, center: Standby, back_s: float, vanishes: bool = False, looks_in_s: float = 0.0, known: Last = NOBODY
+    ) -> None:
         """Its process ends, and so do the connections that it has and those that wait; another starts at its port.
 
         Args:
             back_s: so much later.
-            looks_in_s: see `starts`.
+            looks_in_s, known: see `starts`.
             vanishes: its host is gone: nobody hears that a connection has ended.
         """
         center.dead, self.ports[center.number] = True, None
@@ -258,7 +267,7 @@ class StandbyPlane(ControlPlane):
             if connection.open and not vanishes:
                 connection.open = False
                 self.clock.later(self.random.uniform(*NOTICED_S), connection.noticed_by_process)
-        self.clock.later(back_s, lambda: self.starts(center.number, looks_in_s))
+        self.clock.later(back_s, lambda: self.starts(center.number, looks_in_s, known))
 
     def stop(self, center: Standby, seconds: float) -> None:
         """Its process stands still, and goes on as if nothing had been."""

@@ -6,7 +6,7 @@ A cluster has a name, and in etcd two keys under it:
     /torch-ecrec/NAME/last      who has led last, the word of the run, what it began with, whether it is over; it stays
 
 The revision at which `leader` was made tells one leader from the next: it only grows. Where etcd has lost what it knew,
-its revisions begin anew, and count on from what the leader had seen by then (`Last.counts_from`). Every call is one
+its revisions begin anew, and count on from beyond those of before (`Last.counts_from`). Every call is one
 transaction of etcd, and asks one address after the other. How long each may take follows from how long it took before:
 on a busy machine etcd may need longer for every answer than a short limit allows, and then nobody could ever lead.
 """
@@ -110,9 +110,17 @@ class Last:
     over: bool = False
 
     @property
+    def since(self) -> int:
+        """The revision of its leader, as members know it."""
+        return self.counts_from + self.revision
+
+    @property
     def runs(self) -> bool:
         """There is a run, and somebody has led it."""
         return bool(self.id) and not self.over
+
+
+NOBODY = Last()
 
 
 class EtcdKeys:
@@ -187,7 +195,7 @@ class EtcdKeys:
         def ask(client: Etcd3Client) -> Last:
             found = client.get(self._last, metadata=True)
             if not found:
-                return Last()
+                return NOBODY
             value, about = found[0]
             said = json.loads(value)
             led = Last(said["id"], said["run"], int(about["mod_revision"]))
@@ -226,12 +234,12 @@ class EtcdKeys:
             ],
         )
 
-    def end(self, me: str) -> bool:
-        """The run is over, and nobody leads; if this one has led last. The next of this name is another run."""
+    def end(self, me: Last) -> bool:
+        """The run is over, and nobody leads; unless another has led since. The next of this name is another run."""
         last = self.last()
-        if last.id != me:
+        if last.id not in ("", me.id):
             return False
-        over = {"key": _encoded(self._last), "value": _written(dataclasses.replace(last, over=True))}
+        over = {"key": _encoded(self._last), "value": _written(dataclasses.replace(last if last.id else me, over=True))}
         nobody = {"request_delete_range": {"key": _encoded(self._leader)}}
         return self._txn([self._is_still(last)], [nobody, {"request_put": over}])
 
