@@ -191,6 +191,21 @@ def test_who_stands_by_leads_the_run_if_nobody_says_it_again() -> None:
     assert second.holds and second.again and (second.run, second.began_with) == ("run0", "what run0 begins with")
 
 
+def test_who_stands_by_waits_anew_after_it_has_slept() -> None:
+    """etcd had forgotten the run before, was told, and has forgotten it once more."""
+    for hundredths in range(0, 60, 3):
+        run = Elections(2, pauses=((1, 3.4, 13.0),), replaced=False)
+        run.until(3.1)
+        run.forget()
+        run.until(3.4)
+        assert run.candidates[1].forgotten
+        run.until(12.3 + hundredths / 100)
+        assert run.candidates[0].holds
+        run.forget()
+        check(run)
+        assert len(run.led) == 1
+
+
 @pytest.mark.parametrize("forgets_s", [0.0, 0.1, 0.3, 0.6])
 def test_a_run_begins_once_nobody_who_leads_has_said_so(forgets_s: float) -> None:
     """One that starts while etcd has forgotten a run, which somebody leads."""

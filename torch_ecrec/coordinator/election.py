@@ -96,7 +96,8 @@ class Candidate:
         self.again = False
         self.leads: Leader | None = None
         self.led = 0
-        self._nothing_s: float | None = None  # since when etcd knows nothing
+        self._nothing_s: float | None = None  # since when etcd knows nothing, as far as it was asked
+        self._empty_s = 0.0  # when it said so last
         self._lease, self._asked_s, self._until_s = 0, 0.0, 0.0
 
     @property
@@ -168,11 +169,13 @@ class Candidate:
                 self._last()
 
     def _last(self) -> Last:
-        last = self._keys.last()
+        last, now_s = self._keys.last(), self._clock()
         if last.id:
             self.known, self._nothing_s = last, None
-        elif self._nothing_s is None:
-            self._nothing_s = self._clock()
+        else:
+            if self._nothing_s is None or now_s > self._empty_s + self._ttl_s:  # meanwhile it may have known something
+                self._nothing_s = now_s
+            self._empty_s = now_s
         return last
 
     def _ask_for_it(self, last: Last) -> None:
