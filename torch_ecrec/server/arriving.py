@@ -58,7 +58,7 @@ class Arrival:
         host: the process.
         held: what the slot's next life will have; nothing is in it yet.
         word: the coordinator's.
-        settings: of the process; the limit is that of a rebuild, for the first time that all is read.
+        settings: of the process; its limit of moves counts for the first time that all is read.
     """
 
     def __init__(self, host: ArrivalHost, held: Holdings, word: messages.Move, settings: Settings) -> None:

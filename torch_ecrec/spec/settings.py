@@ -24,6 +24,7 @@ BEYOND_EVENTS = ("kill-all", "kill-beyond-r")  # more than parity repairs: all g
 STORE_EVENTS = ("full-disk", "slow-store", "failing-store")  # of where checkpoints are kept
 HOST_EVENTS = ("kill-host", "cut", "cut-trainers", "slow-link", "lossy-link")  # of hosts and of what is between them
 LEADER_EVENTS = ("kill-leader", "stop-leader", "kill-etcd", "stop-etcd")  # of coordinators that stand by
+MOVE_BYTES_PER_S = min(15e6 * len(os.sched_getaffinity(0)), 100e6)
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
 CheckpointSaver = Literal["everything", "mfu", "ssu", "scar"]  # what is saved between checkpoints; `records/savers.py`
 Beyond = Literal["stop", "checkpoint", "partial"]  # what follows when more is lost than can be repaired
@@ -95,7 +96,8 @@ class Settings:
         rebuild_bytes_per_s: limit of what the rebuild of one slot reads, which is k bytes for each that was lost; 0 for
             none. What a request waits for counts, but is never delayed.
         move_bytes_per_s: limit of what is copied of one slot that moves to another server (`torch-ecrec drain`); 0 for
-            none. Nothing is lost meanwhile, so it may take longer than a rebuild, and training keeps its pace.
+            none. By default 15 MB/s for each core of the machine, 100 MB/s at most: nothing is lost meanwhile, so it
+            may take longer than a rebuild, and training keeps its pace.
         record_checks: of a server. "background": every record and parity has a seal, 4 bytes by which damage to it is
             found, and is looked at now and then (`scrub_bytes_per_s`). "use": also whenever a step or an evaluation
             reads or changes it, so that no step uses what is damaged. "none": no seals, and damage is not noticed.
@@ -121,7 +123,7 @@ class Settings:
     keep_freed_bytes: int = 1 << 30
     rebuild_chunk_bytes: int = 4 << 20
     rebuild_bytes_per_s: float = 100e6
-    move_bytes_per_s: float = 50e6
+    move_bytes_per_s: float = MOVE_BYTES_PER_S
     record_checks: str = "background"
     scrub_bytes_per_s: float = 20e6
     flip_on_signal: int = 0
