@@ -10,6 +10,7 @@ candidates go on meanwhile.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -110,7 +111,7 @@ class Elections:
         self._out_until_s, self._newest = 0.0, 0
         self.candidates = [self._candidate(i) for i in range(candidates)]
         self._due = [0.1 * i for i in range(candidates)]
-        self._busy: set[int] = set()
+        self._busy, self._ended = set[int](), set[int]()
 
     def _candidate(self, number: int, known: Last = NOBODY) -> Candidate:
         return Candidate(
@@ -123,6 +124,10 @@ class Elections:
             known,
         )
 
+    def fault(self, call: int, fault: Fault) -> None:
+        """One more."""
+        self._faults[call] = fault
+
     def forget(self, out_s: float = 0.0) -> None:
         """etcd answers nobody for so long, and is empty then."""
         self.etcd.forget()
@@ -130,10 +135,22 @@ class Elections:
         self.disturbed_s = max(self.disturbed_s, self._out_until_s)
         self.soon_s = SOON_S + FORGOTTEN_LEASES * TTL_S
 
-    def join(self) -> None:
-        """One more."""
+    def join(self) -> Candidate:
+        """One more, that knows nothing."""
         self.candidates.append(self._candidate(len(self.candidates)))
         self._due.append(self.now_s)
+        return self.candidates[-1]
+
+    def end(self) -> str:
+        """Who leads ends the run, and itself. Returns its id."""
+        number = next(i for i, one in enumerate(self.candidates) if one.holds)
+        one = self.candidates[number]
+        self._ended.add(number)
+        self._due[number] = math.inf
+        assert self.etcd.end(one.after(self.etcd.last))
+        one.resign()
+        self.led, self.word = [], ""
+        return one.id
 
     def until(self, end_s: float) -> Elections:
         """Lets time pass."""
@@ -165,6 +182,8 @@ class Elections:
         except EtcdUnavailable:
             wait_s = RETRY_S
         self._busy.discard(number)
+        if number in self._ended:  # meanwhile
+            return
         self._due[number] = self.now_s + max(wait_s, CALL_S)
         if self.candidates[number].standing is Standing.FENCED and self._replaced:
             self.candidates[number] = self._candidate(number, self.candidates[number].known)

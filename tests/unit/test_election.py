@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from virtual_etcd import TTL_S, Elections, Fault, describe, faults
 
 from torch_ecrec.coordinator import election
-from torch_ecrec.coordinator.election import BEYOND, UNKNOWN_LEASES, Candidate, Standing
+from torch_ecrec.coordinator.election import BEYOND, FORGOTTEN_LEASES, UNKNOWN_LEASES, Candidate, Standing
 from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.testing.standbys import Keys
 from torch_ecrec.transport.etcd import NOBODY, Last, parse_place
@@ -131,6 +131,43 @@ def test_who_was_followed_begins_no_other_run(followed: bool) -> None:
         assert (second.run, second.began_with, second.again) == ("run1", "run1", False)
 
 
+PAUSED = [(), ((0, 3.0, 6.0),), ((0, 3.0, 8.5),), ((0, 3.0, 12.0),), ((1, 2.5, 9.3),), ((0, 3.0, 7.5), (2, 5.5, 12.0))]
+
+
+@pytest.mark.parametrize("pauses", PAUSED, ids=str)
+@pytest.mark.parametrize("next_s", [0.0, 0.1, 1.0])
+def test_who_has_stood_by_a_run_or_led_it_has_nothing_to_do_with_the_next(
+    pauses: tuple[tuple[int, float, float], ...], next_s: float
+) -> None:
+    """Another begins under its name at once, or a little later; some have slept over all that."""
+    for hundredths in range(0, 300, 17):
+        run = Elections(3, pauses=pauses)
+        run.until(8.0 + hundredths / 100)
+        if not any(one.holds for one in run.candidates):
+            continue  # just now nobody leads
+        ended = run.end()
+        run.until(run.now_s + next_s)
+        fresh = run.join()
+        run.until(30.0)
+        others = run.candidates[:-1]
+        assert fresh.holds and not fresh.again and run.led == [fresh.id]
+        assert all(one.id == ended or one.standing is Standing.OVER for one in others), "they ended with it"
+
+
+@pytest.mark.parametrize("fault", faults(), ids=describe)
+def test_a_run_ends_beside_a_fault(fault: Fault) -> None:
+    for gap in range(1, 5):
+        run = Elections(3)
+        run.until(3.0)
+        run.fault(run.calls + gap, fault)
+        run.until(3.3)
+        while not any(one.holds for one in run.candidates):
+            run.until(run.now_s + 0.1)
+        ended = run.end()
+        run.until(run.now_s + 20.0)
+        assert run.fired and all(one.id == ended or one.standing is Standing.OVER for one in run.candidates)
+
+
 # etcd comes back without what it knew ---------------------------------------------------------------
 
 
@@ -184,10 +221,10 @@ def test_who_stands_by_leads_the_run_if_nobody_says_it_again() -> None:
     run = Elections(2, pauses=((0, 3.0, 99.0),), replaced=False)
     run.until(3.0)
     run.forget()
-    run.until(3.0 + 2.5 * TTL_S)
+    run.until(3.0 + FORGOTTEN_LEASES * TTL_S)
     second = run.candidates[1]
     assert second.standing is Standing.STANDBY and second.forgotten
-    run.until(3.0 + 5 * TTL_S)
+    run.until(3.0 + (FORGOTTEN_LEASES + 1) * TTL_S)
     assert second.holds and second.again and (second.run, second.began_with) == ("run0", "what run0 begins with")
 
 
@@ -206,16 +243,31 @@ def test_who_stands_by_waits_anew_after_it_has_slept() -> None:
         assert len(run.led) == 1
 
 
-@pytest.mark.parametrize("forgets_s", [0.0, 0.1, 0.3, 0.6])
-def test_a_run_begins_once_nobody_who_leads_has_said_so(forgets_s: float) -> None:
-    """One that starts while etcd has forgotten a run, which somebody leads."""
-    for hundredths in range(60):
-        run = Elections(1, {})
+@pytest.mark.parametrize("forgets_s", [0.0, 0.3, 0.6, 1.2, 1.9, 2.5, 5.0])
+@pytest.mark.parametrize("candidates", [1, 2, 3])
+def test_a_run_begins_once_nobody_who_knows_of_one_leads_it(candidates: int, forgets_s: float) -> None:
+    """One that starts while etcd has forgotten a run, whether anybody's lease is over by then or not."""
+    for hundredths in range(0, 60, 4):
+        run = Elections(candidates)
         run.until(3.0 + hundredths / 100)
         run.forget(forgets_s)
-        run.join()
-        run.until(12.0)
-        assert run.word == "run0" and run.led == [run.candidates[0].id] and run.candidates[1].known.run == "run0"
+        fresh = run.join()
+        check(run)
+        assert run.word == "run0" and fresh.known.run == "run0" and not fresh.holds
+
+
+def test_who_leads_is_known_by_a_higher_revision_where_etcd_was_put_back() -> None:
+    """To what it was before the last leader, and was away for longer than a lease."""
+    run = Elections(2, pauses=((0, 3.0, 9.0),))
+    run.until(2.9)
+    before = run.etcd.last
+    run.until(12.0)
+    assert run.candidates[1].holds and run.candidates[1].leads is not None
+    newest = run.candidates[1].leads.revision
+    run.forget(2.0 * TTL_S)
+    run.etcd.last, run.etcd.revision = before, before.revision
+    check(run)
+    assert run.etcd.leader is not None and run.etcd.leader.revision > newest and run.word == "run0"
 
 
 MOMENTS = st.dictionaries(st.integers(1, 150), st.sampled_from(faults()), max_size=6)
@@ -313,6 +365,23 @@ def does_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(election, "UNKNOWN_LEASES", 0.0)
 
 
+def follows_whoever_leads(patch: pytest.MonkeyPatch) -> None:
+    """It takes the next run for the one that it has led, or stood by."""
+
+    def last(self: Candidate) -> Last:
+        self.known = found = self._keys.last()
+        return found
+
+    patch.setattr(Candidate, "_last", last)
+
+
+def test_a_mutation_is_found_where_a_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    follows_whoever_leads(monkeypatch)
+    with pytest.raises(AssertionError):
+        for pauses in PAUSED:
+            test_who_has_stood_by_a_run_or_led_it_has_nothing_to_do_with_the_next(pauses, 0.0)
+
+
 @pytest.mark.parametrize(
     "mutate", [leads_again_without_its_lease, counts_from_nothing, does_not_wait], ids=lambda mutate: mutate.__name__
 )
@@ -321,7 +390,7 @@ def test_mutation_is_found_where_etcd_forgets(mutate, monkeypatch: pytest.Monkey
     with pytest.raises(AssertionError):
         for out_s in (0.0, 5.0):
             test_one_that_has_slept_never_leads_by_what_it_knew(out_s)
-        test_a_run_begins_once_nobody_who_leads_has_said_so(0.3)
+        test_a_run_begins_once_nobody_who_knows_of_one_leads_it(2, 1.2)
 
 
 # names --------------------------------------------------------------------------------------------

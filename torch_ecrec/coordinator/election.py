@@ -10,7 +10,9 @@ Invariants.
   key `last` says so. Otherwise it is fenced, for ever.
 - *Nor is an etcd that has forgotten everything.* Nobody removes `last`, and who stands by remembers it. Where it is
   gone, who leads and holds its lease says it all again; nobody can have led since. One whose lease is over may have
-  been followed: it is fenced. If nobody says it again for some leases, who stands by leads, as after any other leader.
+  been followed: it is fenced. If nobody says it again by when no lease of before can last, who stands by leads, as
+  after any other leader; and only later one that knows of no run begins one.
+- *A run ends once.* Who has stood by it, or led it, has nothing to do with the next one of that name: it ends, too.
 - What was asked and not answered may have been done: it is found out before anything is asked again.
 """
 
@@ -27,8 +29,8 @@ POLL_S = 0.2  # between two looks of a standby
 RETRY_S = 0.2  # after etcd did not answer
 RENEWS = 4  # times in a lease
 MARGIN = 0.9  # of a lease in which its owner acts
-FORGOTTEN_LEASES = 3.0  # for who leads to say again what etcd has forgotten, before who stands by leads
-UNKNOWN_LEASES = 0.5  # likewise, before a run begins of which etcd knows nothing: who leads another renews twice in it
+FORGOTTEN_LEASES = 1.5  # for who leads to say again what etcd has forgotten, before who stands by leads
+UNKNOWN_LEASES = 2.5  # likewise, before a run begins: by then who knows of one that etcd has forgotten leads it
 BEYOND = 1 << 40  # revisions: of any leader that is not known, by an etcd that has forgotten it
 
 
@@ -54,7 +56,7 @@ class Standing(Enum):
     STANDBY = "standby"
     LEADING = "leading"
     FENCED = "fenced"  # another has led since it did
-    OVER = "over"  # a standby: the run that it stood by has ended
+    OVER = "over"  # a standby: the run that it stood by, or that it had led before, has ended
 
 
 class Candidate:
@@ -68,7 +70,7 @@ class Candidate:
         clock: seconds, which never go back.
         begins: what the run begins with, if it is the first to lead; asked for then. Else the run began with something,
             whatever is there now.
-        known: who has led, as this process has seen before. While there is that run, it begins no other.
+        known: who has led, as this process has seen before. It goes on with that run, and begins no other.
 
     Attributes:
         standing: what it is.
@@ -76,7 +78,7 @@ class Candidate:
         began_with: the checkpoint that the run began with.
         leads: who leads, as it has seen last.
         led: the revision since when this one has led first; 0: it has not.
-        known: who has led last, as it has seen.
+        known: who has led its run last, as it has seen.
     """
 
     def __init__(
@@ -90,8 +92,11 @@ class Candidate:
         known: Last = NOBODY,
     ) -> None:
         self._keys, self._address, self._ttl_s, self._clock = keys, address, ttl_s, clock
-        self.id, self.run, self.began_with, self._begins = uuid.uuid4().hex, run, "", begins
+        self.id, self.run, self.began_with, self._begins_with = uuid.uuid4().hex, run, "", begins
         self._own_run, self.known = run, known
+        self._newest = known.since  # of the revisions of leaders that it has seen
+        self._followed = known.runs  # somebody leads, or has led, the run that it stands by
+        self._ended = False  # that run
         self.standing = Standing.STANDBY
         self.again = False
         self.leads: Leader | None = None
@@ -110,6 +115,11 @@ class Candidate:
         """etcd knew nothing of a run that there is, when it was asked last."""
         return self._nothing_s is not None and self.known.runs
 
+    @property
+    def begins(self) -> bool:
+        """It is about to begin a run: etcd knew of none, when it was asked last."""
+        return self._nothing_s is not None and not self.known.runs
+
     def step(self) -> float:
         """Does the next thing; returns after how many seconds it is to be called again.
 
@@ -124,18 +134,18 @@ class Candidate:
 
     def _campaign(self) -> float:
         self._look()
+        last = self._last() if self.leads is None else NOBODY
+        if self._ended or (self._followed and last.over):
+            self.standing = Standing.OVER
+            return POLL_S
         if self.leads is None:
-            followed, last = self.known.runs, self._last()
-            if followed and last.over:
-                self.standing = Standing.OVER
-                return POLL_S
             leases = FORGOTTEN_LEASES if self.forgotten else UNKNOWN_LEASES
             if self._nothing_s is not None and self._clock() < self._nothing_s + leases * self._ttl_s:
                 return POLL_S
             if self.known.id != self.id:
                 self.again = self.known.runs
                 self.run = self.known.run if self.again else self._own_run
-                self.began_with = self.known.began_with if self.again else self._begins()
+                self.began_with = self.known.began_with if self.again else self._begins_with()
             self._ask_for_it(last)
         return self._lead(self._asked_s) if self._has_it else POLL_S
 
@@ -164,14 +174,19 @@ class Candidate:
     def _look(self) -> None:
         self.leads = self._keys.leader()
         if self.leads is not None:
-            self._nothing_s = None
+            self._followed, self._nothing_s = True, None
+            self._newest = max(self._newest, self.leads.revision)
             if self.leads.revision != self.known.since:
                 self._last()
 
     def _last(self) -> Last:
         last, now_s = self._keys.last(), self._clock()
         if last.id:
-            self.known, self._nothing_s = last, None
+            self._nothing_s = None
+            if self.known.runs and (last.over or last.run != self.known.run):
+                self._ended = True
+            else:
+                self.known, self._newest = last, max(self._newest, last.since)
         else:
             if self._nothing_s is None or now_s > self._empty_s + self._ttl_s:  # meanwhile it may have known something
                 self._nothing_s = now_s
@@ -191,18 +206,17 @@ class Candidate:
         self._look()
 
     def after(self, last: Last) -> Last:
-        """What etcd has in the place of `last`, once this one leads."""
-        counts_from = last.counts_from
-        if not last.id and self.known.id:
-            counts_from = self.known.since + BEYOND
+        """What etcd has in the place of `last`, once this one leads. Where it knows less than this one, revisions begin
+        beyond those that anybody has seen."""
+        counts_from = last.counts_from if last.since >= self._newest else self._newest + BEYOND
         return Last(self.id, self.run, 0, self.began_with, counts_from)
 
     def resign(self) -> None:
         """Another may lead at once. Nothing else may be asked of this one."""
         if self.standing is Standing.LEADING:
             self.standing = Standing.FENCED
-            if self._lease:
-                self._keys.revoke(self._lease)
+        if self._lease:  # also of one that does not know whether it leads
+            self._keys.revoke(self._lease)
 
     def _lead(self, asked_s: float) -> float:
         assert self.leads is not None, "it leads by what it has looked at"

@@ -149,6 +149,8 @@ class Office:
         if self._candidate.forgotten:
             then = "who leads says it again, or another leads"
             self._tell(f"etcd knows nothing of this run any more ({self._elect}): {then}", logging.WARNING)
+        elif self._candidate.begins:
+            self._tell(f"a run begins here soon, unless one that etcd has forgotten is led at {self._elect} before")
         elif self._candidate.standing is Standing.LEADING:
             self._tell(f"leads at {self._elect}")
         return wait_s
@@ -179,7 +181,8 @@ class Office:
         deadline_s = time.monotonic() + ENDS_S
         while True:
             try:
-                self._keys.end(self._candidate.after(NOBODY))
+                if not self._keys.end(self._candidate.after(NOBODY)):
+                    log.warning("another coordinator leads at %s by now: the run goes on there", self._elect)
                 return
             except EtcdUnavailable as error:
                 if time.monotonic() > deadline_s:
