@@ -20,6 +20,7 @@ from thinned import thinned
 
 from torch_ecrec.coordinator.checkpointing import choose
 from torch_ecrec.protocol.messages import Release, Shown
+from torch_ecrec.records.captured import Captured
 from torch_ecrec.server import checkpoints as checkpoints_module
 from torch_ecrec.server.capture import Capture
 from torch_ecrec.server.service import Host
@@ -48,8 +49,8 @@ def healthy(policy: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_checkpoint_is_of_its_step_while_training_goes_on(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
-    keep = Capture._keep
-    monkeypatch.setattr(Capture, "_keep", lambda self, slab, *more: (keep(self, slab, *more), kept.append(slab))[0])
+    keep = Captured.keep
+    monkeypatch.setattr(Captured, "keep", lambda self, at, of: (keep(self, at, of), kept.append(len(at)))[0])
     cluster = Checkpointed(with_checkpoints(PLAIN, policy))
     run = check(cluster)
     counts = cluster.shelf.counts
@@ -248,7 +249,7 @@ def nothing_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 def what_came_before_is_not_kept(patch: pytest.MonkeyPatch) -> None:
     """Steps that were applied when the capture begins count as if they belonged to it."""
-    patch.setattr(Capture, "_keep", lambda self, slab, positions_U, records_UB: None)
+    patch.setattr(Captured, "keep", lambda self, positions_U, deltas_UB: None)
 
 
 def marks_begin_at_the_capture(patch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from partial_runs import Partial, check
 from schedules import first_failure
 from virtual_trainers import Kill
 
+from torch_ecrec.records.captured import Captured
 from torch_ecrec.server.capture import Capture
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import checkpoints as shelves
@@ -48,7 +49,7 @@ def nothing_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 def what_came_before_is_not_kept(patch: pytest.MonkeyPatch) -> None:
     """Steps that were applied when a save begins count as if they belonged to it."""
-    patch.setattr(Capture, "_keep", lambda self, slab, positions_U, records_UB: None)
+    patch.setattr(Captured, "keep", lambda self, positions_U, deltas_UB: None)
 
 
 MUTATIONS: list[Any] = [nothing_is_kept, what_came_before_is_not_kept]
