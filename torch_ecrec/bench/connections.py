@@ -63,7 +63,11 @@ class End:
         self.transport = SocketTransport(name, self._handle)
         self.transport.join(1, NAMES, store, LIMIT_S)
         self._pushes: dict[int, list[wire.Push]] = {}  # by size: to draw them takes longer than to send them
-        self._bare = BareCaller(store[0], self.store) if name == NAMES[0] else BareCallee(store[0], self.store)
+        self._bare: BareCaller | None = None
+        if name == NAMES[0]:
+            self._bare = BareCaller(store[0], self.store)
+        else:
+            answer_bare_calls(store[0], self.store)
 
     @staticmethod
     def _handle(request: wire.Request[Any], reply: Callable[[wire.Answer], None]) -> None:
@@ -72,7 +76,7 @@ class End:
     def block(self, size: int, calls: int, at_once: int, bare: bool) -> dict[str, Any]:
         """Makes so many calls; returns seconds by the clock."""
         if bare:
-            assert isinstance(self._bare, BareCaller)
+            assert self._bare is not None, "the caller is told"
             return {"seconds": self._bare.block(size, calls, at_once)}
         if size not in self._pushes:
             self._pushes[size] = [_push(size) for _ in range(KEPT)]
@@ -95,7 +99,8 @@ class End:
             said = self.block(**asked["block"]) if "block" in asked else {"cpu_s": time.process_time()}
             print(json.dumps(said), flush=True)
         self.transport.close()
-        self._bare.close()
+        if self._bare is not None:
+            self._bare.close()
 
 
 class BareCaller:
@@ -127,26 +132,22 @@ class BareCaller:
         self._socket.close()
 
 
-class BareCallee:
-    """The other end. It reads into the same memory each time."""
+def answer_bare_calls(host: str, store: TCPStore) -> None:
+    """The other end, on a thread of its own until the caller's ends. It reads into the same memory each time."""
+    sock = socket.create_connection((host, int(store.get(BARE))), LIMIT_S)
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def __init__(self, host: str, store: TCPStore) -> None:
-        self._socket = socket.create_connection((host, int(store.get(BARE))), LIMIT_S)
-        self._socket.settimeout(None)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        threading.Thread(target=self._answer, daemon=True).start()
-
-    def _answer(self) -> None:
+    def answer() -> None:
         length, memory = bytearray(8), bytearray()
-        while self._socket.recv_into(length, 8, socket.MSG_WAITALL) == 8:
+        while sock.recv_into(length, 8, socket.MSG_WAITALL) == 8:
             size = int.from_bytes(length, "little")
             if len(memory) != size:
                 memory = bytearray(size)
-            self._socket.recv_into(memory, size, socket.MSG_WAITALL)
-            self._socket.sendall(length)
+            sock.recv_into(memory, size, socket.MSG_WAITALL)
+            sock.sendall(length)
 
-    def close(self) -> None:
-        """The thread ends with the process, or with the caller's end."""
+    threading.Thread(target=answer, daemon=True).start()
 
 
 def _push(size: int) -> wire.Push:
@@ -224,10 +225,10 @@ class Pair:
 
 def measure(pair: Pair, sizes: Sequence[int], at_once: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each size, ours beside plain sockets: medians over the blocks."""
-    kinds = [(size, bare) for size in sizes for bare in (False, True)]
-    found: dict[tuple[int, bool], list[list[float]]] = {kind: [] for kind in kinds}
+    turns = [(size, bare) for size in sizes for bare in (False, True)]
+    found: dict[tuple[int, bool], list[list[float]]] = {turn: [] for turn in turns}
     for repeat in range(-1, repeats):  # the first is for warming up
-        for size, bare in kinds:
+        for size, bare in turns:
             calls = max(min(BLOCK_BYTES // size, CALLS_MOST), at_once)
             before = pair.cpu_s()
             block = {"size": size, "calls": calls, "at_once": at_once, "bare": bare}
@@ -240,13 +241,13 @@ def measure(pair: Pair, sizes: Sequence[int], at_once: int, repeats: int) -> lis
     rows = []
     for size in sizes:
         row: dict[str, Any] = {"bytes": size}
-        for bare in (False, True):
+        for kind, bare in (("", False), ("bare ", True)):
             caller_us, callee_us, rate = (statistics.median(one) for one in zip(*found[size, bare], strict=True))
             base_us = statistics.median(one[0] + one[1] for one in found[least, bare])
             per_mb = (caller_us + callee_us - base_us) / 1e3 / ((size - least) / 1e6) if size > least else None
             said = {"us/call": caller_us + callee_us, "caller us": caller_us, "callee us": callee_us}
-            row |= {("bare " if bare else "") + name: value for name, value in said.items()}
-            row |= {"bare MB/s" if bare else "MB/s": rate, "bare ms/MB" if bare else "ms/MB": per_mb}
+            said |= {"MB/s": rate, "ms/MB": per_mb}
+            row |= {kind + name: value for name, value in said.items()}
         rows.append(row)
     return rows
 

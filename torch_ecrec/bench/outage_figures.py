@@ -33,6 +33,7 @@ KINDS = {
     DRAIN: "all slots leave a server",
 }
 ELECTED = (LEADER, LEADER_AND_SERVER)
+AROUND = ("before", "after", "control")  # windows without an event
 WANTED = (  # of which kind, what, of which events, wanted
     (HOST, "longest_s", "worst", "<=", 3.0),
     (KILL, "longest_s", "worst", "<=", 0.5),
@@ -61,8 +62,9 @@ def figures(event: Event, steps: Steps) -> dict[str, Any]:
         steps: of the run.
     """
     before_s, event_s, end_s = event["before_s"], event["event_s"], event["after_s"][1]
-    rates = {when: steps.rate(*event[f"{when}_s"]) for when in ("before", "after") if f"{when}_s" in event}
-    during = steps.rate(*event["during_s"]) if "during_s" in event else None
+    windows = {when: event[f"{when}_s"] for when in (*AROUND, "during") if f"{when}_s" in event}
+    rates = {when: steps.rate(*window) for when, window in windows.items()}
+    around = [(rates[when], windows[when][1] - windows[when][0]) for when in AROUND]
     times = np.asarray(steps.times)
     gaps = np.diff(times[(times >= before_s[0]) & (times <= before_s[1])])
     median_s = float(np.median(gaps)) if len(gaps) else None
@@ -76,21 +78,15 @@ def figures(event: Event, steps: Steps) -> dict[str, Any]:
         **{f"{name}_s": _after(event.get(name), event_s) for name in ("detected", "placed", "repaired")},
         "steps_per_s": rates["before"],
         "after / before": _ratio(rates["after"], rates["before"]),
-        "during / around": _ratio(
-            during, _rate_of_all(steps, [event[f"{when}_s"] for when in ("before", "after", "control")])
-        ),
+        "during / around": _ratio(rates.get("during"), _together(around)),
         "unhealthy": event["unhealthy"],
     }
 
 
-def _rate_of_all(steps: Steps, windows: Sequence[tuple[float, float]]) -> float | None:
-    """Steps per second in some windows together; None if one of them is not covered."""
-    counts = [
-        (rate * (end_s - begin_s), end_s - begin_s)
-        for begin_s, end_s in windows
-        if (rate := steps.rate(begin_s, end_s)) is not None
-    ]
-    return sum(count for count, _ in counts) / sum(s for _, s in counts) if len(counts) == len(windows) else None
+def _together(rates: Sequence[tuple[float | None, float]]) -> float | None:
+    """The rate of some windows together, of the rate and the seconds of each; None if one of them is not covered."""
+    counts = [rate * seconds for rate, seconds in rates if rate is not None]
+    return sum(counts) / sum(seconds for _, seconds in rates) if len(counts) == len(rates) else None
 
 
 def _after(moment_s: float | None, event_s: float) -> float | None:
