@@ -73,7 +73,17 @@ setup(
         "demo": ["matplotlib", "psutil"],
         "s3": ["s3fs"],
         "etcd": ["etcd3gw"],
-        "dev": ["galois>=0.4.4", "hypothesis", "mypy", "py-spy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+        "dev": [
+            "galois>=0.4.4",
+            "greenlet",
+            "hypothesis",
+            "mypy",
+            "py-spy",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+        ],
     },
     entry_points={"console_scripts": ["torch-ecrec = torch_ecrec.__main__:main"]},
 )

@@ -102,6 +102,6 @@ def test_one_that_is_told_to_end_while_it_looks_leads_nobody(tmp_path: Path, han
             hangs.unlink()
             assert coordinator.wait(LIMIT_S) == 0
         keys = EtcdKeys(parse_place(elect), 5.0)
-        assert keys.last().run == "mine" and keys.leader() is None, "it had led, and has left the lead"
+        assert keys.look()[1].run == "mine" and keys.leader() is None, "it had led, and has left the lead"
     finally:
         etcd.kill()

@@ -31,6 +31,7 @@ from torch_ecrec.transport.frames import (
     MAGIC,
     Frame,
     FrameReader,
+    is_between_hosts,
 )
 
 PROMPTLY_S = 20.0  # by itself, on whatever machine
@@ -183,7 +184,7 @@ def test_a_request_of_other_values_than_declared_is_refused(pair: Pair, message:
     with pair.connect() as sock:
         reader = FrameReader(sock)
         for ticket in (7, 8):
-            assert Frame(ticket, plain(message)).send_to(sock)
+            assert Frame(ticket, plain(message)).send_to(sock, None, is_between_hosts(sock))
             frame = reader.read()
             assert frame is not None
             got, encoded = frame

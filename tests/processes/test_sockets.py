@@ -243,8 +243,8 @@ def test_a_socket_that_fails_in_the_middle_of_a_frame_takes_no_more(
     sends: list[int] = []
 
     class Failing(Frame):
-        def send_to(self, sock: socket.socket, lending: Lending | None = None) -> bool:
-            self._begin(lending)
+        def send_to(self, sock: socket.socket, lending: Lending | None, between_hosts: bool) -> bool:
+            self._begin(lending, between_hosts)
             sends.append(sock.send(self._parts[0][:10]))
             raise OSError("no memory")
 
@@ -262,7 +262,7 @@ def test_a_mistake_in_sending_is_told_once_and_ends_the_connection(pair: Pair, m
     begins = threading.Event()
 
     class Failing(Frame):
-        def send_to(self, sock: socket.socket, lending: Lending | None = None) -> bool:
+        def send_to(self, sock: socket.socket, lending: Lending | None, between_hosts: bool) -> bool:
             if threading.current_thread().name != "sender":
                 begins.set()
                 return False  # so that the sender goes on with it

@@ -44,7 +44,7 @@ from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import Scenario, SimulatedCluster, half_tables, simulate, small_tables
 from torch_ecrec.testing.result import SimulationResult
 from torch_ecrec.transport.door import HELLO
-from torch_ecrec.transport.frames import DTYPES, HEADER, MAGIC, PACKED, Frame, FrameReader
+from torch_ecrec.transport.frames import DTYPES, HEADER, MAGIC, PACKED, Frame, FrameReader, is_between_hosts
 from torch_ecrec.transport.sockets import NO_NAME, SocketTransport
 from torch_ecrec.transport.timers import Timers
 
@@ -455,7 +455,7 @@ def fuzz_requests(live: Live, many: int, within_host: bool, rng: random.Random) 
         except TypeError:  # an integer that does not travel
             became["cannot be sent"] += 1
             continue
-        while not frame.send_to(sock):
+        while not frame.send_to(sock, None, is_between_hosts(sock)):
             time.sleep(0)
         answer = reader.read()
         assert answer is not None and isinstance(WIRE.decode_answer(answer[1], wire.Versions), Refused), (

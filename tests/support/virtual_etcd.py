@@ -15,14 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch_ecrec.coordinator.election import FORGOTTEN_LEASES, RETRY_S, Candidate, Standing
+from torch_ecrec.coordinator.election import FORGOTTEN_LEASES, RETRY_S, SETTLED, Candidate, Standing
 from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.transport.etcd import NOBODY, EtcdUnavailable, Last, Leader
 
 T = TypeVar("T")
 TTL_S = 2
 CALL_S = 0.01
-SOON_S = 2.5 * TTL_S
+SOON_S = (2.5 + SETTLED) * TTL_S
+BEGAN_S = 1e9  # of the time of day
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,8 @@ class Caller:
     def _call(self, do: Callable[[], T]) -> T:
         return self._run.call(self._number, do)
 
-    def leader(self) -> Leader | None:
-        return self._call(lambda: self._run.etcd.leader)
-
-    def last(self) -> Last:
-        return self._call(lambda: self._run.etcd.last)
+    def look(self) -> tuple[Leader | None, Last]:
+        return self._call(self._run.etcd.look)
 
     def grant(self, ttl_s: int) -> int:
         return self._call(lambda: self._run.etcd.grant(ttl_s, self._run.now_s))
@@ -69,6 +67,9 @@ class Caller:
 
     def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
         return self._call(lambda: self._run.etcd.take(me, address, lease, last))
+
+    def write(self, said: Last, last: Last) -> bool:
+        return self._call(lambda: self._run.etcd.write(said, last))
 
 
 class Elections:
@@ -122,6 +123,7 @@ class Elections:
             lambda: self.now_s,
             lambda: f"what run{number} begins with",
             known,
+            lambda: BEGAN_S + self.now_s,
         )
 
     def fault(self, call: int, fault: Fault) -> None:
@@ -147,7 +149,7 @@ class Elections:
         one = self.candidates[number]
         self._ended.add(number)
         self._due[number] = math.inf
-        assert self.etcd.end(one.after(self.etcd.last))
+        assert self.etcd.write(over(one, self.etcd.last), self.etcd.last)
         one.resign()
         self.led, self.word = [], ""
         return one.id
@@ -244,6 +246,11 @@ class Elections:
     @property
     def run(self) -> str:
         return self.etcd.last.run
+
+
+def over(one: Candidate, last: Last) -> Last:
+    """What it writes at the end of its run."""
+    return dataclasses.replace(one._me(last), over=True)
 
 
 def faults() -> list[Fault]:

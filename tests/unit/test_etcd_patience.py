@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import re
+from typing import Any
 
 import pytest
 from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError
@@ -102,11 +104,18 @@ def test_who_has_no_patience_waits_as_long_each_time(addresses: list[Address]) -
     assert {one.timeout for one in addresses} == {0.2}
 
 
+def looked(last: bytes) -> dict[str, Any]:
+    """An answer of etcd."""
+    of_last = {"value": base64.b64encode(last).decode(), "mod_revision": "7"}
+    return {"responses": [{"response_range": {}}, {"response_range": {"kvs": [of_last]}}]}
+
+
 def test_what_an_older_build_has_left_is_read(addresses: list[Address], monkeypatch: pytest.MonkeyPatch) -> None:
     """It did not say what the run began with: not known, which is no reason for nobody to lead."""
     left = b'{"id": "before", "run": "its word"}'
-    monkeypatch.setattr(Address, "get", lambda self, key, metadata: [(left, {"mod_revision": "7"})])
-    assert keys(addresses).last() == Last("before", "its word", 7, "")
+    monkeypatch.setattr(Address, "transaction", lambda self, asked: looked(left), raising=False)
+    leader, last = keys(addresses).look()
+    assert leader is None and last == Last("before", "its word", 7, "") and last.written == left.decode()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +135,8 @@ def test_whatever_an_address_fails_by_the_next_one_is_asked(addresses: list[Addr
 def test_what_somebody_else_has_written_is_nobody_s_end(value: bytes, addresses: list[Address]) -> None:
     for one in addresses:
         one.has = [(value, {"mod_revision": "7", "create_revision": "7"})]
-    for ask in (keys(addresses).leader, keys(addresses).last):
+        one.transaction = lambda asked: looked(value)  # type: ignore[attr-defined]
+    for ask in (keys(addresses).leader, keys(addresses).look):
         with pytest.raises(EtcdUnavailable):
             ask()
     with pytest.raises(ClusterUnavailable, match="no coordinator of etcd://a/ads"):

@@ -20,7 +20,7 @@ LEASE_S = 2
 
 
 class Ending(Keys):
-    """Of an etcd that answers `unheard` of its calls of `end` too late."""
+    """Of an etcd that answers `unheard` of those calls too late that say that a run is over."""
 
     unheard = renewed = 0
 
@@ -28,11 +28,15 @@ class Ending(Keys):
         self.renewed += 1
         return super().renew(lease)
 
-    def end(self, me: Last) -> bool:
-        if self.unheard:
+    def write(self, said: Last, last: Last) -> bool:
+        if self.unheard and said.over:
             self.unheard -= 1
             raise EtcdUnavailable("late")
-        return self._etcd.end(me)
+        return super().write(said, last)
+
+    @property
+    def last(self) -> Last:
+        return self.look()[1]
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def test_who_does_nothing_any_more_keeps_no_lead(keys: Ending) -> None:
     hangs.clear()
     wait_until(lambda: leads.holds, LIMIT_S, "nobody has led meanwhile: it leads again")
     leads.close(over=False)
-    assert keys.leader() is None and keys.last().run == "run"
+    assert keys.leader() is None and keys.last.run == "run"
 
 
 @pytest.mark.parametrize("unheard", [0, 3, 10**6])
@@ -67,14 +71,14 @@ def test_the_end_of_a_run_is_said_again(keys: Ending, unheard: int, monkeypatch:
     monkeypatch.setattr(leadership, "ENDS_S", 1.0)
     keys.unheard = unheard
     office().close(over=True)
-    assert keys.last().over == (unheard <= 10)
+    assert keys.last.over == (unheard <= 10)
 
 
 def test_the_end_of_a_run_is_said_to_an_etcd_that_has_forgotten_it(keys: Ending) -> None:
     leads = office()
     keys._etcd.forget()
     leads.close(over=True)
-    assert keys.last().over and keys.last().run == "run" and keys.last().counts_from > 0
+    assert keys.last.over and keys.last.run == "run" and keys.last.counts_from > 0
 
 
 def test_who_leads_says_so_again_where_etcd_has_forgotten(keys: Ending, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,6 +88,6 @@ def test_who_leads_says_so_again_where_etcd_has_forgotten(keys: Ending, caplog: 
     leads.keep(lambda: None, lambda: False)
     keys._etcd.forget()
     wait_until(lambda: (found := keys.leader()) is not None and found.revision > before.revision, LIMIT_S, "it leads")
-    assert leads.holds and keys.last().run == "run" and leads.led == before.revision
+    assert leads.holds and keys.last.run == "run" and leads.led == before.revision
     assert "etcd knows nothing of this run any more" in caplog.text
     leads.close(over=False)

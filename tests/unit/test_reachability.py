@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import socket
 from collections.abc import Collection
 
@@ -21,6 +22,7 @@ from torch_ecrec.coordinator.suspicion import (
 )
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import reachability
+from torch_ecrec.transport.accrual import ENOUGH
 from torch_ecrec.transport.reachability import Reachability, Tries, heard_s_ago, refusing
 from torch_ecrec.transport.rpc import place_of
 
@@ -30,7 +32,7 @@ LOOK_S = 0.1
 def silence(answers: list[float], until_s: float, delay_s: float = 0.0, looks: Collection[float] = ()) -> list[float]:
     """When a host was unreachable, whose answers come at these times, or to each try after so long."""
     hosts = Reachability()
-    hosts.keep(["x"], 0.0)
+    hosts.keep(["x"])
     coming, found = sorted(answers), []
     for now_s in looks or [i * LOOK_S for i in range(round(until_s / LOOK_S))]:
         while coming and coming[0] <= now_s:
@@ -61,18 +63,107 @@ def test_who_stood_still_itself_accuses_nobody_of_it() -> None:
 
 def test_hosts_that_are_not_tried_any_more_are_forgotten() -> None:
     hosts = Reachability()
-    hosts.keep(["x", "y"], 0.0)
+    hosts.keep(["x", "y"])
     assert hosts.due(0.0) == ["x", "y"] and hosts.due(0.1) == []
     hosts.heard("nobody", 0.1)
-    hosts.keep(["y"], 0.5)
+    hosts.keep(["y"])
     assert hosts.due(0.9) == ["y"] and hosts.silent(1.8) == ["y"]
 
 
 def test_a_large_cluster_is_tried_less_often() -> None:
     hosts = Reachability()
-    hosts.keep([str(i) for i in range(400)], 0.0)
+    hosts.keep([str(i) for i in range(400)])
     tries = sum(len(hosts.due(i * LOOK_S)) for i in range(100))
     assert tries <= reachability.TRIES_A_SECOND * 10 + 400
+
+
+def tried(came: Collection[float], until_s: float, answers_s: float = 0.01) -> tuple[list[float], list[float]]:
+    """When a host is tried that is known well, and from when on unreachable; it says something at these times.
+
+    Args:
+        until_s: it answers tries up to then, after so long.
+    """
+    hosts, coming, answers = Reachability(), sorted(came), [answers_s]
+    hosts.keep(["x"])
+    for _ in range(ENOUGH):
+        hosts._usual["x"].ended(answers_s)
+    tries, unreachable = [], []
+    for i in range(round((until_s + 10.0) / LOOK_S)):
+        now_s = i * LOOK_S
+        while answers and answers[0] <= now_s:
+            hosts.heard("x", answers.pop(0))
+        while coming and coming[0] <= now_s:
+            hosts.came("x", coming.pop(0))
+        if hosts.due(now_s):
+            tries.append(now_s)
+            answers += [now_s + answers_s] if now_s <= until_s else []
+        unreachable += [now_s] if hosts.silent(now_s) else []
+    return tries, unreachable
+
+
+def test_who_is_heard_anyway_is_tried_once_a_second() -> None:
+    """To learn what is usual there; and as often as others once it falls silent."""
+    tries, unreachable = tried([i / 20 for i in range(400)], 20.0)
+    assert len([at_s for at_s in tries if at_s <= 20.0]) == 21
+    assert len([at_s for at_s in tries if 20.5 < at_s <= 25.0]) >= 14
+    assert len([at_s for at_s in tried([], 20.0)[0] if at_s <= 20.0]) >= 66
+    assert 20.0 + reachability.SILENT_LEAST_S < unreachable[0] <= 20.0 + 2 * reachability.SILENT_LEAST_S
+    assert len(unreachable) >= 80, "without a break"
+
+
+def test_who_falls_silent_is_found_out_in_time_however_it_was_heard() -> None:
+    """Each rate of what comes, regular or not, up to each moment; and never while it comes or answers."""
+    rng = random.Random(0)
+    for pause_s in (0.01, 0.1, 0.2, 0.3, 0.4, 0.7, 1.1, 3.0):
+        for end in range(40):
+            until_s, came, at_s = 10.0 + end / 20, [], 0.0
+            while (at_s := at_s + pause_s * rng.uniform(0.5, 1.5)) < until_s:
+                came.append(at_s)
+            _, unreachable = tried(came, until_s)
+            last_s = max([until_s, *came[-1:]])
+            limit_s = reachability.SILENT_LEAST_S + reachability.HEARD_PAUSE * reachability.TRY_S + 3 * LOOK_S
+            assert last_s < unreachable[0] <= last_s + limit_s, (pause_s, until_s)
+
+
+def test_of_a_host_that_is_not_known_yet_much_is_learned_soon() -> None:
+    hosts = Reachability()
+    hosts.keep(["x"])
+    tries = 0
+    for i in range(100):
+        hosts.came("x", i * LOOK_S)
+        if hosts.due(i * LOOK_S):
+            tries += 1
+            hosts.heard("x", i * LOOK_S + 0.01)
+    assert ENOUGH <= tries <= ENOUGH + 6, "in ten seconds"
+
+
+def test_what_comes_of_who_is_no_host_here_is_nothing() -> None:
+    hosts = Reachability()
+    hosts.keep(["x"])
+    hosts.came("nobody", 0.0)
+    hosts.keep(["nobody"])
+    assert hosts.due(0.1) == ["nobody"]
+
+
+def test_of_two_hosts_that_say_nothing_else_one_tries_the_other() -> None:
+    """Whoever is tried has heard the other, and waits for longer than who tries."""
+    ends = {"a": Reachability(), "b": Reachability()}
+    tries = {"a": 0, "b": 0}
+    for name, hosts in ends.items():
+        other = "b" if name == "a" else "a"
+        hosts.keep([other])
+        for _ in range(ENOUGH):
+            hosts._usual[other].ended(0.0)
+    for i in range(200):
+        for name, hosts in ends.items():
+            other = "b" if name == "a" else "a"
+            now_s = (i + (name == "b") / 2) * LOOK_S
+            if hosts.due(now_s):
+                tries[name] += 1
+                ends[other].came(name, now_s)
+                hosts.heard(other, now_s)
+            assert not hosts.silent(now_s)
+    assert 60 <= sum(tries.values()) <= 80, "in twenty seconds: half of what each for itself would do"
 
 
 def test_a_host_answers_also_where_nobody_listens_or_accepts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,8 @@ class End:
         for call in range(calls + at_once):
             if call >= at_once:
                 outcome = outcomes.get(timeout=LIMIT_S)
-                require(isinstance(outcome, wire.Ok), f"a call has failed: {outcome}")
+                if not isinstance(outcome, wire.Ok):
+                    raise RuntimeError(f"a call has failed: {outcome}")
             if call < calls:
                 self.transport.call(NAMES[1], pushes[call % KEPT], LIMIT_S, outcomes.put)
         return {"seconds": time.perf_counter() - begin_s}

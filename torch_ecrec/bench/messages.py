@@ -53,7 +53,7 @@ def _measure(slabs: int, repeats: int) -> dict[str, Any]:
         return WIRE.encode(push)[0]
 
     def through(_: Any) -> None:
-        assert Frame(1, encoded()).send_to(here), "the message does not fit into the socket's buffer"
+        assert Frame(1, encoded()).send_to(here, None, False), "the message does not fit into the socket's buffer"
         frame = reader.read()
         assert frame is not None
         WIRE.decode_request(frame[1])

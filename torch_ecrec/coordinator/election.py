@@ -1,45 +1,54 @@
 """One of several coordinators of a cluster: when it leads, and until when it may.
 
-Pure but for `Keys`, which asks etcd (`transport/etcd.py`); the clock is given. Each `step` is one thing to do next.
+Pure but for `Keys`, which asks etcd (`transport/etcd.py`); the clocks are given. Each `step` is one thing to do next.
 
 Invariants.
 - *One leads.* A leader acts while `holds` alone: until `MARGIN` of its lease is over, counted from before it asked for
-  it, so that it stops before etcd can give the lease to another. A process that was stopped, or cannot reach etcd,
-  finds its time over by its own clock before it does anything.
+  it, so that it stops before etcd can give the lease to another; and a lease counts only if etcd has just said that the
+  lead is still its own. A process that was stopped, or cannot reach etcd, finds its time over by its own clock before
+  it does anything.
 - *An outage of etcd is no change.* A leader whose lease has ended leads again, as it is, if nobody has led since: the
   key `last` says so. Otherwise it is fenced, for ever.
-- *Nor is an etcd that has forgotten everything.* Nobody removes `last`, and who stands by remembers it. Where it is
-  gone, who leads and holds its lease says it all again; nobody can have led since. One whose lease is over may have
-  been followed: it is fenced. If nobody says it again by when no lease of before can last, who stands by leads, as
-  after any other leader; and only later one that knows of no run begins one.
+- *Nor is an etcd that has forgotten everything, or was put back to an earlier state.* Whoever knows more than etcd says
+  so at once, with a *mark* in the place of `last`; from then on nobody leads. Who led and held its lease when it marked
+  leads again, as it is: nobody can have led since. One whose lease was over by then may have been followed: it is
+  fenced. Others lead once a mark has stood for `FORGOTTEN_LEASES`, when no lease of before can last. A run that nobody
+  knows of begins with a mark, too: who knows of one writes over it, within `UNKNOWN_LEASES` in which etcd answered.
 - *A run ends once.* Who has stood by it, or led it, has nothing to do with the next one of that name: it ends, too.
+- *Nothing is written but over what was read.* What `last` has is never written twice, so that who was stopped in
+  between writes nothing, whatever etcd has been put back to.
+- *Revisions grow*, by what this one has seen and by the time of day (a hybrid logical clock: S. Kulkarni et al.,
+  "Logical Physical Clocks", OPODIS 2014): also where etcd and all who knew are gone.
 - What was asked and not answered may have been done: it is found out before anything is asked again.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import time
 import uuid
 from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from torch_ecrec.transport.etcd import NOBODY, Last, Leader
+from torch_ecrec.transport.etcd import BEGINS, GOES_ON, NOBODY, Last, Leader
 
 POLL_S = 0.2  # between two looks of a standby
 RETRY_S = 0.2  # after etcd did not answer
 RENEWS = 4  # times in a lease
 MARGIN = 0.9  # of a lease in which its owner acts
-FORGOTTEN_LEASES = 1.5  # for who leads to say again what etcd has forgotten, before who stands by leads
-UNKNOWN_LEASES = 2.5  # likewise, before a run begins: by then who knows of one that etcd has forgotten leads it
-BEYOND = 1 << 40  # revisions: of any leader that is not known, by an etcd that has forgotten it
+SETTLED = 0.5  # of a lease: for who knows more than etcd to say so
+LOOKED = 0.5  # of a lease: so old may be what etcd has said when it is renewed
+FORGOTTEN_LEASES = 1.5  # after a mark: who was deposed by it has stopped, and who led before has led again
+UNKNOWN_LEASES = 2.5  # likewise, before a run begins: by then who knows of one has marked it
+TICKS = 1 << 20  # revisions in a millisecond of the time of day
 
 
 class Keys(Protocol):
     """What etcd has of a cluster; see `transport/etcd.py:EtcdKeys`."""
 
-    def leader(self) -> Leader | None: ...
-
-    def last(self) -> Last: ...
+    def look(self) -> tuple[Leader | None, Last]: ...
 
     def grant(self, ttl_s: int) -> int: ...
 
@@ -49,13 +58,15 @@ class Keys(Protocol):
 
     def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool: ...
 
+    def write(self, said: Last, last: Last) -> bool: ...
+
 
 class Standing(Enum):
     """What a candidate is. It only goes forward."""
 
     STANDBY = "standby"
     LEADING = "leading"
-    FENCED = "fenced"  # another has led since it did
+    FENCED = "fenced"  # another has led since it did, or may have; or the run has ended
     OVER = "over"  # a standby: the run that it stood by, or that it had led before, has ended
 
 
@@ -71,6 +82,7 @@ class Candidate:
         begins: what the run begins with, if it is the first to lead; asked for then. Else the run began with something,
             whatever is there now.
         known: who has led, as this process has seen before. It goes on with that run, and begins no other.
+        time_of_day: seconds since 1970.
 
     Attributes:
         standing: what it is.
@@ -78,7 +90,7 @@ class Candidate:
         began_with: the checkpoint that the run began with.
         leads: who leads, as it has seen last.
         led: the revision since when this one has led first; 0: it has not.
-        known: who has led its run last, as it has seen.
+        known: who has led its run last, as it has seen, or what was marked of it.
     """
 
     def __init__(
@@ -90,35 +102,42 @@ class Candidate:
         clock: Callable[[], float],
         begins: Callable[[], str] = lambda: "none",
         known: Last = NOBODY,
+        time_of_day: Callable[[], float] = time.time,
     ) -> None:
-        self._keys, self._address, self._ttl_s, self._clock = keys, address, ttl_s, clock
+        self._keys, self._address, self._ttl_s, self._clock, self._time_of_day = (
+            keys,
+            address,
+            ttl_s,
+            clock,
+            time_of_day,
+        )
         self.id, self.run, self.began_with, self._begins_with = uuid.uuid4().hex, run, "", begins
         self._own_run, self.known = run, known
         self._newest = known.since  # of the revisions of leaders that it has seen
-        self._followed = known.runs  # somebody leads, or has led, the run that it stands by
-        self._ended = False  # that run
+        self._knows_less, self._ended = False, False  # etcd, than this one; the run that it stands by, or leads
         self.standing = Standing.STANDBY
         self.again = False
         self.leads: Leader | None = None
         self.led = 0
-        self._nothing_s: float | None = None  # since when etcd knows nothing, as far as it was asked
-        self._empty_s = 0.0  # when it said so last
-        self._lease, self._asked_s, self._until_s = 0, 0.0, 0.0
+        self._last, self._asked_last_s, self._looked_s = NOBODY, 0.0, 0.0  # what was there last; when it was
+        self._stood_s = 0.0  # how long that has been there, with looks that were never a lease apart
+        self._since, self._marked = 0, ""  # revision since when it leads now; what it has marked as its own
+        self._lease, self._asked_s, self._renewed_s = 0, 0.0, -math.inf
 
     @property
     def holds(self) -> bool:
         """It may act: it leads, and nobody else can."""
-        return self.standing is Standing.LEADING and self._clock() < self._until_s
+        return self.standing is Standing.LEADING and self._clock() < self._renewed_s + MARGIN * self._ttl_s
 
     @property
     def forgotten(self) -> bool:
-        """etcd knew nothing of a run that there is, when it was asked last."""
-        return self._nothing_s is not None and self.known.runs
+        """etcd knew nothing of a run that there is, or not who has led it last, when it was asked last."""
+        return self.known.runs and (self._knows_less or bool(self._last.mark))
 
     @property
     def begins(self) -> bool:
         """It is about to begin a run: etcd knew of none, when it was asked last."""
-        return self._nothing_s is not None and not self.known.runs
+        return not self.known.runs and self._last.mark == BEGINS
 
     def step(self) -> float:
         """Does the next thing; returns after how many seconds it is to be called again.
@@ -133,37 +152,58 @@ class Candidate:
         return POLL_S
 
     def _campaign(self) -> float:
-        self._look()
-        last = self._last() if self.leads is None else NOBODY
-        if self._ended or (self._followed and last.over):
+        last = self._look()
+        if self._ended:
             self.standing = Standing.OVER
             return POLL_S
-        if self.leads is None:
-            leases = FORGOTTEN_LEASES if self.forgotten else UNKNOWN_LEASES
-            if self._nothing_s is not None and self._clock() < self._nothing_s + leases * self._ttl_s:
-                return POLL_S
-            if self.known.id != self.id:
-                self.again = self.known.runs
-                self.run = self.known.run if self.again else self._own_run
-                self.began_with = self.known.began_with if self.again else self._begins_with()
-            self._ask_for_it(last)
+        if self._knows_less:
+            self._mark(last)
+            return POLL_S
+        if self.leads is None and self._stood_s >= _patience(last) * self._ttl_s:
+            self.again = last.runs
+            self.run = self._own_run if last.over else last.run
+            self.began_with = self._begins_with() if last.over else last.began_with
+            return self._take(last)
         return self._lead(self._asked_s) if self._has_it else POLL_S
 
     def _keep(self) -> float:
-        asked_s = self._clock()
-        if self._has_it and self._keys.renew(self._lease):
-            return self._lead(asked_s)
-        self.leads = None
-        was_forgotten, last = self.forgotten, self._last()
-        if not (self.holds if self.forgotten else last.id == self.id):
+        last = self._look()
+        if self._has_it and not self._knows_less and not self._ended:
+            asked_s = self._clock()
+            if asked_s > self._asked_last_s + LOOKED * self._ttl_s:
+                return 0.0
+            renewed = self._keys.renew(self._lease)
+            if renewed and self._lasts:
+                return self._lead(asked_s)
+            if renewed and not self._settled:
+                return RETRY_S
+        if self._ended:
             self.standing = Standing.FENCED
-            return POLL_S
-        if self.forgotten and not was_forgotten:
-            return RETRY_S  # once, so that it is told
-        self._look()
-        if self.leads is None:
-            self._ask_for_it(last)
-        return self._lead(self._asked_s) if self._has_it else RETRY_S
+        elif not self._knows_less and last.id == self.id:  # nobody has led since
+            if self._settled:
+                return self._take(last)
+        elif last.id == self._marked and not self._knows_less:
+            if not last.deposed or self._stood_s >= FORGOTTEN_LEASES * self._ttl_s:
+                return self._take(last)
+        elif self._knows_less or (last.mark and last.since <= self._since):
+            marked = self._mark(last) if self.holds else ""
+            if self.holds:
+                self._marked = marked
+            else:
+                self.standing = Standing.FENCED
+        else:
+            self.standing = Standing.FENCED
+        return RETRY_S
+
+    @property
+    def _lasts(self) -> bool:
+        """Its lease has not ended since it was renewed last, whatever etcd knows."""
+        return self._clock() < self._renewed_s + self._ttl_s
+
+    @property
+    def _settled(self) -> bool:
+        """Nobody has led since, as etcd says, for so long that who knows more would have said it."""
+        return self._lasts or self._stood_s >= SETTLED * self._ttl_s
 
     @property
     def _has_it(self) -> bool:
@@ -171,45 +211,64 @@ class Candidate:
         leads = self.leads
         return leads is not None and leads.id == self.id and leads.lease == self._lease
 
-    def _look(self) -> None:
-        self.leads = self._keys.leader()
-        if self.leads is not None:
-            self._followed, self._nothing_s = True, None
-            self._newest = max(self._newest, self.leads.revision)
-            if self.leads.revision != self.known.since:
-                self._last()
-
-    def _last(self) -> Last:
-        last, now_s = self._keys.last(), self._clock()
-        if last.id:
-            self._nothing_s = None
+    def _look(self) -> Last:
+        asked_s = self._clock()
+        self.leads, last = self._keys.look()
+        now_s = self._clock()
+        stood_s = now_s - self._looked_s
+        self._stood_s = self._stood_s + stood_s if last == self._last and stood_s <= self._ttl_s else 0.0
+        self._last, self._asked_last_s, self._looked_s = last, asked_s, now_s
+        self._knows_less = not last.id or last.since < self._newest
+        if not self._knows_less:
+            self._newest = last.since
             if self.known.runs and (last.over or last.run != self.known.run):
                 self._ended = True
-            else:
-                self.known, self._newest = last, max(self._newest, last.since)
-        else:
-            if self._nothing_s is None or now_s > self._empty_s + self._ttl_s:  # meanwhile it may have known something
-                self._nothing_s = now_s
-            self._empty_s = now_s
+            elif last.mark != BEGINS:
+                self.known = last
         return last
 
-    def _ask_for_it(self, last: Last) -> None:
+    def _mark(self, last: Last) -> str:
+        """Says what etcd does not know: of the run that goes on, or that one begins. Returns the mark's id."""
+        runs = self.known.runs
+        mark = Last(
+            id=uuid.uuid4().hex,
+            run=self.known.run if runs else self._own_run,
+            began_with=self.known.began_with if runs else self._begins_with(),
+            counts_from=self._newest,
+            mark=GOES_ON if runs else BEGINS,
+            deposed=self.leads is not None or last.deposed,
+        )
+        self._keys.write(mark, last)
+        return mark.id
+
+    def _take(self, last: Last) -> float:
         before, self._lease = self._lease, 0
         if before:  # of an attempt that was not answered, or one that has ended
             self._keys.revoke(before)
         asked_s = self._clock()
         self._lease = self._keys.grant(self._ttl_s)
         self._asked_s = asked_s
-        if not self._keys.take(self.after(last), self._address, self._lease, last):
+        if not self._keys.take(self._me(last), self._address, self._lease, last):
             refused, self._lease = self._lease, 0
             self._keys.revoke(refused)
         self._look()
+        return self._lead(self._asked_s) if self._has_it else RETRY_S
 
-    def after(self, last: Last) -> Last:
-        """What etcd has in the place of `last`, once this one leads. Where it knows less than this one, revisions begin
-        beyond those that anybody has seen."""
-        counts_from = last.counts_from if last.since >= self._newest else self._newest + BEYOND
-        return Last(self.id, self.run, 0, self.began_with, counts_from)
+    def _me(self, last: Last) -> Last:
+        """What etcd has in the place of `last`, once this one leads."""
+        by_time = int(1000 * self._time_of_day()) * TICKS
+        return Last(self.id, self.run, 0, self.began_with, max(last.counts_from, self._newest, by_time))
+
+    def end(self) -> bool:
+        """The run that it has led is over: says so, whoever leads it by now. Returns whether that is known.
+
+        Raises:
+            EtcdUnavailable: etcd does not answer.
+        """
+        last = self._look()
+        if not self._knows_less and (last.over or last.run != self.run):
+            return True
+        return self._keys.write(dataclasses.replace(self._me(last), over=True), last)
 
     def resign(self) -> None:
         """Another may lead at once. Nothing else may be asked of this one."""
@@ -220,6 +279,12 @@ class Candidate:
 
     def _lead(self, asked_s: float) -> float:
         assert self.leads is not None, "it leads by what it has looked at"
-        self.led = self.led or self.leads.revision
-        self.standing, self._until_s = Standing.LEADING, asked_s + MARGIN * self._ttl_s
-        return self._ttl_s / RENEWS
+        self._since = self.leads.revision
+        self.led = self.led or self._since
+        self.standing, self._renewed_s = Standing.LEADING, asked_s
+        return max(asked_s + self._ttl_s / RENEWS - self._clock(), 0.0)
+
+
+def _patience(last: Last) -> float:
+    """For how many leases that must have been there, before who stands by leads."""
+    return {GOES_ON: FORGOTTEN_LEASES, BEGINS: UNKNOWN_LEASES}.get(last.mark, 0.0)

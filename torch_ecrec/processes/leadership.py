@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 
 from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
-from torch_ecrec.transport.etcd import NOBODY, EtcdKeys, EtcdUnavailable, Last, parse_place
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, parse_place
 
 log = logging.getLogger(__name__)
 
-ENDS_S = 5.0  # for etcd to hear that a run is over
+ENDS_S = 30.0  # for etcd to hear that a run is over
 PATIENT = 0.5  # of its lease may an answer of etcd take; with slower ones nobody could lead
 
 
@@ -181,11 +181,12 @@ class Office:
         deadline_s = time.monotonic() + ENDS_S
         while True:
             try:
-                if not self._keys.end(self._candidate.after(NOBODY)):
-                    log.warning("another coordinator leads at %s by now: the run goes on there", self._elect)
-                return
+                if self._candidate.end():
+                    return
+                self._candidate.step()  # it keeps the lead until then
             except EtcdUnavailable as error:
+                self._tell(f"etcd does not hear that the run is over: {error}", logging.WARNING)
                 if time.monotonic() > deadline_s:
-                    log.warning("those who stand by at %s are not told that the run is over: %s", self._elect, error)
+                    log.warning("those who stand by at %s are not told that the run is over", self._elect)
                     return
             time.sleep(RETRY_S)  # there is nothing to wait for but etcd

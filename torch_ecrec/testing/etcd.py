@@ -21,6 +21,9 @@ class VirtualEtcd:
         self.last = NOBODY
         self._next = 1
 
+    def look(self) -> tuple[Leader | None, Last]:
+        return self.leader, self.last
+
     def expire(self, now_s: float) -> None:
         """Leases end."""
         for lease, (_, until_s) in list(self.leases.items()):
@@ -50,19 +53,18 @@ class VirtualEtcd:
     def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
         if lease not in self.leases:
             raise EtcdUnavailable("requested lease not found")
-        if self.leader is not None or self.last.revision != last.revision:
+        if self.leader is not None or not self.last.is_as_written(last):
             return False
         self.revision += 1
         self.leader = Leader(address, me.counts_from + self.revision, me.id, lease)
         self.last = dataclasses.replace(me, revision=self.revision)
         return True
 
-    def end(self, me: Last) -> bool:
-        if self.last.id not in ("", me.id):
+    def write(self, said: Last, last: Last) -> bool:
+        if not self.last.is_as_written(last):
             return False
         self.revision += 1
-        over = self.last if self.last.id else me
-        self.leader, self.last = None, dataclasses.replace(over, over=True, revision=self.revision)
+        self.leader, self.last = None, dataclasses.replace(said, revision=self.revision)
         return True
 
     def forget(self) -> None:

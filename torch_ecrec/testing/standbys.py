@@ -52,8 +52,8 @@ class Keys:
     def leader(self) -> Leader | None:
         return self._now().leader
 
-    def last(self) -> Last:
-        return self._now().last
+    def look(self) -> tuple[Leader | None, Last]:
+        return self._now().look()
 
     def grant(self, ttl_s: int) -> int:
         return self._now().grant(ttl_s, self._clock())
@@ -66,6 +66,9 @@ class Keys:
 
     def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
         return self._now().take(me, address, lease, last)
+
+    def write(self, said: Last, last: Last) -> bool:
+        return self._now().write(said, last)
 
 
 class Standby(Center):

@@ -44,9 +44,14 @@ class Accrual:
             self._silences.append(min(max(silence_s, 0.0), self._most_s / STRETCH))
 
     @property
+    def knows(self) -> bool:
+        """Whether enough is learned."""
+        return len(self._silences) >= ENOUGH
+
+    @property
     def limit_s(self) -> float:
         """A longer silence is suspicious."""
-        if len(self._silences) < ENOUGH:
+        if not self.knows:
             return self._first_s
         usual_s = fmean(self._silences) + DEVIATIONS * max(pstdev(self._silences), DEVIATION_LEAST_S)
         return min(max(usual_s, STRETCH * max(self._silences), self._least_s), self._most_s)

@@ -53,6 +53,7 @@ class Door:
         build: of this process.
         admit: `admit(sock, generation)` of who has said hello; the socket blocks, and is the callee's. On the door's
             thread: it must not wait.
+        visited: gets the host of everybody who connects from another one.
         complaints: get why somebody was not let in.
         on_error: gets what goes wrong here; the door stays open.
     """
@@ -63,11 +64,12 @@ class Door:
         key: bytes,
         build: Build,
         admit: Callable[[socket.socket, int], None],
+        visited: Callable[[str], None],
         complaints: Complaints,
         on_error: Callable[[BaseException], None],
     ) -> None:
         self._listeners, self._key, self._build, self._admit = list(listeners), key, build, admit
-        self._complaints, self._on_error = complaints, on_error
+        self._visited, self._complaints, self._on_error = visited, complaints, on_error
         self._strangers: dict[_Stranger, None] = {}  # the oldest first
         self._wake, self._woken = socket.socketpair()
         self._ends = False
@@ -142,7 +144,7 @@ class Door:
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_AT_ONCE):
             try:
-                sock, _ = listener.accept()
+                sock, address = listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -154,6 +156,8 @@ class Door:
                         self._pause()
                         return
                 continue  # else it is the error of one who had connected, and is gone
+            if not isinstance(address, (str, bytes)):  # else it is within this host
+                self._visited(address[0])
             self._come(sock)
 
     def _come(self, sock: socket.socket) -> None:
@@ -163,8 +167,6 @@ class Door:
         self._strangers[stranger] = None
         try:
             sock.setblocking(False)
-            if sock.family != socket.AF_UNIX:
-                tune(sock)
             self._selector.register(sock, selectors.EVENT_READ, stranger)
         except OSError as error:  # it is gone
             self._turn_away(stranger, error)
@@ -196,8 +198,18 @@ class Door:
                 self._tell_build(stranger)
                 return
             self._forget(stranger)
-            stranger.sock.setblocking(True)
-            self._admit(stranger.sock, int(generation))
+            self._let_in(stranger.sock, int(generation))
+
+    def _let_in(self, sock: socket.socket, generation: int) -> None:
+        try:
+            sock.setblocking(True)
+            if sock.family != socket.AF_UNIX:
+                tune(sock)
+        except OSError as error:  # it is gone
+            self._complaints.add("a member's connection is closed", error)
+            sock.close()
+            return
+        self._admit(sock, generation)
 
     def _tell_build(self, stranger: _Stranger) -> None:
         told = self._build.told()

@@ -3,12 +3,12 @@
 A cluster has a name, and in etcd two keys under it:
 
     /torch-ecrec/NAME/leader    where the leader listens, and its id; with a lease: it goes when its owner is silent
-    /torch-ecrec/NAME/last      who has led last, the word of the run, what it began with, whether it is over; it stays
+    /torch-ecrec/NAME/last      who has led last, the word of the run, what it began with, whether it is over; or a mark
 
-The revision at which `leader` was made tells one leader from the next: it only grows. Where etcd has lost what it knew,
-its revisions begin anew, and count on from beyond those of before (`Last.counts_from`). Every call is one
-transaction of etcd, and asks one address after the other. How long each may take follows from how long it took before:
-on a busy machine etcd may need longer for every answer than a short limit allows, and then nobody could ever lead.
+The revision at which `leader` was made, with what is added to it (`Last.counts_from`), tells one leader from the next:
+it only grows. Every call is one transaction of etcd, and asks one address after the other. How long each may take
+follows from how long it took before: on a busy machine etcd may need longer for every answer than a short limit allows,
+and then nobody could ever lead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -80,6 +80,9 @@ def parse_place(text: str) -> Place:
     return Place(protocol, tuple(addresses), found[3], tls)
 
 
+GOES_ON, BEGINS = "goes on", "begins"  # marks
+
+
 @dataclass(frozen=True)
 class Leader:
     """Who leads: its address, and the revision since when. `id`: made up by its process; `lease`: what the key has."""
@@ -92,14 +95,17 @@ class Leader:
 
 @dataclass(frozen=True)
 class Last:
-    """Who has led last.
+    """Who has led last; or a mark, by which somebody says what etcd did not know (`coordinator/election.py`).
 
     Args:
-        id: made up by its process.
+        id: made up by its process; of a mark: for the mark.
         run: the word of the run; `began_with`: the checkpoint that it began with, as the first to lead has found it.
         revision: of what etcd has of it, 0 if nothing.
-        counts_from: what is added to etcd's revisions, of this leader and the next ones.
+        counts_from: what is added to etcd's revisions; of a mark: the newest revision that its writer has seen.
         over: the run has ended. Who leads next begins another.
+        mark: `GOES_ON`: nobody leads the run for now. `BEGINS`: it begins, unless somebody knows of another. Else "".
+        deposed: of a mark: somebody led, as etcd said, and may act until its lease is over.
+        written: as etcd has it.
     """
 
     id: str = ""
@@ -108,16 +114,23 @@ class Last:
     began_with: str = ""
     counts_from: int = 0
     over: bool = False
+    mark: str = ""
+    deposed: bool = False
+    written: str = field(default="", compare=False, repr=False)
 
     @property
     def since(self) -> int:
-        """The revision of its leader, as members know it."""
-        return self.counts_from + self.revision
+        """The revision of its leader, as members know it; of a mark: of any leader that is known."""
+        return self.counts_from + (0 if self.mark else self.revision)
 
     @property
     def runs(self) -> bool:
         """There is a run, and somebody has led it."""
-        return bool(self.id) and not self.over
+        return bool(self.id) and not self.over and self.mark != BEGINS
+
+    def is_as_written(self, other: Last) -> bool:
+        """The same but for the revision."""
+        return dataclasses.replace(self, revision=0) == dataclasses.replace(other, revision=0)
 
 
 NOBODY = Last()
@@ -182,26 +195,19 @@ class EtcdKeys:
             if not found:
                 return None
             value, about = found[0]
-            said = json.loads(value)
-            host, port = said["address"]
-            since = int(said.get("counts_from", 0)) + int(about["create_revision"])
-            return Leader((host, int(port)), since, said["id"], said["lease"])
+            return _leader(value.decode(), about)
 
         return self._ask(ask)
 
-    def last(self) -> Last:
-        """Who has led last."""
+    def look(self) -> tuple[Leader | None, Last]:
+        """Who leads, and who has led last, at one moment."""
+        asked = [{"request_range": {"key": _encoded(key)}} for key in (self._leader, self._last)]
 
-        def ask(client: Etcd3Client) -> Last:
-            found = client.get(self._last, metadata=True)
-            if not found:
-                return NOBODY
-            value, about = found[0]
-            said = json.loads(value)
-            led = Last(said["id"], said["run"], int(about["mod_revision"]))
-            # An older build has not written what the run began with: which counts only where nobody is left.
-            more = str(said.get("began_with", "")), int(said.get("counts_from", 0)), bool(said.get("over", False))
-            return dataclasses.replace(led, began_with=more[0], counts_from=more[1], over=more[2])
+        def ask(client: Etcd3Client) -> tuple[Leader | None, Last]:
+            found = client.transaction({"compare": [], "success": asked, "failure": []})["responses"]
+            of_leader, of_last = (one["response_range"].get("kvs", []) for one in found)
+            leader = _leader(_decoded(of_leader[0]["value"]), of_leader[0]) if of_leader else None
+            return leader, _last(_decoded(of_last[0]["value"]), of_last[0]) if of_last else NOBODY
 
         return self._ask(ask)
 
@@ -223,7 +229,7 @@ class EtcdKeys:
             self._ask(lambda client: Lease(lease, client).revoke())
 
     def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
-        """Leads, if nobody does and who has led last is who it was. `me`: what `last` has from then on."""
+        """Leads, if nobody does and `last` is what it was. `me`: what it is from then on."""
         key, of_last = _encoded(self._leader), _encoded(self._last)
         about = {"id": me.id, "address": list(address), "lease": lease, "counts_from": me.counts_from}
         return self._txn(
@@ -234,17 +240,18 @@ class EtcdKeys:
             ],
         )
 
-    def end(self, me: Last) -> bool:
-        """The run is over, and nobody leads; unless another has led since. The next of this name is another run."""
-        last = self.last()
-        if last.id not in ("", me.id):
-            return False
-        over = {"key": _encoded(self._last), "value": _written(dataclasses.replace(last if last.id else me, over=True))}
+    def write(self, said: Last, last: Last) -> bool:
+        """Nobody leads, and `said` takes the place of `last`, if that is what it was: a mark, or the end of a run."""
+        put = {"key": _encoded(self._last), "value": _written(said)}
         nobody = {"request_delete_range": {"key": _encoded(self._leader)}}
-        return self._txn([self._is_still(last)], [nobody, {"request_put": over}])
+        return self._txn([self._is_still(last)], [nobody, {"request_put": put}])
 
     def _is_still(self, last: Last) -> dict[str, Any]:
-        return {"key": _encoded(self._last), "result": "EQUAL", "target": "MOD", "mod_revision": last.revision}
+        """By its value: an etcd that has forgotten everything counts its revisions anew."""
+        key = {"key": _encoded(self._last), "result": "EQUAL"}
+        if not last.id:
+            return {**key, "target": "CREATE", "create_revision": 0}
+        return {**key, "target": "VALUE", "value": _encoded(last.written)}
 
     def _txn(self, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
         asked = {"compare": compare, "success": success, "failure": []}
@@ -264,12 +271,39 @@ def _said(error: Exception) -> str:
     return str(getattr(error, "detail_text", None) or error)
 
 
+def _leader(text: str, about: Mapping[str, Any]) -> Leader:
+    said = json.loads(text)
+    host, port = said["address"]
+    since = int(said.get("counts_from", 0)) + int(about["create_revision"])
+    return Leader((host, int(port)), since, said["id"], said["lease"])
+
+
+def _last(text: str, about: Mapping[str, Any]) -> Last:
+    said = json.loads(text)
+    # An older build has not written what the run began with: which counts only where nobody is left.
+    return Last(
+        id=said["id"],
+        run=said["run"],
+        revision=int(about["mod_revision"]),
+        began_with=str(said.get("began_with", "")),
+        counts_from=int(said.get("counts_from", 0)),
+        over=bool(said.get("over", False)),
+        mark=str(said.get("mark", "")),
+        deposed=bool(said.get("deposed", False)),
+        written=text,
+    )
+
+
 def _written(last: Last) -> str:
     """As etcd has it, but for its revision."""
-    said = {name: value for name, value in dataclasses.asdict(last).items() if name != "revision"}
+    said = {name: value for name, value in dataclasses.asdict(last).items() if name not in ("revision", "written")}
     return _encoded(json.dumps(said))
 
 
 def _encoded(text: str) -> str:
     """As the gateway wants keys and values."""
     return base64.b64encode(text.encode()).decode()
+
+
+def _decoded(text: str) -> str:
+    return base64.b64decode(text).decode()

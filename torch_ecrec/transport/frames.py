@@ -47,6 +47,7 @@ CHECKSUM_BYTES = 8
 MESSAGE_MOST_BYTES = 64 << 20  # without tensors, and as much for notes and for the table
 RANK_MOST = 32
 BUFFER_BYTES = 1 << 14
+JOINED_MOST_BYTES = 1 << 14  # of a frame that is sent as one piece: a copy costs less than the pieces
 KEPT_BYTES = 1 << 20  # a buffer that a large message has made larger is let go of
 AWAIT_LEAST_BYTES, AWAIT_MOST_BYTES = 1 << 17, 1 << 19  # of a message over TCP: see `FrameReader._fill_much`
 PACKED_LEAST_BYTES = 1 << 15  # of a tensor: for fewer the calls cost what is saved
@@ -93,7 +94,8 @@ class OtherBuild(ValueError):
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    return memoryview(byte_view(tensor))  # type: ignore[arg-type]
+    """Its bytes, of which there are some."""
+    return as_array(tensor).data.cast("B")
 
 
 class Frame:
@@ -133,13 +135,16 @@ class Frame:
         numbers = list(itertools.chain.from_iterable(entries))
         table = struct.pack(f"<{len(numbers)}Q", *numbers)
         head = HEADER.pack(MAGIC, len(notes), len(table), len(self._body), self._ticket) + notes + table
-        self._parts.extend((memoryview(head), memoryview(self._body)) if self._body else (memoryview(head),))
-        self._parts.extend(_memory(tensor) for tensor in sent if tensor.numel())
+        parts: list[bytes | memoryview] = [head, self._body]
+        parts += [_memory(tensor) for tensor in sent if tensor.numel()]
+        if sum(map(len, parts)) <= JOINED_MOST_BYTES:
+            parts = [b"".join(parts)]
         if between_hosts:
             checksum = xxhash.xxh3_64()
-            for part in self._parts:
+            for part in parts:
                 checksum.update(part)
-            self._parts.append(memoryview(checksum.digest()))
+            parts.append(checksum.digest())
+        self._parts.extend([memoryview(part) for part in parts if part])
         self._tensors, self._body = [], b""  # what is lent, the notes keep
         self.begun = True
 
@@ -155,10 +160,10 @@ class Frame:
                 self.bytes_saved += tensor.nbytes - len(smaller)
         return sent, entries
 
-    def send_to(self, sock: socket.socket, lending: Lending | None = None) -> bool:
+    def send_to(self, sock: socket.socket, lending: Lending | None, between_hosts: bool) -> bool:
         """Sends as much as goes without waiting. True: all of it. Raises OSError."""
         if not self.begun:
-            self._begin(lending, is_between_hosts(sock))
+            self._begin(lending, between_hosts)
         while self._parts:
             control = []
             if self._shows:
@@ -177,7 +182,7 @@ class FrameReader:
     """Reads frames, one after the other, from a connection.
 
     What comes first of a frame is read together, with some bytes of its tensors perhaps: every system call may have to
-    wait for the interpreter's lock.
+    wait for the interpreter's lock. What is in the buffer is summed at once, before it is overwritten.
     """
 
     def __init__(self, sock: socket.socket, lending: Lending | None = None) -> None:
@@ -185,7 +190,8 @@ class FrameReader:
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0  # what of the buffer has come and is not used
         self._summed = is_between_hosts(sock)
-        self._checksum = xxhash.xxh3_64()  # of the frame so far
+        self._checksum = xxhash.xxh3_64()  # of the frame so far, but for what is used of the buffer from here on
+        self._unsummed = 0
         self._packed: list[tuple[NDArray[np.uint8], int, Tensor]] = []  # what came, how much of it, and what is to be
 
     def read(self) -> tuple[int, Encoded] | None:
@@ -199,7 +205,8 @@ class FrameReader:
         """
         while self._have(HEADER.size):
             self._checksum.reset()
-            magic, of_notes, of_table, of_body, ticket = HEADER.unpack(self._take(HEADER.size, summed=True))
+            self._unsummed = self._begin
+            magic, of_notes, of_table, of_body, ticket = HEADER.unpack(self._take(HEADER.size))
             too_large = max(of_notes, of_table, of_body) > MESSAGE_MOST_BYTES
             if magic not in (MAGIC, OTHER_BUILD) or too_large or of_table % _NUMBER_BYTES:
                 raise ValueError("not a frame")
@@ -211,11 +218,9 @@ class FrameReader:
             if of_notes:
                 if self._lending is None:
                     raise ValueError("notes, but nothing is lent on this connection")
-                places = self._lending.take_notes(bytes(self._take(of_notes, summed=True)))
-            table = (
-                struct.unpack(f"<{of_table // _NUMBER_BYTES}Q", self._take(of_table, summed=True)) if of_table else ()
-            )
-            body = bytes(self._take(of_body, summed=True))
+                places = self._lending.take_notes(bytes(self._take(of_notes)))
+            table = struct.unpack(f"<{of_table // _NUMBER_BYTES}Q", self._take(of_table)) if of_table else ()
+            body = bytes(self._take(of_body))
             tensors = self._tensors(table, places) if table else []
             if self._summed:
                 self._compare()
@@ -225,10 +230,17 @@ class FrameReader:
         return None
 
     def _compare(self) -> None:
+        self._sum()
         if not self._have(CHECKSUM_BYTES):
             raise ConnectionError("the connection ended")
-        if bytes(self._take(CHECKSUM_BYTES)) != self._checksum.digest():
+        if self._take(CHECKSUM_BYTES) != self._checksum.digest():
             raise Spoilt("a message was spoilt on its way: its checksum is another")
+
+    def _sum(self) -> None:
+        """What is used of the buffer and was not summed yet."""
+        if self._summed and self._unsummed < self._begin:
+            self._checksum.update(self._buffer[self._unsummed : self._begin])
+        self._unsummed = self._begin
 
     def _unpack(self) -> None:
         packed, self._packed = self._packed, []
@@ -265,8 +277,6 @@ class FrameReader:
                     tensor = self._within(*place, sizes, _NUMPY[code], borrowed)
                 tensors.append(tensor)
             self._fill(memories)
-            for memory in memories if self._summed else ():
-                self._checksum.update(memory)
         except (IndexError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
             raise ValueError(f"not a tensor: {first_line(error)}") from error
         return tensors
@@ -297,6 +307,11 @@ class FrameReader:
     def _have(self, size: int) -> bool:
         """Waits until so many bytes are in the buffer. False if the connection ended before the first of them."""
         while self._end - self._begin < size:
+            self._sum()
+            if self._begin == self._end:
+                self._begin = self._end = self._unsummed = 0
+                if len(self._buffer) > KEPT_BYTES:
+                    self._buffer = memoryview(bytearray(BUFFER_BYTES))
             if self._begin + size > len(self._buffer) and (self._begin or self._end == len(self._buffer)):
                 self._make_room(size)
             got = self._receive([self._buffer[self._end :]])
@@ -313,17 +328,12 @@ class FrameReader:
         if len(rest) == len(self._buffer):
             self._buffer = memoryview(bytearray(min(size, 2 * len(rest))))
         self._buffer[: len(rest)] = rest
-        self._begin, self._end = 0, len(rest)
+        self._begin, self._end, self._unsummed = 0, len(rest), 0
 
-    def _take(self, size: int, summed: bool = False) -> memoryview:
+    def _take(self, size: int) -> memoryview:
+        """Of what is there; to be looked at before more is waited for."""
         taken = self._buffer[self._begin : self._begin + size]
-        if summed and self._summed:
-            self._checksum.update(taken)
         self._begin += size
-        if self._begin == self._end:
-            self._begin = self._end = 0
-            if len(self._buffer) > KEPT_BYTES:
-                self._buffer = memoryview(bytearray(BUFFER_BYTES))
         return taken
 
     def _fill(self, memories: list[memoryview]) -> None:
@@ -333,19 +343,27 @@ class FrameReader:
             taken = self._take(min(len(rest[0]), self._end - self._begin))
             rest[0][: len(taken)] = taken
             _advance(rest, len(taken))
-        self._fill_much(rest)
+        if not rest:
+            return
+        from_socket = list(rest)
+        if self._summed:
+            self._fill_much(rest)
         while rest:
             got = self._receive(_at_once(rest), _WAIT_ALL)
             if got == 0:
                 raise ConnectionError("the connection ended")
             _advance(rest, got)
+        if self._summed:
+            self._sum()
+            for memory in from_socket:
+                self._checksum.update(memory)
 
     def _fill_much(self, rest: deque[memoryview]) -> None:
         """Over TCP, wakes once for much that has come: a packet is 64 KiB at most, and each would wake this thread.
 
         `recvmsg` itself must not wait here: what it has taken already does not count for the bytes to wake at.
         """
-        left = sum(map(len, rest)) if self._sock.family != socket.AF_UNIX else 0
+        left = sum(map(len, rest))
         if left < AWAIT_LEAST_BYTES:
             return
         arrived = select.poll()

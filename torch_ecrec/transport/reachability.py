@@ -6,8 +6,13 @@ is known). Any answer of its kernel counts, a refusal too, and so does what come
 (`heard_s_ago`): so a process that is busy, stopped or gone, and a link that is slow, are never taken for a cut.
 Whether a process lives is for others to find out.
 
+Who is heard anyway, on connections that are there or because it tries itself, need not be tried: it is all the same,
+every `HEARD_TRY_S`, since what is usual is learned from tries. So of two hosts that have nothing to say to each other
+one tries the other, and in training hardly anybody anybody.
+
     tried at 0.0, 0.25, ...        answers come within 1 ms, and then none does: unreachable after 0.75
     tried at 0.0, heard at 1.2     silent for 1.2 s, now at most since the try after that; 1.8 s are usual now
+    heard at 0.0, 0.1, ... 5.0     tried at 0.0, 1.0, ... 5.0, 5.4, 5.6
 
 Each way counts: without the way there nothing is answered, without the way back no answer comes.
 
@@ -19,23 +24,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket
 import stat
 import struct
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch_ecrec.runtime.addresses import family_of, own_host
 from torch_ecrec.transport.accrual import Accrual
 
 TRY_S = 0.25
+HEARD_TRY_S = 1.0  # of who is heard anyway
+HEARD_PAUSE = 1.5  # of the pauses between tries, without a word: tried again; then the other has been, if it tries
 TRY_LIMIT_S = 2.0  # an answer that takes longer counts for nothing; others are asked for meanwhile
 SILENT_S = 1.5  # before it is known what is usual
 SILENT_LEAST_S, SILENT_MOST_S = 0.75, 5.0
 LEAST_TRIES = 3  # in any silence that counts
 DOUBT_S = 0.3  # silent for longer: connections that are there are looked at
 TRIES_A_SECOND = 40.0  # at most: a large cluster is tried less often
+VISITS_MOST = 1024  # between two looks
 STALLED_S = 1.0  # between two looks: then this process stood still itself, and the others are given that time
 
 Place = tuple[str, int]  # host, port
@@ -45,15 +55,17 @@ class Reachability:
     """What the tries say. Pure: the time is an argument."""
 
     def __init__(self) -> None:
-        self._next: dict[str, float] = {}  # host -> when it is tried next
+        self._tried: dict[str, float] = {}  # host -> when it was, last
+        self._came: dict[str, float] = {}  # host -> when something has, without a try
         self._since: dict[str, float] = {}  # host -> the first try that nothing has come after
         self._usual: dict[str, Accrual] = {}  # host -> how long it is silent, as a rule
         self._looked_s: float | None = None
 
-    def keep(self, hosts: Collection[str], now_s: float) -> None:
+    def keep(self, hosts: Collection[str]) -> None:
         """These are tried from now on, and no others."""
-        self._next = {host: self._next.get(host, now_s) for host in hosts}
-        self._since = {host: since for host, since in self._since.items() if host in self._next}
+        self._tried = {host: self._tried.get(host, -math.inf) for host in hosts}
+        self._came = {host: came_s for host, came_s in self._came.items() if host in self._tried}
+        self._since = {host: since for host, since in self._since.items() if host in self._tried}
         fresh = {host: Accrual(SILENT_S, SILENT_LEAST_S, SILENT_MOST_S) for host in hosts if host not in self._usual}
         self._usual = {host: self._usual.get(host) or fresh[host] for host in hosts}
 
@@ -63,11 +75,21 @@ class Reachability:
         self._looked_s = now_s
         if stalled_s > STALLED_S:
             self._since = {host: since + stalled_s for host, since in self._since.items()}
-        due = [host for host, next_s in self._next.items() if next_s <= now_s]
+        due = [host for host in self._tried if self._next_s(host) <= now_s]
         for host in due:
-            self._next[host] = now_s + self._pause_s
+            self._tried[host] = now_s
             self._since.setdefault(host, now_s)
         return due
+
+    def wanted(self, now_s: float) -> bool:
+        """Whether it matters if something has come: a host is to be tried, or silent for longer than a good one is."""
+        return any(self._next_s(host) <= now_s for host in self._tried) or self.doubtful(now_s)
+
+    def came(self, host: str, at_s: float) -> None:
+        """Like `heard`, where that is no answer to a try."""
+        self.heard(host, at_s)
+        if host in self._tried:
+            self._came[host] = max(at_s, self._came.get(host, at_s))
 
     def heard(self, host: str, at_s: float) -> None:
         """Something of this host has come."""
@@ -84,9 +106,16 @@ class Reachability:
         """Whether any host is silent for longer than a good one would be."""
         return any(now_s - since > DOUBT_S for since in self._since.values())
 
+    def _next_s(self, host: str) -> float:
+        tried_s, pause_s = self._tried[host], self._pause_s
+        if not self._usual[host].knows:
+            return tried_s + pause_s
+        came_s = self._came.get(host, -math.inf)
+        return min(max(tried_s + pause_s, came_s + HEARD_PAUSE * pause_s), tried_s + max(HEARD_TRY_S, pause_s))
+
     @property
     def _pause_s(self) -> float:
-        return max(TRY_S, len(self._next) / TRIES_A_SECOND)
+        return max(TRY_S, len(self._tried) / TRIES_A_SECOND)
 
 
 class Tries:
@@ -98,23 +127,33 @@ class Tries:
         self._places: dict[str, Place] = {}  # by host
         self._known: dict[str, Place] | None = None  # what `_places` was made of
         self._under_way: list[tuple[str, socket.socket, float]] = []  # host; until when
+        self._visits: deque[tuple[str, float]] = deque(maxlen=VISITS_MOST)  # host; when
         self._unreachable: frozenset[str] = frozenset()  # hosts
 
     def follow(self, places: Mapping[str, Place], own_host: str = "") -> None:
         """Members, and where each listens; those of this process's own host are not tried. From any thread."""
         self._wanted = {name: place for name, place in places.items() if place[0] != own_host}
 
+    def visited(self, host: str) -> None:
+        """It has connected, so that both ways are open. From any thread."""
+        self._visits.append((host, time.monotonic()))
+
     def unreachable(self) -> list[str]:
         """Members that cannot be reached, in order of their names. From any thread."""
         hosts = self._unreachable
         return sorted(name for name, place in self._wanted.items() if place[0] in hosts)
 
-    def look(self, connections: Iterable[socket.socket], now_s: float) -> None:
-        """Goes on with the tries. `connections`: that are there, with whomever."""
+    def look(self, connections: Iterable[socket.socket], now_s: float, in_doubt: bool = False) -> None:
+        """Goes on with the tries.
+
+        Args:
+            connections: that are there, with whomever.
+            in_doubt: it takes long to find them, so that it is only done for a host that is silent.
+        """
         if self._known is not self._wanted:
             self._known = self._wanted
             self._places = {place[0]: place for place in self._known.values()}
-            self._hosts.keep(self._places, now_s)
+            self._hosts.keep(self._places)
         waiting = []
         for host, sock, until_s in self._under_way:
             answered = _answered(sock, self._places.get(host))
@@ -125,14 +164,16 @@ class Tries:
             else:
                 waiting.append((host, sock, until_s))
         self._under_way = waiting
-        for host in self._hosts.due(now_s):
-            if (begun := _try(self._places[host])) is not None:
-                self._under_way.append((host, begun, now_s + TRY_LIMIT_S))
-        if self._hosts.doubtful(now_s):
+        while self._visits:
+            self._hosts.came(*self._visits.popleft())
+        if self._hosts.doubtful(now_s) if in_doubt else self._hosts.wanted(now_s):
             for connection in connections:
                 found = heard_s_ago(connection)
                 if found is not None:
-                    self._hosts.heard(found[0], time.monotonic() - found[1])
+                    self._hosts.came(found[0], time.monotonic() - found[1])
+        for host in self._hosts.due(now_s):
+            if (begun := _try(self._places[host])) is not None:
+                self._under_way.append((host, begun, now_s + TRY_LIMIT_S))
         self._unreachable = frozenset(self._hosts.silent(now_s))
 
     def close(self) -> None:

@@ -174,7 +174,7 @@ class RpcTransport(Transport):
     def _look(self) -> None:
         try:
             while not self._ended.wait(LOOK_S):
-                self._tries.look(open_sockets(), time.monotonic())
+                self._tries.look(open_sockets(), time.monotonic(), in_doubt=True)
         except Exception as error:  # the seam: it would vanish with this thread
             self._report(error)
 

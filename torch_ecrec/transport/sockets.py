@@ -44,7 +44,7 @@ from torch_ecrec.runtime.addresses import family_of, own_host
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.control import tune
 from torch_ecrec.transport.door import HELLO, KEY_BYTES, Door
-from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild
+from torch_ecrec.transport.frames import MAGIC, Frame, FrameReader, OtherBuild, is_between_hosts
 from torch_ecrec.transport.generations import Handler, Transport
 from torch_ecrec.transport.lending import Lending
 from torch_ecrec.transport.rendezvous import World, first_line
@@ -121,8 +121,9 @@ class FrameConnection:
 
     def __init__(self, sock: socket.socket, sender: Sender) -> None:
         self.sock = sock
+        self._between_hosts = is_between_hosts(sock)
         pool = shared.pool()
-        self.lending = Lending(pool) if _is_within_host(sock) and pool is not None else None
+        self.lending = Lending(pool) if not self._between_hosts and pool is not None else None
         self._sender = sender
         self._lock = threading.Lock()  # guards all below
         self._waiting: deque[Frame] = deque()
@@ -204,7 +205,7 @@ class FrameConnection:
     def _push(self) -> None:
         self._quiet = False
         try:
-            while self._waiting and self._waiting[0].send_to(self.sock, self.lending):
+            while self._waiting and self._waiting[0].send_to(self.sock, self.lending, self._between_hosts):
                 sent = self._waiting.popleft()
                 self.bytes_packed += sent.bytes_packed
                 self.bytes_saved += sent.bytes_saved
@@ -262,7 +263,7 @@ class Channel:
         connected = False
         reason = "the connection ended"
         try:
-            if not _is_within_host(self.sock):
+            if is_between_hosts(self.sock):
                 self.sock.settimeout(CONNECT_S)
                 self.sock.connect(self._address.place)
                 tune(self.sock)
@@ -339,10 +340,6 @@ class Address:
             sock.close()
             return None
         return sock
-
-
-def _is_within_host(sock: socket.socket) -> bool:
-    return sock.family == socket.AF_UNIX
 
 
 class SocketTransport(Transport):
@@ -475,7 +472,15 @@ class SocketTransport(Transport):
                 raise ClusterUnavailable(f"cannot listen for other members: {error}") from error
             port = listeners[0].getsockname()[1]
             self._address = Address(host, port, secrets.token_bytes(KEY_BYTES), name)
-            self._door = Door(listeners, self._address.key, self.build, self._admit, self.complaints, self._report)
+            self._door = Door(
+                listeners,
+                self._address.key,
+                self.build,
+                self._admit,
+                self._tries.visited,
+                self.complaints,
+                self._report,
+            )
             self._start(self._door.run, "door")
         return str(self._address)
 
