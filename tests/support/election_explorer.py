@@ -33,8 +33,10 @@ What is checked:
     two        two processes that are not stopped both `hold`
     second     a run begins while one goes on, and a live process knows of that one
     second-asleep  likewise, and all who know of it are stopped at that moment
+    begun-twice    a run begins that somebody has led
     untrue     a process ends as if its run were over, and it is not
     led-on     an ended run is led after its end has been written to etcd (`led-on-untold`: before that could be said)
+    led-on-ever    likewise, long after all faults
     revision   somebody leads whose revision is not larger than any that members have seen of another leader
     nobody     long after all faults, nobody leads though a process lives (`many`: several hold)
     lost       long after all faults, a member is not with who leads
@@ -606,6 +608,8 @@ class World:
         assert c is not None
         if c.run in self.ended:
             self.found("led-on" if c.run in self.over_written else "led-on-untold", f"p{p.number} leads {c.run}")
+        if not c.again and c.run in self.begun:
+            self.found("begun-twice", f"p{p.number} begins {c.run}")
         if not c.again and c.run not in self.begun:
             on = [r for r in self.begun if r not in self.ended]
             for r in on:
@@ -657,6 +661,8 @@ class World:
             kind = "nobody" if not holding else "many"
             self.found(kind, f"{[(p.number, p.candidate.standing.value) for p in alive]}")
         assert holding[0].candidate is not None
+        if holding[0].candidate.run in self.ended:
+            self.found("led-on-ever", f"p{holding[0].number} leads {holding[0].candidate.run}, which is over")
         me = holding[0].candidate.id
         leader = self.etcd.state.leader
         if leader is None or leader.id != me:

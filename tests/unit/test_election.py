@@ -92,7 +92,7 @@ def test_a_leader_alone_that_was_stopped_leads_again() -> None:
     assert not run.candidates[0].holds and run.etcd.leader is None
     run.until(9.0 + SETTLED * TTL_S)
     assert not run.candidates[0].holds, "somebody who has led meanwhile would say so"
-    run.until(10.5)
+    run.until(9.5 + SETTLED * TTL_S)
     assert run.candidates[0].holds and len(run.led) == 1
     leads = run.candidates[0].leads
     assert leads is not None and 0 < run.candidates[0].led < leads.revision, "it hears what was said to it before"

@@ -38,7 +38,8 @@ POLL_S = 0.2  # between two looks of a standby
 RETRY_S = 0.2  # after etcd did not answer
 RENEWS = 4  # times in a lease
 MARGIN = 0.9  # of a lease in which its owner acts
-SETTLED = 0.5  # of a lease: for who knows more than etcd to say so
+SETTLED = 1.0  # leases: for who knows more than etcd to say so, or to stop
+STOOD = 1.0  # leases, with looks, before who stands by takes the lead where etcd says that nobody has it
 LOOKED = 0.5  # of a lease: so old may be what etcd has said when it is renewed
 FORGOTTEN_LEASES = 1.5  # after a mark: who was deposed by it has stopped, and who led before has led again
 UNKNOWN_LEASES = 2.5  # likewise, before a run begins: by then who knows of one has marked it
@@ -66,8 +67,8 @@ class Standing(Enum):
 
     STANDBY = "standby"
     LEADING = "leading"
-    FENCED = "fenced"  # another has led since it did, or may have; or the run has ended
-    OVER = "over"  # a standby: the run that it stood by, or that it had led before, has ended
+    FENCED = "fenced"  # another has led since it did, or may have
+    OVER = "over"  # the run that it stood by, or has led, has ended
 
 
 class Candidate:
@@ -159,7 +160,7 @@ class Candidate:
         if self._knows_less:
             self._mark(last)
             return POLL_S
-        if self.leads is None and self._stood_s >= _patience(last) * self._ttl_s:
+        if self._may_take():
             self.again = last.runs
             self.run = self._own_run if last.over else last.run
             self.began_with = self._begins_with() if last.over else last.began_with
@@ -178,31 +179,39 @@ class Candidate:
             if renewed and not self._settled:
                 return RETRY_S
         if self._ended:
-            self.standing = Standing.FENCED
-        elif not self._knows_less and last.id == self.id:  # nobody has led since
-            if self._settled:
-                return self._take(last)
-        elif last.id == self._marked and not self._knows_less:
-            if not last.deposed or self._stood_s >= FORGOTTEN_LEASES * self._ttl_s:
-                return self._take(last)
-        elif self._knows_less or (last.mark and last.since <= self._since):
+            self.standing = Standing.OVER
+        elif self._may_take():
+            return self._take(last)
+        elif self._knows_less or (last.mark and last.id != self._marked and last.since <= self._since):
             marked = self._mark(last) if self.holds else ""
             if self.holds:
                 self._marked = marked
             else:
                 self.standing = Standing.FENCED
-        else:
+        elif last.id != self.id and not (last.id == self._marked and self._lasts):
             self.standing = Standing.FENCED
         return RETRY_S
 
+    def _may_take(self) -> bool:
+        """By what etcd has just said: nobody leads, and nobody can have led who is not known of."""
+        last = self._last
+        if self._knows_less or self._ended or (self.leads is not None and self.leads.id != self.id):
+            return False
+        if self.standing is Standing.STANDBY:
+            return self.leads is None and self._stood_s >= _patience(last) * self._ttl_s
+        if last.id == self.id:
+            return self._settled
+        deposed_s = FORGOTTEN_LEASES * self._ttl_s if last.deposed else 0.0
+        return last.id == self._marked and self._lasts and self._stood_s >= deposed_s
+
     @property
     def _lasts(self) -> bool:
-        """Its lease has not ended since it was renewed last, whatever etcd knows."""
-        return self._clock() < self._renewed_s + self._ttl_s
+        """What etcd says has been there since its own lease lasted, and it has looked at least once in a lease."""
+        return self._looked_s - self._stood_s < self._renewed_s + self._ttl_s
 
     @property
     def _settled(self) -> bool:
-        """Nobody has led since, as etcd says, for so long that who knows more would have said it."""
+        """Nobody has led since, as etcd says, for so long that who knows more has said it, or has stopped."""
         return self._lasts or self._stood_s >= SETTLED * self._ttl_s
 
     @property
@@ -245,14 +254,20 @@ class Candidate:
         before, self._lease = self._lease, 0
         if before:  # of an attempt that was not answered, or one that has ended
             self._keys.revoke(before)
+            if self._look() != last or not self._may_take():
+                return RETRY_S
         asked_s = self._clock()
         self._lease = self._keys.grant(self._ttl_s)
         self._asked_s = asked_s
-        if not self._keys.take(self._me(last), self._address, self._lease, last):
+        was_stopped = self._clock() > self._asked_last_s + self._ttl_s  # etcd may say again what it said before that
+        if was_stopped or not self._keys.take(self._me(last), self._address, self._lease, last):
             refused, self._lease = self._lease, 0
             self._keys.revoke(refused)
         self._look()
-        return self._lead(self._asked_s) if self._has_it else RETRY_S
+        if not self._has_it:
+            return RETRY_S
+        asked_s = self._clock()  # where etcd is slow, much of the lease is over
+        return self._lead(asked_s if self._keys.renew(self._lease) else self._asked_s)
 
     def _me(self, last: Last) -> Last:
         """What etcd has in the place of `last`, once this one leads."""
@@ -287,4 +302,4 @@ class Candidate:
 
 def _patience(last: Last) -> float:
     """For how many leases that must have been there, before who stands by leads."""
-    return {GOES_ON: FORGOTTEN_LEASES, BEGINS: UNKNOWN_LEASES}.get(last.mark, 0.0)
+    return {GOES_ON: FORGOTTEN_LEASES, BEGINS: UNKNOWN_LEASES, "": STOOD if last.runs else 0.0}[last.mark]

@@ -158,6 +158,9 @@ class _Coordinator:
         finally:
             if self._office is not None:
                 self._office.close(self._over)
+        if self._fenced and self._office is not None and self._office.over:
+            log.info("the run is over: another coordinator has led, and has said so")
+            return False
         return self._fenced and not self._told_to_end
 
     def _stand(self, office: Office) -> bool:

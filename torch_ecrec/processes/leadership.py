@@ -92,6 +92,11 @@ class Office:
         return self._candidate.again
 
     @property
+    def over(self) -> bool:
+        """The run has ended, as somebody has told etcd."""
+        return self._candidate.standing is Standing.OVER
+
+    @property
     def led(self) -> int:
         """Since which revision of etcd it leads."""
         return self._candidate.led
@@ -121,7 +126,7 @@ class Office:
         """Renews the lease from now on.
 
         Args:
-            on_fenced: called on another thread, once, when another has led.
+            on_fenced: called on another thread, once, when another has led, or the run is over.
             hangs: whether who leads does nothing any more. Then the lease ends, and another leads.
         """
 
@@ -133,7 +138,7 @@ class Office:
 
         def keep() -> None:
             while not self._ends.wait(step()):
-                if self._candidate.standing is Standing.FENCED:
+                if self._candidate.standing is not Standing.LEADING:
                     on_fenced()
                     return
 

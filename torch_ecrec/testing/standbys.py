@@ -110,7 +110,7 @@ class Standby(Center):
             wait_s = self.candidate.step()
         except EtcdUnavailable:
             wait_s = RETRY_S
-        if self.candidate.standing is Standing.FENCED:
+        if self.candidate.standing is Standing.FENCED or (self.leads and self.candidate.standing is Standing.OVER):
             self._standbys.end_coordinator(self, back_s=AGAIN_S, known=self.candidate.known)
             return
         if self.candidate.standing is Standing.LEADING and not self.leads:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME, or etcds://...[?ca=FILE&cert=FILE&key=FILE] for TLS"
 PORT = 2379
+COUNTS_MOST = 1 << 62  # revisions: members read 63 bits
 SLOWER = 4.0  # than the last answer may the next one be
 _SHAPE = re.compile(r"(etcds?)://([^/]+)/([A-Za-z0-9._-]+)(?:\?(.*))?")
 _TLS = "ca", "cert", "key"
@@ -176,8 +177,8 @@ class EtcdKeys:
                 found = do(client)
                 self._allow(client, SLOWER * (time.monotonic() - asked_s))
                 return found
-            # OSError: also a certificate's file that is not there. The last three: it is not what this has written.
-            except (Etcd3Exception, OSError, ValueError, KeyError, TypeError) as error:
+            # OSError: also a certificate's file that is not there. What follows: it is not what this has written.
+            except (Etcd3Exception, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 if isinstance(error, (ConnectionTimeoutError, requests.Timeout)):
                     self._allow(client, 2 * (client.timeout or self._timeout_s))
                 reasons.append(f"{client.host}:{client.port}: {_said(error)}")
@@ -255,7 +256,7 @@ class EtcdKeys:
 
     def _txn(self, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
         asked = {"compare": compare, "success": success, "failure": []}
-        return bool(self._ask(lambda client: client.transaction(asked)).get("succeeded", False))
+        return self._ask(lambda client: bool(client.transaction(asked).get("succeeded", False)))
 
 
 def _said(error: Exception) -> str:
@@ -266,7 +267,7 @@ def _said(error: Exception) -> str:
         return "no answer in time"
     if isinstance(error, ConnectionFailedError) and "onnection" in str(error.detail_text):
         return "no connection"
-    if isinstance(error, (KeyError, TypeError)):
+    if isinstance(error, (KeyError, TypeError, AttributeError, OverflowError)):
         return f"no answer of etcd, or not what torch-ecrec has written: {error!r}"
     return str(getattr(error, "detail_text", None) or error)
 
@@ -274,24 +275,31 @@ def _said(error: Exception) -> str:
 def _leader(text: str, about: Mapping[str, Any]) -> Leader:
     said = json.loads(text)
     host, port = said["address"]
-    since = int(said.get("counts_from", 0)) + int(about["create_revision"])
+    since = _counts_from(said) + int(about["create_revision"])
     return Leader((host, int(port)), since, said["id"], said["lease"])
 
 
 def _last(text: str, about: Mapping[str, Any]) -> Last:
     said = json.loads(text)
+    require(bool(said["id"]), "an id is missing")
     # An older build has not written what the run began with: which counts only where nobody is left.
     return Last(
         id=said["id"],
         run=said["run"],
         revision=int(about["mod_revision"]),
         began_with=str(said.get("began_with", "")),
-        counts_from=int(said.get("counts_from", 0)),
+        counts_from=_counts_from(said),
         over=bool(said.get("over", False)),
         mark=str(said.get("mark", "")),
         deposed=bool(said.get("deposed", False)),
         written=text,
     )
+
+
+def _counts_from(said: dict[str, Any]) -> int:
+    found = int(said.get("counts_from", 0))
+    require(0 <= found < COUNTS_MOST, f"revisions count from {found}")
+    return found
 
 
 def _written(last: Last) -> str:
