@@ -121,7 +121,7 @@ def test_the_limit_is_where_phi_is_8() -> None:
 
 def test_a_host_whose_answers_come_at_once_is_unreachable_soon() -> None:
     hosts, now_s = Reachability(), 0.0
-    hosts.keep(["x"], now_s)
+    hosts.keep(["x"])
     while now_s < 10.0:
         for host in hosts.due(now_s):
             hosts.heard(host, now_s + 0.001)

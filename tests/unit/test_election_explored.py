@@ -15,7 +15,7 @@ from torch_ecrec.coordinator import election
 from torch_ecrec.coordinator.election import Candidate
 from torch_ecrec.transport.etcd import Last, Leader
 
-SEEDS = 120  # of each profile
+SEEDS = 80  # of each profile
 # What cannot be otherwise: all who know of a run are stopped for longer than one that knows of none waits; members were
 # told that a run is over, and who led it was killed before etcd could be told, or could not reach it for a while.
 ASLEEP, UNTOLD = {"second-asleep"}, {"led-on-untold"}

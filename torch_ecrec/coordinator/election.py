@@ -171,7 +171,7 @@ class Candidate:
         last = self._look()
         if self._has_it and not self._knows_less and not self._ended:
             asked_s = self._clock()
-            if asked_s > self._asked_last_s + LOOKED * self._ttl_s:
+            if not self._is_fresh:
                 return 0.0
             renewed = self._keys.renew(self._lease)
             if renewed and self._lasts:
@@ -203,6 +203,11 @@ class Candidate:
             return self._settled
         deposed_s = FORGOTTEN_LEASES * self._ttl_s if last.deposed else 0.0
         return last.id == self._marked and self._lasts and self._stood_s >= deposed_s
+
+    @property
+    def _is_fresh(self) -> bool:
+        """It was not stopped since it looked: a lease that it renews is the one that it has the lead by."""
+        return self._clock() <= self._asked_last_s + LOOKED * self._ttl_s
 
     @property
     def _lasts(self) -> bool:
@@ -267,7 +272,7 @@ class Candidate:
         if not self._has_it:
             return RETRY_S
         asked_s = self._clock()  # where etcd is slow, much of the lease is over
-        return self._lead(asked_s if self._keys.renew(self._lease) else self._asked_s)
+        return self._lead(asked_s if self._is_fresh and self._keys.renew(self._lease) else self._asked_s)
 
     def _me(self, last: Last) -> Last:
         """What etcd has in the place of `last`, once this one leads."""
