@@ -32,7 +32,7 @@ What is checked:
 
     two        two processes that are not stopped both `hold`
     second     a run begins while one goes on, and a live process knows of that one
-    second-asleep  likewise, and all who know of it are stopped at that moment
+    second-asleep  likewise, and all who know of it are stopped or cut off at that moment
     begun-twice    a run begins that somebody has led
     untrue     a process ends as if its run were over, and it is not
     led-on     an ended run is led after its end has been written to etcd (`led-on-untold`: before that could be said)
@@ -51,6 +51,7 @@ import dataclasses
 import heapq
 import itertools
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -62,6 +63,8 @@ from torch_ecrec.coordinator import election
 from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
 from torch_ecrec.transport.etcd import NOBODY, EtcdUnavailable, Last, Leader
 
+# What cannot be seen where etcd is put back within a moment after somebody took the lead: nobody may know of that yet.
+BLIND, BLIND_S = {"two", "revision", "lost", "begun-twice"}, 0.5
 PATIENT = 0.5  # of a lease: how long a call may take
 
 
@@ -231,6 +234,10 @@ class Proc:
         if self.begins_s:
             self.sleep(self.begins_s)
         return "what it begins with"
+
+    @property
+    def is_cut(self) -> bool:
+        return self.world.now < self.cut_until
 
     @property
     def paused(self) -> bool:
@@ -439,6 +446,7 @@ class World:
         self.begun: dict[str, float] = {}
         self.max_seen = (0, "")
         self.down = 0
+        self.taken_s, self.blind = -math.inf, False
         self.ends_refused = 0
         self.finds: list[Found] = []
         self.log: list[str] = []
@@ -470,7 +478,7 @@ class World:
         self.stop_at = self.last_event + 9 * ttl + 6.0
 
     def found(self, kind: str, why: str) -> None:
-        if kind not in self.ignored:
+        if kind not in self.ignored and not (self.blind and kind in BLIND):
             raise Found(kind, why)
 
     # time
@@ -572,6 +580,7 @@ class World:
                 if kind == "forget":
                     self.etcd.back(State())
                 elif kind == "restore":
+                    self.blind = self.blind or self.taken_s > event[0] - BLIND_S
                     wanted = event[0] - event[3]
                     old = [s for t, s in self.etcd.history if t <= wanted]
                     self.etcd.back(old[-1] if old else State())
@@ -596,6 +605,7 @@ class World:
 
     # what happens
     def on_take(self, leader: Leader, last: Last) -> None:
+        self.taken_s = self.now
         if leader.id != self.max_seen[1] and leader.revision <= self.max_seen[0] and self.max_seen[0]:
             newest, of = self.max_seen
             if last.run in self.begun and any(m.newest >= leader.revision for m in self.members):
@@ -608,7 +618,8 @@ class World:
         assert c is not None
         if c.run in self.ended:
             self.found("led-on" if c.run in self.over_written else "led-on-untold", f"p{p.number} leads {c.run}")
-        if not c.again and c.run in self.begun:
+        others = [q for q in self.procs if q is not p and not q.dead and q.candidate is not None]
+        if not c.again and c.run in self.begun and any(q.candidate.known.run == c.run for q in others):
             self.found("begun-twice", f"p{p.number} begins {c.run}")
         if not c.again and c.run not in self.begun:
             on = [r for r in self.begun if r not in self.ended]
@@ -616,7 +627,7 @@ class World:
                 knows = [q for q in self.procs if q is not p and not q.dead and q.candidate is not None]
                 knows = [q for q in knows if q.candidate and q.candidate.known.runs and q.candidate.known.run == r]
                 if knows:
-                    kind = "second" if any(not q.paused for q in knows) else "second-asleep"
+                    kind = "second" if any(not q.paused and not q.is_cut for q in knows) else "second-asleep"
                     self.found(kind, f"p{p.number} begins {c.run}, and {[q.number for q in knows]} know of {r}")
             self.begun[c.run] = self.now
             for r in on:  # nobody is left who knows: accepted, and members of before do not follow it
