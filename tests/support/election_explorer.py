@@ -46,8 +46,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
-import dataclasses
 import heapq
 import itertools
 import json
@@ -61,11 +59,15 @@ import greenlet
 
 from torch_ecrec.coordinator import election
 from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
-from torch_ecrec.transport.etcd import NOBODY, EtcdUnavailable, Last, Leader
+from torch_ecrec.processes.leadership import ENDS_S, PATIENT
+from torch_ecrec.testing.etcd import VirtualEtcd
+from torch_ecrec.transport.etcd import NOBODY, SLOWER, EtcdUnavailable, Last, Leader
+
+State = tuple[int, Leader | None, Last, dict[int, tuple[float, float]]]  # of etcd: revision, both keys, leases
 
 # What cannot be seen where etcd is put back within a moment after somebody took the lead: nobody may know of that yet.
 BLIND, BLIND_S = {"two", "revision", "lost", "begun-twice"}, 0.5
-PATIENT = 0.5  # of a lease: how long a call may take
+NOTHING: State = (1, None, NOBODY, {})
 
 
 class Found(Exception):
@@ -77,88 +79,62 @@ class Found(Exception):
 # etcd ---------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class State:
-    revision: int = 1
-    leader: Leader | None = None  # revision: with what is added, as `EtcdKeys.leader` returns it
-    last: Last = NOBODY
-    leases: dict[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
+class Etcd(VirtualEtcd):
+    """With what it was before, to be put back to, and revisions that the ends of leases increase."""
 
-
-class Etcd:
     def __init__(self, run: World) -> None:
-        self.run, self.state = run, State()
-        self.ids = itertools.count(1000)
-        self.history: list[tuple[float, State]] = []
+        super().__init__()
+        self.run, self.history = run, list[tuple[float, State]]()
+        self.put_back(NOTHING)
 
-    def note(self) -> None:
-        self.history.append((self.run.now, copy.deepcopy(self.state)))
+    def _note(self) -> None:
+        self.history.append((self.run.now, (self.revision, self.leader, self.last, dict(self.leases))))
 
-    def expire(self) -> None:
-        for lease, (_, until) in list(self.state.leases.items()):
-            if until <= self.run.now:
-                self.drop(lease)
+    def _drop(self, lease: int) -> None:
+        if self.leader is not None and self.leader.lease == lease:
+            self.revision += 1
+        super()._drop(lease)
+        self._note()
 
-    def drop(self, lease: int) -> None:
-        self.state.leases.pop(lease, None)
-        if self.state.leader is not None and self.state.leader.lease == lease:
-            self.state.leader = None
-            self.state.revision += 1
-        self.note()
-
-    def look(self) -> tuple[Leader | None, Last]:
-        return self.state.leader, self.state.last
-
-    def grant(self, ttl: float) -> int:
-        lease = next(self.ids)
-        self.state.leases[lease] = (ttl, self.run.now + ttl)
-        self.note()
-        return lease
-
-    def renew(self, lease: int) -> bool:
-        if lease not in self.state.leases:
-            return False
-        ttl, _ = self.state.leases[lease]
-        self.state.leases[lease] = (ttl, self.run.now + ttl)
-        return True
+    def grant(self, ttl_s: float, now_s: float) -> int:
+        found = super().grant(ttl_s, now_s)
+        self._note()
+        return found
 
     def revoke(self, lease: int) -> None:
-        if lease not in self.state.leases:
+        if lease not in self.leases:
             raise EtcdUnavailable("requested lease not found")
-        self.drop(lease)
+        super().revoke(lease)
 
     def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
-        s = self.state
-        if s.leader is not None or not s.last.is_as_written(last):
-            return False
-        if lease not in s.leases:
-            raise EtcdUnavailable("requested lease not found")
-        s.revision += 1
-        s.leader = Leader(address, me.counts_from + s.revision, me.id, lease)
-        s.last = dataclasses.replace(me, revision=s.revision)
-        self.note()
-        self.run.on_take(s.leader, s.last)
-        return True
+        done = super().take(me, address, lease, last)
+        if done:
+            assert self.leader is not None
+            self._note()
+            self.run.on_take(self.leader, self.last)
+        return done
 
     def write(self, said: Last, last: Last) -> bool:
-        s = self.state
-        if not s.last.is_as_written(last):
-            return False
-        s.revision += 1
-        s.leader, s.last = None, dataclasses.replace(said, revision=s.revision)
-        self.note()
-        if said.over:
-            self.run.over_written.add(said.run)
-        return True
+        done = super().write(said, last)
+        if done:
+            self._note()
+            if said.over:
+                self.run.over_written.add(said.run)
+        return done
 
-    def back(self, to: State) -> None:
-        self.state = copy.deepcopy(to)
-        self.afresh()
+    def put_back(self, to: State) -> None:
+        self.revision, self.leader, self.last, leases = to
+        self.leases = dict(leases)
+        self.start_again()
 
-    def afresh(self) -> None:
-        """It is started: leases begin anew."""
-        self.state.leases = {i: (ttl, self.run.now + ttl) for i, (ttl, _) in self.state.leases.items()}
-        self.note()
+    def start_again(self) -> None:
+        """Leases begin anew."""
+        self.leases = {lease: (ttl_s, self.run.now + ttl_s) for lease, (ttl_s, _) in self.leases.items()}
+        self._note()
+
+    def before(self, at_s: float) -> State:
+        """What it knew then."""
+        return next((state for noted_s, state in reversed(self.history) if noted_s <= at_s), NOTHING)
 
 
 # processes ----------------------------------------------------------------------------------------
@@ -174,10 +150,10 @@ class Keys:
         return self.p.call("look", self.e.look)
 
     def grant(self, ttl: int) -> int:
-        return self.p.call("grant", lambda: self.e.grant(ttl))
+        return self.p.call("grant", lambda: self.e.grant(ttl, self.p.world.now))
 
     def renew(self, lease: int) -> bool:
-        return self.p.call("renew", lambda: self.e.renew(lease))
+        return self.p.call("renew", lambda: self.e.renew(lease, self.p.world.now))
 
     def revoke(self, lease: int) -> None:
         with contextlib.suppress(EtcdUnavailable):
@@ -318,7 +294,7 @@ class Proc:
                 self.limit = min(2 * limit, PATIENT * w.ttl)
             w.tell(f"p{self.number} {name} -> no answer ({kind if ok else found})")
             raise EtcdUnavailable(kind if ok else str(found))
-        self.limit = min(max(4 * (one + two), w.ttl / 4), PATIENT * w.ttl)
+        self.limit = min(max(SLOWER * (one + two), w.ttl / 4), PATIENT * w.ttl)
         w.tell(f"p{self.number} {name} -> {w.short(found)}")
         return found
 
@@ -367,7 +343,7 @@ class Proc:
             self.sleep(0.2)
         self.closing = True
         if over:
-            until = w.now + 30.0
+            until = w.now + ENDS_S
             while True:
                 try:
                     found = c.end()
@@ -405,7 +381,7 @@ class Member:
             w.at(w.now + 0.25, self.look)
         if w.out:
             return
-        found = w.etcd.state.leader
+        found = w.etcd.leader
         if found is None or found.revision < self.newest:
             return
         self.newest = found.revision
@@ -447,12 +423,9 @@ class World:
         self.max_seen = (0, "")
         self.down = 0
         self.taken_s, self.blind = -math.inf, False
-        self.ends_refused = 0
         self.finds: list[Found] = []
-        self.log: list[str] = []
         if not empty:
-            self.etcd.state = State(5, None, Last("before", "earlier", 5, over=True))
-        self.etcd.note()
+            self.etcd.put_back((5, None, Last("before", "earlier", 5, over=True), {}))
         self.lag = [self.jitter.uniform(-0.5, 0.5) for _ in range(7)]  # of the times of day
         skews = {e[2]: e[3] for e in events if e[1] == "skew"}
         self.skews = skews
@@ -493,7 +466,7 @@ class World:
                     self.check()  # with what was before
                     self.now = when
                     if not self.out:
-                        self.etcd.expire()
+                        self.etcd.expire(self.now)
                 do()
             self.now = self.stop_at
             self.at_end()
@@ -528,7 +501,7 @@ class World:
     def effect(self, do: Callable[[], Any], proc: Proc, name: str, late: bool = False) -> tuple[bool, Any]:
         if self.out or self.now < proc.cut_until:
             return False, EtcdUnavailable("cut")
-        self.etcd.expire()
+        self.etcd.expire(self.now)
         try:
             found = do()
         except EtcdUnavailable as error:
@@ -578,17 +551,13 @@ class World:
             def back(kind: str = kind, event: tuple[Any, ...] = event) -> None:
                 self.down -= 1
                 if kind == "forget":
-                    self.etcd.back(State())
+                    self.etcd.put_back(NOTHING)
                 elif kind == "restore":
                     self.blind = self.blind or self.taken_s > event[0] - BLIND_S
-                    wanted = event[0] - event[3]
-                    old = [s for t, s in self.etcd.history if t <= wanted]
-                    self.etcd.back(old[-1] if old else State())
+                    self.etcd.put_back(self.etcd.before(event[0] - event[3]))
                 else:
-                    self.etcd.afresh()
-                self.tell(
-                    f"etcd is back: leader {self.short(self.etcd.state.leader)} {self.short(self.etcd.state.last)}"
-                )
+                    self.etcd.start_again()
+                self.tell(f"etcd is back: leader {self.short(self.etcd.leader)} {self.short(self.etcd.last)}")
 
             self.at(self.now + what[0], back)
         elif kind == "start":
@@ -624,8 +593,7 @@ class World:
         if not c.again and c.run not in self.begun:
             on = [r for r in self.begun if r not in self.ended]
             for r in on:
-                knows = [q for q in self.procs if q is not p and not q.dead and q.candidate is not None]
-                knows = [q for q in knows if q.candidate and q.candidate.known.runs and q.candidate.known.run == r]
+                knows = [q for q in others if q.candidate.known.runs and q.candidate.known.run == r]
                 if knows:
                     kind = "second" if any(not q.paused and not q.is_cut for q in knows) else "second-asleep"
                     self.found(kind, f"p{p.number} begins {c.run}, and {[q.number for q in knows]} know of {r}")
@@ -675,7 +643,7 @@ class World:
         if holding[0].candidate.run in self.ended:
             self.found("led-on-ever", f"p{holding[0].number} leads {holding[0].candidate.run}, which is over")
         me = holding[0].candidate.id
-        leader = self.etcd.state.leader
+        leader = self.etcd.leader
         if leader is None or leader.id != me:
             self.found("nobody", f"p{holding[0].number} acts, and etcd says {self.short(leader)}")
         for m in self.members:

@@ -184,7 +184,7 @@ class Candidate:
             return self._take(last)
         elif self._knows_less or (last.mark and last.id != self._marked and last.since <= self._since):
             marked = self._mark(last) if self.holds else ""
-            if self.holds:
+            if self.holds:  # still: it may have been stopped meanwhile
                 self._marked = marked
             else:
                 self.standing = Standing.FENCED

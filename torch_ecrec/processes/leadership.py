@@ -65,8 +65,8 @@ class Office:
         self._elect = elect
         # Several addresses and a renewal must fit into the lease; where each answer is slow, at least one must.
         place = parse_place(elect)
-        self._keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
-        self._candidate = Candidate(self._keys, address, lease_s, run, time.monotonic, begins, known)
+        keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
+        self._candidate = Candidate(keys, address, lease_s, run, time.monotonic, begins, known)
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._told: dict[int, str] = {}  # by level, what was told last

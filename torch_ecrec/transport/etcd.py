@@ -129,10 +129,6 @@ class Last:
         """There is a run, and somebody has led it."""
         return bool(self.id) and not self.over and self.mark != BEGINS
 
-    def is_as_written(self, other: Last) -> bool:
-        """The same but for the revision."""
-        return dataclasses.replace(self, revision=0) == dataclasses.replace(other, revision=0)
-
 
 NOBODY = Last()
 
