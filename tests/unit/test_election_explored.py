@@ -9,7 +9,8 @@ import math
 from typing import Any
 
 import pytest
-from election_explorer import World, run, schedule
+from election_explorer import run, schedule
+from election_world import World
 
 from torch_ecrec.coordinator import election
 from torch_ecrec.coordinator.election import Candidate
