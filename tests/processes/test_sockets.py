@@ -77,7 +77,15 @@ def test_tensors_arrive_as_they_are(pair: Pair, many: int, size: int) -> None:
 @both
 def test_types_and_shapes(pair: Pair) -> None:
     pair.handle = lambda request, reply: reply(Parcels(request.parts))
-    shapes = [(), (0,), (3,), (2, 0, 4), (5, 3), (300, 90)]
+    shapes = [
+        (),
+        (0,),
+        (3,),
+        (2, 0, 4),
+        (5, 3),
+        (300, 90),
+        *[(n + more,) for n in (512, 4096, 1 << 14) for more in (0, 1)],
+    ]
     for dtype, shape in itertools.product(DTYPES, map(torch.Size, shapes)):
         sent = (torch.arange(shape.numel()).reshape(shape) % 2).to(dtype)
         outcome = pair.call(parcel([sent]))
