@@ -119,7 +119,7 @@ def fold_unordered(patch):
         return verdict
 
     patch.setattr(step_rule.StepRule, "judge_fold", eager)
-    patch.setattr(delta_log.DeltaLog, "append", lambda self, at, positions, deltas: None)
+    patch.setattr(delta_log.DeltaLog, "append", lambda self, *entry: None)
 
 
 def merge_as_they_come(patch):
@@ -214,10 +214,10 @@ def no_freeze(patch):
 def records_not_undone(patch):
     go_back = slot.Slot.go_back
 
-    def keep(self, to):
+    def keep(self, to, *more):
         every = [np.arange(shard.data_rows) for shard in self.shards]
         held = [shard.gather(rows) for shard, rows in zip(self.shards, every, strict=True)]
-        go_back(self, to)
+        go_back(self, to, *more)
         for shard, rows, before in zip(self.shards, every, held, strict=True):
             shard.scatter_(rows, before)
 
