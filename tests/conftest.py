@@ -48,7 +48,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-TURNS = 16
+TURNS = 32
 """So many runs with `--turn` visit all slow tests but those that may take longer than `TURN_LIMIT_S` each."""
 TURN_LIMIT_S = 1800.0
 

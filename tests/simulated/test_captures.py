@@ -85,7 +85,7 @@ def test_with_other_codes(code: CodeSpec) -> None:
 
 
 def test_by_time_and_with_snapshots_of_some_steps_only() -> None:
-    scenario = with_checkpoints(dataclasses.replace(PLAIN, steps=60, snapshot_every=3), every_steps=0, every_s=0.1)
+    scenario = with_checkpoints(dataclasses.replace(PLAIN, steps=36, snapshot_every=3), every_steps=0, every_s=0.1)
     cluster = Checkpointed(scenario)
     check(cluster)
     assert len(cluster.shelf.counts) >= 2 and all(finished.done % 3 == 0 for finished in cluster.shelf.counts)
@@ -146,7 +146,7 @@ def sweep_writes(who: str, policy: str, every: int) -> None:
 @pytest.mark.parametrize(("who", "policy"), thinned(list(ACTS), POLICIES, 3))
 def test_somebody_dies_at_writes_of_a_checkpoint(who: str, policy: str) -> None:
     """At portions, and before manifests."""
-    sweep_writes(who, policy, every=11)
+    sweep_writes(who, policy, every=13)
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def sweep_messages(kind: str, every: int) -> None:
 
 @pytest.mark.parametrize("kind", ["crash_sender", "crash_receiver", CRASH_COORDINATOR])
 def test_somebody_dies_at_messages_while_checkpoints_are_written(kind: str) -> None:
-    sweep_messages(kind, every=53)
+    sweep_messages(kind, every=97)
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_somebody_dies_at_every_message_while_checkpoints_are_written(kind: str)
 
 def test_a_write_fails() -> None:
     _, writes, _ = healthy("consecutive")
-    for number in range(0, writes * 3 // 4, 9):
+    for number in range(0, writes * 3 // 4, 13):
         scenario = with_checkpoints(PLAIN)
         cluster = Checkpointed(scenario, fails=lambda write, number=number: "no room" if write == number else "")  # type: ignore[misc]
         run = check(cluster)
@@ -197,9 +197,10 @@ def test_a_store_that_never_works_stops_nothing_and_is_told() -> None:
     assert not cluster.shelf.counts and "permission denied" in told["failing"] and told["failing_for_s"] >= 0
 
 
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("policy", POLICIES[1:])
 @pytest.mark.parametrize("counts", [True, False])
-def test_a_slot_misses_a_release(counts: bool, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_misses_a_release(counts: bool, policy: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection was gone just then: its next part is there, and holds no less than it would have."""
     tell, missed = Host._on_checkpoint, 0
 
@@ -212,7 +213,7 @@ def test_a_slot_misses_a_release(counts: bool, policy: str, monkeypatch: pytest.
 
     monkeypatch.setattr(Host, "_on_checkpoint", hear)
     scenario = with_checkpoints(dataclasses.replace(PLAIN, steps=30, touch=0.02), policy)
-    for number in [-1] if counts else range(24, 40):
+    for number in [-1] if counts else range(24, 40, every):
         fails = lambda write, number=number: "no room" if write == number else ""  # noqa: E731
         cluster = Checkpointed(scenario, fails=fails)
         run = check(cluster)

@@ -62,7 +62,7 @@ def numbers(policy: str, every: int) -> range:
 @pytest.mark.parametrize("policy", ["full", "consecutive"])
 def test_a_checkpoint_is_given_up_for_a_record_that_is_damaged(policy: str) -> None:
     void = 0
-    for at in numbers(policy, 4):
+    for at in numbers(policy, 9):
         cluster = flip_at(at, policy)
         void += len(cluster.voided())
         counts = len(cluster.shelf.counts)
@@ -137,7 +137,7 @@ class KeptFlipped(Checkpointed):
 @pytest.mark.parametrize("policy", ["full", "consecutive"])
 def test_a_checkpoint_is_given_up_for_a_record_that_was_damaged_where_it_was_kept(policy: str) -> None:
     flipped = 0
-    for at in numbers(policy, 2):
+    for at in numbers(policy, 5):
         cluster = KeptFlipped(at, policy)
         check(cluster)
         assert not events(cluster.run, "damaged"), "what is trained is whole"

@@ -13,6 +13,7 @@ SMALL = {
     "nobody dies": Exploration(1, Budget(), frozenset({"Push of trainer 1", "Fold", "Snapshot of trainer 1"})),
     "a server": Exploration(1, Budget(servers=1), FOLDS),
     "a server, pushes late": Exploration(1, Budget(servers=1), PUSHES),
+    "the trainers, in one step": Exploration(1, Budget(trainers=1), FOLDS),
     "the trainers": Exploration(2, Budget(trainers=1), FOLDS),
     "a zombie": Exploration(1, Budget(leases=1), FOLDS | {"fatal", "Push of trainer 1"}),
     "the coordinator": Exploration(2, Budget(coordinators=1), FOLDS),
@@ -26,7 +27,7 @@ SMALL = {
 HEARD_LATE = Exploration(1, Budget(leases=1), frozenset({"Folded", "placement to server"}))
 
 
-LONG = ("a server, pushes late", "a zombie")  # half a minute
+LONG = ("a server, pushes late", "a zombie", "the trainers", "a server and the coordinator")  # half a minute
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else []) for name in SMALL])
@@ -44,7 +45,7 @@ def test_all_states_hold(name: str) -> None:
         (mutations.no_fence, SMALL["a zombie"]),
         (mutations.no_undo, SMALL["a server"]),
         (mutations.early_ack, SMALL["a server"]),
-        (mutations.no_fence, SMALL["a server, pushes late"]),
+        pytest.param(mutations.no_fence, SMALL["a server, pushes late"], marks=pytest.mark.slow),
         (mutations.no_era, SMALL["the trainers"]),
         (mutations.records_not_undone, SMALL["the trainers"]),
         (mutations.parities_not_undone, SMALL["the trainers"]),

@@ -49,7 +49,7 @@ from torch_ecrec.transport.sockets import NO_NAME, SocketTransport
 from torch_ecrec.transport.timers import Timers
 
 WAIT_S = 300.0  # for anything at all: only a hang reaches it
-EVERY_DAY, AT_LENGTH = 1000, 10_000  # messages to each port
+EVERY_DAY, AT_LENGTH = 300, 10_000  # messages to each port
 
 sizes = pytest.mark.parametrize(
     "many", [EVERY_DAY, pytest.param(AT_LENGTH, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]

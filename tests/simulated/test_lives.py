@@ -42,7 +42,7 @@ SCENARIOS = {
     "values are loaded": dataclasses.replace(HEALTHY, steps=1, loads=(Load(0, 0, 9), Load(1, 0, 5))),
 }
 SEED = 20261122
-PAIRS = 50
+PAIRS = 20
 
 
 @dataclasses.dataclass
@@ -161,11 +161,16 @@ def sample(name: str, count: int, seed: int) -> Counter[str]:
     return became
 
 
+THIRD = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["a third", "all"])
+
+
+@THIRD
 @pytest.mark.parametrize("kind", KINDS)
-def test_everything_may_happen_at_every_message_of_a_run(kind: str) -> None:
-    became = sweep("healthy", [kind])
+def test_everything_may_happen_at_every_message_of_a_run(kind: str, every: int) -> None:
+    became = sweep("healthy", [kind], every)
     print(dict(became))
-    assert became[f"{kind}: fired"] == len(points("healthy")) - became[f"{kind}: not applicable"] > 30
+    number = len(points("healthy")[::every])
+    assert became[f"{kind}: fired"] == number - became[f"{kind}: not applicable"] > 30 // every
     assert kind == "leave" or not became[f"{kind}: not applicable"], "only servers are told to end"
 
 
@@ -210,15 +215,16 @@ def test_more_than_r_slots_lost_together_without_a_row_are_no_loss(pair: tuple[i
         assert fault.fired and not fault.skipped and run.kills == 2
 
 
+@THIRD
 @pytest.mark.parametrize("kind", ["reset all", "crash coordinator", *STALLS])
-def test_the_coordinator_dies_while_values_are_loaded_and_some_have_not_heard(kind: str) -> None:
+def test_the_coordinator_dies_while_values_are_loaded_and_some_have_not_heard(kind: str, every: int) -> None:
     """Who hears for the first time from the next one that all is loaded, begins after what was loaded, as the others.
 
     (All other kinds at all messages of loading: `test_loading.py`.)
     """
-    became = sweep("values are loaded", [kind])
+    became = sweep("values are loaded", [kind], every)
     print(dict(became))
-    assert became[f"{kind}: fired"] == len(points("values are loaded")) > 60
+    assert became[f"{kind}: fired"] == len(points("values are loaded")[::every]) > 60 // every
 
 
 class Noting(Lives):
@@ -231,7 +237,7 @@ class Noting(Lives):
         return super().apply(kind, process)
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("every", [19, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_may_happen_while_all_begin_anew(kind: str, every: int) -> None:
     """A trainer is lost in a load before the first step; then something else happens, at any message that follows."""
@@ -250,7 +256,7 @@ def test_everything_may_happen_while_all_begin_anew(kind: str, every: int) -> No
         assert fault.fired, f"{fault}: never came to pass"
         became["not applicable" if fault.skipped else "fired"] += 1
     print(dict(became))
-    assert became["fired"] > 10
+    assert became["fired"] > (10 if every == 1 else 5)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from faults import CODES, THREE_TWO, WAYS, check, found, hunt_at, oracle
+from faults import CODES, THREE_TWO, WAYS, check, found, hunt_at, oracle, spread
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -42,22 +42,28 @@ def messages_of_loading(scenario: Scenario) -> list[tuple[int, tuple[str, str, s
     return list(enumerate(sent))[:end]
 
 
-def sweep(scenario: Scenario, *kinds: tuple[str, ...], expected=check) -> tuple[Counter, list]:
-    """One run for every message of loading and each of `kinds`, faults that come together; how many fired."""
+def sweep(scenario: Scenario, *kinds: tuple[str, ...], every: int = 1) -> tuple[Counter, list]:
+    """A run for messages of loading (`spread`) and each of `kinds`, faults that come together; how many fired, and
+    (the kind, the message, the run)."""
     fired, runs = Counter(), []
-    for number, message in messages_of_loading(scenario):
-        for together in kinds:
-            faults = [Fault(kind, number) for kind in together]
-            point = f"{' and '.join(together)} at request {number}, {message}"
-            try:
-                run = expected(scenario, *faults)
-            except Exception as error:
-                raise AssertionError(f"{point}: {type(error).__name__}: {error}") from error
-            assert all(fault.fired != fault.skipped for fault in faults), f"{point}: never came to pass"
-            fired[together] += all(fault.fired for fault in faults)
-            runs.append((message, run))
+    messages = [message for _, message in messages_of_loading(scenario)]
+    for number, together in spread(messages, kinds, every):
+        faults = [Fault(kind, number) for kind in together]
+        point = f"{' and '.join(together)} at request {number}, {messages[number]}"
+        try:
+            run = check(scenario, *faults)
+        except Exception as error:
+            raise AssertionError(f"{point}: {type(error).__name__}: {error}") from error
+        assert all(fault.fired != fault.skipped for fault in faults), f"{point}: never came to pass"
+        fired[together] += all(fault.fired for fault in faults)
+        runs.append((together, messages[number], run))
     print(f"{len(runs)} runs, fired: {dict(fired)}")
     return fired, runs
+
+
+def by_trainers(runs: list, *together: str) -> int:
+    """Of the runs with these faults, those at messages of trainers."""
+    return sum(kinds == together and sender.startswith("trainer") for kinds, (sender, _, _), _ in runs)
 
 
 def singly(*kinds: str) -> list[tuple[str, ...]]:
@@ -87,49 +93,54 @@ def test_the_bits_do_not_depend_on_the_code(code):
 # crash points -------------------------------------------------------------------------------------
 
 
-def test_a_server_dies_at_every_message_of_loading_and_nobody_starts_again():
-    fired, runs = sweep(LOADING, *singly(*CRASHES))
-    assert {message[2] for message, _ in runs} == {"Load", "Export", "Fold"}
-    by_trainers = sum(sender.startswith("trainer") for (sender, _, _), _ in runs) // len(CRASHES)
-    everything = len(runs) // len(CRASHES)
-    assert fired == {
-        ("crash_sender",): everything - by_trainers,
-        ("crash_receiver",): everything,
-        ("crash_after",): everything,
-    }
-    assert all(run.trainer_kills == 0 and run.loaded_again == 0 for _, run in runs)
+SOME_POINTS = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 
 
-def test_every_message_of_loading_is_lost_late_or_repeated():
-    fired, runs = sweep(LOADING, *singly(*LOSSES))
-    assert set(fired.values()) == {len(runs) // len(LOSSES)}
+@SOME_POINTS
+def test_a_server_dies_at_every_message_of_loading_and_nobody_starts_again(every):
+    fired, runs = sweep(LOADING, *singly(*CRASHES), every=every)
+    assert {message[2] for _, message, _ in runs} == {"Load", "Export", "Fold"}
+    points = Counter(kinds for kinds, _, _ in runs)
+    points["crash_sender",] -= by_trainers(runs, "crash_sender")
+    assert fired == points and all(points.values())
+    assert all(run.trainer_kills == 0 and run.loaded_again == 0 for _, _, run in runs)
 
 
-def test_the_coordinator_dies_at_every_message_of_loading():
-    _, runs = sweep(LOADING, (CRASH_COORDINATOR,))
-    assert all(run.coordinator_kills == 1 and run.fenced == 0 and not run.loaded_again for _, run in runs)
+@SOME_POINTS
+def test_every_message_of_loading_is_lost_late_or_repeated(every):
+    fired, runs = sweep(LOADING, *singly(*LOSSES), every=every)
+    assert fired == Counter(kinds for kinds, _, _ in runs) and len(fired) == len(LOSSES)
 
 
-def test_a_trainer_dies_at_every_message_of_loading_also_together_with_a_server():
+@SOME_POINTS
+def test_the_coordinator_dies_at_every_message_of_loading(every):
+    _, runs = sweep(LOADING, (CRASH_COORDINATOR,), every=min(every, 3))
+    assert all(run.coordinator_kills == 1 and run.fenced == 0 and not run.loaded_again for _, _, run in runs)
+
+
+@SOME_POINTS
+def test_a_trainer_dies_at_every_message_of_loading_also_together_with_a_server(every):
     """What the first life had loaded is taken back; the second one loads all of it again."""
-    fired, runs = sweep(RETURNING, ("crash_sender",), ("crash_sender", "crash_receiver"))
-    assert sum(run.loaded_again for _, run in runs) >= 10
-    assert all(run.resumed == [] for _, run in runs if run.loaded_again), "nothing was loaded once training may begin"
-    by_trainers = sum(sender.startswith("trainer") for (sender, _, _), _ in runs) // 2
-    assert fired["crash_sender", "crash_receiver"] == by_trainers
+    both = ("crash_sender", "crash_receiver")
+    fired, runs = sweep(RETURNING, both[:1], both, every=min(every, 3))
+    assert sum(run.loaded_again for _, _, run in runs) >= (10 if every == 1 else 5)
+    lost = [run for _, _, run in runs if run.loaded_again]
+    assert all(run.resumed == [] for run in lost), "nothing was loaded once training may begin"
+    assert fired[both] == by_trainers(runs, *both)
 
 
-def test_two_servers_die_at_every_message_of_loading():
+@SOME_POINTS
+def test_two_servers_die_at_every_message_of_loading(every):
     """(3, 2): sender and receiver of a fold; the receiver of a load and that of the next."""
     scenario = dataclasses.replace(LOADING, code=THREE_TWO, spares=3, loads=FEW[2:])
-    fired, _ = sweep(scenario, ("crash_sender", "crash_receiver"))
-    assert fired["crash_sender", "crash_receiver"] >= 15
+    fired, _ = sweep(scenario, ("crash_sender", "crash_receiver"), every=every)
+    assert fired["crash_sender", "crash_receiver"] >= (15 if every == 1 else 3)
     pairs = 0
-    for number, message in messages_of_loading(scenario):
-        if message[2] == "Load":
-            run = check(scenario, Fault("crash_receiver", number), Fault("crash_after", number + 1))
-            pairs += run.kills == 2
-    assert pairs >= 5
+    loads = [number for number, message in messages_of_loading(scenario) if message[2] == "Load"]
+    for number in loads[:: min(every, 2)]:
+        run = check(scenario, Fault("crash_receiver", number), Fault("crash_after", number + 1))
+        pairs += run.kills == 2
+    assert pairs >= (5 if every == 1 else 2)
 
 
 BEFORE = (Load(0, 0, 25, change=True), Load(1, 0, 13), Load(0, 10, 25))

@@ -42,14 +42,14 @@ from torch_ecrec.spec.job import CodeSpec
 LOSING = dict(random_trainer_kills=3, trainers_return=True, steps=8, kill_probability=0.01)
 
 MUTATIONS = {
-    no_undo: hunt(),
+    no_undo: hunt(begin=21),
     early_ack: hunt(),
     no_fence: hunt_at("Fold", "late", "crash_sender", verify_every=1),
     encode_newest: hunt(),
-    decode_newest: hunt(),
-    no_roll_forward: hunt(),
-    stale_confirmation: hunt_at("Fold", "late_answer", "crash_after", verify_every=1),
-    snapshots_not_copied: hunt(),
+    decode_newest: hunt(begin=10),
+    no_roll_forward: hunt(begin=8),
+    stale_confirmation: hunt_at("Fold", "late_answer", "crash_after", begin=1, verify_every=1),
+    snapshots_not_copied: hunt(begin=7),
     snapshots_from_an_empty_holder: hunt(
         code=CodeSpec(4, 1, 2), kills=((0, 2), (1, 2)), settle_first=False, random_kills=0, noise=0.0
     ),
@@ -57,22 +57,22 @@ MUTATIONS = {
     fold_unordered: hunt(),
     merge_as_they_come: hunt(trainers=3),
     no_window: hunt(),
-    forget_everything: hunt(),
+    forget_everything: hunt(begin=9),
     forget_nothing: hunt(steps=12),
     cut_again: hunt_at("Cut", "duplicate", kills=((0, 1),)),
     not_caught_up_counts: hunt_at(
         "Fold", "late", "crash_sender", to="server-5", code=THREE_TWO, spares=3, steps=5, kills=((1, 3),)
     ),
     rebuilt_too_early: hunt_at("Fold", "drop", to="server-3", steps=5, kills=((1, 3),), rebuild_chunk_bytes=1 << 20),
-    acknowledged_again: hunt(),
-    void_stores_count: hunt_at("Snapshot", "late", kills=((0, 1), (0, 3)), steps=5, verify_every=1),
-    no_era: hunt(**LOSING, late=0.3),
-    no_freeze: hunt(200, **LOSING, late=0.2),
+    acknowledged_again: hunt(begin=7),
+    void_stores_count: hunt_at("Snapshot", "late", kills=((0, 1), (0, 3)), steps=5, verify_every=10),
+    no_era: hunt(begin=8, **LOSING, late=0.3),
+    no_freeze: hunt(200, begin=93, **LOSING, late=0.2),
     records_not_undone: hunt(**LOSING),
     parities_not_undone: hunt(**LOSING),
     not_made_durable: hunt(**LOSING),
     short_log: hunt(**LOSING),
-    start_at_settled: hunt(**LOSING),
+    start_at_settled: hunt(begin=13, **LOSING),
 }
 
 

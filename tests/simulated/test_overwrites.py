@@ -9,7 +9,22 @@ from collections import Counter
 
 import pytest
 import torch
-from faults import CODES, THREE_TWO, WAYS, WIDTHS, check, found, hunt_at, oracle, points, sweep, sweep_loads
+from faults import (
+    CODES,
+    KINDS,
+    SEEDS,
+    THREE_TWO,
+    WAYS,
+    WIDTHS,
+    check,
+    found,
+    hunt_at,
+    oracle,
+    points,
+    seeds_of,
+    sweep,
+    sweep_loads,
+)
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.server.inbox import Inbox
@@ -67,8 +82,9 @@ def test_steps_of_training_are_counted_without_loads():
 
 
 @WIDTHS
-def test_whoever_is_lost_at_any_message(every):
-    sweep_loads(RETURNING, every)
+@KINDS
+def test_whoever_is_lost_at_any_message(kinds, every):
+    sweep_loads(RETURNING, kinds, every)
 
 
 @WIDTHS
@@ -96,17 +112,18 @@ def test_a_window_of_one_step_does_not_wait_for_itself(monkeypatch):
     check(TRAINING)
 
 
+@SEEDS
 @pytest.mark.parametrize("way", WAYS)
-def test_random_schedules(way):
+def test_random_schedules(way, seeds):
     kills = Counter()
-    for seed in range(4):
+    for seed in seeds_of(way, seeds):
         code, often = CODES[seed % len(CODES)], (0.01, 0.03, 0.05)[seed % 3]
         fields = dict(code=code, steps=3, overwrites=OVERWRITES, network_seed=seed, random_kills=3)
         run = check(dataclasses.replace(WAYS[way], **fields, kill_probability=often))
         kills["servers"] += run.kills
         kills["trainers"] += run.trainer_kills
     print(dict(kills))
-    assert kills["servers"] >= 4
+    assert kills["servers"] >= seeds
 
 
 # mutations ----------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def sweep(code: CodeSpec, who: str, control: bool, every: int, first: int = 0, l
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("code", CODES[:2], ids=str)
 def test_one_more_is_lost_at_messages_of_the_recovery(code: CodeSpec, who: str, control: bool) -> None:
-    count = sweep(code, who, control, 23 if control else 31)
+    count = sweep(code, who, control, 53 if control else 61)
     print(count)
     assert count["recovered_partly"] >= 1
 
@@ -93,7 +93,7 @@ def test_one_more_is_lost_at_every_message_of_the_recovery(code: CodeSpec, who: 
 
 def test_lost_trainers_go_on_from_their_snapshot_where_that_survives() -> None:
     """The last slots are lost, the first keep the dense snapshots."""
-    count = sweep(CODES[1], "a trainer", True, 23, last=True)
+    count = sweep(CODES[1], "a trainer", True, 37, last=True)
     print(count)
     assert count["going back"] == count["runs"] > 5 and count["went_beyond"] == 0
 

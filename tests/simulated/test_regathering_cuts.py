@@ -101,8 +101,8 @@ def check(every: int, first: int = 0) -> Counter[str]:
 
 
 def test_hosts_that_are_cut_off_as_the_coordinator_dies() -> None:
-    found = check(41)
-    assert found["kept"] > 20 and found["lost"] > 3
+    found = check(101)
+    assert found["kept"] > 8 and found["lost"] > 1
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_a_flip_is_found_named_and_repaired_and_changes_nothing(code: CodeSpec, 
     assert placed == [0] * code.slots, "nobody was lost for it"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_flips_while_servers_and_trainers_are_lost(seed: int) -> None:
     scenario = Scenario(CodeSpec(6, 2, 2), steps=8, network_seed=seed, random_kills=2, reborn=True)
     if seed % 2:
@@ -171,12 +171,13 @@ def test_when_it_is_switched_off_nothing_is_noticed() -> None:
     assert all(slot.scrubber.scrubbed_bytes == 0 for slot in cluster.slots())
 
 
-def test_all_of_a_thousand_flips_are_found() -> None:
+@pytest.mark.parametrize("many", [250, pytest.param(1000, marks=pytest.mark.slow)])
+def test_all_of_many_flips_are_found(many: int) -> None:
     """In a slot of a cluster at rest, one after the other and many at a time: all are named, nothing else is."""
     cluster = Flipped(Scenario(steps=2), (), checks="background")
     run = cluster.go()
     rng, found = np.random.default_rng(0), 0
-    while found < 1000:
+    while found < many:
         flips = set()
         stripes = set()
         for _ in range(1 + found % 40):
@@ -224,11 +225,12 @@ def test_a_parity_that_is_not_the_code_of_its_stripe_is_found_and_encoded_again(
     assert cluster.names() == [("mismatch", *place) for place in wanted]
 
 
+@pytest.mark.parametrize("steps", [5, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", range(4))
-def test_comparing_finds_nothing_where_nothing_is_wrong(seed: int) -> None:
+def test_comparing_finds_nothing_where_nothing_is_wrong(seed: int, steps: int) -> None:
     """While steps are applied, folded, taken back and made again, servers lost and rebuilt."""
     more = {"random_kills": 3, "reborn": True, "random_trainer_kills": 2, "trainers_return": True, "noise": 0.02}
-    cluster = Flipped(Scenario(CODES[seed % 3], steps=10, network_seed=seed, spares=2, **more), ())
+    cluster = Flipped(Scenario(CODES[seed % 3], steps=steps, network_seed=seed, spares=2, **more), ())
     run = cluster.go()
     assert run.kills + run.trainer_kills and run.fatal is None and not cluster.told("damaged")
     assert sum(slot.scrubber.rounds for slot in cluster.slots()) > 10

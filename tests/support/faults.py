@@ -8,7 +8,7 @@ import pytest
 
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import Fault, Scenario, SimulationResult, half_tables, simulate, small_tables
-from torch_ecrec.transport.local import CRASHES, FAULTS
+from torch_ecrec.transport.local import CRASHES, FAULTS, LOSSES
 
 TWO_ONE = CodeSpec(3, 2, 1)
 THREE_TWO = CodeSpec(5, 3, 2)
@@ -48,36 +48,42 @@ def oracle(scenario: Scenario) -> SimulationResult:
 # crash points -------------------------------------------------------------------------------------
 
 
-SOME = 11  # in the everyday run, of the widest sweeps
+SOME = 47  # in the everyday run, of the widest sweeps
 WIDTHS = pytest.mark.parametrize(
     "every", [SOME, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])], ids=["some", "all"]
 )
 
+IN_TURNS = pytest.mark.parametrize("every", [SOME, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+KINDS = pytest.mark.parametrize("kinds", [CRASHES, LOSSES], ids=["crashes", "losses"])  # all `FAULTS`
 
-def spread(messages, kinds, every: int):
+
+def spread(messages, kinds, every: int, ends: str = "both"):
     """Yields (number, kind): all with `every` 1, else one in `every`, and the first and last request of each class.
 
     So every kind of fault meets every class of request that `messages` has; the kinds take turns at what is between.
+
+    Args:
+        ends: "either": a kind meets the first request of a class or the last. For a variant of what another sweep has.
     """
     last = {name: number for number, (_, _, name) in enumerate(messages)}
     passed = Counter()
     for number, (_, _, name) in enumerate(messages):
+        is_end = passed[name] == 0, number == last[name]
         for turn, kind in enumerate(kinds):
-            if (passed[name] + turn) % every == 0 or passed[name] == 0 or number == last[name]:
+            if (passed[name] + turn) % every == 0 or (any(is_end) if ends == "both" else is_end[turn % 2]):
                 yield number, kind
         passed[name] += 1
 
 
-def sweep_loads(scenario: Scenario, every: int) -> None:
-    """Every kind of fault, of a run whose trainers load: servers and trainers are lost, messages are lost, late or
-    repeated."""
-    healthy, became, _ = sweep(scenario, every=every)
+def sweep_loads(scenario: Scenario, kinds, every: int) -> None:
+    """Of a run whose trainers load: servers and trainers are lost, or messages are lost, late or repeated."""
+    healthy, became, _ = sweep(scenario, kinds, every=every)
     print(points(became))
     assert {"Load", "Pass", "Push", "Snapshot", "Fold", "Export"} <= {name for _, _, name in healthy.messages}
-    assert all(became[kind]["fired"] for kind in FAULTS)
+    assert all(became[kind]["fired"] for kind in kinds)
 
 
-def sweep(scenario: Scenario, kinds=FAULTS, first=0, last=10**9, every=1):
+def sweep(scenario: Scenario, kinds=FAULTS, first=0, last=10**9, every=1, ends="both"):
     """A run for every request and kind, or for some (`spread`).
 
     Returns the run without faults, what became of each kind, and where it was: the request's numbers.
@@ -85,7 +91,7 @@ def sweep(scenario: Scenario, kinds=FAULTS, first=0, last=10**9, every=1):
     healthy = check(scenario)
     became = {kind: Counter() for kind in kinds}
     where = {kind: [] for kind in kinds}
-    for number, kind in spread(healthy.messages[first : last + 1], kinds, every):
+    for number, kind in spread(healthy.messages[first : last + 1], kinds, every, ends):
         number += first
         message = healthy.messages[number]
         where[kind].append(number)
@@ -115,7 +121,7 @@ def points(became) -> str:
 
 # random schedules ---------------------------------------------------------------------------------
 
-SCHEDULES = 10  # of each kind below: every code and probability
+SCHEDULES = 20  # of each kind below: every code and probability
 WAYS = {
     "spares": Scenario(spares=3),
     "survivors": Scenario(spares=0),
@@ -132,6 +138,14 @@ WAYS = {
     ),
     "everybody, spares": Scenario(spares=3, random_trainer_kills=2, trainers_return=True, random_coordinator_kills=2),
 }
+
+SEEDS = pytest.mark.parametrize("seeds", [2, pytest.param(6, marks=pytest.mark.slow)], ids=["two", "six"])
+
+
+def seeds_of(way: str, count: int) -> range:
+    """So many, others for each way: so that every code and probability is among few."""
+    first = count * list(WAYS).index(way)
+    return range(first, first + count)
 
 
 def schedules(way: str, first: int, count: int):
@@ -169,19 +183,25 @@ def run_schedules(way: str, first: int, count: int) -> None:
 NOISY = dict(steps=6, spares=3, random_kills=3, kill_probability=0.03, noise=0.05)
 
 
-def hunt(count: int = 100, **kinds):
-    """Random schedules to find a mutation with."""
-    for seed in range(count):
+def hunt(count: int = 100, begin: int = 0, **kinds):
+    """Random schedules to find a mutation with. `begin`: the seed that is known to find it comes first."""
+    for seed in (*range(begin, count), *range(begin)):
         yield Scenario(network_seed=seed, **{**NOISY, **kinds}), ()
 
 
-def hunt_at(name: str, *kinds: str, to: str = "", seeds: int = 20, **scenario):
-    """Schedules with faults at every request of a class, or at those to one server."""
-    for seed in range(seeds):
+def hunt_at(name: str, *kinds: str, to: str = "", seeds: int = 20, begin: int = 0, late: int = 0, **scenario):
+    """Schedules with faults at every request of a class, or at those to one server.
+
+    Args:
+        begin: as in `hunt`.
+        late: the first so many of a class come last.
+    """
+    for seed in (*range(begin, seeds), *range(begin)):
         seeded = Scenario(network_seed=seed, **scenario)
-        for number, (_, receiver, sent) in enumerate(check(seeded).messages):
-            if sent == name and to in ("", receiver):
-                yield seeded, tuple(Fault(kind, number) for kind in kinds)
+        messages = enumerate(check(seeded).messages)
+        numbers = [number for number, (_, receiver, sent) in messages if sent == name and to in ("", receiver)]
+        for number in (*numbers[late:], *numbers[:late]):
+            yield seeded, tuple(Fault(kind, number) for kind in kinds)
 
 
 def found(mutate, schedules) -> int:
