@@ -75,7 +75,7 @@ def test_who_is_where(tmp_path: Path) -> None:
             wait_until(lambda w=which, p=pids: sorted(place.hosts[w].processes()) == p, END_LIMIT_S, "they are there")
         assert place.meeting()["MASTER_PORT"] != place.meeting()["MASTER_PORT"], "each system meets elsewhere"
         code = CodeSpec(2, 2, 1, "none")
-        with place.cluster(code, tmp_path, {}, []) as cluster:
+        with place.cluster(code, tmp_path, {"OMP_NUM_THREADS": "1"}, []) as cluster:  # as others: it forks as theirs
             assert cluster.join.startswith(f"{place.hosts[0].address}:")
             wait_until(
                 lambda: [len(host.processes()) for host in place.hosts] == [2 + 1, 1 + 1, 1 + 1],

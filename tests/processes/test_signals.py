@@ -228,7 +228,7 @@ def test_a_server_told_to_end_at_any_line(monkeypatch: pytest.MonkeyPatch, reaso
     "moment",
     [
         pytest.param("compiling", marks=pytest.mark.slow),
-        "coordinator",
+        pytest.param("coordinator", marks=pytest.mark.slow),
         pytest.param("servers", marks=pytest.mark.slow),
         "trained",
     ],
