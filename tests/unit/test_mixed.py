@@ -11,6 +11,7 @@ import torch
 from attached import END, Losses, Passes, passes
 from fake_session import FakeSession
 from models import CPU, LR, Net, batch_of, collection, dense_parameters, job_of, table
+from thinned import thinned
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -118,8 +119,7 @@ def served(kinds: dict[str, str]) -> Any:
 # exact, or refused ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("step", [1, 4, 6])
+@pytest.mark.parametrize(("step", "evaluates"), thinned([1, 4, 6], [False, True], 2))
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_tables_of_both_kinds_go_on_bit_for_bit(kinds: dict[str, str], step: int, evaluates: bool) -> None:
     first = Trainer(kinds, evaluates=evaluates).run()

@@ -61,8 +61,9 @@ def test_batches_that_are_left_out_stay_left_out() -> None:
 @pytest.mark.parametrize(
     ("kind", "depth"),
     [
-        (kind, depth)
-        for kind in MADE
+        # every day one depth of each
+        pytest.param(kind, depth, marks=[] if depth == 1 + i % 2 or kind in WITH_WORKERS else [pytest.mark.slow])
+        for i, kind in enumerate(MADE)
         for depth in (1, 2)
         if kind != "generator" and (depth == 2 or kind not in WITH_WORKERS)
     ],
