@@ -35,7 +35,6 @@ def listening(pids: list[int]) -> set[int]:
 # Here the others are left to the slow run: `test_signals.py` sends each signal to both.
 EVERY_DAY = {
     ("up", "SIGKILL"),
-    ("up", "SIGTERM"),
     ("trainer", "success"),
     ("trainer", "failure"),
     ("trainer", "SIGKILL"),

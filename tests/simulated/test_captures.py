@@ -182,7 +182,7 @@ def test_somebody_dies_at_every_message_while_checkpoints_are_written(kind: str)
 
 def test_a_write_fails() -> None:
     _, writes, _ = healthy("consecutive")
-    for number in range(0, writes * 3 // 4, 13):
+    for number in range(0, writes * 3 // 4, 9):
         scenario = with_checkpoints(PLAIN)
         cluster = Checkpointed(scenario, fails=lambda write, number=number: "no room" if write == number else "")  # type: ignore[misc]
         run = check(cluster)

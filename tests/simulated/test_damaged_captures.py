@@ -62,7 +62,7 @@ def numbers(policy: str, every: int) -> range:
 @pytest.mark.parametrize("policy", ["full", "consecutive"])
 def test_a_checkpoint_is_given_up_for_a_record_that_is_damaged(policy: str) -> None:
     void = 0
-    for at in numbers(policy, 9):
+    for at in numbers(policy, 4):
         cluster = flip_at(at, policy)
         void += len(cluster.voided())
         counts = len(cluster.shelf.counts)
@@ -134,10 +134,11 @@ class KeptFlipped(Checkpointed):
         return [reason for reason in reasons if "was damaged in memory where it was kept for it" in reason]
 
 
+@pytest.mark.parametrize("every", [5, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["full", "consecutive"])
-def test_a_checkpoint_is_given_up_for_a_record_that_was_damaged_where_it_was_kept(policy: str) -> None:
+def test_a_checkpoint_is_given_up_for_a_record_that_was_damaged_where_it_was_kept(policy: str, every: int) -> None:
     flipped = 0
-    for at in numbers(policy, 5):
+    for at in numbers(policy, every):
         cluster = KeptFlipped(at, policy)
         check(cluster)
         assert not events(cluster.run, "damaged"), "what is trained is whole"

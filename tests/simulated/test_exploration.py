@@ -41,7 +41,7 @@ def test_all_states_hold(name: str) -> None:
 @pytest.mark.parametrize(
     ("mutate", "explored"),
     [
-        (mutations.stale_confirmation, HEARD_LATE),
+        pytest.param(mutations.stale_confirmation, HEARD_LATE, marks=pytest.mark.slow),  # found by schedules every day
         (mutations.no_fence, SMALL["a zombie"]),
         (mutations.no_undo, SMALL["a server"]),
         (mutations.early_ack, SMALL["a server"]),

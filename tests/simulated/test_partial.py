@@ -91,9 +91,10 @@ def test_one_more_is_lost_at_every_message_of_the_recovery(code: CodeSpec, who: 
     print(sweep(code, who, control, 1))
 
 
-def test_lost_trainers_go_on_from_their_snapshot_where_that_survives() -> None:
+@pytest.mark.parametrize("every", [37, pytest.param(23, marks=pytest.mark.slow)])
+def test_lost_trainers_go_on_from_their_snapshot_where_that_survives(every: int) -> None:
     """The last slots are lost, the first keep the dense snapshots."""
-    count = sweep(CODES[1], "a trainer", True, 37, last=True)
+    count = sweep(CODES[1], "a trainer", True, every, last=True)
     print(count)
     assert count["going back"] == count["runs"] > 5 and count["went_beyond"] == 0
 

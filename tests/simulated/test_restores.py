@@ -195,12 +195,14 @@ def test_beyond_parity_all_go_back_to_the_newest_checkpoint(who: str) -> None:
     assert fired["went back"] >= points > 4 and fired["steps made again"] > points
 
 
+@pytest.mark.parametrize("every", [61, pytest.param(29, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("later", [-40, -5, 1, 3, 5, 8, 12])
-def test_a_coordinator_is_lost_shortly_before_or_after(later: int) -> None:
+def test_a_coordinator_is_lost_shortly_before_or_after(later: int, every: int) -> None:
     """The next one knows whose checkpoints are its run's, although it has written none."""
-    fired = sweep_beyond(61, ("coordinator", 0), later=later)
+    fired = sweep_beyond(every, ("coordinator", 0), later=later)
     print(fired)
-    assert fired["beyond"] > 1 and fired["coordinator"] > 1
+    least = 4 if every == 29 else 2
+    assert fired["beyond"] >= least and fired["coordinator"] >= least
 
 
 @pytest.mark.slow
