@@ -1,16 +1,28 @@
-"""What a coordinator leaves at the place of its checkpoints when the run is over."""
+"""What a coordinator leaves at the place of its checkpoints when its run is over; and it ends when it is told to."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import forked
 import pytest
 from conftest import ROOT
+
+from torch_ecrec.coordinator.election import Standing
+from torch_ecrec.processes import coordination
+from torch_ecrec.processes.coordination import Coordination, run_coordinator
+from torch_ecrec.spec.job import CodeSpec
+from torch_ecrec.spec.settings import Settings
+from torch_ecrec.transport.etcd import NOBODY
 
 LIMIT_S = 120.0
 
@@ -42,3 +54,41 @@ def test_a_coordinator_that_is_told_to_end_removes_the_saves_of_its_run(
     assert left == ({mine, others} if stays else {others})
     told = f"prioritised save {mine} was removed: the run is over" in (tmp_path / "log").read_text()
     assert told is not stays
+
+
+class Fenced:
+    """The office of one that leads, is fenced, and is told to end (SIGTERM) as it gives its lease back."""
+
+    run, began_with, known, again, over, led, holds = "run", "none", NOBODY, False, False, 1, True
+    stood = 0
+
+    def __init__(self, *_: Any) -> None:
+        self._ends = threading.Event()
+
+    def stand(self, on_look: Callable[[], None]) -> Standing:
+        type(self).stood += 1
+        if self.stood == 1:
+            return Standing.LEADING
+        assert self._ends.wait(LIMIT_S), "it was told to end, and stands by"
+        return Standing.STANDBY
+
+    def keep(self, on_fenced: Callable[[], None], hangs: Callable[[], bool]) -> None:
+        threading.Timer(0.1, on_fenced).start()
+
+    def withdraw(self) -> None:
+        self._ends.set()
+
+    def close(self, over: bool) -> None:
+        if not self._ends.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def one_that_is_fenced(_: int) -> None:
+    coordination.Office = Fenced  # type: ignore[assignment,misc]
+    told = Coordination("127.0.0.1", 0, CodeSpec(3, 2, 1), 0, "wait", Settings(), elect="etcd://a/ads")
+    assert run_coordinator(told, io.StringIO()) == 0
+
+
+def test_who_is_told_to_end_as_it_is_fenced_does_not_stand_by_again() -> None:
+    """Its server was closed, and what was asked of that was done no more."""
+    forked.call(one_that_is_fenced, 1)

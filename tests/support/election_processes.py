@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import greenlet
 
 from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
 from torch_ecrec.processes.leadership import ENDS_S, PATIENT
-from torch_ecrec.transport.etcd import NOBODY, SLOWER, EtcdUnavailable, Last, Leader
+from torch_ecrec.transport.etcd import FALLS, NOBODY, SLOWER, EtcdUnavailable, Last, Leader
 
 if TYPE_CHECKING:
     from election_world import World
@@ -59,7 +60,7 @@ class Proc:
         self.idle = False
         self.closing = False  # it serves nobody any more
         self.known = NOBODY
-        self.lives = 0
+        self.lives, self.words = 0, itertools.count()
         self.candidate: Candidate | None = None
         self.fresh()
         self.token = 0
@@ -73,7 +74,7 @@ class Proc:
             Keys(self),
             (f"host{n}", 1),
             w.ttl,
-            f"run{n}.{self.lives}",
+            lambda: f"run{n}.{next(self.words)}",
             lambda: w.now + self.skew,
             self.begins,
             self.known,
@@ -154,6 +155,10 @@ class Proc:
 
         def effect() -> None:
             box.append(w.effect(do, self, name))
+            if kind == "twice":  # as `EtcdKeys` asks the next address
+                box[0] = w.effect(do, self, name)
+            if kind == "echo":
+                w.at(w.now + more, lambda: w.effect(do, self, name, late=True))
 
         w.at(w.now + one, effect)
         if one + two > limit:
@@ -170,7 +175,7 @@ class Proc:
                 self.limit = min(2 * limit, PATIENT * w.ttl)
             w.tell(f"p{self.number} {name} -> no answer ({kind if ok else found})")
             raise EtcdUnavailable(kind if ok else str(found))
-        self.limit = min(max(SLOWER * (one + two), w.ttl / 4), PATIENT * w.ttl)
+        self.limit = min(max(SLOWER * (one + two), FALLS * self.limit, w.ttl / 4), PATIENT * w.ttl)
         w.tell(f"p{self.number} {name} -> {w.short(found)}")
         return found
 

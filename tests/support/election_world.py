@@ -55,10 +55,12 @@ class Etcd(VirtualEtcd):
         super().revoke(lease)
 
     def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
+        was = self.last
         done = super().take(me, address, lease, last)
         if done:
             assert self.leader is not None
             self._note()
+            self.run.back_at_an_end = was.over and was == self.run.put_back_to
             self.run.on_take(self.leader, self.last)
         return done
 
@@ -112,6 +114,7 @@ class World:
         self.max_seen = (0, "")
         self.down = 0
         self.taken_s, self.blind = -math.inf, False
+        self.put_back_to, self.back_at_an_end = NOBODY, False  # the last who took the lead found etcd like that
         self.finds: list[Found] = []
         if not empty:
             self.etcd.put_back((5, None, Last("before", "earlier", 5, over=True), {}))
@@ -244,6 +247,7 @@ class World:
                 elif kind == "restore":
                     self.blind = self.blind or self.taken_s > event[0] - BLIND_S
                     self.etcd.put_back(self.etcd.before(event[0] - event[3]))
+                    self.put_back_to = self.etcd.last
                 else:
                     self.etcd.start_again()
                 self.tell(f"etcd is back: leader {self.short(self.etcd.leader)} {self.short(self.etcd.last)}")
@@ -274,17 +278,20 @@ class World:
     def on_leads(self, p: Proc) -> None:
         c = p.candidate
         assert c is not None
+        if not p.holds:
+            return  # it has read an old answer, and may do nothing
         if c.run in self.ended:
             self.found("led-on" if c.run in self.over_written else "led-on-untold", f"p{p.number} leads {c.run}")
         others = [q for q in self.procs if q is not p and not q.dead and q.candidate is not None]
-        if not c.again and c.run in self.begun and any(q.candidate.known.run == c.run for q in others):
+        if not c.again and c.run in self.begun:
             self.found("begun-twice", f"p{p.number} begins {c.run}")
         if not c.again and c.run not in self.begun:
             on = [r for r in self.begun if r not in self.ended]
             for r in on:
                 knows = [q for q in others if q.candidate.known.runs and q.candidate.known.run == r]
                 if knows:
-                    kind = "second" if any(not q.paused and not q.is_cut for q in knows) else "second-asleep"
+                    awake = any(not q.paused and not q.is_cut for q in knows)
+                    kind = "second-over" if self.back_at_an_end else "second" if awake else "second-asleep"
                     self.found(kind, f"p{p.number} begins {c.run}, and {[q.number for q in knows]} know of {r}")
             self.begun[c.run] = self.now
             for r in on:  # nobody is left who knows: accepted, and members of before do not follow it

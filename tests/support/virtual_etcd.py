@@ -119,7 +119,7 @@ class Elections:
             Caller(self, number),
             (f"host{number}", 1),
             TTL_S,
-            f"run{number}",
+            lambda: f"run{number}",
             lambda: self.now_s,
             lambda: f"what run{number} begins with",
             known,

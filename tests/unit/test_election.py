@@ -16,7 +16,7 @@ from torch_ecrec.coordinator import election
 from torch_ecrec.coordinator.election import FORGOTTEN_LEASES, SETTLED, TICKS, UNKNOWN_LEASES, Candidate, Standing
 from torch_ecrec.testing.etcd import VirtualEtcd
 from torch_ecrec.testing.standbys import Keys
-from torch_ecrec.transport.etcd import NOBODY, Last, parse_place
+from torch_ecrec.transport.etcd import COUNTS_MOST, NOBODY, Last, parse_place
 
 SWEPT = 45  # calls
 FOLLOWED = 12  # calls after which each of three candidates has seen that one leads
@@ -46,7 +46,8 @@ def test_a_run_begins_with_an_etcd_that_knows_nothing() -> None:
     run.until(UNKNOWN_LEASES * TTL_S)
     assert not run.led
     check(run)
-    assert len(run.led) == 1 and run.word == "run0"
+    (leads,) = (number for number, one in enumerate(run.candidates) if one.holds)
+    assert len(run.led) == 1 and run.word == run.etcd.last.run == f"run{leads}"
 
 
 @pytest.mark.parametrize("fault", faults(), ids=describe)
@@ -121,7 +122,7 @@ def test_who_was_followed_begins_no_other_run(followed: bool) -> None:
     etcd.last = Last("before", "earlier", 3, over=True)
 
     def candidate(run: str, known: Last = NOBODY) -> Candidate:
-        return Candidate(Keys(etcd, lambda: 0.0), ("host0", 1), TTL_S, run, lambda: 0.0, lambda: run, known)
+        return Candidate(Keys(etcd, lambda: 0.0), ("host0", 1), TTL_S, lambda: run, lambda: 0.0, lambda: run, known)
 
     first = candidate("run0")
     first.step()
@@ -283,9 +284,38 @@ def test_what_was_not_read_is_not_written_over() -> None:
             etcd.last = another
             return super().grant(ttl_s)
 
-    one = Candidate(Slow(etcd, lambda: 0.0), ("host0", 1), TTL_S, "run0", lambda: 0.0)
+    one = Candidate(Slow(etcd, lambda: 0.0), ("host0", 1), TTL_S, lambda: "run0", lambda: 0.0)
     one.step()
     assert etcd.last == another and etcd.leader is None and not one.holds
+
+
+def test_a_clock_that_is_wrong_for_a_moment_leaves_revisions_for_all_who_lead_after_it() -> None:
+    etcd, year_2200 = VirtualEtcd(), 7.26e9
+    etcd.last = Last("before", "earlier", 3, over=True)
+    for number, time_s in enumerate((year_2200, 1.8e9, 1.8e9)):
+        one = Candidate(
+            Keys(etcd, lambda: 0.0), ("host", 1), TTL_S, lambda: "run", lambda: 0.0, time_of_day=lambda s=time_s: s
+        )
+        before = 0 if etcd.last.over else etcd.last.since
+        one.step()
+        assert one.holds and before < one.led < COUNTS_MOST, number
+        assert one.end()
+        one.resign()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_who_has_taken_the_lead_and_hears_that_it_has_not_keeps_it(lost: int) -> None:
+    """An address took it, its answer did not come, and the next address was asked the same."""
+    etcd = VirtualEtcd()
+    etcd.last = Last("before", "earlier", 3, over=True)
+
+    class Twice(Keys):
+        def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
+            return [super(Twice, self).take(me, address, lease, last) for _ in range(lost + 1)][-1]
+
+    one = Candidate(Twice(etcd, lambda: 0.0), ("host0", 1), TTL_S, lambda: "run0", lambda: 0.0)
+    one.step()
+    assert one.holds and not one.again and one.run == "run0"
 
 
 MOMENTS = st.dictionaries(st.integers(1, 150), st.sampled_from(faults()), max_size=6)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from conftest import wait_until
 
 from torch_ecrec.coordinator.election import RENEWS, Standing
+from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes import leadership
 from torch_ecrec.processes.leadership import Office
 from torch_ecrec.testing.etcd import VirtualEtcd
@@ -46,8 +48,12 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Ending:
     return found
 
 
+def standing_by(lease_s: int = LEASE_S) -> Office:
+    return Office("etcd://a/ads", ("here", 1), lease_s, lambda: "none", NOBODY)
+
+
 def office() -> Office:
-    found = Office("etcd://a/ads", ("here", 1), LEASE_S, "run", lambda: "none", NOBODY)
+    found = standing_by()
     assert found.stand(lambda: None) is Standing.LEADING
     return found
 
@@ -63,7 +69,7 @@ def test_who_does_nothing_any_more_keeps_no_lead(keys: Ending) -> None:
     hangs.clear()
     wait_until(lambda: leads.holds, LIMIT_S, "nobody has led meanwhile: it leads again")
     leads.close(over=False)
-    assert keys.leader() is None and keys.last.run == "run"
+    assert keys.leader() is None and keys.last.run == leads.run
 
 
 @pytest.mark.parametrize("unheard", [0, 3, 10**6])
@@ -78,7 +84,7 @@ def test_the_end_of_a_run_is_said_to_an_etcd_that_has_forgotten_it(keys: Ending)
     leads = office()
     keys._etcd.forget()
     leads.close(over=True)
-    assert keys.last.over and keys.last.run == "run" and keys.last.counts_from > 0
+    assert keys.last.over and keys.last.run == leads.run and keys.last.counts_from > 0
 
 
 def test_who_leads_says_so_again_where_etcd_has_forgotten(keys: Ending, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,6 +94,32 @@ def test_who_leads_says_so_again_where_etcd_has_forgotten(keys: Ending, caplog: 
     leads.keep(lambda: None, lambda: False)
     keys._etcd.forget()
     wait_until(lambda: (found := keys.leader()) is not None and found.revision > before.revision, LIMIT_S, "it leads")
-    assert leads.holds and keys.last.run == "run" and leads.led == before.revision
+    assert leads.holds and keys.last.run == leads.run and leads.led == before.revision
     assert "etcd knows nothing of this run any more" in caplog.text
     leads.close(over=False)
+
+
+def test_who_waits_for_leases_of_another_length_stands_by_nobody(keys: Ending) -> None:
+    """It would take the lead too early, or too late, where etcd has forgotten who leads."""
+    leads = office()
+    with pytest.raises(ClusterError, match="here:1, which leads at etcd://a/ads, has --leader-lease 2, and this one 3"):
+        standing_by(LEASE_S + 1).stand(lambda: None)
+    leads.close(over=False)
+    assert standing_by(LEASE_S + 1).stand(lambda: None) is Standing.LEADING, "nobody leads any more"
+
+
+def test_a_defect_costs_the_lead(
+    keys: Ending, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread ended without a word: the process acted no more, and knew nothing of it."""
+    fenced, leads = threading.Event(), office()
+    monkeypatch.setattr(leads._candidate, "step", lambda: 1 / 0)
+    leads.keep(fenced.set, lambda: False)
+    assert fenced.wait(LIMIT_S) and "ZeroDivisionError" in caplog.text
+    leads.close(over=False)
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="no such clock")
+def test_a_lease_ends_while_its_host_is_suspended() -> None:
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    assert 0 <= leadership._elapsed() - up_s < LIMIT_S, "as the kernel counts it, with the time that it was suspended"

@@ -15,6 +15,7 @@ Invariants.
   fenced. Others lead once a mark has stood for `FORGOTTEN_LEASES`, when no lease of before can last. A run that nobody
   knows of begins with a mark, too: who knows of one writes over it, within `UNKNOWN_LEASES` in which etcd answered.
 - *A run ends once.* Who has stood by it, or led it, has nothing to do with the next one of that name: it ends, too.
+  Each try to begin one has a word of its own, so that no two runs have the same.
 - *Nothing is written but over what was read.* What `last` has is never written twice, so that who was stopped in
   between writes nothing, whatever etcd has been put back to.
 - *Revisions grow*, by what this one has seen and by the time of day (a hybrid logical clock: S. Kulkarni et al.,
@@ -32,7 +33,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from torch_ecrec.transport.etcd import BEGINS, GOES_ON, NOBODY, Last, Leader
+from torch_ecrec.transport.etcd import BEGINS, COUNTS_MOST, GOES_ON, NOBODY, Last, Leader
 
 POLL_S = 0.2  # between two looks of a standby
 RETRY_S = 0.2  # after etcd did not answer
@@ -44,6 +45,7 @@ LOOKED = 0.5  # of a lease: so old may be what etcd has said when it is renewed
 FORGOTTEN_LEASES = 1.5  # after a mark: who was deposed by it has stopped, and who led before has led again
 UNKNOWN_LEASES = 2.5  # likewise, before a run begins: by then who knows of one has marked it
 TICKS = 1 << 20  # revisions in a millisecond of the time of day
+TIME_MOST = COUNTS_MOST - (1 << 56)  # in 2108: a clock that says later leaves revisions for all who lead after it
 
 
 class Keys(Protocol):
@@ -78,17 +80,17 @@ class Candidate:
         keys: what etcd has.
         address: where it listens, once it leads.
         ttl_s: of its lease.
-        run: the word of the run, if it is the first to lead; else the run has one.
-        clock: seconds, which never go back.
-        begins: what the run begins with, if it is the first to lead; asked for then. Else the run began with something,
-            whatever is there now.
+        words: a new word for a run, whenever it is about to be the first to lead one; else the run has one.
+        clock: seconds, which never go back, and go on while the host sleeps.
+        begins: what the run begins with, if it is the first to lead; asked for then, however long that takes. Else the
+            run began with something, whatever is there now.
         known: who has led, as this process has seen before. It goes on with that run, and begins no other.
         time_of_day: seconds since 1970.
 
     Attributes:
         standing: what it is.
         again: somebody has led before it.
-        began_with: the checkpoint that the run began with.
+        run: the word of the run that it leads; `began_with`: the checkpoint that this began with.
         leads: who leads, as it has seen last.
         led: the revision since when this one has led first; 0: it has not.
         known: who has led its run last, as it has seen, or what was marked of it.
@@ -99,7 +101,7 @@ class Candidate:
         keys: Keys,
         address: tuple[str, int],
         ttl_s: int,
-        run: str,
+        words: Callable[[], str],
         clock: Callable[[], float],
         begins: Callable[[], str] = lambda: "none",
         known: Last = NOBODY,
@@ -112,8 +114,10 @@ class Candidate:
             clock,
             time_of_day,
         )
-        self.id, self.run, self.began_with, self._begins_with = uuid.uuid4().hex, run, "", begins
-        self._own_run, self.known = run, known
+        self.id, self.run, self.began_with = uuid.uuid4().hex, "", ""
+        self._words, self._begins_with = words, begins
+        self._found = NOBODY, ""  # what was there as it was looked for what a run begins with, and what was found
+        self.known = known
         self._newest = known.since  # of the revisions of leaders that it has seen
         self._knows_less, self._ended = False, False  # etcd, than this one; the run that it stands by, or leads
         self.standing = Standing.STANDBY
@@ -160,10 +164,12 @@ class Candidate:
         if self._knows_less:
             self._mark(last)
             return POLL_S
-        if self._may_take():
+        if not last.runs and self._found[0] != last and self._may_take():
+            self._found = last, self._begins_with()
+            last = self._look()  # that may have taken longer than a lease
+        if self._may_take() and (last.runs or self._found[0] == last):
             self.again = last.runs
-            self.run = self._own_run if last.over else last.run
-            self.began_with = self._begins_with() if last.over else last.began_with
+            self.run, self.began_with = (last.run, last.began_with) if last.runs else (self._words(), self._found[1])
             return self._take(last)
         return self._lead(self._asked_s) if self._has_it else POLL_S
 
@@ -183,7 +189,7 @@ class Candidate:
         elif self._may_take():
             return self._take(last)
         elif self._knows_less or (last.mark and last.id != self._marked and last.since <= self._since):
-            marked = self._mark(last) if self.holds else ""
+            marked = self._mark(last) if self.holds or self._knows_less else ""
             if self.holds:  # still: it may have been stopped meanwhile
                 self._marked = marked
             else:
@@ -246,8 +252,8 @@ class Candidate:
         runs = self.known.runs
         mark = Last(
             id=uuid.uuid4().hex,
-            run=self.known.run if runs else self._own_run,
-            began_with=self.known.began_with if runs else self._begins_with(),
+            run=self.known.run if runs else "",
+            began_with=self.known.began_with if runs else "",
             counts_from=self._newest,
             mark=GOES_ON if runs else BEGINS,
             deposed=self.leads is not None or last.deposed,
@@ -265,19 +271,21 @@ class Candidate:
         self._lease = self._keys.grant(self._ttl_s)
         self._asked_s = asked_s
         was_stopped = self._clock() > self._asked_last_s + self._ttl_s  # etcd may say again what it said before that
-        if was_stopped or not self._keys.take(self._me(last), self._address, self._lease, last):
-            refused, self._lease = self._lease, 0
-            self._keys.revoke(refused)
-        self._look()
+        taken = not was_stopped and self._keys.take(self._me(last), self._address, self._lease, last)
+        self._look()  # also where it was refused: it may have been asked twice, and done the first time
         if not self._has_it:
+            if not taken:
+                refused, self._lease = self._lease, 0
+                self._keys.revoke(refused)
             return RETRY_S
         asked_s = self._clock()  # where etcd is slow, much of the lease is over
         return self._lead(asked_s if self._is_fresh and self._keys.renew(self._lease) else self._asked_s)
 
     def _me(self, last: Last) -> Last:
         """What etcd has in the place of `last`, once this one leads."""
-        by_time = int(1000 * self._time_of_day()) * TICKS
-        return Last(self.id, self.run, 0, self.began_with, max(last.counts_from, self._newest, by_time))
+        by_time = min(int(1000 * self._time_of_day()) * TICKS, TIME_MOST)
+        counts_from = max(last.counts_from, self._newest, by_time)
+        return Last(self.id, self.run, 0, self.began_with, counts_from, ttl_s=self._ttl_s)
 
     def end(self) -> bool:
         """The run that it has led is over: says so, whoever leads it by now. Returns whether that is known.
@@ -288,7 +296,8 @@ class Candidate:
         last = self._look()
         if not self._knows_less and (last.over or last.run != self.run):
             return True
-        return self._keys.write(dataclasses.replace(self._me(last), over=True), last)
+        others = self.leads is not None and self.leads.id != self.id
+        return self._keys.write(dataclasses.replace(self._me(last), over=True, deposed=others), last)
 
     def resign(self) -> None:
         """Another may lead at once. Nothing else may be asked of this one."""
@@ -299,6 +308,8 @@ class Candidate:
 
     def _lead(self, asked_s: float) -> float:
         assert self.leads is not None, "it leads by what it has looked at"
+        if self._last.id == self.id:  # else it leads on, as it was
+            self.run, self.began_with = self._last.run, self._last.began_with
         self._since = self.leads.revision
         self.led = self.led or self._since
         self.standing, self._renewed_s = Standing.LEADING, asked_s
@@ -307,4 +318,6 @@ class Candidate:
 
 def _patience(last: Last) -> float:
     """For how many leases that must have been there, before who stands by leads."""
+    if last.over:
+        return FORGOTTEN_LEASES if last.deposed else 0.0
     return {GOES_ON: FORGOTTEN_LEASES, BEGINS: UNKNOWN_LEASES, "": STOOD if last.runs else 0.0}[last.mark]

@@ -88,21 +88,28 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
         ClusterError: as `Office`.
     """
     raise_descriptors()
-    known = NOBODY
+    known, ends = NOBODY, _Ends()
     while True:
-        one = _Coordinator(told, out, known)
+        one = _Coordinator(told, out, known, ends)
         if not one.run():
             return 0
         known = one.known
         log.warning("another coordinator has led in the place of this one, or may have: it stands by")
 
 
+@dataclass
+class _Ends:
+    """Whether this process was told to end, whatever its coordinator was doing then."""
+
+    told: bool = False
+
+
 class _Coordinator:
     """One, from its start to its end."""
 
-    def __init__(self, told: Coordination, out: IO[str], known: Last) -> None:
-        self._told, self._out = told, out
-        self._fenced = self._over = self._told_to_end = False
+    def __init__(self, told: Coordination, out: IO[str], known: Last, ends: _Ends) -> None:
+        self._told, self._out, self._ends = told, out, ends
+        self._fenced = self._over = False
         self._turned_away, self._told_s = (
             0,
             -math.inf,
@@ -116,8 +123,8 @@ class _Coordinator:
         )
         self._office: Office | None = None
         if told.elect:
-            run, begins = told.checkpoint.run, self._first_begins_with
-            self._office = Office(told.elect, self._server.address, told.leader_lease_s, run, begins, known)
+            begins = self._first_begins_with
+            self._office = Office(told.elect, self._server.address, told.leader_lease_s, begins, known)
         office = self._office
         self._acting = Acting(lambda: office is None or office.holds)
         self._router: Router
@@ -161,23 +168,25 @@ class _Coordinator:
         if self._fenced and self._office is not None and self._office.over:
             log.info("the run is over: another coordinator has led, and has said so")
             return False
-        return self._fenced and not self._told_to_end
+        return self._fenced and not self._ends.told
 
     def _stand(self, office: Office) -> bool:
         """Whether it leads."""
 
         def withdraw() -> None:
-            self._told_to_end = True
+            self._ends.told = True
             office.withdraw()
 
         for number in SIGNALS:
             signal.signal(number, lambda *_: withdraw())
+        if self._ends.told:  # as the one before it closed
+            office.withdraw()
         print(json.dumps({"stands_by": list(self._server.address)}), file=self._out, flush=True)
         freeze()  # now: it takes a tenth of a second of a core, and members wait for who leads
         standing = office.stand(self._turn_away)
         if standing is Standing.OVER:
             log.info("the run is over")
-        leads = standing is Standing.LEADING and not self._told_to_end
+        leads = standing is Standing.LEADING and not self._ends.told
         if not leads:
             office.close(over=False)
         return leads
@@ -310,7 +319,6 @@ class _Coordinator:
 
     def _end(self) -> None:
         """This process is told to."""
-        self._told_to_end = True
         if self._router.core.fatal is not None:
             self._over = True
         elif self._office is None:
@@ -326,9 +334,13 @@ class _Coordinator:
                 self._router.on_tick(time.monotonic())
             server.call_later(self._told.settings.heartbeat_s / 4, tick)
 
+        def end() -> None:
+            self._ends.told = True  # also where the server has closed meanwhile, and does nothing any more
+            server.call_soon(self._end)
+
         for number in SIGNALS:
-            signal.signal(number, lambda *_: server.call_soon(self._end))
-        if self._told_to_end:  # before it listened
+            signal.signal(number, lambda *_: end())
+        if self._ends.told:  # before it listened
             server.call_soon(self._end)
         said = {"address": list(server.address), "began_with": self._began_with}
         print(json.dumps(said), file=self._out, flush=True)

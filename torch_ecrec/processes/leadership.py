@@ -13,12 +13,19 @@ from collections import deque
 from collections.abc import Callable
 
 from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
-from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, parse_place
+from torch_ecrec.errors import ClusterError
+from torch_ecrec.spec.settings import new_run
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, Leader, parse_place
 
 log = logging.getLogger(__name__)
 
 ENDS_S = 30.0  # for etcd to hear that a run is over
-PATIENT = 0.5  # of its lease may an answer of etcd take; with slower ones nobody could lead
+PATIENT = 0.5  # of its lease may an answer of etcd take; where each takes more than 0.3, nobody can lead
+
+
+def _elapsed() -> float:
+    """Seconds, also those that the host was suspended for: leases end meanwhile."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class Acting:
@@ -50,8 +57,9 @@ class Office:
     Args:
         elect: `etcd://...`.
         address: where this coordinator listens.
-        lease_s: of its lease: so long after its end another leads. At least what etcd grants, by default 2.
-        run: the word of the run, if it is the first to lead; `begins`: what the run begins with then.
+        lease_s: of its lease: so long after its end another leads. At least what etcd grants, by default 2. The same
+            for all of them: each waits for leases of that length.
+        begins: what the run begins with, if it is the first to lead.
         known: who has led, as this process has seen before.
 
     Raises:
@@ -60,13 +68,13 @@ class Office:
     """
 
     def __init__(
-        self, elect: str, address: tuple[str, int], lease_s: int, run: str, begins: Callable[[], str], known: Last
+        self, elect: str, address: tuple[str, int], lease_s: int, begins: Callable[[], str], known: Last
     ) -> None:
-        self._elect = elect
+        self._elect, self._lease_s = elect, lease_s
         # Several addresses and a renewal must fit into the lease; where each answer is slow, at least one must.
         place = parse_place(elect)
         keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
-        self._candidate = Candidate(keys, address, lease_s, run, time.monotonic, begins, known)
+        self._candidate = Candidate(keys, address, lease_s, new_run, _elapsed, begins, known)
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._told: dict[int, str] = {}  # by level, what was told last
@@ -111,22 +119,35 @@ class Office:
 
         Args:
             on_look: called each time that it has looked whether it leads, also when it does.
+
+        Raises:
+            ClusterError: who leads has a lease of another length.
         """
         while self._candidate.standing is Standing.STANDBY and not self._ends.is_set():
             wait_s = self._step()
             on_look()
             leads = self._candidate.leads
             if self._candidate.standing is Standing.STANDBY and leads is not None:
+                if leads.ttl_s not in (0, self._lease_s):
+                    self._refuse(leads)
                 self._tell(f"stands by at {self._elect}: {leads.address[0]}:{leads.address[1]} leads")
             if self._candidate.standing is Standing.STANDBY:
                 self._ends.wait(wait_s)
         return self._candidate.standing
 
+    def _refuse(self, leads: Leader) -> None:
+        who = f"{leads.address[0]}:{leads.address[1]}, which leads at {self._elect}"
+        raise ClusterError(
+            f"all coordinators of a cluster need the same lease: {who}, has --leader-lease {leads.ttl_s},"
+            f" and this one {self._lease_s}"
+        )
+
     def keep(self, on_fenced: Callable[[], None], hangs: Callable[[], bool]) -> None:
         """Renews the lease from now on.
 
         Args:
-            on_fenced: called on another thread, once, when another has led, or the run is over.
+            on_fenced: called on another thread, once, when another has led, or the run is over; or when it cannot go on
+                for a defect, which costs it the lead.
             hangs: whether who leads does nothing any more. Then the lease ends, and another leads.
         """
 
@@ -137,10 +158,14 @@ class Office:
             return RETRY_S
 
         def keep() -> None:
-            while not self._ends.wait(step()):
-                if self._candidate.standing is not Standing.LEADING:
-                    on_fenced()
-                    return
+            try:
+                while not self._ends.wait(step()):
+                    if self._candidate.standing is not Standing.LEADING:
+                        on_fenced()
+                        return
+            except Exception:  # the seam: it would vanish with this thread, and the process act no more, for ever
+                log.exception("the lead at %s cannot be kept", self._elect)
+                on_fenced()
 
         self._thread = threading.Thread(target=keep, name="lead", daemon=True)
         self._thread.start()

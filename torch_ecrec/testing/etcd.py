@@ -56,7 +56,7 @@ class VirtualEtcd:
         if self.leader is not None or not self._is_still(last):
             return False
         self.revision += 1
-        self.leader = Leader(address, me.counts_from + self.revision, me.id, lease)
+        self.leader = Leader(address, me.counts_from + self.revision, me.id, lease, me.ttl_s)
         self.last = dataclasses.replace(me, revision=self.revision)
         return True
 

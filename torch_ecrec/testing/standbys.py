@@ -93,7 +93,7 @@ class Standby(Center):
         self._turn = 0  # of `step`: an earlier one that is still due is void
         run = f"run{number}"
         address = f"coordinator-{number}", number
-        self.candidate = Candidate(plane.keys, address, TTL_S, run, plane.now_of_etcd, known=known)
+        self.candidate = Candidate(plane.keys, address, TTL_S, lambda: run, plane.now_of_etcd, known=known)
         self._acting = Acting(lambda: not self.stopped and self.leads and self.candidate.holds)
         plane.clock.later(looks_in_s, self.step) if looks_in_s else self.step()
 

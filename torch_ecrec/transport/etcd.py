@@ -35,8 +35,11 @@ FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME, or etcds://...[?ca=FILE&cert=FILE&
 PORT = 2379
 COUNTS_MOST = 1 << 62  # revisions: members read 63 bits
 SLOWER = 4.0  # than the last answer may the next one be
+FALLS = 0.95  # of what the last answer could have taken may the next one take all the same: etcd is slow now and then
 _SHAPE = re.compile(r"(etcds?)://([^/]+)/([A-Za-z0-9._-]+)(?:\?(.*))?")
 _TLS = "ca", "cert", "key"
+# OSError: also a certificate's file that is not there. The others: it is not what this has written.
+_NO_ANSWER = OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
 
 
 class EtcdUnavailable(ClusterError):
@@ -86,12 +89,18 @@ GOES_ON, BEGINS = "goes on", "begins"  # marks
 
 @dataclass(frozen=True)
 class Leader:
-    """Who leads: its address, and the revision since when. `id`: made up by its process; `lease`: what the key has."""
+    """Who leads: its address, and the revision since when.
+
+    Args:
+        id: made up by its process.
+        lease: what the key has; `ttl_s`: how long that is, 0 if it has not said so.
+    """
 
     address: tuple[str, int]
     revision: int
     id: str = ""
     lease: int = 0
+    ttl_s: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,11 +110,13 @@ class Last:
     Args:
         id: made up by its process; of a mark: for the mark.
         run: the word of the run; `began_with`: the checkpoint that it began with, as the first to lead has found it.
+            Of a mark that one begins: "".
         revision: of what etcd has of it, 0 if nothing.
         counts_from: what is added to etcd's revisions; of a mark: the newest revision that its writer has seen.
         over: the run has ended. Who leads next begins another.
         mark: `GOES_ON`: nobody leads the run for now. `BEGINS`: it begins, unless somebody knows of another. Else "".
-        deposed: of a mark: somebody led, as etcd said, and may act until its lease is over.
+        deposed: of a mark, or an end: somebody else led, as etcd said, and may act until its lease is over.
+        ttl_s: of its lease, in seconds; 0 if it has not said so.
         written: as etcd has it.
     """
 
@@ -117,6 +128,7 @@ class Last:
     over: bool = False
     mark: str = ""
     deposed: bool = False
+    ttl_s: int = 0
     written: str = field(default="", compare=False, repr=False)
 
     @property
@@ -173,8 +185,7 @@ class EtcdKeys:
                 found = do(client)
                 self._allow(client, SLOWER * (time.monotonic() - asked_s))
                 return found
-            # OSError: also a certificate's file that is not there. What follows: it is not what this has written.
-            except (Etcd3Exception, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            except (Etcd3Exception, *_NO_ANSWER) as error:
                 if isinstance(error, (ConnectionTimeoutError, requests.Timeout)):
                     self._allow(client, 2 * (client.timeout or self._timeout_s))
                 reasons.append(f"{client.host}:{client.port}: {_said(error)}")
@@ -182,7 +193,8 @@ class EtcdKeys:
         raise EtcdUnavailable(f"etcd does not answer ({'; '.join(reasons)})")
 
     def _allow(self, client: Etcd3Client, limit_s: float) -> None:
-        client.timeout = min(max(limit_s, self._timeout_s), self._patient_s)
+        known_s = FALLS * (client.timeout or 0.0)
+        client.timeout = min(max(limit_s, known_s, self._timeout_s), self._patient_s)
 
     def leader(self) -> Leader | None:
         """Who leads."""
@@ -192,7 +204,7 @@ class EtcdKeys:
             if not found:
                 return None
             value, about = found[0]
-            return _leader(value.decode(), about)
+            return _leader(value.decode(), about) if _has_lease(about) else None
 
         return self._ask(ask)
 
@@ -203,6 +215,9 @@ class EtcdKeys:
         def ask(client: Etcd3Client) -> tuple[Leader | None, Last]:
             found = client.transaction({"compare": [], "success": asked, "failure": []})["responses"]
             of_leader, of_last = (one["response_range"].get("kvs", []) for one in found)
+            if of_leader and not _has_lease(of_leader[0]):
+                client.transaction(self._without_lease(of_leader[0]["value"]))
+                of_leader = []
             leader = _leader(_decoded(of_leader[0]["value"]), of_leader[0]) if of_leader else None
             return leader, _last(_decoded(of_last[0]["value"]), of_last[0]) if of_last else NOBODY
 
@@ -228,7 +243,13 @@ class EtcdKeys:
     def take(self, me: Last, address: tuple[str, int], lease: int, last: Last) -> bool:
         """Leads, if nobody does and `last` is what it was. `me`: what it is from then on."""
         key, of_last = _encoded(self._leader), _encoded(self._last)
-        about = {"id": me.id, "address": list(address), "lease": lease, "counts_from": me.counts_from}
+        about = {
+            "id": me.id,
+            "address": list(address),
+            "lease": lease,
+            "ttl_s": me.ttl_s,
+            "counts_from": me.counts_from,
+        }
         return self._txn(
             [{"key": key, "result": "EQUAL", "target": "CREATE", "create_revision": 0}, self._is_still(last)],
             [
@@ -250,6 +271,15 @@ class EtcdKeys:
             return {**key, "target": "CREATE", "create_revision": 0}
         return {**key, "target": "VALUE", "value": _encoded(last.written)}
 
+    def _without_lease(self, value: str) -> dict[str, Any]:
+        """Takes that leader away, who would lead for ever: the keys were copied, which does not copy leases."""
+        key = {"key": _encoded(self._leader)}
+        is_still = [
+            {**key, "result": "EQUAL", "target": "VALUE", "value": value},
+            {**key, "result": "EQUAL", "target": "LEASE", "lease": 0},
+        ]
+        return {"compare": is_still, "success": [{"request_delete_range": key}], "failure": []}
+
     def _txn(self, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
         asked = {"compare": compare, "success": success, "failure": []}
         return self._ask(lambda client: bool(client.transaction(asked).get("succeeded", False)))
@@ -268,11 +298,15 @@ def _said(error: Exception) -> str:
     return str(getattr(error, "detail_text", None) or error)
 
 
+def _has_lease(about: Mapping[str, Any]) -> bool:
+    return int(about.get("lease", 0)) != 0
+
+
 def _leader(text: str, about: Mapping[str, Any]) -> Leader:
     said = json.loads(text)
     host, port = said["address"]
     since = _counts_from(said) + int(about["create_revision"])
-    return Leader((host, int(port)), since, said["id"], said["lease"])
+    return Leader((host, int(port)), since, said["id"], said["lease"], int(said.get("ttl_s", 0)))
 
 
 def _last(text: str, about: Mapping[str, Any]) -> Last:
@@ -288,6 +322,7 @@ def _last(text: str, about: Mapping[str, Any]) -> Last:
         over=bool(said.get("over", False)),
         mark=str(said.get("mark", "")),
         deposed=bool(said.get("deposed", False)),
+        ttl_s=int(said.get("ttl_s", 0)),
         written=text,
     )
 

@@ -21,7 +21,8 @@ from torch_ecrec.transport.etcd import FORM, EtcdKeys, EtcdUnavailable, Leader, 
 C = TypeVar("C")
 LOOK_S = 0.25  # between two looks at who leads
 ATTEMPT_S = 1.0  # for a connection, where another may lead meanwhile
-ASK_S = 1.0  # of each address of etcd
+ASK_S = 1.0  # of each address of etcd; where it is slow, coordinators are patient, and so are members:
+PATIENT_S = 5.0
 
 
 class Whereabouts(Protocol):
@@ -71,7 +72,7 @@ class Elected:
     changes = True
 
     def __init__(self, text: str, record: Record | None = None) -> None:
-        self._text, self._keys = text, record or EtcdKeys(parse_place(text), ASK_S)
+        self._text, self._keys = text, record or EtcdKeys(parse_place(text), ASK_S, PATIENT_S)
         self._lock = threading.Lock()  # of a session of HTTP
         self._newest = 0
         self._why = ""
