@@ -17,6 +17,7 @@ from torch_ecrec.transport.etcd import NOBODY, EtcdUnavailable, Last, Leader
 
 State = tuple[int, Leader | None, Last, dict[int, tuple[float, float]]]  # of etcd: revision, both keys, leases
 NOTHING: State = (1, None, NOBODY, {})
+AWAKE_S = 0.5  # a look, and a word, of one that has been stopped
 # What cannot be seen where etcd is put back within a moment after somebody took the lead: nobody may know of that yet.
 BLIND, BLIND_S = {"two", "revision", "lost", "begun-twice"}, 0.5
 
@@ -290,7 +291,7 @@ class World:
             for r in on:
                 knows = [q for q in others if q.candidate.known.runs and q.candidate.known.run == r]
                 if knows:
-                    awake = any(not q.paused and not q.is_cut for q in knows)
+                    awake = any(self.now > max(q.stopped_until, q.cut_until) + AWAKE_S for q in knows)
                     kind = "second-over" if self.back_at_an_end else "second" if awake else "second-asleep"
                     self.found(kind, f"p{p.number} begins {c.run}, and {[q.number for q in knows]} know of {r}")
             self.begun[c.run] = self.now

@@ -277,7 +277,7 @@ class Candidate:
             if not taken:
                 refused, self._lease = self._lease, 0
                 self._keys.revoke(refused)
-            return RETRY_S
+            return 0.0 if self._knows_less else RETRY_S  # that is said at once
         asked_s = self._clock()  # where etcd is slow, much of the lease is over
         return self._lead(asked_s if self._is_fresh and self._keys.renew(self._lease) else self._asked_s)
 
