@@ -92,6 +92,7 @@ def test_types_and_shapes(pair: Pair) -> None:
         assert isinstance(outcome, wire.Ok), outcome
         (got,) = outcome.answer.parts
         assert got.dtype == dtype and got.shape == shape and torch.equal(got, sent)
+        assert got.stride() == sent.stride()
 
 
 @both

@@ -69,6 +69,7 @@ class Proc:
 
     def fresh(self) -> None:
         self.lives += 1
+        self.begins_to_lead = False
         w, n = self.world, self.number
         self.candidate = Candidate(
             Keys(self),
@@ -197,7 +198,9 @@ class Proc:
                     w.tell(
                         f"p{self.number} {before.value} -> {c.standing.value} run {c.run} led {c.led} again {c.again}"
                     )
-                if c.standing is Standing.LEADING and before is Standing.STANDBY:
+                self.begins_to_lead |= c.standing is Standing.LEADING and before is Standing.STANDBY
+                if self.begins_to_lead and self.holds:  # else it has read an old answer, and may do nothing yet
+                    self.begins_to_lead = False
                     w.on_leads(self)
                 if c.standing is Standing.OVER:
                     w.on_over(self)

@@ -279,8 +279,6 @@ class World:
     def on_leads(self, p: Proc) -> None:
         c = p.candidate
         assert c is not None
-        if not p.holds:
-            return  # it has read an old answer, and may do nothing
         if c.run in self.ended:
             self.found("led-on" if c.run in self.over_written else "led-on-untold", f"p{p.number} leads {c.run}")
         others = [q for q in self.procs if q is not p and not q.dead and q.candidate is not None]

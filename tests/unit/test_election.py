@@ -296,11 +296,46 @@ def test_a_clock_that_is_wrong_for_a_moment_leaves_revisions_for_all_who_lead_af
         one = Candidate(
             Keys(etcd, lambda: 0.0), ("host", 1), TTL_S, lambda: "run", lambda: 0.0, time_of_day=lambda s=time_s: s
         )
-        before = 0 if etcd.last.over else etcd.last.since
+        before = etcd.last.since
         one.step()
         assert one.holds and before < one.led < COUNTS_MOST, number
         assert one.end()
         one.resign()
+
+
+def test_who_is_deposed_by_a_mark_is_waited_for_also_where_the_run_ends_then() -> None:
+    """One whose clock is slow leads by a state that etcd was put back to; a mark deposes it, and the end of the run
+    takes the mark's place."""
+    etcd, now = VirtualEtcd(), [100.0]
+    etcd.last = Last("before", "earlier", 3, over=True)
+
+    def candidate(name: str, slow_s: float = 0.0) -> Candidate:
+        keys, words = Keys(etcd, lambda: now[0]), lambda: f"run of {name}"
+        return Candidate(keys, (name, 1), TTL_S, words, lambda: now[0], time_of_day=lambda: 1.8e9 + now[0] - slow_s)
+
+    def until_it_holds(one: Candidate) -> None:
+        while not one.holds:
+            now[0] += 0.2
+            etcd.expire(now[0])
+            one.step()
+
+    slow, follows, stands_by = candidate("slow", 3600.0), candidate("follows"), candidate("stands by")
+    for one in (slow, follows, stands_by):
+        one.step()
+    was = etcd.revision, etcd.leader, etcd.last
+    until_it_holds(follows)
+    stands_by.step()
+    etcd.revision, etcd.leader, etcd.last = was
+    assert etcd.leader is not None
+    etcd.leases = {etcd.leader.lease: (TTL_S, now[0] + TTL_S)}
+    until_it_holds(slow)
+    stands_by.step()
+    assert etcd.last.mark and etcd.last.deposed and follows.end() and etcd.last.over
+    another = candidate("another")
+    another.step()
+    assert slow.holds and not another.holds
+    until_it_holds(another)
+    assert not slow.holds
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])

@@ -11,8 +11,8 @@ from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.transport import etcd
-from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, parse_place
-from torch_ecrec.transport.whereabouts import Elected
+from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, Leader, parse_place
+from torch_ecrec.transport.whereabouts import PATIENT_S, Elected
 
 
 class Address:
@@ -145,6 +145,22 @@ def test_what_somebody_else_has_written_is_nobody_s_end(value: bytes, addresses:
             ask()
     with pytest.raises(ClusterUnavailable, match="no coordinator of etcd://a/ads"):
         Elected("etcd://a/ads", keys(addresses)).find(0.0)
+
+
+def test_members_wait_for_a_slow_etcd_as_coordinators_do(addresses: list[Address]) -> None:
+    """They gave each answer a second, and nobody was found where each took more."""
+    where, (slow, *_) = Elected("etcd://a/ads"), addresses
+    where._keys._clients = [slow]  # type: ignore[attr-defined]
+    slow.timeout, slow.takes_s = 1.0, 1.3
+    leads = b'{"id": "x", "address": ["here", 1], "lease": 1}'
+    slow.has = [(leads, {"mod_revision": "7", "create_revision": "7", "lease": "1"})]
+    found = [where.look() for _ in range(3)]
+    assert found[0] is None and found[1] == found[2] == Leader(("here", 1), 7, "x", 1)
+    slow.takes_s = 60.0
+    for _ in range(5):
+        begin_s = slow.clock[0]
+        assert where.look() is None and slow.clock[0] - begin_s <= PATIENT_S
+    assert Elected("etcd://a,b,c/ads")._keys._patient_s == pytest.approx(PATIENT_S / 3)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("text", "trusts"), [("etcds://a/ads?ca=FILE", False), ("etcds://a/ads", True)])

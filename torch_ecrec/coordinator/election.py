@@ -45,7 +45,7 @@ LOOKED = 0.5  # of a lease: so old may be what etcd has said when it is renewed
 FORGOTTEN_LEASES = 1.5  # after a mark: who was deposed by it has stopped, and who led before has led again
 UNKNOWN_LEASES = 2.5  # likewise, before a run begins: by then who knows of one has marked it
 TICKS = 1 << 20  # revisions in a millisecond of the time of day
-TIME_MOST = COUNTS_MOST - (1 << 56)  # in 2108: a clock that says later leaves revisions for all who lead after it
+TIME_MOST = COUNTS_MOST - (1 << 56)  # in 2107: a clock that says later leaves revisions for all who lead after it
 
 
 class Keys(Protocol):
@@ -296,8 +296,8 @@ class Candidate:
         last = self._look()
         if not self._knows_less and (last.over or last.run != self.run):
             return True
-        others = self.leads is not None and self.leads.id != self.id
-        return self._keys.write(dataclasses.replace(self._me(last), over=True, deposed=others), last)
+        deposed = last.deposed or (self.leads is not None and self.leads.id != self.id)
+        return self._keys.write(dataclasses.replace(self._me(last), over=True, deposed=deposed), last)
 
     def resign(self) -> None:
         """Another may lead at once. Nothing else may be asked of this one."""

@@ -94,7 +94,7 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
         if not one.run():
             return 0
         known = one.known
-        log.warning("another coordinator has led in the place of this one, or may have: it stands by")
+        log.warning("this coordinator leads no more, since another has led, or may have: it stands by")
 
 
 @dataclass

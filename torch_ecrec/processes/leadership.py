@@ -20,7 +20,7 @@ from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, Leader, 
 log = logging.getLogger(__name__)
 
 ENDS_S = 30.0  # for etcd to hear that a run is over
-PATIENT = 0.5  # of its lease may an answer of etcd take; where each takes more than 0.3, nobody can lead
+PATIENT = 0.5  # of its lease may an answer of etcd take; where each takes more than a third, nobody can lead
 
 
 def _elapsed() -> float:
@@ -75,6 +75,7 @@ class Office:
         place = parse_place(elect)
         keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
         self._candidate = Candidate(keys, address, lease_s, new_run, _elapsed, begins, known)
+        self._withdrawn = False  # no event, which a signal must not set: it may come as that is waited for
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._told: dict[int, str] = {}  # by level, what was told last
@@ -123,7 +124,7 @@ class Office:
         Raises:
             ClusterError: who leads has a lease of another length.
         """
-        while self._candidate.standing is Standing.STANDBY and not self._ends.is_set():
+        while self._candidate.standing is Standing.STANDBY and not self._withdrawn:
             wait_s = self._step()
             on_look()
             leads = self._candidate.leads
@@ -132,7 +133,7 @@ class Office:
                     self._refuse(leads)
                 self._tell(f"stands by at {self._elect}: {leads.address[0]}:{leads.address[1]} leads")
             if self._candidate.standing is Standing.STANDBY:
-                self._ends.wait(wait_s)
+                time.sleep(wait_s)  # a moment
         return self._candidate.standing
 
     def _refuse(self, leads: Leader) -> None:
@@ -194,12 +195,12 @@ class Office:
             log.log(level, "%s", what)
 
     def withdraw(self) -> None:
-        """`stand` and `keep` end, soon. From any thread, and from a signal."""
-        self._ends.set()
+        """`stand` ends, soon. From any thread, and from a signal."""
+        self._withdrawn = True
 
     def close(self, over: bool) -> None:
         """Another may lead at once, or (`over`) nobody any more: those who stand by end, too."""
-        self.withdraw()
+        self._ends.set()
         if self._thread is not None:
             self._thread.join()
         if over:

@@ -49,7 +49,7 @@ RANK_MOST = 32
 BUFFER_BYTES = 1 << 14
 JOINED_MOST_BYTES = 1 << 14  # of a frame that is sent as one piece: a copy costs less than the pieces
 KEPT_BYTES = 1 << 20  # a buffer that a large message has made larger is let go of
-ALIGNED_LEAST_BYTES = 1 << 12  # of a tensor that comes: kernels are fast on what begins with a cache line
+SMALL_MOST_BYTES = 1 << 12  # of a tensor that comes: for larger ones kernels are fast where it begins with a cache line
 AWAIT_LEAST_BYTES, AWAIT_MOST_BYTES = 1 << 17, 1 << 19  # of a message over TCP: see `FrameReader._fill_much`
 PACKED_LEAST_BYTES = 1 << 15  # of a tensor: for fewer the calls cost what is saved
 PACKED = 1 << 8  # with the code of a dtype
@@ -103,11 +103,11 @@ def _room(sizes: tuple[int, ...], code: int) -> tuple[Tensor, memoryview | None]
     """A tensor and its memory, if it has any. NumPy's costs half of torch's; torch's is aligned to cache lines."""
     kind = _NUMPY[code]
     size = math.prod(sizes) * kind.itemsize
-    if size > ALIGNED_LEAST_BYTES:
-        tensor = torch.empty(sizes, dtype=DTYPES[code])
-        return tensor, _memory(tensor)
-    array = np.empty(sizes, kind)
-    return as_tensor(array), array.data.cast("B") if size else None
+    if 0 < size <= SMALL_MOST_BYTES:
+        array = np.empty(sizes, kind)
+        return as_tensor(array), array.data.cast("B")
+    tensor = torch.empty(sizes, dtype=DTYPES[code])  # also of no bytes: NumPy's would have no strides
+    return tensor, _memory(tensor) if size else None
 
 
 class Frame:

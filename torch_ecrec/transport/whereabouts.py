@@ -21,8 +21,8 @@ from torch_ecrec.transport.etcd import FORM, EtcdKeys, EtcdUnavailable, Leader, 
 C = TypeVar("C")
 LOOK_S = 0.25  # between two looks at who leads
 ATTEMPT_S = 1.0  # for a connection, where another may lead meanwhile
-ASK_S = 1.0  # of each address of etcd; where it is slow, coordinators are patient, and so are members:
-PATIENT_S = 5.0
+ASK_S = 1.0  # of each address of etcd
+PATIENT_S = 5.0  # of all of them together, where etcd is slow: coordinators are as patient
 
 
 class Whereabouts(Protocol):
@@ -72,7 +72,7 @@ class Elected:
     changes = True
 
     def __init__(self, text: str, record: Record | None = None) -> None:
-        self._text, self._keys = text, record or EtcdKeys(parse_place(text), ASK_S, PATIENT_S)
+        self._text, self._keys = text, record or _keys_of(text)
         self._lock = threading.Lock()  # of a session of HTTP
         self._newest = 0
         self._why = ""
@@ -97,6 +97,11 @@ class Elected:
                 raise ClusterUnavailable(f"no coordinator of {self._text} within {limit_s:g} s: {self._why}")
             time.sleep(LOOK_S)
         return found
+
+
+def _keys_of(text: str) -> EtcdKeys:
+    place = parse_place(text)
+    return EtcdKeys(place, ASK_S, PATIENT_S / len(place.addresses))
 
 
 def whereabouts(text: str) -> Whereabouts:
