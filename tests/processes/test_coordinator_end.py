@@ -15,7 +15,7 @@ from typing import Any
 
 import forked
 import pytest
-from conftest import ROOT
+from conftest import ROOT, wait_until
 
 from torch_ecrec.coordinator.election import Standing
 from torch_ecrec.processes import coordination
@@ -63,23 +63,20 @@ class Fenced:
     stood = 0
 
     def __init__(self, *_: Any) -> None:
-        self._ends = threading.Event()
+        pass
 
-    def stand(self, on_look: Callable[[], None]) -> Standing:
+    def stand(self, on_look: Callable[[], None], withdrawn: Callable[[], bool]) -> Standing:
         type(self).stood += 1
         if self.stood == 1:
             return Standing.LEADING
-        assert self._ends.wait(LIMIT_S), "it was told to end, and stands by"
+        wait_until(withdrawn, LIMIT_S, "it was told to end, and stands by")
         return Standing.STANDBY
 
     def keep(self, on_fenced: Callable[[], None], hangs: Callable[[], bool]) -> None:
         threading.Timer(0.1, on_fenced).start()
 
-    def withdraw(self) -> None:
-        self._ends.set()
-
     def close(self, over: bool) -> None:
-        if not self._ends.is_set():
+        if self.stood == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 

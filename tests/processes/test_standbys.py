@@ -329,7 +329,7 @@ def test_a_leader_without_a_lease_leads_nothing(tmp_path: Path) -> None:
         assert keys.look() == (None, last) and not keys._clients[0].get(keys._leader)
         again = keys.grant(60)
         assert keys.take(Last("two", "run", ttl_s=60), ("there", 1), again, last)
-        keys._clients[0].transaction(keys._without_lease(_encoded(value.decode())))
+        keys._remove(keys._clients[0], _encoded(value.decode()))
         assert keys._clients[0].get(keys._leader), "another's, which has one"
     finally:
         etcd.kill()

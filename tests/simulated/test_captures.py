@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from captured import PLAIN, POLICIES, Checkpointed, check, with_checkpoints
-from thinned import thinned
+from thinned import in_turns, thinned
 
 from torch_ecrec.coordinator.checkpointing import choose
 from torch_ecrec.protocol.messages import Release, Shown
@@ -197,7 +197,7 @@ def test_a_store_that_never_works_stops_nothing_and_is_told() -> None:
     assert not cluster.shelf.counts and "permission denied" in told["failing"] and told["failing_for_s"] >= 0
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@in_turns("every", 5)
 @pytest.mark.parametrize("policy", POLICIES[1:])
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_slot_misses_a_release(counts: bool, policy: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:

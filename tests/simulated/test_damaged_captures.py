@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flipped_runs import Flipped, name_of
 from test_captures import PLAIN, Checkpointed, check, events, healthy, with_checkpoints
+from thinned import in_turns
 
 from torch_ecrec.coordinator import checkpointing
 from torch_ecrec.records.captured import KEPT, Captured
@@ -134,7 +135,7 @@ class KeptFlipped(Checkpointed):
         return [reason for reason in reasons if "was damaged in memory where it was kept for it" in reason]
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(2, marks=pytest.mark.slow)])
+@in_turns("every", 5, 2)
 @pytest.mark.parametrize("policy", ["full", "consecutive"])
 def test_a_checkpoint_is_given_up_for_a_record_that_was_damaged_where_it_was_kept(policy: str, every: int) -> None:
     flipped = 0

@@ -14,7 +14,6 @@ import pytest
 import torch
 from dependent_steps import begin, train
 from faults import (
-    CODES,
     KINDS,
     SEEDS,
     THREE_TWO,
@@ -24,7 +23,7 @@ from faults import (
     found,
     hunt_at,
     oracle,
-    seeds_of,
+    runs_of,
     spread,
     sweep_loads,
 )
@@ -194,10 +193,8 @@ def test_with_snapshots_off_what_was_trained_for_long_is_not_made_again():
 @pytest.mark.parametrize("way", WAYS)
 def test_random_schedules(way, seeds):
     kills, anew = Counter(), 0
-    for seed in seeds_of(way, seeds):
-        code, often = CODES[seed % len(CODES)], (0.01, 0.02, 0.04)[seed % 3]
-        fields = dict(code=code, steps=2, loads=LOADS[:2], overwrites=portions(2 * FEW) + LATER, network_seed=seed)
-        run = check(dataclasses.replace(WAYS[way], **fields, random_kills=3, kill_probability=often))
+    loaded = dict(loads=LOADS[:2], overwrites=portions(2 * FEW) + LATER)
+    for run in runs_of(way, seeds, (0.01, 0.02, 0.04), steps=2, **loaded):
         kills["servers"] += run.kills
         kills["trainers"] += run.trainer_kills
         anew += run.loaded_again

@@ -16,6 +16,7 @@ import pytest
 import torch
 from dependent_steps import begin, train
 from kept import random_records
+from thinned import in_turns
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession
 
 from torch_ecrec.client import loading
@@ -249,7 +250,7 @@ def sweep_beyond(every: int, *more: tuple[str, int], later: int = 40, own_after:
     return fired
 
 
-@pytest.mark.parametrize("every", [43, pytest.param(23, marks=pytest.mark.slow)])
+@in_turns("every", 43, 23)
 @pytest.mark.parametrize("who", LATER)
 def test_when_all_is_lost_before_the_first_own_checkpoint_all_go_back_to_the_imported_one(who: str, every: int) -> None:
     """To that one: not to the newest at the place, which is another's."""

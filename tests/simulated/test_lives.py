@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from thinned import in_turns
 
 from torch_ecrec.spec.job import CodeSpec, TableSpec
 from torch_ecrec.testing import Scenario, SimulatedCluster, SimulationResult
@@ -161,7 +162,7 @@ def sample(name: str, count: int, seed: int) -> Counter[str]:
     return became
 
 
-THIRD = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["a third", "all"])
+THIRD = in_turns("every", 3)
 
 
 @THIRD

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from faults import CODES, THREE_TWO, WAYS, check, found, hunt_at, oracle, spread
+from thinned import in_turns
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -93,7 +94,7 @@ def test_the_bits_do_not_depend_on_the_code(code):
 # crash points -------------------------------------------------------------------------------------
 
 
-SOME_POINTS = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+SOME_POINTS = in_turns("every", 7)
 
 
 @SOME_POINTS

@@ -21,7 +21,7 @@ from faults import (
     hunt_at,
     oracle,
     points,
-    seeds_of,
+    runs_of,
     sweep,
     sweep_loads,
 )
@@ -116,10 +116,7 @@ def test_a_window_of_one_step_does_not_wait_for_itself(monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 def test_random_schedules(way, seeds):
     kills = Counter()
-    for seed in seeds_of(way, seeds):
-        code, often = CODES[seed % len(CODES)], (0.01, 0.03, 0.05)[seed % 3]
-        fields = dict(code=code, steps=3, overwrites=OVERWRITES, network_seed=seed, random_kills=3)
-        run = check(dataclasses.replace(WAYS[way], **fields, kill_probability=often))
+    for run in runs_of(way, seeds, (0.01, 0.03, 0.05), steps=3, overwrites=OVERWRITES):
         kills["servers"] += run.kills
         kills["trainers"] += run.trainer_kills
     print(dict(kills))

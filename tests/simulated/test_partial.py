@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from partial_runs import Partial, check
+from thinned import in_turns
 from virtual_trainers import Kill
 
 from torch_ecrec.spec.job import CodeSpec
@@ -91,7 +92,7 @@ def test_one_more_is_lost_at_every_message_of_the_recovery(code: CodeSpec, who: 
     print(sweep(code, who, control, 1))
 
 
-@pytest.mark.parametrize("every", [37, pytest.param(23, marks=pytest.mark.slow)])
+@in_turns("every", 37, 23)
 def test_lost_trainers_go_on_from_their_snapshot_where_that_survives(every: int) -> None:
     """The last slots are lost, the first keep the dense snapshots."""
     count = sweep(CODES[1], "a trainer", True, every, last=True)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from dependent_steps import begin, train
+from thinned import in_turns
 from virtual_trainers import Kill, OnShelf, Trainers, TurnsSession, assert_same_after
 
 from torch_ecrec.client import loading
@@ -195,7 +196,7 @@ def test_beyond_parity_all_go_back_to_the_newest_checkpoint(who: str) -> None:
     assert fired["went back"] >= points > 4 and fired["steps made again"] > points
 
 
-@pytest.mark.parametrize("every", [61, pytest.param(29, marks=pytest.mark.slow)])
+@in_turns("every", 61, 29)
 @pytest.mark.parametrize("later", [-40, -5, 1, 3, 5, 8, 12])
 def test_a_coordinator_is_lost_shortly_before_or_after(later: int, every: int) -> None:
     """The next one knows whose checkpoints are its run's, although it has written none."""

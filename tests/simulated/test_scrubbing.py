@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flipped_runs import Flipped, name_of
+from thinned import in_turns
 
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing.result import SimulationResult
@@ -171,7 +172,7 @@ def test_when_it_is_switched_off_nothing_is_noticed() -> None:
     assert all(slot.scrubber.scrubbed_bytes == 0 for slot in cluster.slots())
 
 
-@pytest.mark.parametrize("many", [250, pytest.param(1000, marks=pytest.mark.slow)])
+@in_turns("many", 250, 1000)
 def test_all_of_many_flips_are_found(many: int) -> None:
     """In a slot of a cluster at rest, one after the other and many at a time: all are named, nothing else is."""
     cluster = Flipped(Scenario(steps=2), (), checks="background")
@@ -225,7 +226,7 @@ def test_a_parity_that_is_not_the_code_of_its_stripe_is_found_and_encoded_again(
     assert cluster.names() == [("mismatch", *place) for place in wanted]
 
 
-@pytest.mark.parametrize("steps", [5, pytest.param(10, marks=pytest.mark.slow)])
+@in_turns("steps", 5, 10)
 @pytest.mark.parametrize("seed", range(4))
 def test_comparing_finds_nothing_where_nothing_is_wrong(seed: int, steps: int) -> None:
     """While steps are applied, folded, taken back and made again, servers lost and rebuilt."""

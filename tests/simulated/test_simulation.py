@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from faults import CODES, IN_TURNS, THREE_TWO, TWO_ONE, WIDTHS, check, oracle, points, spread, sweep, undisturbed
+from thinned import in_turns
 
 from torch_ecrec.durability import holdings, rebuild
 from torch_ecrec.durability.parity import Parity
@@ -180,7 +181,7 @@ def dies_first(lost: int, every: int = 1):
             yield f"request {number}, {more_s} s", functools.partial(run, more_s, number)
 
 
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["half", "all"])
+@in_turns("every", 2)
 @pytest.mark.parametrize("lost", range(3))
 def test_a_server_dies_that_has_gone_back_when_the_others_have_not_yet(lost, every):
     """Its new host asks what they have folded: what they say before they go back counts for nothing after it."""

@@ -11,7 +11,7 @@ import greenlet
 
 from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
 from torch_ecrec.processes.leadership import ENDS_S, PATIENT
-from torch_ecrec.transport.etcd import FALLS, NOBODY, SLOWER, EtcdUnavailable, Last, Leader
+from torch_ecrec.transport.etcd import NOBODY, SLOWER, EtcdUnavailable, Last, Leader, allowed_s
 
 if TYPE_CHECKING:
     from election_world import World
@@ -130,6 +130,10 @@ class Proc:
         if self.idle and not self.paused:
             self.resume(self.token)
 
+    def allow(self, limit: float) -> None:
+        ttl = self.world.ttl
+        self.limit = allowed_s(limit, self.limit, ttl / 4, PATIENT * ttl)
+
     def call(self, name: str, do: Callable[[], Any]) -> Any:
         w = self.world
         kind, more = self.faults.pop(0) if self.faults else ("none", 0.0)
@@ -164,7 +168,7 @@ class Proc:
         w.at(w.now + one, effect)
         if one + two > limit:
             self.sleep(limit)
-            self.limit = min(2 * limit, PATIENT * w.ttl)
+            self.allow(2 * limit)
             w.tell(f"p{self.number} {name} -> no answer in {limit:g} s")
             raise EtcdUnavailable("timeout")
         self.sleep(one + two)
@@ -173,10 +177,10 @@ class Proc:
         if kind == "unanswered" or not ok:
             if not ok and str(found) == "cut" and w.jitter.random() < 0.5:  # nothing refuses its connection
                 self.sleep(limit)
-                self.limit = min(2 * limit, PATIENT * w.ttl)
+                self.allow(2 * limit)
             w.tell(f"p{self.number} {name} -> no answer ({kind if ok else found})")
             raise EtcdUnavailable(kind if ok else str(found))
-        self.limit = min(max(SLOWER * (one + two), FALLS * self.limit, w.ttl / 4), PATIENT * w.ttl)
+        self.allow(SLOWER * (one + two))
         w.tell(f"p{self.number} {name} -> {w.short(found)}")
         return found
 

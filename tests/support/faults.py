@@ -5,6 +5,7 @@ import functools
 from collections import Counter
 
 import pytest
+from thinned import in_turns
 
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import Fault, Scenario, SimulationResult, half_tables, simulate, small_tables
@@ -53,7 +54,7 @@ WIDTHS = pytest.mark.parametrize(
     "every", [SOME, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])], ids=["some", "all"]
 )
 
-IN_TURNS = pytest.mark.parametrize("every", [SOME, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+IN_TURNS = in_turns("every", SOME)
 KINDS = pytest.mark.parametrize("kinds", [CRASHES, LOSSES], ids=["crashes", "losses"])  # all `FAULTS`
 
 
@@ -139,13 +140,20 @@ WAYS = {
     "everybody, spares": Scenario(spares=3, random_trainer_kills=2, trainers_return=True, random_coordinator_kills=2),
 }
 
-SEEDS = pytest.mark.parametrize("seeds", [2, pytest.param(6, marks=pytest.mark.slow)], ids=["two", "six"])
+SEEDS = in_turns("seeds", 2, 6)
 
 
 def seeds_of(way: str, count: int) -> range:
     """So many; where they are few, others for each way: so that every code and probability is among them."""
     first = count * list(WAYS).index(way) if count < 5 else 0
     return range(first, first + count)
+
+
+def runs_of(way: str, count: int, often, **fields):
+    """A run for each of so many seeds, each with another code and another of these probabilities of a loss."""
+    for seed in seeds_of(way, count):
+        fields |= dict(code=CODES[seed % len(CODES)], kill_probability=often[seed % 3], network_seed=seed)
+        yield check(dataclasses.replace(WAYS[way], **fields, random_kills=3))
 
 
 def schedules(way: str, first: int, count: int):

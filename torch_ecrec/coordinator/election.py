@@ -249,13 +249,13 @@ class Candidate:
 
     def _mark(self, last: Last) -> str:
         """Says what etcd does not know: of the run that goes on, or that one begins. Returns the mark's id."""
-        runs = self.known.runs
+        known = self.known if self.known.runs else NOBODY
         mark = Last(
             id=uuid.uuid4().hex,
-            run=self.known.run if runs else "",
-            began_with=self.known.began_with if runs else "",
+            run=known.run,
+            began_with=known.began_with,
             counts_from=self._newest,
-            mark=GOES_ON if runs else BEGINS,
+            mark=GOES_ON if known.runs else BEGINS,
             deposed=self.leads is not None or last.deposed,
         )
         self._keys.write(mark, last)

@@ -173,17 +173,14 @@ class _Coordinator:
     def _stand(self, office: Office) -> bool:
         """Whether it leads."""
 
-        def withdraw() -> None:
+        def end() -> None:
             self._ends.told = True
-            office.withdraw()
 
         for number in SIGNALS:
-            signal.signal(number, lambda *_: withdraw())
-        if self._ends.told:  # as the one before it closed
-            office.withdraw()
+            signal.signal(number, lambda *_: end())
         print(json.dumps({"stands_by": list(self._server.address)}), file=self._out, flush=True)
         freeze()  # now: it takes a tenth of a second of a core, and members wait for who leads
-        standing = office.stand(self._turn_away)
+        standing = office.stand(self._turn_away, lambda: self._ends.told)
         if standing is Standing.OVER:
             log.info("the run is over")
         leads = standing is Standing.LEADING and not self._ends.told

@@ -75,7 +75,6 @@ class Office:
         place = parse_place(elect)
         keys = EtcdKeys(place, lease_s / (4 * len(place.addresses)), PATIENT * lease_s)
         self._candidate = Candidate(keys, address, lease_s, new_run, _elapsed, begins, known)
-        self._withdrawn = False  # no event, which a signal must not set: it may come as that is waited for
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._told: dict[int, str] = {}  # by level, what was told last
@@ -115,16 +114,17 @@ class Office:
         """It leads, and nobody else can."""
         return self._candidate.holds
 
-    def stand(self, on_look: Callable[[], None]) -> Standing:
-        """Stands by until it leads, or the run is over, or `withdraw` is called.
+    def stand(self, on_look: Callable[[], None], withdrawn: Callable[[], bool] = lambda: False) -> Standing:
+        """Stands by until it leads, or the run is over, or it is withdrawn.
 
         Args:
             on_look: called each time that it has looked whether it leads, also when it does.
+            withdrawn: asked before each look. No event, since a signal may set it: that could come as it is waited for.
 
         Raises:
             ClusterError: who leads has a lease of another length.
         """
-        while self._candidate.standing is Standing.STANDBY and not self._withdrawn:
+        while self._candidate.standing is Standing.STANDBY and not withdrawn():
             wait_s = self._step()
             on_look()
             leads = self._candidate.leads
@@ -133,7 +133,7 @@ class Office:
                     self._refuse(leads)
                 self._tell(f"stands by at {self._elect}: {leads.address[0]}:{leads.address[1]} leads")
             if self._candidate.standing is Standing.STANDBY:
-                time.sleep(wait_s)  # a moment
+                time.sleep(wait_s)  # until its next look, at most `POLL_S`
         return self._candidate.standing
 
     def _refuse(self, leads: Leader) -> None:
@@ -193,10 +193,6 @@ class Office:
                 self._told.clear()
             self._told[level] = what
             log.log(level, "%s", what)
-
-    def withdraw(self) -> None:
-        """`stand` ends, soon. From any thread, and from a signal."""
-        self._withdrawn = True
 
     def close(self, over: bool) -> None:
         """Another may lead at once, or (`over`) nobody any more: those who stand by end, too."""

@@ -193,8 +193,7 @@ class EtcdKeys:
         raise EtcdUnavailable(f"etcd does not answer ({'; '.join(reasons)})")
 
     def _allow(self, client: Etcd3Client, limit_s: float) -> None:
-        known_s = FALLS * (client.timeout or 0.0)
-        client.timeout = min(max(limit_s, known_s, self._timeout_s), self._patient_s)
+        client.timeout = allowed_s(limit_s, client.timeout or 0.0, self._timeout_s, self._patient_s)
 
     def leader(self) -> Leader | None:
         """Who leads."""
@@ -204,7 +203,7 @@ class EtcdKeys:
             if not found:
                 return None
             value, about = found[0]
-            return _leader(value.decode(), about) if _has_lease(about) else None
+            return _leader(value.decode(), about)
 
         return self._ask(ask)
 
@@ -215,10 +214,9 @@ class EtcdKeys:
         def ask(client: Etcd3Client) -> tuple[Leader | None, Last]:
             found = client.transaction({"compare": [], "success": asked, "failure": []})["responses"]
             of_leader, of_last = (one["response_range"].get("kvs", []) for one in found)
-            if of_leader and not _has_lease(of_leader[0]):
-                client.transaction(self._without_lease(of_leader[0]["value"]))
-                of_leader = []
             leader = _leader(_decoded(of_leader[0]["value"]), of_leader[0]) if of_leader else None
+            if of_leader and leader is None:
+                self._remove(client, of_leader[0]["value"])
             return leader, _last(_decoded(of_last[0]["value"]), of_last[0]) if of_last else NOBODY
 
         return self._ask(ask)
@@ -261,8 +259,7 @@ class EtcdKeys:
     def write(self, said: Last, last: Last) -> bool:
         """Nobody leads, and `said` takes the place of `last`, if that is what it was: a mark, or the end of a run."""
         put = {"key": _encoded(self._last), "value": _written(said)}
-        nobody = {"request_delete_range": {"key": _encoded(self._leader)}}
-        return self._txn([self._is_still(last)], [nobody, {"request_put": put}])
+        return self._txn([self._is_still(last)], [self._nobody, {"request_put": put}])
 
     def _is_still(self, last: Last) -> dict[str, Any]:
         """By its value: an etcd that has forgotten everything counts its revisions anew."""
@@ -271,18 +268,33 @@ class EtcdKeys:
             return {**key, "target": "CREATE", "create_revision": 0}
         return {**key, "target": "VALUE", "value": _encoded(last.written)}
 
-    def _without_lease(self, value: str) -> dict[str, Any]:
-        """Takes that leader away, who would lead for ever: the keys were copied, which does not copy leases."""
-        key = {"key": _encoded(self._leader)}
-        is_still = [
-            {**key, "result": "EQUAL", "target": "VALUE", "value": value},
-            {**key, "result": "EQUAL", "target": "LEASE", "lease": 0},
-        ]
-        return {"compare": is_still, "success": [{"request_delete_range": key}], "failure": []}
+    @property
+    def _nobody(self) -> dict[str, Any]:
+        return {"request_delete_range": {"key": _encoded(self._leader)}}
+
+    def _remove(self, client: Etcd3Client, value: str) -> None:
+        """That leader, who has no lease, and would lead for ever: the keys were copied, which does not copy leases."""
+        key: dict[str, Any] = {"key": _encoded(self._leader), "result": "EQUAL"}
+        is_still = [{**key, "target": "VALUE", "value": value}, {**key, "target": "LEASE", "lease": 0}]
+        _transact(client, is_still, [self._nobody])
 
     def _txn(self, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
-        asked = {"compare": compare, "success": success, "failure": []}
-        return self._ask(lambda client: bool(client.transaction(asked).get("succeeded", False)))
+        return self._ask(lambda client: _transact(client, compare, success))
+
+
+def _transact(client: Etcd3Client, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
+    asked = {"compare": compare, "success": success, "failure": []}
+    return bool(client.transaction(asked).get("succeeded", False))
+
+
+def allowed_s(limit_s: float, known_s: float, least_s: float, most_s: float) -> float:
+    """How long the next answer may take.
+
+    Args:
+        limit_s: by how long the last one took.
+        known_s: how long that might have taken; from one to the next, it falls slowly.
+    """
+    return min(max(limit_s, FALLS * known_s, least_s), most_s)
 
 
 def _said(error: Exception) -> str:
@@ -298,11 +310,10 @@ def _said(error: Exception) -> str:
     return str(getattr(error, "detail_text", None) or error)
 
 
-def _has_lease(about: Mapping[str, Any]) -> bool:
-    return int(about.get("lease", 0)) != 0
-
-
-def _leader(text: str, about: Mapping[str, Any]) -> Leader:
+def _leader(text: str, about: Mapping[str, Any]) -> Leader | None:
+    """None: the key has no lease, and is nobody's."""
+    if not int(about.get("lease", 0)):
+        return None
     said = json.loads(text)
     host, port = said["address"]
     since = _counts_from(said) + int(about["create_revision"])
