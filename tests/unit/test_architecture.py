@@ -3,9 +3,9 @@
     ranks        a module imports lower ranks or its own package; deferred imports count, and those for types too
     cycles       none at run time, deferred imports included, and none for types but through the root
     step rule    only `StepRule` changes the numbers of a slot's steps
-    seams        `torch.distributed.rpc` in transport/rpc.py only; environment variables read in config.py only
+    seams        `torch.distributed.rpc` in transport/rpc.py only; environment variables read in spec/settings.py only
     pure rules   no threads, clocks, sockets or torch.distributed
-    size, names  at most 900 lines, a docstring of at most 40, absolute imports, no `utils`
+    names        a docstring of at most 40 lines, absolute imports, no `utils`
 
 The checks are themselves checked, on sources that break each rule.
 """
@@ -411,22 +411,10 @@ def test_rules_are_pure(name: str) -> None:
 
 
 @each_module
-def test_module_is_documented_and_not_too_long(name: str) -> None:
-    lines = len(MODULES[name].read_text(encoding="utf-8").splitlines())
-    assert lines <= 600, f"{lines} lines"
+def test_module_is_documented(name: str) -> None:
     docstring = ast.get_docstring(TREES[name])
     assert docstring, "no docstring"
     assert len(docstring.splitlines()) <= 40, "the docstring is longer than 40 lines"
-
-
-@each_module
-def test_no_class_or_function_is_too_long(name: str) -> None:
-    for node in ast.walk(TREES[name]):
-        if not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            continue
-        lines = (node.end_lineno or 0) - node.lineno + 1
-        most = 300 if isinstance(node, ast.ClassDef) else 60
-        assert lines <= most, f"{node.name}: {lines} lines"
 
 
 @each_module
