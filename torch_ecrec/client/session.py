@@ -56,7 +56,8 @@ class Session:
         checkpoint: what the cluster has begun with, `restarted` then; None: it has begun anew.
 
     Every wait ends within `settings.give_up_s` seconds of the last progress with `ClusterUnavailable` (stacks of all
-    threads go to stderr), or with the error that the background reported. Only that ends the wait for another trainer's
+    threads go to stderr), or with the error that the background reported. While the coordinator says that training
+    stands for members that are silent, there is no such limit. Only that ends the wait for another trainer's
     script, which may load for hours: that the trainer is lost, or has left, or that the cluster has ended.
     """
 
@@ -97,7 +98,10 @@ class Session:
 
     def on_control(self, message: dict[str, Any]) -> None:
         """A message of the coordinator to this trainer."""
-        self.client.on_control(message)
+        if message["type"] == "stands":
+            self._waiting.stand(message["names"], message["left_s"])
+        else:
+            self.client.on_control(message)
 
     def on_forked(self) -> None:
         """In a forked child: this session is its parent's."""

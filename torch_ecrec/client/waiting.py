@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch_ecrec.errors import ClusterUnavailable
 
@@ -27,6 +28,7 @@ class Waiting:
         self._changes = 0
         self._awaited: Callable[[], bool] | None = None
         self._error: BaseException | None = None
+        self._patient_until_s = -math.inf
         self.told = False  # the error has been raised
 
     @property
@@ -51,6 +53,18 @@ class Waiting:
             if self._awaited is not None and (self._error is not None or self._awaited()):
                 self._changed.notify_all()
 
+    def stand(self, names: Sequence[str], left_s: float | None) -> None:
+        """The cluster waits for silent members, for so long at most (None: until it hears of them): before that no wait
+        fails for want of progress. Nobody: it goes on, and so do the limits, from now."""
+        with self._changed:
+            self._changes += 1
+            self._patient_until_s = time.monotonic() + (math.inf if left_s is None else left_s) if names else -math.inf
+        if names:
+            limit = "until they are back" if left_s is None else f"for {left_s:g} s at most"
+            log.warning("training stands still: the cluster waits for %s, %s", ", ".join(names), limit)
+        else:
+            log.warning("training goes on: the cluster waits for nobody any more")
+
     def until(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None:
         """Returns once `condition` holds. `patient`: without progress it says so in the log, and waits on."""
         limit_s = self._limit_s
@@ -65,7 +79,7 @@ class Waiting:
                     if time.monotonic() > deadline and patient:
                         deadline = time.monotonic() + limit_s
                         log.warning("%s: for %g s so far", what, time.monotonic() - begin_s)
-                    elif time.monotonic() > deadline:
+                    elif time.monotonic() > max(deadline, self._patient_until_s):
                         faulthandler.dump_traceback(file=sys.stderr)
                         raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s")
                     self._changed.wait(0.5)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch_ecrec.protocol.bounds import Address
-from torch_ecrec.transport.liveness import ALIVE
+from torch_ecrec.transport.liveness import GONE
 
 PROBE_AGAIN_S = 0.1  # a process that is killed may close its connection before it stops to listen: training waits
 
@@ -38,8 +38,13 @@ class AwayMembers:
         self._away[name] = Away(address, self._probes, now_s)
         self._probe(name, self._probes, address)
 
+    def ask_once(self, name: str, address: Address, now_s: float) -> None:
+        """It is not known whether it lives; unless it is asked already."""
+        if name not in self._away:
+            self.ask(name, address, now_s)
+
     def ask_again(self, lives: Callable[[str], bool], now_s: float) -> None:
-        """Who has answered a while ago. Of a member that does not live any more, the lease has ended."""
+        """Who has answered a while ago. A member that does not live any more was given up."""
         for name, away in list(self._away.items()):
             if not lives(name):
                 del self._away[name]
@@ -47,14 +52,14 @@ class AwayMembers:
                 self.ask(name, away.address, now_s)
 
     def take_answer(self, name: str, number: int, found: str) -> bool:
-        """Whether the member is lost by it: it is away still, was not asked again, and nobody is there any more."""
+        """Whether it says something of the member: that one is away still, and was not asked again since. Who is known
+        to be gone is not asked any more."""
         away = self._away.get(name)
         if away is None or away.number != number:
             return False
         away.answered = True
-        if found == ALIVE:
-            return False
-        del self._away[name]
+        if found == GONE:
+            del self._away[name]
         return True
 
     def come_back(self, name: str) -> None:

@@ -49,6 +49,7 @@ from torch_ecrec.coordinator.status import status_of
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import FromCoordinator, Join, OfMember, OfSlot, Rejoin
 from torch_ecrec.protocol.wire import SlotPlace
 from torch_ecrec.spec.job import JobSpec
@@ -207,6 +208,7 @@ class Coordinator:
             departures.lose_trainers(state, f"trainer {rank} was started again", now_s)
         state.members.add(name, join, now_s)
         self._welcome(name)
+        self._tell_standstill(name, now_s)
         self._announce(events.Joined(name, role, rank, join.pid))
         if state.table.placed:
             state.table.send_to(name)
@@ -216,9 +218,9 @@ class Coordinator:
 
     def on_join_again(self, name: str, now_s: float) -> None:
         """A member whose connection ended before it had read its name joins once more: it is the one that it was."""
-        self._state.members.heard(name, now_s)
+        self.on_heard(name, now_s)
         self._welcome(name)
-        self._tell_again(name)
+        self._tell_again(name, now_s)
 
     def _welcome(self, name: str) -> None:
         state, job = self._state, self._state.job
@@ -226,7 +228,11 @@ class Coordinator:
         restarted = trained and self.members[name].role == "trainer"
         self._send(name, messages.Welcome(name, job.code, restarted, self.life, state.transport, job.run, job.restored))
 
-    def _tell_again(self, name: str) -> None:
+    def _tell_standstill(self, name: str, now_s: float) -> None:
+        if self.members[name].role == "trainer" and self._state.silence.stands:
+            self._state.silence.send_to(name, now_s)
+
+    def _tell_again(self, name: str, now_s: float) -> None:
         """All that a member may have missed while it had no connection."""
         state = self._state
         if state.table.placed:
@@ -235,6 +241,7 @@ class Coordinator:
             self._send(name, messages.Loaded(self.origin))
         if state.members.done and self.members[name].role == "trainer":
             self._send(name, messages.Left(sorted(state.members.done)))
+        self._tell_standstill(name, now_s)
         if name in state.world.names and self.members[name].generation != state.world.generation:
             state.world.send_to(name)
 
@@ -249,12 +256,12 @@ class Coordinator:
         state, name = self._state, rejoin.name
         member = state.members.by_name.get(name)
         if not self.regathering and member is not None and member.birth == rejoin.birth:
-            member.heard_s = now_s
+            self.on_heard(name, now_s)
             self._announce(events.Back(name, member.pid))
             self._send(name, messages.Rejoined(self.life))
             if rejoin.generation == state.world.generation != member.generation:
                 arrivals.enter(state, name, rejoin.generation, now_s)
-            self._tell_again(name)
+            self._tell_again(name, now_s)
             return
         if not self.regathering:
             state.regathering.begin(now_s, state.members.lease_s)
@@ -262,6 +269,7 @@ class Coordinator:
             self._announce(events.Regathering())
         state.members.add(name, rejoin, now_s, rejoin.generation)
         state.regathering.add(rejoin, now_s)
+        self._tell_standstill(name, now_s)
         self._announce(events.Joined(name, rejoin.role, rejoin.rank, rejoin.pid))
         succession.go_on(state, now_s)
 
@@ -299,7 +307,26 @@ class Coordinator:
 
     def on_heard(self, name: str, now_s: float, report: messages.Report | None = None) -> None:
         """A sign of life, with figures for `status`."""
+        self._state.silence.on_heard(name, now_s)
         self._state.members.heard(name, now_s, report)
+
+    def missing(self) -> dict[str, Address]:
+        """Members of the coordinator before that are not back, and where they listen if they live."""
+        return self._state.regathering.missing()
+
+    def on_gone(self, name: str, now_s: float, why: str) -> None:
+        """The process of a member is known to have ended."""
+        if self.regathering and name not in self.members:
+            self._state.regathering.dead.add(name)
+            succession.go_on(self._state, now_s)
+        else:
+            self.on_lost(name, now_s, why)
+
+    def on_unreachable(self, name: str, is_so: bool, now_s: float) -> None:
+        """The connection of a member has ended. `is_so`: nothing answers where it listens; else its kernel does."""
+        if name in self.members:
+            self._state.silence.on_unreachable(name, is_so)
+            departures.act_on_complaints(self._state, now_s)
 
     def _on_slot(self, name: str, word: OfSlot) -> None:
         """What the host of a slot says of its present incarnation; that of a host before is late."""
@@ -334,8 +361,7 @@ class Coordinator:
         state = self._state
         state.members.forget_gone()
         state.suspicion.on_tick(state.members.since_tick_s(now_s))
-        for member in state.members.silent(now_s):
-            departures.fence(state, member.name, now_s, f"not heard of for {state.members.lease_s:g} s")
+        state.members.on_tick(now_s)
         departures.act_on_complaints(state, now_s)
         state.world.give_up_late(now_s, state.table.placed)
         state.checkpointing.on_tick(now_s, state.whole)

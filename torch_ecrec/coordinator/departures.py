@@ -77,9 +77,7 @@ def act_on_complaints(state: ClusterState, now_s: float) -> None:
     forgiven = suspicion.forget_gone(known, now_s)
     if state.regathering.active or state.job.fatal is not None:
         return
-    for name, witness in suspicion.silent(known, now_s).items():
-        why = f"{witness} cannot reach it, and it was not heard of for {now_s - known[name].heard_s:.1f} s"
-        fence(state, name, now_s, why)
+    act_on_silence(state, now_s)
     suspicion.forget_gone(known, now_s)
     needed, all_cuts = set(table.needed()), suspicion.cuts(known, now_s)
     _end_move(state, all_cuts)
@@ -101,6 +99,24 @@ def act_on_complaints(state: ClusterState, now_s: float) -> None:
     _say_unresolved(state, left, why or "trainers cannot reach each other")
     if forgiven:
         table.moves.rebalance()
+
+
+def act_on_silence(state: ClusterState, now_s: float) -> None:
+    """Who is only silent is given up where the code repairs that together with all who are silent at this moment; else
+    training stands, until they are back, or the time is up."""
+    silence, table, was_quiet = state.silence, state.table, state.silence.quiet
+    over = silence.look(now_s)
+    if over and (silence.hears_nobody or (table.placed and not table.repairs(silence.quiet))):
+        if not silence.stand(over, now_s):
+            for name in over:
+                state.world.give_up(name, now_s, table.placed)  # a world that waits for it does without
+                table.moves.on_gone(name)
+            return
+    for name in sorted(over):
+        fence(state, name, now_s, over[name])
+    silence.end(now_s)
+    if was_quiet - silence.quiet:
+        table.place_waiting()  # nobody was heard who could host it
 
 
 def _cover(state: ClusterState, cuts: list[Pair], now_s: float) -> tuple[list[Pair], set[str]]:

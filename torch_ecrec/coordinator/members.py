@@ -15,10 +15,11 @@ from typing import Any
 
 from torch_ecrec.coordinator import domains
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
 
 NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
-TICK_MOST_S = 2.0  # between two calls of `Members.silent`, unless the coordinator itself was stopped
+TICK_MOST_S = 2.0  # between two calls of `Members.on_tick`, unless the coordinator itself was stopped
 AWAKE_S = 0.4  # after a call of it, others were heard until then
 GONE_MOST = 100  # servers that are gone and still shown
 
@@ -29,7 +30,7 @@ class MemberRecord:
 
     Attributes:
         birth: a word that only this process says (`messages.Entering`).
-        host: its address; "": it did not say.
+        address: where it listens for as long as it lives; None: it did not say.
         domain: of a server, what it is lost together with; "": it did not say.
         generation: the last RPC world it said it is in.
         alive: not lost. `left`: it said that it is done.
@@ -47,9 +48,14 @@ class MemberRecord:
     alive: bool = True
     left: bool = False
     report: dict[str, Any] = field(default_factory=dict)
-    host: str = ""
+    address: Address | None = None
     domain: str = ""
     draining: bool = False
+
+    @property
+    def host(self) -> str:
+        """Its host's address; "": it did not say."""
+        return "" if self.address is None else self.address[0]
 
     @property
     def present(self) -> bool:
@@ -62,7 +68,7 @@ class Members:
 
     Args:
         send: `send(name, message)` sends a message to a member.
-        lease_s: a member that was not heard of for so long is taken for lost.
+        lease_s: a member that was not heard of for so long is silent (`silence.py`).
 
     Attributes:
         by_name: those that are there, and servers that are not any more, for a while.
@@ -138,11 +144,18 @@ class Members:
 
     def add(self, name: str, entering: Entering, now_s: float, generation: int = 0) -> None:
         """A process has joined or rejoined under a name. `generation`: the RPC world that it is in."""
-        host = "" if entering.address is None else entering.address[0]
         self.by_name[name] = MemberRecord(
-            name, entering.role, entering.rank, entering.pid, entering.birth, now_s, now_s, generation
+            name,
+            entering.role,
+            entering.rank,
+            entering.pid,
+            entering.birth,
+            now_s,
+            now_s,
+            generation,
+            address=entering.address,
+            domain=entering.domain,
         )
-        self.by_name[name].host, self.by_name[name].domain = host, entering.domain
 
     def heard(self, name: str, now_s: float, report: messages.Report | None = None) -> None:
         """A sign of life, with figures for `status`."""
@@ -151,17 +164,16 @@ class Members:
         if report is not None:
             member.report = {**member.report, **messages.json_of(report)}
 
-    def silent(self, now_s: float) -> list[MemberRecord]:
-        """Members whose lease has run out; to be called about every `heartbeat_s`."""
+    def on_tick(self, now_s: float) -> None:
+        """To be called about every `heartbeat_s`: time that this process stood still is no silence of members."""
         slept_s = self.since_tick_s(now_s) - TICK_MOST_S
         self._ticked_s = now_s
         if slept_s > 0:  # this process hung itself: it was not the members who were silent
             for member in self.by_name.values():
                 member.heard_s += slept_s + TICK_MOST_S
-        return [member for member in self.present() if now_s - member.heard_s > self.lease_s]
 
     def since_tick_s(self, now_s: float) -> float:
-        """How long ago `silent` was called; negative before the first time. If it is long, this process stood still."""
+        """How long ago `on_tick` was called; negative before the first time. If long, this process stood still."""
         return now_s - self._ticked_s
 
     def is_awake(self, now_s: float) -> bool:

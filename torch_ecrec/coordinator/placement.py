@@ -17,6 +17,7 @@ from torch_ecrec.coordinator.job import RunningJob
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.moves import Moves
 from torch_ecrec.coordinator.partial import PartialRecovery, beyond_repair, layouts_of
+from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.layout import repair
@@ -69,9 +70,10 @@ class SlotTable:
         checkpointing: Checkpointing,
         partial: PartialRecovery,
         suspicion: Suspicion,
+        silence: Silence,
         announce: Callable[[Event], None],
     ) -> None:
-        self.without_spare = without_spare
+        self.without_spare, self._silence = without_spare, silence
         self._job, self._members, self._world, self._eras = job, members, world, eras
         self._checkpointing, self._partial, self._suspicion, self._announce = (
             checkpointing,
@@ -102,7 +104,11 @@ class SlotTable:
     def spares(self) -> list[str]:
         """Servers without slots that may get some."""
         draining = self._members.is_draining
-        return [server for server in self._world.servers() if self.load_of(server) == 0 and not draining(server)]
+        return [server for server in self._heard() if self.load_of(server) == 0 and not draining(server)]
+
+    def _heard(self) -> list[str]:
+        """Servers that can be given slots, and were heard of lately."""
+        return [server for server in self._world.servers() if server not in self._silence.quiet]
 
     def _choose_host(self, slot: int) -> str:
         """A spare, else the survivor with the fewest slots (or nobody: wait for a process to come).
@@ -110,7 +116,7 @@ class SlotTable:
         Who could lately not reach all that it needs comes after all who could, spare or not; then who shares a failure
         domain with slots of the same stripes comes after who does not.
         """
-        servers, spares = self._world.servers(), self.spares()
+        servers, spares = self._heard(), self.spares()
         servers = [server for server in servers if not self._members.is_draining(server)] or servers
         if self.without_spare == "wait":
             servers = spares
@@ -151,12 +157,16 @@ class SlotTable:
         return hosts + [member.name for member in self._members.present("trainer")]
 
     def may_lose(self, servers: Collection[str]) -> bool:
-        """Whether the slots of all of these could be repaired now, and would find hosts."""
-        slots = {slot for server in servers for slot in self.hosted_by(server)}
-        rest = set(self._world.servers()) - set(servers)
+        """Whether the slots of all of these, and of who is silent, could be repaired now, and would find hosts."""
+        rest = set(self._heard()) - set(servers)
         hosts = rest & set(self.spares()) if self.without_spare == "wait" else rest
-        if self._job.spec is None or not hosts:
+        return bool(hosts) and self.repairs({*servers, *self._silence.quiet})
+
+    def repairs(self, servers: Collection[str]) -> bool:
+        """Whether the code could repair the slots of all of these together, with those that lack records already."""
+        if self._job.spec is None:
             return False
+        slots = {slot for server in servers for slot in self.hosted_by(server)}
         return data_loss(self._job.code, self._job.spec, self.unhealthy() | slots) is None
 
     # slots find a host --------------------------------------------------------------------------

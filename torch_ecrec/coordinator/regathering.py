@@ -2,9 +2,10 @@
 
 It waits until everybody of the newest placement has rejoined, or `REGATHER_S` from the first, and `LATE_S` from the
 last: who comes late may not be alone, since others were behind the same switch. Who is missing then is lost. A server
-that nobody can reach who is back is not waited for: its host went with the coordinator's, or is cut off from all. Where
-more would be lost than parity repairs it waits for a lease, 10 s at most: what took the coordinator may have taken a
-member's way to it, too, and nothing is won by ending a job sooner. What they said, taken together, is `Knowledge`.
+that nobody can reach who is back is not waited for: its host went with the coordinator's, or is cut off from all. Nor
+is one whose process is known to be gone: members know where each other listen. Where more would be lost than parity
+repairs, training stands for those who are missing (`silence.py`): what took the coordinator may have taken a member's
+way to it, too. What they said, taken together, is `Knowledge`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import Rejoin
 from torch_ecrec.protocol.wire import NO_HOST, SlotPlace
 from torch_ecrec.spec.job import JobSpec
 
 REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for the others
 LATE_S = 1.0  # after the last who has come: members look for a coordinator every second
-BEYOND_MOST_S = 10.0  # for those whose loss would be more than parity repairs
+LATE_MOST_S = 10.0  # for those who come one after the other
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ class Knowledge:
         """Members of the newest generation that somebody is in."""
         furthest = max(self.said.values(), key=lambda one: one.generation, default=None)
         return set() if furthest is None else set(furthest.world)
+
+    @property
+    def hosts(self) -> set[str]:
+        """Servers that host slots in the newest placement."""
+        placement = self.placement
+        return set() if placement is None else {server for server, _, _ in placement.slots if server != NO_HOST}
 
     @property
     def renewals(self) -> list[messages.Renewal]:
@@ -109,30 +117,42 @@ class Regathering:
     Attributes:
         active: they are.
         said: by name, in order of arrival; empty when it is not active.
-        last_s: nobody is waited for after that, whatever is lost.
+        dead: members that are not back, and whose process is known to be gone.
     """
 
     def __init__(self) -> None:
         self.active = False
         self.said: dict[str, Rejoin] = {}
+        self.dead: set[str] = set()
         self._cannot_reach: dict[str, frozenset[str]] = {}  # who is back -> whom not, as it has said last
-        self._until_s = self.last_s = 0.0
+        self._until_s = self._last_s = 0.0
         self._settled_s = math.inf  # since when nobody is missing whom it waits for
 
     def begin(self, now_s: float, lease_s: float) -> None:
         self.active, self.said, self._until_s = True, {}, now_s + REGATHER_S
+        self.dead = set()
         self._cannot_reach, self._settled_s = {}, math.inf
-        self.last_s = now_s + max(min(lease_s, BEYOND_MOST_S), REGATHER_S)
+        self._last_s = now_s + max(min(lease_s, LATE_MOST_S), REGATHER_S)
 
     def add(self, rejoin: Rejoin, now_s: float) -> None:
         """A member has told what it knows."""
-        self._until_s = max(self._until_s, min(now_s + LATE_S, self.last_s))
+        self._until_s = max(self._until_s, min(now_s + LATE_S, self._last_s))
         self.said[rejoin.name] = rejoin
+        self.dead.discard(rejoin.name)
         self._cannot_reach.pop(rejoin.name, None)
 
     def on_beat(self, name: str, unreachable: Iterable[str]) -> None:
         """Whom a member cannot reach, though it tries."""
         self._cannot_reach[name] = frozenset(unreachable)
+
+    def missing(self) -> dict[str, Address]:
+        """Members that are not back, and where they listen if they live."""
+        if not self.active:
+            return {}
+        known = Knowledge(self.said)
+        wanted = known.world | known.hosts
+        addresses = {name: at for one in self.said.values() for name, at in one.addresses.items() if name in wanted}
+        return {name: at for name, at in addresses.items() if name not in self.said and name not in self.dead}
 
     def gone(self, known: Knowledge) -> set[str]:
         """Members that are not back, and that nobody can reach who is back and was in a world with them.
@@ -166,9 +186,8 @@ class Regathering:
         known = Knowledge(self.said)
         placement, job = known.placement, known.job or job
         if placement is not None and job is not None and known.trainers == job.trainers:
-            hosts = {server for server, _, _ in placement.slots if server != NO_HOST}
-            settled = self.said.keys() | self.gone(known)
-            if hosts <= settled:  # spares may be a little later; no trainer is gone: all of them are back, or done
+            settled = self.said.keys() | self.gone(known) | self.dead
+            if known.hosts <= settled:  # spares may be a little later; no trainer is gone: all are back, or done
                 self._settled_s = min(self._settled_s, now_s)
                 return now_s >= min(self._until_s, self._settled_s + (0 if known.world <= settled else SPARES_S))
         self._settled_s = math.inf  # perhaps not any more: somebody can be reached again

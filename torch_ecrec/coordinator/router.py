@@ -12,9 +12,9 @@ Invariants.
   told why, it is counted, and the connection of a stranger is closed.
 - A name has one connection at most, and a connection one name.
 - The end of a connection is not the end of a member: a switch, a proxy or a firewall ends connections of processes
-  that are well. The process is asked (`probe`): nobody listens where it did, so it is gone, and is lost at once; it
-  cannot be reached, lost likewise; somebody listens, then it has until the end of its lease to come back, and is asked
-  again every `away.PROBE_AGAIN_S`.
+  that are well. The process is asked (`probe`), again and again: nobody listens where it did, so it is gone, and is
+  lost at once; its host does not answer, then it is silent (`silence.py`); somebody listens, then it has until the end
+  of its lease to come back.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ Message = dict[str, Any]
 REFUSED_SHOWN_S = 1.0  # refusals are told to the log once in so long at most, with how many there were
 UNKNOWN_YET = "it is not known yet whether there is a checkpoint to begin with"
 NOBODY_LEFT = "the coordinator was started again, and nobody who knows what was trained came back"
-WHY_LOST = {
-    GONE: "its connection ended, and its process is gone",
-    UNREACHABLE: "its connection ended, and its process cannot be reached",
-}
+WHY_LOST = "its connection ended, and its process is gone"
 
 
 class Peer(Protocol):
@@ -282,9 +279,13 @@ class Router:
 
     def on_probed(self, name: str, number: int, found: str, now_s: float) -> None:
         """The answer to a probe: GONE, UNREACHABLE or ALIVE. Nothing if the member is back, or was asked again."""
-        if self._away.take_answer(name, number, found):
-            self.core.on_lost(name, now_s, WHY_LOST[found])
-            self._let_in(now_s)
+        if not self._away.take_answer(name, number, found):
+            return
+        if found == GONE:
+            self.core.on_gone(name, now_s, WHY_LOST)
+        else:
+            self.core.on_unreachable(name, found == UNREACHABLE, now_s)
+        self._let_in(now_s)
 
     def _lives(self, name: str) -> bool:
         return (member := self.core.members.get(name)) is not None and member.alive
@@ -292,7 +293,10 @@ class Router:
     def on_tick(self, now_s: float) -> None:
         """Called about every quarter of a heartbeat."""
         self.core.on_tick(now_s)
-        self._away.ask_again(self._lives, now_s)
+        missing = self.core.missing()
+        for name, address in missing.items():
+            self._away.ask_once(name, address, now_s)
+        self._away.ask_again(lambda name: name in missing or self._lives(name), now_s)
         self._addresses = {name: where for name, where in self._addresses.items() if name in self.core.members}
         self._let_in(now_s)
 

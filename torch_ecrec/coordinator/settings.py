@@ -9,7 +9,7 @@ from torch_ecrec.protocol.bounds import TransportName
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-from torch_ecrec.spec.settings import WITHOUT_SPARE
+from torch_ecrec.spec.settings import STANDS_BEFORE_CHECKPOINT_S, STANDS_S, WITHOUT_SPARE
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,9 @@ class ClusterSettings:
         spares: servers that are waited for beyond one per slot before the first generation is formed.
         store: (host, port) of the store that RPC generations meet at.
         without_spare: "survivor" or "wait": who gets the slots of a lost server when there is no spare.
-        lease_s: a member that was not heard of for so long is taken for lost.
+        lease_s: a member that was not heard of for so long is silent: it is given up, if the code repairs it.
+        standstill_s: how long training stands for members that are silent, and more than the code repairs together;
+            0: a minute where a checkpoint can take over, else an hour.
         transport: what carries the data plane, "sockets" or "rpc": members are told.
         checkpoint: which checkpoints are written.
         restore: the checkpoint that the cluster begins with, and the job that it is of; None: it begins anew.
@@ -36,6 +38,7 @@ class ClusterSettings:
     store: tuple[str, int]
     without_spare: str = "survivor"
     lease_s: float = 10.0
+    standstill_s: float = 0.0
     transport: TransportName = "sockets"
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     restore: tuple[Restored, JobSpec] | None = None
@@ -44,3 +47,9 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         wanted = f"`without_spare` must be one of {WITHOUT_SPARE}, got {self.without_spare!r}"
         require(self.without_spare in WITHOUT_SPARE, wanted)
+        require(self.standstill_s >= 0, f"`standstill_s` must not be negative, got {self.standstill_s}")
+
+    @property
+    def stands_s(self) -> float:
+        """How long training stands for members that are silent."""
+        return self.standstill_s or (STANDS_S if self.checkpoint.beyond == "stop" else STANDS_BEFORE_CHECKPOINT_S)

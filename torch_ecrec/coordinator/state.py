@@ -13,6 +13,7 @@ from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.regathering import Knowledge, Regathering
 from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.coordinator.settings import ClusterSettings
+from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.observe.events import Event
@@ -41,12 +42,13 @@ class ClusterState:
         self.job = RunningJob(
             settings.code, self.members, announce, settings.restore, checkpoint.beyond, checkpoint.run
         )
-        self.world = World(settings.spares, settings.store, self.job, self.members, announce)
+        self.suspicion = Suspicion()
+        self.silence = Silence(settings.stands_s, self.members, self.suspicion, announce)
+        self.world = World(settings.spares, settings.store, self.job, self.members, self.silence, announce)
         self.partial = PartialRecovery(checkpoint.beyond == "partial", checkpoint.most_lost_samples)
         self.saving = Saving(checkpoint)
         self.eras = Eras(self.job, self.members, self.partial, self.saving, announce)
         self.checkpointing = Checkpointing(checkpoint, ledger, self.job, self.members, self.saving, announce)
-        self.suspicion = Suspicion()
         self.table = SlotTable(
             settings.without_spare,
             self.job,
@@ -56,6 +58,7 @@ class ClusterState:
             self.checkpointing,
             self.partial,
             self.suspicion,
+            self.silence,
             announce,
         )
         self.regathering = Regathering()

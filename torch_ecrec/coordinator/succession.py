@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.admission import WENT_BACK
 from torch_ecrec.coordinator.placement import data_loss
@@ -26,7 +28,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
     """Ends the regathering as soon as everybody is back who is needed, or the time is up."""
     if not state.regathering.is_over(now_s, state.job.spec):
         return
-    if now_s < state.regathering.last_s and _is_beyond_repair(state, Knowledge(state.regathering.said)):
+    if (missing := _awaited(state, Knowledge(state.regathering.said))) and not state.silence.stand(missing, now_s):
         return
     known = _newest(state, state.regathering.end())
     state.learn(known)
@@ -43,14 +45,24 @@ def go_on(state: ClusterState, now_s: float) -> None:
         state.table.moves.rebalance()
 
 
-def _is_beyond_repair(state: ClusterState, known: Knowledge) -> bool:
-    """More would be lost than parity repairs, if who is missing is lost."""
+def _awaited(state: ClusterState, known: Knowledge) -> dict[str, str]:
+    """Servers that are missing, and why: more than parity repairs, if they are lost. Nobody: it repairs them; or those
+    of them that are known to be dead are too many already."""
     job = known.job or state.job.spec
     if known.placement is None or job is None:
-        return False
+        return {}
     slots, lost = known.slots()
-    gone = {i for i, place in enumerate(slots) if not place.healthy or place.server not in known.said} | lost
-    return data_loss(state.job.code, job, gone) is not None
+    unhealthy = {i for i, place in enumerate(slots) if not place.healthy and i not in lost}
+    missing, dead = known.hosts - known.said.keys(), state.regathering.dead
+
+    def are_too_many(servers: Collection[str], more: Collection[int]) -> bool:
+        gone = {i for i, place in enumerate(slots) if place.server in servers}.union(unhealthy, more)
+        return data_loss(state.job.code, job, gone) is not None
+
+    if not are_too_many(missing, lost) or are_too_many(missing & dead, ()):
+        return {}
+    why = "not back since the coordinator was started again"
+    return dict.fromkeys(sorted(missing - dead) or [UNKNOWN_HOST], why)
 
 
 def _newest(state: ClusterState, known: Knowledge) -> Knowledge:

@@ -149,6 +149,10 @@ class Suspicion:
                 found[whom] = who
         return found
 
+    def beats(self, who: str) -> bool:
+        """Whether heartbeats of this member have come."""
+        return who in self._beats
+
     def limit_s(self, who: str) -> float:
         """How long a member may be silent, as it was heard of until now."""
         return self._beats[who][1].limit_s if who in self._beats else SILENT_S

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from torch_ecrec.coordinator.job import RunningJob
-from torch_ecrec.coordinator.members import Members
+from torch_ecrec.coordinator.members import MemberRecord, Members
+from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
@@ -39,10 +40,11 @@ class World:
         store: tuple[str, int],
         job: RunningJob,
         members: Members,
+        silence: Silence,
         announce: Callable[[Event], None],
     ) -> None:
         self.spares, self.store = spares, store
-        self._job, self._members, self._announce = job, members, announce
+        self._job, self._members, self._silence, self._announce = job, members, silence, announce
         self.generation = 0
         self.names: list[str] = []
         self._forming_until_s: float | None = None  # None: none is being formed
@@ -72,7 +74,7 @@ class World:
         job = self._job
         if self.forming or job.fatal is not None or job.spec is None:
             return
-        servers, trainers = self._members.present("server"), self._members.present("trainer")
+        servers, trainers = self._here("server"), self._here("trainer")
         done = self._members.done if placed else set()  # the first world has all of them
         if len({member.rank for member in trainers} | done) < job.spec.trainers:
             trainers = []  # the others are on their way
@@ -93,9 +95,15 @@ class World:
         for name in self.names:
             self.send_to(name)
 
+    def _here(self, role: str) -> list[MemberRecord]:
+        """Members that can enter a world; who is awaited comes into the next one once it is back."""
+        return [one for one in self._members.present(role) if not self._silence.is_awaited(one.name)]
+
     def send_to(self, name: str) -> None:
         """Asks a member to enter the present generation."""
-        message = messages.Generation(self.generation, list(self.names), self.store, FORMING_LIMIT_S)
+        known = [self._members.by_name[member] for member in self.names if member in self._members.by_name]
+        addresses = {member.name: member.address for member in known if member.address is not None}
+        message = messages.Generation(self.generation, list(self.names), self.store, FORMING_LIMIT_S, addresses)
         self._members.send(name, message)
 
     def on_entered(self, name: str, generation: int) -> bool:

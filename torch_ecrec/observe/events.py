@@ -68,6 +68,19 @@ class Cut(Event, frozen=True, tag="cut"):
     why: str
 
 
+class StandsStill(Event, frozen=True, tag="stands_still"):
+    """Members are silent that the code could not repair together: training waits for them. `left_s`: for how long at
+    most, then they are given up; None: nobody is heard, and nobody is given up."""
+
+    members: list[str]
+    why: str
+    left_s: float | None
+
+
+class GoesOn(Event, frozen=True, tag="goes_on"):
+    """Training waits for nobody any more: they are back, or were given up."""
+
+
 class GenerationFormed(Event, frozen=True, tag="generation"):
     """All members of a generation have entered its world."""
 

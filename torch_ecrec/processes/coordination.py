@@ -233,7 +233,15 @@ class _Coordinator:
         transport, where = cast(TransportName, settings.transport), (told.host, self._store.port)
         self._router = Router(
             ClusterSettings(
-                told.code, told.spares, where, told.without_spare, settings.lease_s, transport, checkpoint, begins
+                told.code,
+                told.spares,
+                where,
+                told.without_spare,
+                settings.lease_s,
+                settings.standstill_s,
+                transport,
+                checkpoint,
+                begins,
             ),
             ledger=self._ledger,
             probe=self._probe,

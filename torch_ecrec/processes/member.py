@@ -23,13 +23,14 @@ from typing import Any, cast
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.processes.heartbeats import Heartbeats
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.messages import BadMessage
 from torch_ecrec.protocol.wire import A, Outcome, Request
 from torch_ecrec.runtime import shared
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.control import ControlClient
+from torch_ecrec.spec.settings import STANDS_S, Settings
+from torch_ecrec.transport.control import ControlClient, NoAnswer
 from torch_ecrec.transport.etcd import Leader
 from torch_ecrec.transport.generations import Transport
 from torch_ecrec.transport.liveness import SignOfLife
@@ -124,6 +125,7 @@ class Member:
         self._control: ControlClient | None = None
         self._leader: Leader | None = None  # whom the last connection is with
         self._sign: SignOfLife | None = None
+        self._addresses: dict[str, Address] = {}  # where members of the newest generation listen
         self._hello = {**hello, "birth": uuid.uuid4().hex}
         try:
             self._where = whereabouts(settings.join)
@@ -230,6 +232,7 @@ class Member:
         elif self._generations is None:
             raise BadMessage(f"{message['type']}: before a welcome")
         elif isinstance(word, messages.Generation):
+            self._addresses = word.addresses
             self._generations.take(word, message)
         else:
             if isinstance(word, messages.Rejoined):
@@ -280,12 +283,18 @@ class Member:
     def _rejoin(self, reason: str) -> None:
         """Finds the coordinator again, or the one that is started in its place, and tells it what is known here."""
         log.warning("%s: no connection with the coordinator (%s); goes on, and looks for it", self.name, reason)
-        limit_s = self.settings.give_up_s
-        try:
-            control = self._connect(limit_s)
-        except ClusterUnavailable:
-            self.end(ClusterUnavailable(f"the coordinator is gone ({reason}), and none came within {limit_s:g} s"))
-            return
+        since_s = time.monotonic()
+        while True:
+            try:
+                control = self._connect(self.settings.give_up_s)
+                break
+            except ClusterUnavailable as error:
+                for_s = time.monotonic() - since_s
+                if isinstance(error, NoAnswer) and for_s < (self.settings.standstill_s or STANDS_S):
+                    log.warning("%s: nothing comes back from there for %.0f s; goes on looking", self.name, for_s)
+                    continue
+                self.end(ClusterUnavailable(f"the coordinator is gone ({reason}), and none came within {for_s:.0f} s"))
+                return
         assert self.transport is not None and self._generations is not None
         with self._telling:  # what is told from now on follows on the new connection, what was told before is known
             world = list(self.transport.members)  # nobody between generations
@@ -298,6 +307,7 @@ class Member:
                 generation=self.transport.generation if world else 0,
                 newest=self._generations.asked,
                 world=world,
+                addresses=self._addresses,
                 restored=self.restored,
                 run=self._run,
             )
@@ -475,6 +485,7 @@ def rejoin_message(
     generation: int,
     newest: int,
     world: Sequence[str],
+    addresses: Mapping[str, Address],
     restored: messages.Restored | None,
     run: str,
 ) -> dict[str, Any]:
@@ -487,6 +498,7 @@ def rejoin_message(
         life: of the coordinator before, as it said.
         generation, world: the one it is in, and who else is.
         newest: the highest generation it was ever asked to join.
+        addresses: where members of that one listen.
         restored: the checkpoint that the cluster began with.
         run: as it was told.
     """
@@ -499,6 +511,7 @@ def rejoin_message(
         "generation": generation,
         "newest": newest,
         "world": world,
+        "addresses": {member: list(address) for member, address in addresses.items()},
         "restored": None if restored is None else messages.json_of(restored),
         "run": run,
         **known,

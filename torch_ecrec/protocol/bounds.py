@@ -40,3 +40,4 @@ Snapshots = Annotated[  # (step, steps of training, trainers whose parts of the 
 ]
 Place = tuple[Host, Version, bool]  # server, incarnation, healthy
 Address = tuple[Annotated[str, Meta(max_length=64)], Annotated[int, Meta(ge=1, lt=1 << 16)]]
+Addresses = Annotated[dict[Name, Address], Meta(max_length=MEMBERS_MOST)]

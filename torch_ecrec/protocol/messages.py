@@ -37,6 +37,7 @@ from torch_ecrec.protocol.bounds import (
     TABLES_MOST,
     TEXT_MOST,
     Address,
+    Addresses,
     Birth,
     Count,
     Folder,
@@ -176,6 +177,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     renewals: Renewals = []
     kept: Annotated[list[tuple[Count, Count, bool]], Meta(max_length=SLOTS_MOST)] = []
     saves: Saves = Saves()
+    addresses: Addresses = {}  # of the newest generation: where its members listen, for as long as they live
     run: Run
 
     @property
@@ -192,6 +194,8 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
         require(not self.generation or self.name in self.world, f"{self.name} is not in the world that it is in")
         require(all(slot < slots for slot, _ in self.whole), f"a slot that is not there; there are {slots}")
         require(len(self.incarnations) in (0, slots), f"{len(self.incarnations)} incarnations of {slots} slots")
+        for address in self.addresses.values():
+            ipaddress.ip_address(address[0])
         if self.placement is not None:
             require(len(self.placement.slots) == slots, f"{len(self.placement.slots)} of {slots} slots are placed")
             require(self.job is not None, "a placement without a job")
@@ -392,6 +396,7 @@ class Generation(Said, frozen=True, tag="generation"):
     members: Annotated[list[Name], Meta(min_length=1, max_length=MEMBERS_MOST)]
     store: tuple[Annotated[str, Meta(min_length=1, max_length=255)], Annotated[int, Meta(ge=0, lt=1 << 16)]]
     timeout_s: Annotated[float, Meta(gt=0, le=3600)]
+    addresses: Addresses = {}  # where they listen, as they said when they joined: for a coordinator that follows
 
 
 class Job(Said, frozen=True, tag="job"):
@@ -502,6 +507,18 @@ class Move(OfMove, frozen=True, tag="move"):
     now: bool = False
 
 
+class Stands(Said, frozen=True, tag="stands"):
+    """Training stands for members that are silent, and may be back: a trainer has patience with them.
+
+    Attributes:
+        names: who they are; nobody: it goes on.
+        left_s: for how long at most; None: until the coordinator hears of somebody.
+    """
+
+    names: Names
+    left_s: Annotated[float, Meta(ge=0)] | None = None
+
+
 class Rejoined(Said, frozen=True, tag="rejoined"):
     life: Version
 
@@ -552,6 +569,7 @@ FromCoordinator = (
     | Capture
     | Release
     | Move
+    | Stands
     | Rejoined
     | Left
     | Fatal

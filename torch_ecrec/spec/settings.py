@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch_ecrec.runtime.checks import require, require_int
 
 _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
+STANDS_S, STANDS_BEFORE_CHECKPOINT_S = 3600.0, 60.0  # `standstill_s`, where it is not given
 WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no spare
 TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and servers
 CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
@@ -84,8 +85,13 @@ class Settings:
             gradients: those of a model in `eval()`, under `torch.no_grad()`. Each weight is within 1/510 of its row's
             range then. "wire": as to training.
         heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost (earlier
-            where others cannot reach its host). Figures for `status` come every `heartbeat_s`. When it wakes up,
-            nothing that it did since counts; a server comes back as a spare.
+            where others cannot reach its host; not while that would be more than the code repairs: `standstill_s`).
+            Figures for `status` come every `heartbeat_s`. When it wakes up, nothing that it did since counts; a server
+            comes back as a spare.
+        standstill_s: members that are only silent may be back, with all that they hold. Where the code could not repair
+            all that are silent together, training stands still and waits for them, for so long. 0: a minute where a
+            checkpoint can take over (`--beyond`), else an hour. The coordinator's counts for its cluster. For so long
+            a member looks for a coordinator of which nothing comes back, not even that nobody listens there.
         failure_domain: of a server, what it is lost together with, the widest first: "row1/rack3/host17". "": the name
             of its host. Slots of one coding group are kept in different ones, where there are enough.
         shared_memory_bytes: most of the memory that this process shares with others of its host, which then read large
@@ -118,6 +124,7 @@ class Settings:
     evaluation_wire: str = "wire"
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
+    standstill_s: float = 0.0
     failure_domain: str = ""
     shared_memory_bytes: int = 2 << 30
     keep_freed_bytes: int = 1 << 30
@@ -160,7 +167,7 @@ class Settings:
             f"`record_checks` must be one of {', '.join(RECORD_CHECKS)}, got {self.record_checks!r}",
         )
         require(self.flip_on_signal in (0, 1), f"`flip_on_signal` must be 0 or 1, got {self.flip_on_signal}")
-        for name in ("scrub_bytes_per_s", "rebuild_bytes_per_s", "move_bytes_per_s"):
+        for name in ("standstill_s", "scrub_bytes_per_s", "rebuild_bytes_per_s", "move_bytes_per_s"):
             require(getattr(self, name) >= 0, f"`{name}` must not be negative, got {getattr(self, name)}")
 
     @staticmethod

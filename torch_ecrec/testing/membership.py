@@ -53,6 +53,7 @@ class VirtualProcess:
         name: "" until it was welcomed.
         life: of the coordinator, as it said.
         generation, world, asked: the one joined, who is in it, and the highest that it was asked for.
+        addresses: of who is in that.
         restored: the checkpoint that the cluster began with.
         run: as it was told.
         restarted: a trainer: the cluster has trained before, as the coordinator said.
@@ -70,6 +71,7 @@ class VirtualProcess:
     code: Message = field(default_factory=dict)
     generation: int = 0
     world: Sequence[str] = ()
+    addresses: dict[str, Address] = field(default_factory=dict)
     asked: int = 0
     restarted: bool = False
     restored: messages.Restored | None = None
@@ -348,6 +350,7 @@ class ControlPlane:
             generation=process.generation,
             newest=process.asked,
             world=list(process.world),
+            addresses=process.addresses,
             restored=process.restored,
             run=process.run,
         )
@@ -397,7 +400,7 @@ class ControlPlane:
         elif isinstance(word, messages.Generation):
             if word.generation > process.asked:
                 process.generation = process.asked = word.generation
-                process.world = word.members
+                process.world, process.addresses = word.members, word.addresses
                 self.tell(process, {"type": "in_generation", "generation": word.generation})
         elif isinstance(word, (messages.Fatal, messages.Refused)):
             self.handlers.on_fatal(process, message)

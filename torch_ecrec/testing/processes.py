@@ -165,6 +165,7 @@ class Process:
                 generation=generation,
                 newest=generation,
                 world=list(world),
+                addresses={},
                 restored=None,
                 run="run",
             )

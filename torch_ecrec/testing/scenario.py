@@ -127,6 +127,7 @@ class Scenario:
         domains: failure domains of server processes, in the order in which they start, again and again.
         restore: the checkpoint that the cluster begins with, and the job that it is of.
         lease_s: who was silent for so long is lost. For clusters with heartbeats (`testing/links.py`).
+        standstill_s: how long training stands for members that are silent; see `ClusterSettings`.
         coordinators: of several, one leads and the others stand by (`testing/standbys.py`); one is started again.
     """
 
@@ -163,6 +164,7 @@ class Scenario:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     restore: tuple[Restored, JobSpec] | None = None
     lease_s: float = NO_LEASE_S
+    standstill_s: float = 0.0
     coordinators: int = 1
 
     @property
@@ -179,6 +181,7 @@ class Scenario:
             store,
             self.without_spare,
             self.lease_s,
+            self.standstill_s,
             checkpoint=self.checkpoint,
             restore=self.restore,
         )

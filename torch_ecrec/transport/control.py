@@ -45,7 +45,7 @@ import msgspec
 
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.runtime.lifetime import belongs_here
-from torch_ecrec.transport.liveness import Address, probe
+from torch_ecrec.transport.liveness import NO_WAY, Address, probe
 
 Message = dict[str, Any]
 
@@ -66,6 +66,10 @@ UNANSWERED_S = 15.0
 UNANSWERED_BY_COORDINATOR_S = 4.0
 ATTEMPT_S = 1.0  # for a connection; then it is asked for anew: left alone, the kernel asks after 1, 3, 7, 15, 31 s
 RETRY_LEAST_S, RETRY_MOST_S = 0.02, 0.5
+
+
+class NoAnswer(ClusterUnavailable):
+    """Nothing came back from where the coordinator was: perhaps it is this process that is cut off."""
 
 
 class BadLine(ValueError):
@@ -429,7 +433,8 @@ def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
         except OSError as error:
             if time.monotonic() + pause_s > deadline_s:
                 reason = error.strerror or str(error)
-                raise ClusterUnavailable(f"no coordinator at {host}:{port} within {timeout_s:g} s: {reason}") from error
+                kind = NoAnswer if isinstance(error, TimeoutError) or error.errno in NO_WAY else ClusterUnavailable
+                raise kind(f"no coordinator at {host}:{port} within {timeout_s:g} s: {reason}") from error
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, RETRY_MOST_S)
 
