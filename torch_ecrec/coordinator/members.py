@@ -21,6 +21,7 @@ from torch_ecrec.protocol.messages import Entering, FromCoordinator, Join
 NAMES_OF_A_LIFE = 1000  # servers that one coordinator names: some of those before may be known to nobody any more
 TICK_MOST_S = 2.0  # between two calls of `Members.on_tick`, unless the coordinator itself was stopped
 AWAKE_S = 0.4  # after a call of it, others were heard until then
+HEARD_S = 1.0  # heard of within that: it is there
 GONE_MOST = 100  # servers that are gone and still shown
 
 
@@ -30,6 +31,7 @@ class MemberRecord:
 
     Attributes:
         birth: a word that only this process says (`messages.Entering`).
+        back_s: since when it is heard of again, after a pause of more than `HEARD_S`.
         address: where it listens for as long as it lives; None: it did not say.
         domain: of a server, what it is lost together with; "": it did not say.
         generation: the last RPC world it said it is in.
@@ -48,6 +50,7 @@ class MemberRecord:
     alive: bool = True
     left: bool = False
     report: dict[str, Any] = field(default_factory=dict)
+    back_s: float = -math.inf
     address: Address | None = None
     domain: str = ""
     draining: bool = False
@@ -160,6 +163,8 @@ class Members:
     def heard(self, name: str, now_s: float, report: messages.Report | None = None) -> None:
         """A sign of life, with figures for `status`."""
         member = self.by_name[name]
+        if now_s - member.heard_s > HEARD_S:
+            member.back_s = now_s
         member.heard_s = now_s
         if report is not None:
             member.report = {**member.report, **messages.json_of(report)}

@@ -25,8 +25,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torch_ecrec.coordinator.members import MemberRecord, Members
-from torch_ecrec.coordinator.suspicion import HEARD_S, Suspicion
+from torch_ecrec.coordinator.members import HEARD_S, MemberRecord, Members
+from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages

@@ -23,10 +23,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from itertools import combinations
 
-from torch_ecrec.coordinator.members import MemberRecord
+from torch_ecrec.coordinator.members import HEARD_S, MemberRecord
 from torch_ecrec.transport.accrual import Accrual
 
-HEARD_S = 1.0  # heard of within that: it is there
 SILENT_S = 1.5  # with a complaint, it is taken for lost, until it is known what is usual; heartbeats come every 0.25 s
 SILENT_LEAST_S, SILENT_MOST_S = 0.75, 5.0
 CUT_S = 1.5
@@ -158,11 +157,15 @@ class Suspicion:
         return self._beats[who][1].limit_s if who in self._beats else SILENT_S
 
     def cuts(self, known: dict[str, MemberRecord], now_s: float, for_s: float = CUT_S) -> list[Pair]:
-        """Pairs that are heard, both, and cannot reach each other, as has been said for so long."""
+        """Pairs that are heard, both, and cannot reach each other, as has been said for so long.
+
+        Of one that was silent itself meanwhile, only what is said since it is back counts: others have not tried again.
+        """
         return sorted(
             pair
             for pair, since_s in self._since.items()
-            if now_s - since_s >= for_s and all(now_s - known[name].heard_s <= HEARD_S for name in pair)
+            if all(now_s - known[name].heard_s <= HEARD_S for name in pair)
+            and now_s - max(since_s, *(known[name].back_s for name in pair)) >= for_s
         )
 
     def troubles(self, server: str, needed: Collection[str], known: dict[str, MemberRecord]) -> int:

@@ -4,6 +4,8 @@
     links.cut_at(17, Cut("server-0", "server-1"))  # from request 17 on nothing passes between them, either way
     links.cut_at(17, Cut("server-0", "server-1", one_way=True))  # only what server-0 sends is lost
     links.cut_at(17, Cut("server-0", COORDINATOR, heals_s=2.5))  # and passes again 2.5 s later
+    links.cut_at(17, Outage({"server-0", "server-1"}, 2.5))  # two hosts without network, for 2.5 s
+    links.cut_at(17, Outage({COORDINATOR}, 2.5, frozen=True))  # one stands still; its kernel answers for it
     links.go().check_against(undisturbed)
 
 A process stands for a host: a server that is fenced and comes back as another is on the host of the one before, where
@@ -12,7 +14,8 @@ tries need both ways, and a complaint follows `SILENT_S` after the cut began.
 
 What is sent on a link that is cut waits in the sender's kernel, as with TCP. When the link heals it arrives, late (and
 in order, where the coordinator is at one end); or it is *lost*, as the connections have ended meanwhile. Connections
-with the coordinator end by themselves once they are cut for `ENDS_S`.
+with the coordinator end by themselves once they are cut for `ENDS_S`; in an outage members end theirs earlier, after
+`MEMBER_ENDS_S`, and look for the coordinator, as real ones do.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ from dataclasses import dataclass
 from torch_ecrec.testing.membership import VirtualProcess
 from torch_ecrec.testing.result import SimulationResult
 from torch_ecrec.testing.simulation import SimulatedCluster
+from torch_ecrec.transport.control import UNANSWERED_BY_COORDINATOR_S, UNANSWERED_S
 from torch_ecrec.transport.reachability import SILENT_S
 
 COORDINATOR = "coordinator"
 BEAT_S = 0.25
-ENDS_S = 15.0  # `TCP_USER_TIMEOUT` and keepalive of `transport/control.py`
+ENDS_S, MEMBER_ENDS_S = UNANSWERED_S, UNANSWERED_BY_COORDINATOR_S
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,21 @@ class Cut:
         return [there] if self.one_way else [there, back]
 
 
+@dataclass(frozen=True)
+class Outage:
+    """Some hosts are silent together: without network, or `frozen`. `seconds`: for how long."""
+
+    hosts: frozenset[str]
+    seconds: float
+    frozen: bool = False
+
+
 class Links:
     """All links of a cluster.
 
     Attributes:
         cuts: host and host that nothing passes from and to -> since when.
+        frozen: hosts that stand still.
         healed: how many cuts have.
         waited: how many messages waited in kernels.
     """
@@ -64,26 +78,61 @@ class Links:
     def __init__(self, cluster: SimulatedCluster) -> None:
         self.cluster = cluster
         self.cuts: dict[tuple[str, str], float] = {}
+        self.frozen: set[str] = set()
         self.healed = self.waited = 0
-        self._planned: list[tuple[int, Cut]] = []
+        self._planned: list[tuple[int, Cut | Outage]] = []
         self._waiting: dict[tuple[str, str], list[Callable[[], None]]] = {}
         self._beats = False
         cluster.network.passes, cluster.network.held = self._passes, self._hold
         cluster.plane.passes, cluster.plane.held = self._reaches, self._hold_word
+        cluster.plane.answers = self._answers
+        cluster.plane.is_stopped = lambda: COORDINATOR in self.frozen
 
-    def cut_at(self, message: int, cut: Cut) -> None:
+    def cut_at(self, message: int, cut: Cut | Outage) -> None:
         """It begins with that request."""
         self._planned.append((message, cut))
 
     def cut(self, cut: Cut) -> None:
         """It begins now."""
         clock = self.cluster.network.clock
+        self._begin_beats()
         for way in cut.ways:
             self.cuts.setdefault(way, clock.now_s)
         if cut.heals_s is not None:
             clock.later(cut.heals_s, lambda: self._heal(cut))
         if COORDINATOR in (cut.one, cut.other):
             clock.later(ENDS_S, lambda: self._end(cut))
+
+    def fail(self, outage: Outage) -> None:
+        """It begins now."""
+        clock = self.cluster.network.clock
+        self._begin_beats()
+        if outage.frozen:
+            self.frozen |= outage.hosts
+            clock.later(outage.seconds, lambda: self._thaw(outage))
+            return
+        everybody = {process.host for process in self.cluster.plane.processes if process.name} | {COORDINATOR}
+        for one in sorted(outage.hosts):
+            for other in sorted(everybody - {one}):
+                if other > one or other not in outage.hosts:
+                    self.cut(Cut(one, other, heals_s=outage.seconds))
+        clock.later(MEMBER_ENDS_S, self._end_at_members)
+
+    def _thaw(self, outage: Outage) -> None:
+        self.healed += 1
+        self.frozen -= outage.hosts
+        for way in [way for way in self._waiting if self.frozen.isdisjoint(way) and way not in self.cuts]:
+            for arrive in self._waiting.pop(way):
+                arrive()
+
+    def _end_at_members(self) -> None:
+        """Members whose words to the coordinator are not acknowledged look for it."""
+        for process in self.cluster.plane.processes:
+            connection = process.connection
+            if connection is not None and not process.dead and (process.host, COORDINATOR) in self.cuts:
+                connection.noticed_by_process()
+
+    def _begin_beats(self) -> None:
         if not self._beats:
             self._beats = True
             self._beat()
@@ -125,8 +174,16 @@ class Links:
 
     def _passes(self, sender: str, receiver: str) -> bool:
         while self._planned and len(self.cluster.network.sent) > self._planned[0][0]:
-            self.cut(self._planned.pop(0)[1])
-        return self._way(sender, receiver) not in self.cuts
+            planned = self._planned.pop(0)[1]
+            self.fail(planned) if isinstance(planned, Outage) else self.cut(planned)
+        return self._is_open(*self._way(sender, receiver))
+
+    def _is_open(self, sender: str, receiver: str) -> bool:
+        return (sender, receiver) not in self.cuts and self.frozen.isdisjoint((sender, receiver))
+
+    def _answers(self, process: VirtualProcess) -> bool:
+        """The kernel there answers, whatever its processes do."""
+        return not {(process.host, COORDINATOR), (COORDINATOR, process.host)} & self.cuts.keys()
 
     def _hold(self, sender: str, receiver: str, arrive: Callable[[], None]) -> None:
         self.waited += 1
@@ -137,7 +194,7 @@ class Links:
         return (process.host, COORDINATOR) if to_coordinator else (COORDINATOR, process.host)
 
     def _reaches(self, process: VirtualProcess, to_coordinator: bool) -> bool:
-        return self._way_of_words(process, to_coordinator) not in self.cuts
+        return self._is_open(*self._way_of_words(process, to_coordinator))
 
     def _hold_word(self, process: VirtualProcess, to_coordinator: bool, arrive: Callable[[], None]) -> None:
         self.waited += 1
@@ -156,7 +213,7 @@ class Links:
 
     def _beat(self) -> None:
         for process in self.cluster.plane.processes:
-            if process.name and not process.dead:
+            if process.name and not process.dead and process.host not in self.frozen:
                 word = {"type": "beat", "unreachable": self._unreachable(process)}
                 self.cluster.plane.tell(process, word)
         self.cluster.network.clock.later(BEAT_S, self._beat)

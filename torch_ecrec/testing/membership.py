@@ -240,6 +240,8 @@ class ControlPlane:
         self.late_probes = False
         self.passes: Callable[[VirtualProcess, bool], bool] = lambda process, to_coordinator: True
         self.held: Callable[[VirtualProcess, bool, Callable[[], None]], None] = lambda *_: None
+        self.answers: Callable[[VirtualProcess], bool] = lambda process: True  # its kernel, to a probe
+        self.is_stopped: Callable[[], bool] = lambda: False  # the coordinator
         self.sent = 0
         self.connections = 0  # so far
         self.life = 0  # which coordinator it is
@@ -278,7 +280,7 @@ class ControlPlane:
                 center.do(lambda: center.router.on_probed(name, number, found, self.clock.now_s))
 
             def arrive() -> None:
-                if not self._is_open(process):
+                if not self.answers(process):
                     self.clock.later(PROBED_S, lambda: answer(UNREACHABLE))
                     return
                 found = GONE if process.dead else ALIVE
@@ -296,7 +298,7 @@ class ControlPlane:
         )
 
     def _tick(self) -> None:
-        if self.lives:
+        if self.lives and not self.is_stopped():
             self.router.on_tick(self.clock.now_s)
         self.clock.later(TICK_S, self._tick)
 
