@@ -21,7 +21,7 @@ from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.testing import SimulatedCluster
 from torch_ecrec.testing.links import COORDINATOR, Links, Outage
 
-SOME, MORE = 15_991, 997  # one point in so many; primes: nothing is met in step
+SOME, MORE = 49_999, 997  # one point in so many; primes: nothing is met in step
 
 
 def sweep(situation: str, numbers: Iterable[int]) -> Counter[str]:
@@ -34,9 +34,9 @@ def test_some_silences_in_every_situation() -> None:
     all_of_them: Counter[str] = Counter()
     for first, situation in enumerate(SITUATIONS):
         found = sweep(situation, range(101 * first, silence_runs.count(situation), SOME))
-        assert found.total() - found["not reached"] >= 3
+        assert found.total() - found["not reached"] >= 2
         all_of_them += found
-    assert all_of_them["stood still"] >= 10 and all_of_them["lost"] >= 3
+    assert all_of_them["stood still"] >= 5 and all_of_them["lost"] >= 1
 
 
 @pytest.mark.slow

@@ -206,15 +206,48 @@ def test_nobody_is_lost_early_where_that_would_be_more_than_parity_repairs() -> 
     assert after.places == ["server-0", "server-3", "server-2"], "only server-1 is lost"
 
 
-def test_what_is_beyond_repair_is_lost_after_a_lease() -> None:
-    before, after = Harness().start(), Harness()
-    back = [name for name in MEMBERS if name not in ("server-1", "server-2")]
-    for name in back:
-        rejoin(after, known(before, name))
-    after.now_s += after.core._state.members.lease_s + 0.1
-    for name in back:
-        after.core.on_heard(name, after.now_s)
-    after.core.on_tick(after.now_s)
+def without_two(**options: Any) -> tuple[Harness, Harness]:
+    """The coordinator before, and the next one; two servers are not back, which one parity cannot repair."""
+    before, after = Harness().start(), Harness(**options)
+    addresses = {name: ["10.0.0.1", 1 + i] for i, name in enumerate(MEMBERS)}
+    for name in MEMBERS:
+        if name not in ("server-1", "server-2"):
+            rejoin(after, known(before, name, addresses=addresses))
+    return before, after
+
+
+def on_tick_after(h: Harness, seconds: float) -> None:
+    h.now_s += seconds
+    for name in h.core.members:
+        h.core.on_heard(name, h.now_s)
+    h.core.on_tick(h.now_s)
+
+
+def test_who_is_missing_and_too_many_is_waited_for_and_then_lost() -> None:
+    _, after = without_two(standstill_s=40.0)
+    on_tick_after(after, 11.0)
+    assert after.core.status(after.now_s)["stands_still"]["members"] == ["server-1", "server-2"]
+    stands = told(after, "trainer-0", "stands")[-1]
+    assert stands["names"] == ["server-1", "server-2"] and 0 < stands["left_s"] <= 40.0
+    on_tick_after(after, 25.0)
+    assert after.core.regathering and after.core.fatal is None
+    on_tick_after(after, 20.0)
+    assert not after.core.regathering and after.core.fatal_kind == "data_loss"
+
+
+def test_who_is_missing_and_known_to_be_dead_is_not_waited_for() -> None:
+    before, after = without_two()
+    assert set(after.core.missing()) == {"server-1", "server-2"}
+    after.core.on_gone("server-1", after.now_s, "gone")
+    on_tick_after(after, 11.0)
+    assert after.core.regathering and after.core.fatal is None, "server-2 may be back"
+    rejoin(after, known(before, "server-2"))
+    on_tick_after(after, 0.1)
+    assert not after.core.regathering and after.places == ["server-0", "server-3", "server-2"]
+    _, after = without_two()
+    for name in ("server-1", "server-2"):
+        after.core.on_gone(name, after.now_s, "gone")
+    on_tick_after(after, REGATHER_S + 0.1)
     assert not after.core.regathering and after.core.fatal_kind == "data_loss"
 
 

@@ -55,6 +55,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
             for who, whom, for_s in state.suspicion.complaints(now_s)
         ],
         "at_risk": [{"domain": domain, "slots": slots, "why": why} for domain, (slots, why) in table.at_risk().items()],
+        "stands_still": state.silence.status(now_s),
         "unresolved": {"pairs": state.suspicion.unresolved[0], "why": state.suspicion.unresolved[1]},
         "tables": len(job.spec.tables) if job.spec else 0,
         "slots": [
