@@ -159,4 +159,4 @@ class Silence:
         """For whom training stands, and for how long at most (None: until somebody is heard); None: for nobody."""
         if not self._awaited:
             return None
-        return {"members": sorted(self._awaited), "why": dict(self._awaited), "left_s": self._left_s(now_s)}
+        return {"why": dict(self._awaited), "left_s": self._left_s(now_s)}

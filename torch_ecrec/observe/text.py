@@ -52,6 +52,10 @@ def format_status(status: Message) -> str:
     ]
     if status["fatal"]:
         lines.append(f"STOPPED: {status['fatal']}")
+    if stands := status.get("stands_still"):
+        limit = "until somebody is heard" if stands["left_s"] is None else f"for {stands['left_s']:.0f} s at most"
+        lines.append(f"STANDS STILL, waits for silent members, {limit}:")
+        lines += [f"  {name}: {why}" for name, why in sorted(stands["why"].items())]
     for one in status.get("unreachable", []):
         lines.append(f"CUT: {one['who']} cannot reach {one['whom']}, for {one['for_s']:.1f} s")
     if status.get("unresolved", {}).get("pairs"):
