@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import forked
@@ -35,11 +37,11 @@ COMMON = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL"
 class Cluster:
     """All processes; their logs are in `folder`."""
 
-    def __init__(self, hosts: Hosts, folder: Path, transport: str) -> None:
+    def __init__(self, hosts: Hosts, folder: Path, transport: str, environment: Mapping[str, str]) -> None:
         self.hosts, self.folder = hosts, folder
         self.trainers: list[Child] = []
         self.troubled_s = 0.0  # since when its links are bad
-        self.environment = {**os.environ, **COMMON, "TORCH_ECREC_TRANSPORT": transport}
+        self.environment = {**os.environ, **COMMON, **environment, "TORCH_ECREC_TRANSPORT": transport}
         self.join = f"{hosts[0].address}:{PORT}"
         code = ["--servers", "3", "-k", "2", "-r", "1", "--spares", "1"]
         self.start(0, "coordinator", ["coordinator", "--host", hosts[0].address, "--port", str(PORT), *code])
@@ -68,12 +70,14 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, transport: str = "sockets", link: Mapping[str, float] | None = None) -> Iterator[Cluster]:
+def cluster(
+    folder: Path, transport: str, link: Mapping[str, float], environment: Mapping[str, str]
+) -> Iterator[Cluster]:
     folder.mkdir()
     with Hosts(5) as hosts:
         for host in hosts if link else ():
-            host.link(**(link or {}))
-        yield Cluster(hosts, folder, transport)
+            host.link(**link)
+        yield Cluster(hosts, folder, transport, environment)
 
 
 def trained(
@@ -82,10 +86,11 @@ def trained(
     during: Callable[[Cluster], None],
     more: Sequence[str] = (),
     limit_s: float = LIMIT_S,
-    link: Mapping[str, float] | None = None,
+    link: Mapping[str, float] = MappingProxyType({}),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """What the trainers report in the end. `more`: words for the script; `link`: what each host's is like."""
-    with cluster(folder, transport, link or {}) as running:
+    with cluster(folder, transport, link, environment) as running:
         running.trainers = [running.train_on(number, more) for number in (0, 4)]
         during(running)
         for process in running.trainers:
@@ -143,6 +148,49 @@ def both(running: Cluster) -> None:
 def test_hosts_die_and_nothing_differs(transport: str, undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
     assert undisturbed[0]["digest"] is not None and len(undisturbed[0]["losses"]) == STEPS
     assert trained(tmp_path / "disturbed", transport, both) == undisturbed
+
+
+LEASE_S = 3.0  # where members are silent for longer
+
+
+def they_are_silent_for_a_while(running: Cluster) -> None:
+    """Two servers' hosts without network, all servers stopped, the coordinator's host without network: nobody dies."""
+
+    def steps_later(step: int, what: str) -> None:
+        wait_until(lambda: f"step {step} " in running.said("trainer-on-0"), LIMIT_S, what)
+        assert all(process.poll() is None for process in running.trainers), "training was over before"
+
+    steps_later(20, "training")
+    servers = [number for number in hosts_of_slots(running) if number != 4]
+    running.hosts[servers[0]].unplug()
+    running.hosts[servers[1]].unplug()
+    wait_until(lambda: len(events_of(running, "stands_still")) == 1, LIMIT_S, "two servers are silent")
+    running.hosts[servers[0]].plug_in()
+    running.hosts[servers[1]].plug_in()
+    steps_later(60, "training goes on with both")
+    stopped = [pid for number in (1, 2, 3) for pid in running.hosts[number].processes()]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in stopped:
+            os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            wait_until(lambda: len(events_of(running, "stands_still")) >= 2, LIMIT_S, "all servers are silent")
+    steps_later(100, "training goes on with all")
+    running.hosts[0].unplug()
+    time.sleep(LEASE_S + 2.0)  # the length of the outage: nobody can tell that it is long enough
+    running.hosts[0].plug_in()
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_nobody_is_lost_who_is_only_silent(undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
+    found: list[Cluster] = []
+
+    def during(running: Cluster) -> None:
+        found.append(running)
+        they_are_silent_for_a_while(running)
+
+    environment = {"TORCH_ECREC_LEASE_S": str(LEASE_S)}
+    assert trained(tmp_path / "silent", "sockets", during, environment=environment) == undisturbed
+    assert not events_of(found[0], "lost") and not events_of(found[0], "cut")
 
 
 LOAD = 8  # at least: processes that compute and nothing else are added to what the machine does anyway
