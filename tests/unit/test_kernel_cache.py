@@ -417,10 +417,24 @@ def test_without_any_folder_kernels_are_compiled_and_that_is_said_once(limited, 
     """What others may write is not read: it would run their code."""
     FOREIGN[what](limited.own)
     said, log = limited.run_limited(NUMBA_CACHE_DIR=str(limited.home / "none"))
-    assert said == [111, None, 0]
+    assert said == [111, str(limited.records / "__pycache__"), 0]
     assert len(log) == 1 and "NUMBA_CACHE_DIR=FOLDER" in log[0] and "90 s of a core" in log[0]
     said, log = limited.run_limited(NUMBA_CACHE_DIR=str(limited.temporary / "given"))
     assert said[0] == 111 and said[1].startswith(str(limited.temporary / "given")) and not log
+
+
+@pytest.mark.parametrize("own", ["own", "none"])
+def test_entries_beside_the_package_are_read_by_who_may_not_write_there(limited, own):
+    """As in a container whose image was made by root, who has said `torch-ecrec warm`."""
+    limited.records.chmod(0o755)
+    said, _ = limited.run_limited()
+    assert said == [111, str(limited.records / "__pycache__"), 0]
+    limited.records.chmod(0o555)
+    (limited.records / "__pycache__").chmod(0o555)
+    if own == "none":
+        limited.own.write_text("a file")
+    said, log = limited.run_limited()
+    assert said[0] == 111 and said[2] == 1 and not log
 
 
 def half(entry: bytes) -> bytes:
