@@ -102,6 +102,15 @@ def test_hosts_reach_each_other_and_have_names(hosts: Hosts) -> None:
     assert name.strip() == hosts[2].name
 
 
+def test_the_commands_of_root_are_found_by_who_has_no_path_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's default PATH of a user, of cron and of systemd has no sbin, where iproute2's `tc` is."""
+    monkeypatch.setenv("PATH", "/usr/local/bin:/usr/bin:/bin")
+    assert kit.unavailable() == ""
+    with Hosts(1) as one:
+        one[0].link(bits_per_s=1e9)
+        assert one[0].held_up() == 0
+
+
 def test_a_function_runs_as_on_a_host_and_what_leaves_it_is_counted(hosts: Hosts) -> None:
     echo(hosts, 1)
     before = hosts[0].bytes_sent(), hosts[2].bytes_sent()

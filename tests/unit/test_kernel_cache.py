@@ -4,12 +4,16 @@ The oracle is what a process computes that compiles everything itself.
 """
 
 import ast
+import ctypes
+import errno
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numba
@@ -314,3 +318,179 @@ print(json.dumps([[sum(found.cache_hits.values()), sum(found.cache_misses.values
         assert done.returncode == 0, done.stderr
         said.append(json.loads(done.stdout))
     assert said == [[[0, 1]] * 2, [[1, 0]] * 2]
+
+
+# --- a cache is no condition ------------------------------------------------------------------------------------------
+
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+ONLY_OURS = OUTER.partition("@numba")[0].replace("called_of_numba, ", "")
+LIMITED = """
+import json, logging, sys
+logging.basicConfig(format="SAID %(message)s", stream=sys.stderr)
+from torch_ecrec.records import outer
+print(json.dumps([outer.outer(0), outer.outer.stats.cache_path, sum(outer.outer.stats.cache_hits.values())]))
+"""
+
+
+def limit() -> None:
+    """In a child, before it begins: permissions hold for root, too."""
+    for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+        ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+class Limited(Installed):
+    """A copy that may only be read, and a user who may write nowhere but where a test says."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "installed")
+        self.home, self.temporary, self.working = (folder / name for name in ("home", "temporary", "working"))
+        for made in (self.home, self.temporary, self.working):
+            made.mkdir()
+        (self.records / "inner.py").write_text(INNER.partition("called_of_numba")[0])
+        (self.records / "outer.py").write_text(ONLY_OURS)
+        self.own = self.temporary / f"torch-ecrec-kernels-{os.geteuid()}"
+        for path, _, _ in os.walk(self.folder):
+            os.chmod(path, 0o555)
+        self.home.chmod(0o555)
+
+    def run_limited(self, **environment: str) -> tuple[list, list[str]]:
+        """What it says: result, folder, loaded; and what the log says."""
+        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+        more = {"PYTHONPATH": str(self.folder), "TMPDIR": str(self.temporary), "HOME": str(self.home), **environment}
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED],
+            env={**kept, **more},
+            cwd=self.working,
+            preexec_fn=limit,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == 0, done.stderr
+        assert not list(self.working.iterdir()), "a folder named ~, say"
+        return json.loads(done.stdout), [line for line in done.stderr.splitlines() if line.startswith("SAID")]
+
+    def writable(self) -> None:
+        """So that it can be removed."""
+        for path, _, _ in os.walk(self.folder):
+            os.chmod(path, 0o755)
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Iterator[Limited]:
+    installed = Limited(tmp_path)
+    yield installed
+    installed.writable()
+
+
+# Where the environment names none and no user has that number, Python leaves a ~ as it is.
+HOMES = {"of another": "home", "not there": "home/not-there", "none": "~"}
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_who_may_write_neither_beside_the_package_nor_at_home_has_a_folder_for_himself(limited, home):
+    where = HOMES[home] if home == "none" else str(limited.home.parent / HOMES[home])
+    said, log = limited.run_limited(HOME=where)
+    assert (said[0], said[2], log) == (111, 0, [])
+    assert Path(said[1]).parent == limited.own and limited.own.stat().st_mode & 0o777 == 0o700
+    again, log = limited.run_limited(HOME=where)
+    assert again == [111, said[1], 1] and not log, "the next process loads it"
+
+
+def linked(own: Path) -> None:
+    own.with_name("other").mkdir(0o700)
+    own.symlink_to(own.with_name("other"))
+
+
+def open_to_others(own: Path) -> None:
+    own.mkdir()
+    own.chmod(0o777)
+
+
+FOREIGN = {"a file": lambda own: own.write_text(""), "a link": linked, "open to others": open_to_others}
+if os.geteuid() == 0:
+    FOREIGN["another's"] = lambda own: (own.mkdir(0o700), os.chown(own, 12345, 12345))
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_without_any_folder_kernels_are_compiled_and_that_is_said_once(limited, what):
+    """What others may write is not read: it would run their code."""
+    FOREIGN[what](limited.own)
+    said, log = limited.run_limited(NUMBA_CACHE_DIR=str(limited.home / "none"))
+    assert said == [111, str(limited.records / "__pycache__"), 0]
+    assert len(log) == 1 and "NUMBA_CACHE_DIR=FOLDER" in log[0] and "90 s of a core" in log[0]
+    said, log = limited.run_limited(NUMBA_CACHE_DIR=str(limited.temporary / "given"))
+    assert said[0] == 111 and said[1].startswith(str(limited.temporary / "given")) and not log
+
+
+@pytest.mark.parametrize("own", ["own", "none"])
+def test_entries_beside_the_package_are_read_by_who_may_not_write_there(limited, own):
+    """As in a container whose image was made by root, who has said `torch-ecrec warm`."""
+    limited.records.chmod(0o755)
+    said, _ = limited.run_limited()
+    assert said == [111, str(limited.records / "__pycache__"), 0]
+    limited.records.chmod(0o555)
+    (limited.records / "__pycache__").chmod(0o555)
+    if own == "none":
+        limited.own.write_text("a file")
+    said, log = limited.run_limited()
+    assert said[0] == 111 and said[2] == 1 and not log
+
+
+def half(entry: bytes) -> bytes:
+    return entry[: len(entry) // 2]
+
+
+DAMAGES = {
+    "empty": lambda _: b"",
+    "zeros": lambda entry: bytes(len(entry)),
+    "cut off": half,
+    "something else": lambda _: pickle.dumps(1),
+    "another's code": lambda entry: pickle.dumps((pickle.loads(entry)[0], "no code")),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_an_entry_that_a_disk_has_damaged_is_compiled_and_written_anew(tmp_path, monkeypatch, caplog, what):
+    def tripled(x):
+        return x * 3
+
+    kernel_cache._said.clear()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert kernel()(tripled)(2) == 6
+    (entry,) = tmp_path.rglob("*.nbc")
+    whole = entry.read_bytes()
+    entry.write_bytes(DAMAGES[what](whole))
+    assert kernel()(tripled)(2) == 6
+    assert len(caplog.records) == 1 and "not read from" in caplog.text and "NUMBA_CACHE_DIR" in caplog.text
+    again = kernel()(tripled)
+    assert again(2) == 6 and sum(again.stats.cache_hits.values()) == 1
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("where", ["write_bytes", "replace", "listdir", "mkdir"])
+def test_a_cache_without_room_ends_nobody(tmp_path, monkeypatch, caplog, where):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def tripled(x):
+        return x * 3
+
+    def quadrupled(x):
+        return x * 4
+
+    kernel_cache._said.clear()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    made = [kernel()(tripled), kernel()(quadrupled)]
+    (folder,) = tmp_path.iterdir()
+    with monkeypatch.context() as patch:
+        if where == "mkdir":  # a cleaner has removed the folder
+            folder.rmdir()
+            patch.setattr(os, "makedirs", full)
+        elif where == "write_bytes":
+            patch.setattr(Path, "write_bytes", full)
+        else:
+            patch.setattr(os, where, full)
+        assert [one(2) for one in made] == [6, 8]
+    assert len(caplog.records) == 1 and "No space left on device" in caplog.text, "once for both"
+    assert not list(tmp_path.rglob("*.nbc.*"))

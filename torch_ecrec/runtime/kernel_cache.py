@@ -15,8 +15,13 @@ Invariants, with any number of processes that start at once:
 
     whoever writes an entry removes those of other sources from the folder: they do not pile up
 
+    a cache is no condition: what cannot be kept or read is compiled, and the log says once why, and what that costs
+
 Where entries lie is Numba's choice and the user's (NUMBA_CACHE_DIR): beside the sources, or below ~/.cache where that
-may not be written. Sources must be files: they are read when the first kernel is defined.
+may not be written; where that may not be either, as for a container's user without a home, in a folder of the user's
+for temporary files. Entries beside the sources are read also by who may not write there: `torch-ecrec warm` as the
+package's owner, in the image of a container say, spares all others the time. Sources must be files: they are read when
+the first kernel is defined.
 """
 
 from __future__ import annotations
@@ -24,18 +29,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import pickle
 import re
+import stat
+import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCacheLocator
 from numba.core.serialize import dumps
 from numba.extending import is_jitted
+
+log = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # Whole rooms: kernels use functions and constants of each other, and to compile once too often costs seconds only.
@@ -49,9 +59,6 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     Args:
         options: Numba's (`error_model`, `inline`), but not `cache`. All kernels run without the interpreter's lock.
-
-    Raises:
-        RuntimeError: Numba finds no folder that it may write for its cache.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
@@ -81,13 +88,104 @@ def digest_of_sources() -> str:
     return digest.hexdigest()
 
 
+_said: set[str] = set()
+
+
+def _say_once(what: str, why: object) -> None:
+    """Once for all kernels of this process, and of those forked from it."""
+    if what not in _said:
+        _said.add(what)
+        log.warning(
+            "compiled kernels are %s (%s). Each process that begins compiles what it needs, all of it is about 90 s of"
+            " a core; NUMBA_CACHE_DIR=FOLDER names a folder that may be written, for this user's processes alone",
+            what,
+            why,
+        )
+
+
+class _Elsewhere(UserWideCacheLocator):
+    """One of Numba's ways to a folder, for who may not write beside the sources, nor has named one."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        super().__init__(function, file)  # type: ignore[no-untyped-call]
+        self.beside = os.path.join(os.path.dirname(file), "__pycache__")
+
+
+class _InHome(_Elsewhere):
+    def ensure_cache_path(self) -> None:
+        if not os.path.isabs(self._cache_path):  # "~/.cache" of who has no home: it would be made in the working folder
+            raise FileNotFoundError(f"{self._cache_path}: this user has no home")
+        super().ensure_cache_path()  # type: ignore[no-untyped-call]
+
+
+class _InTemporary(_Elsewhere):
+    """Nobody else may write there: whoever can runs code in the processes that read it."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        super().__init__(function, file)
+        self._own = os.path.join(tempfile.gettempdir(), f"torch-ecrec-kernels-{os.geteuid()}")
+        self._cache_path = os.path.join(self._own, os.path.basename(self._cache_path))
+
+    def ensure_cache_path(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self._own, 0o700)
+        found = os.lstat(self._own)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{self._own} is not a folder of this user's alone")
+        super().ensure_cache_path()  # type: ignore[no-untyped-call]
+
+
+class _Nowhere(_Elsewhere):
+    """Nothing is written."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        super().__init__(function, file)
+        self._cache_path = self.beside
+
+    def ensure_cache_path(self) -> None:
+        pass
+
+
+class _Places(CompileResultCacheImpl):
+    """Numba's search for a folder, with more places."""
+
+    _locator_classes: ClassVar[list[Any]] = [
+        *(_InHome if one is UserWideCacheLocator else one for one in CompileResultCacheImpl._locator_classes),
+        _InTemporary,
+        _Nowhere,
+    ]
+
+
 class KernelCache(FunctionCache):
     """Numba's cache of a function, with other files."""
 
+    _impl_class = _Places
+
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
-        entries: Any = Entries(Path(self.cache_path), self._impl.filename_base, digest_of_sources())
+        locator = self._impl.locator
+        self._writes = not isinstance(locator, _Nowhere)
+        beside = [Path(locator.beside)] if isinstance(locator, _Elsewhere) else []
+        entries: Any = Entries(Path(self.cache_path), self._impl.filename_base, digest_of_sources(), beside)
         self._cache_file = entries
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What is kept for a signature; None: nothing that can be loaded."""
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception as error:  # whatever a file may hold that a disk has damaged: it is compiled, and written anew
+            _say_once(f"not read from {self.cache_path}", f"{type(error).__name__}: {error}")
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keeps what was compiled, if there is room."""
+        if not self._writes:
+            _say_once("kept nowhere", f"there is no folder for them: not {self.cache_path}, nor a home, nor /tmp")
+            return
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        except OSError as error:
+            _say_once(f"not written to {self.cache_path}", error.strerror or error)
 
 
 class Entries:
@@ -97,19 +195,20 @@ class Entries:
         folder: where.
         name: of the function, different for each in the folder; ends in a tag of the interpreter (".py311").
         sources: their digest.
+        others: folders that are read, too, and not written.
     """
 
-    def __init__(self, folder: Path, name: str, sources: str) -> None:
-        self._folder, self._name, self._sources = folder, name, sources
+    def __init__(self, folder: Path, name: str, sources: str, others: Sequence[Path] = ()) -> None:
+        self._folder, self._name, self._sources, self._others = folder, name, sources, others
 
     def load(self, key: Any) -> Any:
         """What was saved under the key; None: nothing."""
-        try:
-            found = self._path(key).read_bytes()
-        except FileNotFoundError:
-            return None
-        of, data = pickle.loads(found)
-        return data if of == key else None
+        name = self._path(key).name
+        for folder in (self._folder, *self._others):
+            with contextlib.suppress(FileNotFoundError):
+                of, data = pickle.loads((folder / name).read_bytes())
+                return data if of == key else None
+        return None
 
     def save(self, key: Any, data: Any) -> None:
         """Keeps `data`, and removes from the folder what is of other sources."""

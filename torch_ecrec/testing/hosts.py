@@ -43,15 +43,21 @@ HOSTS_MOST = 200
 NOWHERE = "02:00:00:00:00:00"  # an address of Ethernet that no interface has
 BURST_BYTES = 256 << 10  # of a link with a rate: the largest packet of TCP, four times
 QUEUE_S = 0.05  # what waits for longer on a slow link is dropped
+SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")  # root's commands: many a PATH, cron's say, lacks them
 
 
 class HostsError(RuntimeError):
     """A host could not be made or changed."""
 
 
+def _found(command: str) -> str | None:
+    """Where a command is: in PATH, or where those of root are; None: nowhere."""
+    return shutil.which(command, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_FOLDERS]))
+
+
 def unavailable() -> str:
     """Why hosts cannot be made here; "": they can."""
-    lacking = [name for name in ("ip", "tc", "nsenter") if shutil.which(name) is None]
+    lacking = [name for name in ("ip", "tc", "nsenter") if _found(name) is None]
     if not sys.platform.startswith("linux") or lacking:
         return f"hosts need Linux and the commands ip, tc, nsenter; not here: {', '.join(lacking) or sys.platform}"
     try:
@@ -96,7 +102,8 @@ class _Namespace:
 
     def enter(self, words: Sequence[str]) -> list[str]:
         """The command line that runs another one in here."""
-        return ["nsenter", "-t", str(self.pid), "--net", "--uts", "--ipc", "--", *words]
+        found = _found("nsenter") or "nsenter"
+        return [found, "-t", str(self.pid), "--net", "--uts", "--ipc", "--", *words]
 
     def within(self, action: Callable[[], T]) -> T:
         """See `Host.within`."""
@@ -113,7 +120,8 @@ class _Namespace:
 
     def run(self, *words: str) -> str:
         """Runs a command of iproute2 in here; what it says. Raises HostsError if it fails."""
-        done = subprocess.run(self.enter(words), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        entered = self.enter([_found(words[0]) or words[0], *words[1:]])
+        done = subprocess.run(entered, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         if done.returncode:
             raise HostsError(f"{self.name}: `{' '.join(words)}` ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout
