@@ -64,29 +64,27 @@ def train(way: str, out: Path, kill_after: int = 0) -> list[dict[str, Any]]:
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.slow  # a minute each; test_loops.py has every loop in memory, test_cluster.py a real one
+def in_turns(way: str, *steps: int) -> list[Any]:
+    return [pytest.param(way, step, marks=pytest.mark.slow) for step in steps]
+
+
+# A minute each; test_loops.py has every loop in memory, test_cluster.py a real one.
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize(
     ("way", "step"),
     [
-        ("rollback", 8),  # where one has just been
-        ("checkpoint", 8),
-        ("checkpoint", 5),
-        ("plain", 8),
-        ("rollback", 5),
-        ("rollback", 12),
-        ("pipeline", 6),
-        ("plain", 6),
-        ("plain", 13),
-        ("workers", 8),
-        ("torchdata", 12),
-        ("pipeline", 17),
-        ("accumulate", 7),
-        ("managed", 7),  # ids wait for the next change of the map
-        ("managed", 8),
-        ("mixed", 8),
-        ("mixed", 13),
-        ("mixed-pipeline", 7),
+        ("rates", 8),
+        *in_turns("rates", 5, 12),
+        *in_turns("rollback", 8, 5, 12),  # 8 is where one has just been
+        *in_turns("checkpoint", 8, 5),
+        *in_turns("plain", 8, 6, 13),
+        *in_turns("pipeline", 6, 17),
+        *in_turns("workers", 8),
+        *in_turns("torchdata", 12),
+        *in_turns("accumulate", 7),
+        *in_turns("managed", 7, 8),  # ids wait for the next change of the map
+        *in_turns("mixed", 8, 13),
+        *in_turns("mixed-pipeline", 7),
     ],
 )
 def test_a_loop_with_a_trainer_and_a_server_lost_sees_and_learns_the_same(way: str, step: int, tmp_path: Path) -> None:

@@ -140,6 +140,12 @@ def made(before: FakeSession | None = None, step: int = 0, seed: int = 1, **more
     return Trainer(model, session, optimizer, StepLR(optimizer, step_size=3, gamma=0.5), Losses(), None)
 
 
+def unscheduled(trainer: Trainer) -> Trainer:
+    """As if nobody had made a scheduler."""
+    del trainer.scheduler, trainer.optimizer.step
+    return trainer
+
+
 def attach(trainer: Trainer, reader: Any = None) -> Trainer:
     trainer.batches = trainer.model.attach(
         optimizer=trainer.optimizer,

@@ -5,7 +5,8 @@ WAY: `plain` (a loop over `DataLoader(shuffle=True)`), `workers` (with worker pr
 `rollback` (now and then, the model and the tables' optimizer are loaded: before a step, within one, after an epoch),
 `checkpoint` (at these places they are saved and loaded by DCP, which changes nothing of what `plain` does),
 `managed` (ids of the bags are remapped; rows are given to other ids all the time), `mixed` and `mixed-pipeline` (a plan
-leaves the sequences to TorchRec, by rows, and they are kept with the snapshots).
+leaves the sequences to TorchRec, by rows, and they are kept with the snapshots), `rates` (the optimizer of the dense part
+alone is attached; a scheduler of the tables alone and the loop itself move the tables' rates in every step).
 Three epochs of 6 steps, a scheduler that steps with every epoch, a BatchNorm, dropout, an evaluation after each epoch.
 
 Trainer 1 kills itself after STEP in its first life, once OUT/go is there; OUT/STEP says that it waits for that. What a
@@ -47,7 +48,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import Adagrad, in_backward_optimizer_filter
+from torchrec.optim.optimizers import Adagrad, Adam, in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import torch_ecrec
@@ -147,7 +148,7 @@ def main() -> None:
             )
         ],
     )
-    apply_optimizer_in_backward(Adagrad, sequences.parameters(), {"lr": 0.05})
+    apply_optimizer_in_backward(Adam if way == "rates" else Adagrad, sequences.parameters(), {"lr": 0.05})
     net = Net(tables, 8 * len(configs), sequences)
     model = torch_ecrec.DistributedModelParallel(
         net,
@@ -156,18 +157,23 @@ def main() -> None:
         unprotected="snapshot" if mixed else "refuse",
     )
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    optimizer = CombinedOptimizer(
-        [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.01))]
-    )
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    wrapped = KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=0.01))
+    optimizer = CombinedOptimizer([model.fused_optimizer, wrapped])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(model.fused_optimizer if way == "rates" else optimizer, 0.7)
     kind = StatefulDataLoader if way == "torchdata" else DataLoader
     workers = 2 if way == "workers" else 0
     loader = kind(Clicks(rank, way == "workers"), SIZE, shuffle=True, collate_fn=collate, num_workers=workers)
     trace = Trace()
-    batches = model.attach(optimizer=optimizer, lr_scheduler=scheduler, reader=loader, trace=trace)
+    batches = model.attach(
+        optimizer=wrapped if way == "rates" else optimizer, lr_scheduler=scheduler, reader=loader, trace=trace
+    )
     first_life = not model.session.restarted
 
     def after_step(seen: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if way == "rates":
+            scheduler.step()
+            for i, group in enumerate(model.fused_optimizer.param_groups):
+                group["lr"] *= 1.2 + 0.1 * i
         trace.append([float(seen[0]), seen[1].tolist()])
         done = model.steps_done
         if rank == 1 and first_life and done == kill_after:

@@ -16,18 +16,22 @@ from typing import Any
 import numpy as np
 import torch
 from fake_session import FakeSession
-from models import CPU, collection, job_of, table
+from models import CPU, LR, job_of, table
 from shards import changed, local
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.streamable import Pipelineable
 
 from torch_ecrec.errors import NonFiniteGradient
@@ -62,6 +66,19 @@ LOADS = ("before", "backward", "after", "pass")
 DRAWS = ("before", "after", "pass")
 MODULES = ("attribute", "mode", "generator")
 EVALS = ("no_grad", "grad", "training no_grad", "pass")
+PUSHES = (  # what moves the numbers of a push, see `_move_pushes`
+    "exponential",  # a scheduler of the tables alone
+    "plateau",  # ReduceLROnPlateau of the tables alone
+    "warm-up",  # TorchRec's, around the tables' optimizer
+    "all",  # by hand, each table's rate
+    "one",  # by hand, of one table
+    "tensor",  # by hand, rates that are tensors
+    "division",  # what gradients are divided by
+    "frozen",  # whether a table gets any
+)
+MOVES = ("before", "after", "pass")  # when they do
+# What is attached or not, besides what has to be: the tables' optimizer, and what counts for itself and sets rates.
+ATTACHED = ("tables", "schedule", "exponential", "plateau", "warm-up")
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,10 @@ class Loop:
     alters: bool = False  # the forward writes into its batch
     nan_at: int = 0  # the batch of the run whose labels are NaN
     begins: frozenset[str] = frozenset()  # what each pass begins with, see `_begin_pass`
+    tables: str = "adagrad"  # the optimizer of the tables
+    pushes: frozenset[str] = frozenset()
+    moves: str = "after"
+    attached: frozenset[str] = frozenset(ATTACHED)
     zero: str = "before"  # gradients: "before" the forward, "late" between forward and backward, "after" the step
     snapshot_every: int = 1
 
@@ -102,6 +123,12 @@ class Loop:
         fields = {one.name: (getattr(self, one.name), one.default) for one in dataclasses.fields(self)}
         text = {key: sorted(mine) if isinstance(mine, frozenset) else mine for key, (mine, _) in fields.items()}
         return ", ".join(f"{key}={text[key]}" for key, (mine, plain) in fields.items() if mine != plain) or "plainest"
+
+    @property
+    def forgotten(self) -> frozenset[str]:
+        """What sets rates, counts for itself, and is not attached."""
+        setters = self.pushes & set(ATTACHED) | ({"schedule"} if self.schedule else frozenset())
+        return setters - self.attached
 
 
 @dataclass
@@ -121,8 +148,8 @@ class Batch(Pipelineable):
 
 def batch(number: int, noise: float = 0.0) -> Batch:
     generator = torch.Generator().manual_seed(number)
-    ids = torch.randint(0, ROWS, (2 * SIZE,), generator=generator)
-    sparse = KeyedJaggedTensor.from_lengths_sync(["f"], ids, torch.full((SIZE,), 2, dtype=torch.int32))
+    ids = torch.randint(0, ROWS, (4 * SIZE,), generator=generator)
+    sparse = KeyedJaggedTensor.from_lengths_sync(["f", "g"], ids, torch.full((2 * SIZE,), 2, dtype=torch.int32))
     dense = torch.randn(SIZE, 2, generator=generator) + noise
     return Batch(sparse, dense, torch.randn(SIZE, generator=generator))
 
@@ -225,7 +252,7 @@ class Net(nn.Module):
         self.random = np.random.default_rng(5) if "generator" in modules else None
         self.tables = tables
         self.below = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3), nn.BatchNorm1d(3))
-        self.over = nn.Linear(3 + 4, 1)
+        self.over = nn.Linear(3 + 4 + 8, 1)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if self.alters:
@@ -286,6 +313,7 @@ class Strange(torch.optim.SGD):
                         parameter.sub_(inner["mean"] * (0.01 / inner["steps"][0]))
 
 
+TABLES = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.05),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, amsgrad=True),
@@ -304,7 +332,7 @@ class Run:
     session: FakeSession
     model: DistributedModelParallel
     optimizers: list[Optimizer]
-    schedulers: list[Any]
+    schedulers: dict[str, Any]
     random: random.Random = field(default_factory=lambda: random.Random(3))  # of the loop's own
     trace: Trace = field(default_factory=Trace)
     counter: Counter = field(default_factory=Counter)
@@ -324,7 +352,8 @@ class Run:
                     [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
                     for optimizer in unwrapped(self.optimizers)
                 ],
-                [scheduler.state_dict() for scheduler in self.schedulers[:1]],
+                [scheduler.state_dict() for scheduler in self.schedulers.values()],
+                [self.session.rates[-1:], get_gradient_division()],
                 self.counter.state_dict(),
                 list(self.trace),
             ]
@@ -333,7 +362,10 @@ class Run:
 
 def made(loop: Loop, before: FakeSession | None = None, step: int = 0, seed: int = 1) -> Run:
     """A trainer's process after its start, not attached yet."""
-    tables = collection("adagrad", [table("t", ROWS, 4, "f")])
+    set_gradient_division(True)
+    torch.manual_seed(0)
+    tables = EmbeddingBagCollection(tables=[table("t", ROWS, 4, "f"), table("u", ROWS, 8, "g")])
+    apply_optimizer_in_backward(TABLES[loop.tables], tables.parameters(), {"lr": LR})
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -348,10 +380,22 @@ def made(loop: Loop, before: FakeSession | None = None, step: int = 0, seed: int
         KeyedOptimizerWrapper({name: dense[name] for name in share.tolist()}, OPTIMIZERS[kind])
         for kind, share in zip(loop.optimizers, shares, strict=True)
     ]
-    optimizer = CombinedOptimizer([model.fused_optimizer, *((str(i), o) for i, o in enumerate(inner))])
+    fused: Any = model.fused_optimizer
+    if "warm-up" in loop.pushes:
+        fused = WarmupOptimizer(fused, [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.1)], lr=0.1)
+    if "tensor" in loop.pushes:
+        for group in fused.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+    optimizer = CombinedOptimizer([fused, *((str(i), o) for i, o in enumerate(inner))])
     factor = (lambda t: np.float32(0.9) ** np.float32(t)) if "numpy rate" in loop.optimizers else (lambda t: 0.9**t)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    return Run(loop, session, model, [optimizer], [scheduler])
+    schedulers: dict[str, Any] = {}
+    if loop.schedule:
+        schedulers["schedule"] = LambdaLR(optimizer, factor)
+    if "exponential" in loop.pushes:
+        schedulers["exponential"] = ExponentialLR(model.fused_optimizer, 0.8)
+    if "plateau" in loop.pushes:
+        schedulers["plateau"] = ReduceLROnPlateau(model.fused_optimizer, factor=0.7, patience=0)
+    return Run(loop, session, model, [optimizer], schedulers)
 
 
 def attach(run: Run) -> Callable[[int], None]:
@@ -360,9 +404,16 @@ def attach(run: Run) -> Callable[[int], None]:
     reader = None
     if loop.reader is not None:
         reader, before_pass = reader_of(loop)
+    optimizers, ((_, fused), *dense) = run.optimizers, run.optimizers[0].optimizers  # type: ignore[attr-defined]
+    if loop.attached != frozenset(ATTACHED):
+        optimizers = [one for _, one in dense]
+        if "tables" in loop.attached:
+            optimizers.append(run.model.fused_optimizer)
+        if "warm-up" in loop.attached & loop.pushes:
+            optimizers.append(fused)
     run.batches = run.model.attach(
-        optimizer=run.optimizers,
-        lr_scheduler=run.schedulers,
+        optimizer=optimizers,
+        lr_scheduler=[scheduler for name, scheduler in run.schedulers.items() if name in loop.attached],
         reader=reader,
         trace=run.trace,
         counter=run.counter,
@@ -469,6 +520,8 @@ def _turn(run: Run, batch: Batch) -> None:
     number = run.counter.add("batches")
     if "before" in loop.counts:
         run.counter.add("before")
+    if loop.moves == "before":
+        _move_pushes(run)
     if "before" in loop.draws:
         _draw(run)
     if loop.generator:
@@ -511,7 +564,9 @@ def _after_step(run: Run, seen: Tensor) -> None:
     if "optimizer" in loop.flushes:
         model.flush()
     if "step" in loop.schedule:
-        run.schedulers[0].step()
+        run.schedulers["schedule"].step()
+    if loop.moves == "after":
+        _move_pushes(run)
     if "scheduler" in loop.flushes:
         model.flush()
     _load(run, "after")
@@ -535,10 +590,31 @@ def _after_pass(run: Run) -> None:
     if "pass" in loop.flushes:
         run.model.flush()
     if "pass" in loop.schedule:
-        run.schedulers[0].step()
+        run.schedulers["schedule"].step()
+    if loop.moves == "pass":
+        _move_pushes(run)
     if "pass" in loop.counts:
         run.counter.add("pass")
     run.trace.append("end of a pass")
+
+
+def _move_pushes(run: Run) -> None:
+    """The numbers that the next push carries become others."""
+    ways, number = run.loop.pushes, run.counter.add("moves")
+    groups: Any = run.model.fused_optimizer.param_groups
+    if "exponential" in ways:
+        run.schedulers["exponential"].step()
+    if "plateau" in ways:
+        run.schedulers["plateau"].step(1.0 + number % 3)
+    for i, group in enumerate(groups):
+        if "all" in ways or ("one" in ways and i == 0):
+            group["lr"] = group["lr"] * 0.9
+        if "tensor" in ways and isinstance(group["lr"], Tensor):
+            group["lr"].mul_(0.95)
+    if "division" in ways:
+        set_gradient_division(number % 2 == 0)
+    if "frozen" in ways:
+        dict(run.model.named_parameters())["tables.embedding_bags.u.weight"].requires_grad_(number % 2 == 0)
 
 
 def _change_modules(run: Run) -> None:

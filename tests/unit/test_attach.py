@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attached import END, Net, Passes, Trainer, attach, made, same
+from attached import END, Net, Passes, Trainer, attach, made, passes, same, unscheduled
 from fake_session import FakeSession
 from models import (
     CPU,
@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import StepLR
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.nn.attachment import STEPS_OF_A_DRAW
@@ -98,8 +98,23 @@ def test_a_warm_up_that_is_not_attached_is_refused_by_name() -> None:
     whole, trainer.optimizer = trainer.optimizer, trainer.optimizer.optimizers[1][1]._optimizer._optimizer
     attach(trainer)
     trainer.optimizer = whole
-    with pytest.raises(TypeError, match=r"in none of its groups \(a wrapper counts there\? attach that wrapper\)"):
+    with pytest.raises(RuntimeError, match=r"a WarmupOptimizer sets learning rates .* but is not attached"):
         trainer.steps(3)
+
+
+def test_a_warm_up_that_is_made_later_and_not_attached_is_refused_by_name() -> None:
+    trainer = unscheduled(made())
+    trainer.model.attach(optimizer=(inner := trainer.optimizer.optimizers[1][1]._optimizer), reader=Passes())
+    batches = passes(trainer.model._attached.reader)  # type: ignore[union-attr]
+    batch = next(batches)
+    late = WarmupOptimizer(
+        KeyedOptimizerWrapper(dense_parameters(trainer.model), lambda p: inner),
+        [WarmupStage(WarmupPolicy.LINEAR, max_iters=6, value=0.1)],
+    )
+    trainer.model(batch)[0].backward()
+    late.step()
+    with pytest.raises(TypeError, match=r"in none of its groups \(a wrapper counts there\? attach that wrapper\)"):
+        next(batches)
 
 
 def test_it_goes_on_after_the_last_step_that_has_a_snapshot() -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from attached import END, Passes, Trainer, attach, made, passes
+from attached import END, Passes, Trainer, attach, made, passes, unscheduled
 from models import (
     batch_of,
 )
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.nn.dense import own_of
 from torch_ecrec.nn.trainer_state import unwrapped
@@ -77,7 +79,12 @@ def refused(match: str, attachments: Callable[[Trainer], dict[str, Any]]) -> Non
 
 
 def test_other_dense_optimizers_are_refused_and_nothing_is_changed() -> None:
-    refused("optimizers", lambda t: {"lr_scheduler": t.scheduler, "reader": Passes(), "losses": t.losses})
+    def tables_alone(trainer: Trainer) -> dict[str, Any]:
+        fused = trainer.model.fused_optimizer
+        named = {"optimizer": fused, "lr_scheduler": StepLR(fused, step_size=3)}
+        return {**named, "reader": Passes(), "losses": trainer.losses}
+
+    refused("optimizers", tables_alone)
 
 
 def test_other_attachments_are_refused_and_nothing_is_changed() -> None:
@@ -114,7 +121,7 @@ def test_what_is_attached_does_not_move_before_the_first_step(
 
 
 def test_every_optimizer_of_dense_parameters_is_attached() -> None:
-    trainer = made()
+    trainer = unscheduled(made())
     trainer.model.attach(optimizer=trainer.model.fused_optimizer, reader=Passes())
     loss, _ = trainer.model(next(trainer.model._attached.reader))  # type: ignore[union-attr]
     loss.backward()
@@ -165,6 +172,44 @@ def test_a_scheduler_that_was_not_attached_is_refused_before_the_first_step() ->
     batches = trainer.model.attach(optimizer=trainer.optimizer, reader=Passes())
     with pytest.raises(RuntimeError, match="a scheduler was made for CombinedOptimizer, but not attached"):
         next(batches)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("of", ["fused", "dense", "both, combined otherwise"])
+@pytest.mark.parametrize("kind", ["StepLR", "ReduceLROnPlateau", "WarmupOptimizer"])
+def test_what_sets_rates_that_are_kept_is_attached(kind: str, of: str, attached: bool) -> None:
+    """Whether or not its optimizer is: what torch leaves no trace of in an optimizer, too."""
+    trainer = unscheduled(made())
+    (_, fused), (_, dense) = trainer.optimizer.optimizers
+    chosen = {"fused": fused, "dense": dense}.get(of) or CombinedOptimizer([("a", fused), ("b", dense)])
+    more: dict[str, Any] = {"optimizer": dense}
+    if kind == "WarmupOptimizer":
+        setter: Any = WarmupOptimizer(chosen, [WarmupStage(WarmupPolicy.LINEAR, max_iters=6, value=0.1)])
+        if attached:
+            more["optimizer"] = [dense, setter]
+    else:
+        setter = StepLR(chosen, 1) if kind == "StepLR" else ReduceLROnPlateau(chosen)
+        if attached:
+            more["lr_scheduler"] = setter
+    batches = trainer.model.attach(reader=Passes(), **more)
+    if attached:
+        next(batches)
+        return
+    with pytest.raises(RuntimeError, match=rf"a ({kind}|scheduler) .*not attached: it would begin anew"):
+        next(batches)
+
+
+@pytest.mark.parametrize("kind", [StepLR, ReduceLROnPlateau])
+def test_a_scheduler_of_what_is_not_kept_is_refused_by_name(kind: Any) -> None:
+    trainer = unscheduled(made())
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    scheduler = kind(other, 1) if kind is StepLR else kind(other)
+    match = rf"\({kind.__name__}\) is attached, but the SGD whose learning rates it sets is not"
+    inner = trainer.optimizer.optimizers[1][1]
+    for named in ({"lr_scheduler": scheduler}, {"others": scheduler}):
+        with pytest.raises(RuntimeError, match=match):
+            trainer.model.attach(optimizer=inner, reader=Passes(), **named)  # type: ignore[arg-type]
+    next(trainer.model.attach(optimizer=inner, reader=Passes(), lr_scheduler=scheduler, other=other))
 
 
 def test_a_scheduler_that_something_attached_keeps_is_attached() -> None:

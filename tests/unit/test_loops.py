@@ -6,21 +6,27 @@ The session is in memory, so that thousands of loops can be run; `test_attach.py
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from loops import (
+    ATTACHED,
     DRAWS,
     DRIVERS,
     EVALS,
     FLUSHES,
     LOADS,
     MODULES,
+    MOVES,
     OPTIMIZERS,
+    PUSHES,
     READERS,
     STYLES,
+    TABLES,
     TRACING,
     Loop,
     resumed,
@@ -40,7 +46,11 @@ COUNTED: dict[str, int] = {"loops": 0, "lives": 0}
 
 
 def check(loop: Loop) -> None:
-    """Every step that training can go on from, and 0."""
+    """Every step that training can go on from, and 0; refused by name if what sets rates is not attached."""
+    if loop.forgotten:
+        with pytest.raises(RuntimeError, match="not attached: it would begin anew after a restart"):
+            undisturbed(loop)
+        return
     first = undisturbed(loop)
     steps = [0, *sorted(first.session.snapshots)]
     done = first.session.step - 1
@@ -54,6 +64,10 @@ def check(loop: Loop) -> None:
         assert same(first, again), f"after step {step}: another state"
     COUNTED["loops"] += 1
     COUNTED["lives"] += len(steps)
+
+
+def subsets(names: Sequence[str]) -> list[frozenset[str]]:
+    return [frozenset(some) for size in range(len(names) + 1) for some in itertools.combinations(names, size)]
 
 
 @pytest.mark.parametrize(("reader", "driver"), thinned(READERS, DRIVERS, 4))
@@ -85,6 +99,27 @@ def test_what_is_not_loaded_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "training goes on after step 2: what is loaded before the next one was trained since" in caplog.text
 
 
+@pytest.mark.parametrize("attached", subsets(("tables", "warm-up", "exponential", "plateau")))
+def test_whatever_a_push_carries_comes_back_whatever_is_attached(attached: frozenset[str]) -> None:
+    """All that moves it at once; each alone in every way is in the sweep below."""
+    pushes = frozenset(PUSHES)
+    check(Loop(tables="adam", pushes=pushes, attached=attached | {"schedule"}, batches=2))
+    kept = pushes - (set(ATTACHED) - attached)
+    check(Loop(tables="adam", pushes=kept, attached=attached, schedule=frozenset(), batches=2))
+
+
+@pytest.mark.parametrize("attached", subsets(("tables",)))
+@pytest.mark.parametrize(("pushes", "moves"), thinned(PUSHES, MOVES, 3))
+def test_each_number_of_a_push_comes_back_when_a_loop_moves_it(
+    pushes: str, moves: str, attached: frozenset[str]
+) -> None:
+    attached = attached | {pushes} & set(ATTACHED)
+    loop = Loop(pushes=frozenset({pushes}), moves=moves, attached=attached, schedule=frozenset(), epochs=2, batches=2)
+    rates = undisturbed(loop).session.rates
+    assert (len({str(rate) for rate in rates}) > 1) == (pushes not in ("division", "frozen")), "they move"
+    check(loop)
+
+
 def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
     """Loops that can be brought back exactly."""
 
@@ -103,6 +138,7 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
             zero = "after"  # else a gradient that was stepped with is added to, which is refused
         losses = draw(st.sampled_from([1, 1, 2])) if plain and style != "steps_done" else 1
         begins = some(["zero", "evaluate", "load"])
+        pushes = some(PUSHES) - ({"frozen"} if style == "steps_done" else set())
         return Loop(
             reader=reader,
             driver=driver,
@@ -128,6 +164,10 @@ def loops(drivers: tuple[str, ...] = DRIVERS) -> st.SearchStrategy[Loop]:
             pass_over_every=passed_over,
             nan_at=draw(st.sampled_from([0, 0, 2])) if plain and style != "steps_done" else 0,
             begins=begins,
+            tables=draw(st.sampled_from(sorted(TABLES))),
+            pushes=pushes,
+            moves=draw(st.sampled_from(MOVES if plain else MOVES[1:])),
+            attached=draw(st.sampled_from([frozenset(ATTACHED), frozenset(ATTACHED) - {"tables"}, some(ATTACHED)])),
             zero=zero,
             snapshot_every=draw(st.integers(1, 3)),
         )

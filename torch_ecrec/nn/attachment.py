@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torch_ecrec.nn.attachment_checks import AttachmentChecks
 from torch_ecrec.nn.checksum import checksum_of
@@ -65,7 +66,7 @@ class Attachment:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: DistributedModelParallel,
         step: SparseStep,
         dense: DenseSnapshot,
         optimizers: Sequence[Optimizer],
@@ -75,7 +76,7 @@ class Attachment:
     ) -> None:
         self._model, self._dense = weakref.ref(model), dense
         self._step, self._session = step, step.session
-        self._state = TrainerState(optimizers, stateful)
+        self._state = TrainerState(optimizers, stateful, model.fused_optimizer)
         self._own = own
         known = [model, step.session, *model.modules(), *model.parameters(), *model.buffers()]
         known += self._state.all_optimizers
@@ -197,7 +198,7 @@ class Attachment:
                 self._load_what_loops_reset(self._settings_then)
             self._settings_at_first = self._settings.changed()
             self._checks.check_sealed(self._restored and self._session.step > 1)
-            self._checks.check_schedulers()
+            self._checks.check_schedulers(self._restored)
 
     def _load_what_loops_reset(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Once more: before its first step a loop may put gradients to zero, evaluate, switch modes."""

@@ -1,7 +1,8 @@
 """What a loop may not do with what it has attached, since a restart would bring back something else.
 
     check_sealed      what is attached moved between `attach` and the first step: that would happen once more
-    check_schedulers  a scheduler of an attached optimizer is not attached itself
+    (when made)       a scheduler is attached, and its optimizer is not kept
+    check_schedulers  a scheduler, or a warm-up, moves rates that are kept, and is not attached itself
     check_tracing     a pipeline that traced the model changed it
     check_groups      an optimizer was given parameters after `attach`
     (on every step)   an optimizer that is not attached steps parameters of the model
@@ -11,22 +12,27 @@ All are found while training runs undisturbed, long before a restart needs it. `
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchrec.optim.keyed import KeyedOptimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 from torch_ecrec.nn import optimizer_steps
 from torch_ecrec.nn.dense import dense_parameters
+from torch_ecrec.nn.loop_variables import inside
 from torch_ecrec.nn.module_settings import ModuleSettings
-from torch_ecrec.nn.trainer_state import TrainerState
+from torch_ecrec.nn.trainer_state import TrainerState, counters_of
 
 log = logging.getLogger(__name__)
 
+SCHEDULERS = "lr_scheduler["  # what those are named that `attach` was given as such, before their number
+_BEGINS_ANEW = "it would begin anew after a restart. Name it in"
 _attached_somewhere: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to any model of this process
 
 
@@ -42,6 +48,7 @@ class AttachmentChecks:
     def __init__(self, model: nn.Module, state: TrainerState, settings: ModuleSettings) -> None:
         self._model, self._state, self._settings = weakref.ref(model), state, settings
         self._closed = False
+        self._check_optimizers_are_kept()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(state.dense_optimizers)
         _attached_somewhere.update(state.dense_optimizers)
         optimizer_steps.watch(self._check_known)
@@ -95,17 +102,50 @@ class AttachmentChecks:
             )
         log.warning("%s: after a restart that would happen again, and is refused if the values then differ", what)
 
-    def check_schedulers(self) -> None:
-        """A scheduler that changes what is attached is attached, too."""
-        held: list[Any] = list(self._state.stateful.values())
-        for thing in list(held):  # what is attached may keep a scheduler for the user
-            held += getattr(thing, "__dict__", {}).values()
-        known = {id(getattr(thing, "optimizer", None)) for thing in held}
-        for optimizer in self._state.all_optimizers:
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in known:
+    def check_schedulers(self, restored: bool) -> None:
+        """What sets rates that are kept is attached.
+
+        Args:
+            restored: this is after a restart: what torch keeps no list of was looked for in the first life.
+        """
+        kept = self._kept_groups()
+        attached = inside(self._state.stateful.values())  # what is attached may keep a scheduler for the user
+        scheduled = {id(g) for thing in attached if not isinstance(thing, Optimizer) for g in _groups_of(thing)}
+        for optimizer in self._kept_optimizers():
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+                if any(id(group) not in scheduled for group in optimizer.param_groups):
+                    raise RuntimeError(
+                        f"a scheduler was made for {type(optimizer).__name__}, but not attached: {_BEGINS_ANEW}"
+                        " `attach(lr_scheduler=...)`"
+                    )
+        known = {id(thing) for thing in attached} | {id(optimizer) for optimizer in self._state.all_optimizers}
+        for thing in () if restored else _living_setters():
+            if id(thing) not in known and any(id(group) in kept for group in _groups_of(thing)):
+                argument = "optimizer" if isinstance(thing, Optimizer) else "lr_scheduler"
                 raise RuntimeError(
-                    f"a scheduler was made for {type(optimizer).__name__}, but not attached: it would begin anew after"
-                    " a restart. Name it in `attach(lr_scheduler=...)`"
+                    f"a {type(thing).__name__} sets learning rates of what is attached or of tables, and counts for"
+                    f" itself, but is not attached: {_BEGINS_ANEW} `attach({argument}=...)`"
+                )
+
+    def _kept_optimizers(self) -> list[Optimizer]:
+        """Whose groups are kept: those of the model's tables, and all that are attached."""
+        named = [thing for thing in self._state.stateful.values() if isinstance(thing, Optimizer)]
+        return [*self._state.all_optimizers, *named]
+
+    def _kept_groups(self) -> set[int]:
+        return {id(group) for optimizer in self._kept_optimizers() for group in optimizer.param_groups}
+
+    def _check_optimizers_are_kept(self) -> None:
+        """What is attached sets rates that are kept."""
+        kept = self._kept_groups()
+        for name, thing in self._state.stateful.items():
+            if name.startswith(SCHEDULERS) or isinstance(thing, LRScheduler):
+                if all(id(group) in kept for group in _groups_of(thing)):
+                    continue
+                raise RuntimeError(
+                    f"{name} ({type(thing).__name__}) is attached, but the {type(thing.optimizer).__name__} whose"  # type: ignore[attr-defined]
+                    " learning rates it sets is not: they would begin anew after a restart. Name that one, too, in"
+                    " `attach(optimizer=[...])`"
                 )
 
     def check_tracing(self, before: Mapping[str, Mapping[str, Any]]) -> None:
@@ -157,3 +197,20 @@ class AttachmentChecks:
                 " back after a restart. Attach both by name, `attach(..., other=module, other_optimizer=optimizer)`",
                 type(optimizer).__name__,
             )
+
+
+def _groups_of(thing: object) -> list[Mapping[str, Any]]:
+    """Whose rates something sets: a scheduler those of its optimizer, a wrapper its own."""
+    optimizer = thing if isinstance(thing, Optimizer) else getattr(thing, "optimizer", None)
+    return list(optimizer.param_groups) if isinstance(optimizer, Optimizer) else []
+
+
+def _living_setters() -> Iterator[object]:
+    """What there is in this process that sets rates by a count of its own: schedulers, and wrappers (warm-up).
+
+    Some leave no trace in what they set (`ReduceLROnPlateau`, TorchRec's warm-up), and nobody keeps a list of them.
+    """
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if issubclass(kind, LRScheduler) or (issubclass(kind, OptimizerWrapper) and counters_of(thing)):
+            yield thing

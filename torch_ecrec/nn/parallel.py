@@ -42,6 +42,7 @@ from torchrec.distributed.types import (
 )
 
 from torch_ecrec.nn.attachment import Attachment
+from torch_ecrec.nn.attachment_checks import SCHEDULERS
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.compiled import Compiled
 from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_inside
@@ -210,8 +211,9 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         Weights are loaded before, not after: what `attach` brings back takes precedence over what is loaded.
 
         Args:
-            optimizer: all that step the dense parameters; TorchRec's wrappers and combinations as they are.
-            lr_scheduler: those of the learning rates.
+            optimizer: all that step the dense parameters; TorchRec's wrappers and combinations as they are. Learning rates
+                of tables come back whether `fused_optimizer` is among them or not.
+            lr_scheduler: those of the learning rates, of tables or not.
             reader: where batches come from. With `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`
                 has them) it is put back by its state; else by drawing again (`reader.py` says how). Without a reader,
                 put each step into `with model.step(): ...` if its batch is drawn at random.
@@ -221,7 +223,8 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
             Iterates `reader`, and must be iterated in its place. Without one, it has nothing.
 
         Raises:
-            RuntimeError: called twice, or after the first step; the model has no tables.
+            RuntimeError: called twice, or after the first step; the model has no tables; a scheduler's optimizer is none
+                of the tables' and is not attached.
             TypeError: something has a state that cannot be kept; the message names it.
             ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
         """
@@ -232,7 +235,7 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         self._step.load_written()
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         schedulers = [lr_scheduler] if isinstance(lr_scheduler, Stateful) else list(lr_scheduler)
-        named = {f"lr_scheduler[{i}]": scheduler for i, scheduler in enumerate(schedulers)}
+        named = {f"{SCHEDULERS}{i}]": scheduler for i, scheduler in enumerate(schedulers)}
         attached = Attachment(
             self, self._step, self._dense, optimizers, reader, {**named, **stateful}, own=list(stateful)
         )

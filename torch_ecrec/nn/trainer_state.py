@@ -1,7 +1,12 @@
-"""What a trainer has beside the dense model and the reader: schedulers, fused optimizers' rates, whatever is attached.
+"""What a trainer has beside the dense model and the reader: the numbers of its pushes, and whatever is attached.
 
     values()   as they are now, by name
     load_()    puts them back
+
+**The rule.** Whatever a push carries is kept and brought back by who sends it, attached or not: the groups of all of
+the model's fused optimizers, with their learning rates, and what gradients are divided by. (The iteration is the
+servers', which tables get gradients `ModuleSettings` keeps, and all else of a push is the job's.) What moves these
+numbers, a scheduler or a warm-up, counts for itself, and must be attached: `attachment_checks.py` sees to that.
 
 Does not hold the dense model (`dense.py` does) or the place in the reader (`reader.py`), and sends nothing.
 """
@@ -12,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
+from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
@@ -21,15 +27,29 @@ from torch_ecrec.nn.values import decode, encode
 
 
 def unwrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Some optimizers, and those in TorchRec's wrappers, the innermost last."""
-    found: list[Optimizer] = []
+    """Some optimizers, and those in TorchRec's wrappers, the innermost last; each once."""
+    found: dict[int, Optimizer] = {}
     for optimizer in optimizers:
-        found.append(optimizer)
+        inside: list[Optimizer] = []
         if isinstance(optimizer, CombinedOptimizer):
-            found += unwrapped(inner for _, inner in optimizer.optimizers)
+            inside = [inner for _, inner in optimizer.optimizers]
         elif isinstance(inner := getattr(optimizer, "_optimizer", None), Optimizer):
-            found += unwrapped([inner])
-    return found
+            inside = [inner]
+        for one in (optimizer, *unwrapped(inside)):
+            found.setdefault(id(one), one)
+    return list(found.values())
+
+
+def counters_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Parameters of a wrapper's own, under which it counts (warm-up does), by name; none of other optimizers."""
+    if not isinstance(optimizer, KeyedOptimizer) or isinstance(optimizer, CombinedOptimizer):
+        return {}
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: parameter for name, parameter in optimizer.params.items() if id(parameter) not in own}
+
+
+# What `encoded` calls them, and what moves between `attach` and the first step is called.
+GROUPS, DIVISION, COUNTERS = "the tables' optimizers", "gradient division", "counts of optimizers"
 
 
 class _Generator:
@@ -46,24 +66,26 @@ class _Generator:
 
 
 class TrainerState:
-    """What is attached, but for the reader.
+    """What is attached, but for the reader, and what the model's pushes carry.
 
     Args:
-        optimizers: TorchRec's or torch's; hyperparameters of fused ones, and what wrappers count, are kept here.
+        optimizers: that are attached, TorchRec's or torch's; what wrappers count is kept here.
         stateful: whatever else, by name: Stateful, or a random generator.
+        tables: the optimizer of all of the model's tables; its hyperparameters are kept here, attached or not.
 
     Raises:
         TypeError: something of it has no state, or one that cannot be kept, by name.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], stateful: Mapping[str, Any]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], stateful: Mapping[str, Any], tables: Optimizer) -> None:
         for name, thing in stateful.items():
             if not isinstance(thing, (Stateful, *GENERATORS)):
                 raise TypeError(
                     f"`{name}` must have state_dict and load_state_dict, or be a random generator of torch, NumPy or"
                     f" Python; got {type(thing).__name__}"
                 )
-        self._optimizers = unwrapped(optimizers)
+        self._attached = unwrapped(optimizers)
+        self._kept = unwrapped([tables, *self._attached])
         self.stateful: dict[str, Stateful] = {
             name: _Generator(thing) if isinstance(thing, GENERATORS) else thing for name, thing in stateful.items()
         }
@@ -71,17 +93,17 @@ class TrainerState:
 
     @property
     def all_optimizers(self) -> list[Optimizer]:
-        """And TorchRec's wrappers around them."""
-        return list(self._optimizers)
+        """Whose groups are kept, here or with the dense model; and TorchRec's wrappers around them."""
+        return list(self._kept)
 
     @property
     def dense_optimizers(self) -> list[Optimizer]:
-        """Those that torch runs."""
-        return [o for o in self._optimizers if not isinstance(o, KeyedOptimizer)]
+        """Those that are attached and that torch runs."""
+        return [o for o in self._attached if not isinstance(o, KeyedOptimizer)]
 
     @property
     def _fused(self) -> list[Optimizer]:
-        return [o for o in self._optimizers if isinstance(o, FusedOptimizer)]
+        return [o for o in self._kept if isinstance(o, FusedOptimizer)]
 
     @property
     def counters(self) -> list[Any]:
@@ -89,14 +111,11 @@ class TrainerState:
         return [parameter for _, parameter in self._counters().values()]
 
     def _counters(self) -> dict[str, tuple[Optimizer, Any]]:
-        """Parameters of wrappers' own, under which they count (warm-up does): name -> (whose, parameter)."""
+        """Parameters of wrappers' own, under which they count: name -> (whose, parameter)."""
         found: dict[int, tuple[str, Optimizer, Any]] = {}
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, KeyedOptimizer) and not isinstance(optimizer, CombinedOptimizer):
-                own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-                for name, parameter in optimizer.params.items():
-                    if id(parameter) not in own:
-                        found.setdefault(id(parameter), (name, optimizer, parameter))
+        for optimizer in self._kept:
+            for name, parameter in counters_of(optimizer).items():
+                found.setdefault(id(parameter), (name, optimizer, parameter))
         return {f"{i}/{name}": (whose, p) for i, (name, whose, p) in enumerate(found.values())}
 
     def values(self) -> dict[str, Any]:
@@ -112,6 +131,7 @@ class TrainerState:
         }
         return {
             "groups": groups,
+            "gradient division": get_gradient_division(),
             "counters": counters,
             "stateful": {name: thing.state_dict() for name, thing in self.stateful.items()},
         }
@@ -124,8 +144,9 @@ class TrainerState:
         """
         found = self.values()
         return {
-            "groups": encode(found["groups"], "fused optimizers"),
-            "counters": encode(found["counters"], "optimizers"),
+            GROUPS: encode(found["groups"], "fused optimizers"),
+            DIVISION: encode(found["gradient division"], DIVISION),
+            COUNTERS: encode(found["counters"], "optimizers"),
             **{f"stateful/{name}": encode(value, name) for name, value in found["stateful"].items()},
         }
 
@@ -134,8 +155,9 @@ class TrainerState:
         """`values`, from `encoded`."""
         prefix = "stateful/"
         return {
-            "groups": decode(saved["groups"]),
-            "counters": decode(saved["counters"]),
+            "groups": decode(saved[GROUPS]),
+            "gradient division": decode(saved[DIVISION]),
+            "counters": decode(saved[COUNTERS]),
             "stateful": {n.removeprefix(prefix): decode(v) for n, v in saved.items() if n.startswith(prefix)},
         }
 
@@ -148,16 +170,20 @@ class TrainerState:
             raise ValueError("other optimizers are attached than when the snapshot was taken")
 
     def load_(self, saved: Mapping[str, Any]) -> None:
-        """Puts `values` back. Not checked: that they fit; `check` does."""
+        """Puts `values` back, after the dense model's. Not checked: that they fit; `check` does."""
         for optimizer, groups in zip(self._fused, saved["groups"], strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(values)
+        set_gradient_division(saved["gradient division"])
         counters = self._counters()
         for name, values in saved["counters"].items():
             whose, parameter = counters[name]
             whose.state[parameter] = values
-        for optimizer in self._optimizers:
+        loaded = [(group, dict(group)) for optimizer in self._kept for group in optimizer.param_groups]
+        for optimizer in self._attached:
             if isinstance(optimizer, KeyedOptimizer):
                 optimizer.post_load_state_dict()
+        for group, values in loaded:  # a warm-up has set what follows from its count, and not what the loop made of it
+            group.update(values)
         for name, thing in self.stateful.items():
             thing.load_state_dict(saved["stateful"][name])
