@@ -42,6 +42,7 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 
+from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn.unsharded import Collection, configs_of, weight_of
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,8 @@ class Columns:
             name for names in get_embedding_names_by_table(list(configs_of(module))) for name in names
         )
         self._tables = [config.name for config in configs_of(module)]
-        self._planned = dict(entries or {}) if self._is_torchrecs(entries or {}) else {}
+        several = len(self._module_order) > 1 and self._is_torchrecs(entries or {})
+        self._planned = dict(entries or {}) if several else {}
         planned = self._order_of(self._planned) if self._planned else None
         self.keys: tuple[str, ...] = planned or self._module_order
         self.begun = False
@@ -165,7 +167,7 @@ class Columns:
         """A checkpoint is about to be loaded: takes its order over, if it has another one.
 
         Raises:
-            ValueError: it has another one, and a plan was given, or training has begun.
+            CheckpointError: it has another one, and a plan was given, or training has begun.
         """
         if len(self.keys) < 2:
             return
@@ -184,7 +186,7 @@ class Columns:
             return
         if stays:
             why = "as the plan has it" if self._planned else "as it was trained so far"
-            raise ValueError(
+            raise CheckpointError(  # and no ValueError, which DCP takes for one of its own
                 f"{self._path}: the features of the checkpoint come in the order {_listed(theirs)}, and here in"
                 f" {_listed(self.keys)}, {why}: a dense layer behind `.values()` would meet other columns. Give"
                 " `DistributedModelParallel` the plan that the checkpoint was trained with, or none, and load it before"
@@ -197,23 +199,12 @@ class Columns:
             _listed(theirs),
             _listed(self.keys),
         )
-        self.take(theirs)
+        self.keys = theirs
+        self.on_changed()
 
     def begin(self) -> None:
         """A training step was made."""
         self.begun = True
-
-    def take(self, keys: Sequence[str]) -> None:
-        """Features come in this order from now on. Raises ValueError: it has others, or a plan says another order."""
-        if sorted(keys) != sorted(self._module_order):
-            raise ValueError(f"{self._path} has features {_listed(self._module_order)}, got {_listed(keys)}")
-        if self._planned and tuple(keys) != self.keys:
-            raise ValueError(
-                f"{self._path}: features came in the order {_listed(keys)} before, and the plan has them in"
-                f" {_listed(self.keys)}: give the plan of then, or none"
-            )
-        self.keys = tuple(keys)
-        self.on_changed()
 
     def _orders(self, found: Found) -> list[tuple[str, ...]]:
         """Which the checkpoint may have, the likeliest first; none: not known."""

@@ -63,7 +63,7 @@ class Tie:
         """Looks in the frames above for the checkpoint that DCP is about to load, and for the tensor's name in it.
 
         Raises:
-            ValueError: its order is another one, see `Columns.meet`.
+            CheckpointError: its order is another one, see `Columns.meet`.
         """
         name: object = None
         while frame is not None:
@@ -81,7 +81,7 @@ class Tie:
             metadata: of it.
 
         Raises:
-            ValueError: its order is another one, see `Columns.meet`.
+            CheckpointError: its order is another one, see `Columns.meet`.
         """
         columns, own = self._columns(), next(iter(self._keys.values()))
         if columns is None or not name.endswith(own):
