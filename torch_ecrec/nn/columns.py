@@ -224,11 +224,17 @@ class Columns:
         if found.is_of_one:  # an unsharded module's, perhaps
             orders = [self._module_order, likely]
         elif kinds == {"rows"}:  # ours, perhaps, from where the record was lost
-            orders = [likely, self._module_order]
+            orders.append(self._module_order)
         elif kinds == {"whole"} and not found.stepped:  # all data-parallel, perhaps
-            plain = {name: replace(one, kind="plain") for name, one in mine.items()}
-            orders = [likely, self._order_of(_entries(plain, found.trainers))]
+            orders.append(self._order_as(mine, "plain", found.trainers))
+        elif {"whole", "columns"} <= kinds:  # by columns, perhaps, all of them on one trainer
+            orders.append(self._order_as(mine, "columns", found.trainers))
         return [order for order in orders if order is not None]
+
+    def _order_as(self, placed: Mapping[str, Placed], kind: str, trainers: int) -> tuple[str, ...] | None:
+        """TorchRec's order, if tables in one part were of another kind of sharding."""
+        other = {name: replace(one, kind=kind) if one.kind == "whole" else one for name, one in placed.items()}
+        return self._order_of(_entries(other, trainers))
 
 
 def order_of(module: Collection, entries: Entries, fused_params: Mapping[str, Any]) -> list[str]:

@@ -270,9 +270,9 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         """Before the forward of a training step."""
         self._trained = True
         self._check_attached()
-        if self._dense.every:
-            self._compiled.check(self, self.session.step)
         if self._attached is not None:
+            if self._dense.every:
+                self._compiled.check(self, self.session.step)
             self._attached.on_forward(batch)
         if self._recorder is not None:
             self._recorder.on_forward(batch)
