@@ -34,10 +34,14 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def made(**more: Any) -> tuple[Any, torch.optim.Optimizer]:
+def made(attached: bool = True, **more: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """By default, trainers may go on after a loss."""
     torch.manual_seed(1)
     model, _ = shard(Net(collection("rowwise_adagrad", device=META)), **more)
-    return model, torch.optim.SGD(model.module.over.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.module.over.parameters(), lr=0.1)
+    if attached:
+        model.attach(optimizer=optimizer)
+    return model, optimizer
 
 
 def batches() -> list[Batch]:
@@ -94,9 +98,29 @@ def test_what_depends_on_the_sizes_before_is_refused(how: str) -> None:
         trained(model, call, optimizer)
 
 
-def test_who_never_goes_on_may_compile_as_they_like() -> None:
-    model, optimizer = made(snapshot_every=0)
-    assert trained(model, torch.compile(model, backend=BACKEND), optimizer) == pytest.approx(plain()[0], abs=1e-6)
+@pytest.mark.parametrize("how", ["outside", "in place", "a part", "late"])
+@pytest.mark.parametrize("more", [{"attached": False}, {"snapshot_every": 0}], ids=["not attached", "no snapshots"])
+def test_who_never_goes_on_may_compile_as_they_like(more: dict[str, Any], how: str) -> None:
+    """Nothing is refused for the sake of restarts, nor told, where the script has not asked for them."""
+    model, optimizer = made(**more)
+    call: Any = model
+    if how == "outside":
+        call = torch.compile(model, backend=BACKEND)
+    elif how == "in place":
+        model.compile(backend=BACKEND)
+    elif how == "a part":
+        model.module.over.compile(backend=BACKEND)
+    losses = []
+    for i, batch in enumerate(batches()):
+        if i == 2 and how == "late":
+            model.module.over.compile(backend=BACKEND)
+        optimizer.zero_grad()
+        loss, _ = call(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses == pytest.approx(plain()[0], abs=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "something was compiled"
 
 
 def test_to_compile_later_is_refused() -> None:

@@ -16,6 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.repeats import Repeats, check_repeats
 from torch_ecrec.nn.served import Context, ServedModule
 from torch_ecrec.nn.slices import Bags, Slice
@@ -38,16 +39,21 @@ class _Ready(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
 class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
     """An `EmbeddingBagCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSharder`.
 
-    Returns a `KeyedTensor` with the keys, order and values of the unsharded module. Arguments as of `ServedModule`.
+    Returns a `KeyedTensor` with the keys and values of the unsharded module, in the order of `columns.py`. Arguments as
+    of `ServedModule`.
 
     Features may have batch sizes of their own, if the batch has inverse indices (`repeats.py`).
     """
 
     def __init__(
-        self, module: UnshardedBags, step: SparseStep, job_names: Mapping[str, str], device: torch.device
+        self,
+        module: UnshardedBags,
+        step: SparseStep,
+        job_names: Mapping[str, str],
+        device: torch.device,
+        columns: Columns | None = None,
     ) -> None:
-        super().__init__(module, step, job_names, device, module.is_weighted())
-        self._dims = [table.dim for table in self._tables.values() for _ in table.features]
+        super().__init__(module, step, job_names, device, module.is_weighted(), columns)
 
     @property
     def unsharded_module_type(self) -> type[UnshardedBags]:

@@ -84,6 +84,8 @@ def load(
     Raises:
         ValueError: a name in `more` is taken, the checkpoint lacks a table or has another size of it. Nothing was
             loaded then.
+        CheckpointError: features come in another order than the model's plan has them (`columns.py`). Nothing was loaded
+            either.
     """
     if (checkpoint_id is None) == (storage_reader is None):
         raise ValueError("one of `checkpoint_id` and `storage_reader` says where the checkpoint is")
@@ -94,6 +96,9 @@ def load(
     metadata = reader.read_metadata()
     for name, table in tables.items():
         _check(name, table, metadata)
+    for name, table in tables.items():
+        if table.tie is not None:
+            table.tie.meet(name, metadata)
     rest = {name: value for name, value in flat.items() if name not in tables}
     load_tensors(rest, storage_reader=reader)
     reader.set_up_storage_reader(metadata, is_coordinator=False)

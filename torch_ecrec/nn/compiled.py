@@ -2,7 +2,7 @@
 
 What is compiled gives other bits than what is not. And with `dynamic=None`, torch's default, what is compiled depends
 on the sizes that came before: a size is a constant until another one is seen. A trainer that goes on after a loss has
-not seen what came before. So where trainers may go on,
+not seen what came before. So where trainers may go on, which is where the script has called `attach`,
 
     what is compiled has `dynamic=True` or `dynamic=False`
     and is compiled from the first training step of a life on, or not at all
@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 ADVICE = "compile with dynamic=True or dynamic=False, before the first training step"
-NOT_KEPT = "or set snapshot_every=0, if trainers never go on after a loss"
+NOT_KEPT = "or leave out `attach`, if trainers never go on after a loss"
 
 
 def _frames_compiled() -> int:

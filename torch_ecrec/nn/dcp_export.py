@@ -145,7 +145,10 @@ def _tables(manifest: Manifest, state: State, path: Path) -> dict[str, Tensor]:
             for field in slab.schema.fields:
                 of_state = f"optimizer.state.{key}.{name}.{field.name}"
                 full = f"model.{key}" if field.name == WEIGHT else of_state
-                found[full] = _streamed(full, field, file.rows_of(f"{table.name}.{field.name}"))
+                found[full] = made = _streamed(full, field, file.rows_of(f"{table.name}.{field.name}"))
+                order = state.columns.get(".".join(key.split(".")[:-3]))
+                if field.name == WEIGHT and order is not None and order.said is not None:
+                    made.columns = order.said
     return found
 
 

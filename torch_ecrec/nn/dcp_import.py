@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.nn import imported
+from torch_ecrec.nn.columns import Found, found_in
 from torch_ecrec.nn.dcp_export import DESCRIPTION
 from torch_ecrec.records.positions import Bytes, Positions
 from torch_ecrec.records.schema import Field
@@ -45,7 +46,8 @@ from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage import exporting, importing
 from torch_ecrec.storage.catalog import Catalog
-from torch_ecrec.storage.description import Description, Found, find, is_below
+from torch_ecrec.storage.description import Description, find, is_below
+from torch_ecrec.storage.description import Found as FoundTensors
 from torch_ecrec.storage.importing import check_tensor, tensors_of
 from torch_ecrec.storage.manifest import Manifest
 from torch_ecrec.storage.tensor_file import SUFFIX, TensorFile
@@ -96,7 +98,7 @@ def import_(catalog: Catalog, source: Path, wanted: Wanted) -> Imported:
         described = _described(wanted, said, source)
         found = find(file.tensors, described, str(source), wanted.model, wanted.fresh)
         tables: importing.Source = importing.TensorSource(file, found, described.job, source)
-        dense = _Dense({}, {}, ["the dense model: the script has it"] if found.model is None else [])
+        dense, columns = _Dense({}, {}, ["the dense model: the script has it"] if found.model is None else []), {}
         others = sorted(file.tensors.keys() - set(found.names.values()))
         dense.absent += _said(others, ())
     else:
@@ -107,8 +109,9 @@ def import_(catalog: Catalog, source: Path, wanted: Wanted) -> Imported:
         found = find(folder.tensors, described, str(source), wanted.model, wanted.fresh)
         tables = DcpSource(folder, found, described.job)
         dense = _dense(folder, found, described, wanted.tables_only)
+        columns = {} if found.model is None else folder.columns(found.model, described)
     job = described.job
-    parts = imported.packed(job.trainers, dense.tensors, dense.state, described.tables)
+    parts = imported.packed(job.trainers, dense.tensors, dense.state, described.tables, columns)
     layouts = [layout_of(job.code.slots, job.code.k, job.code.parities, slab.rows) for slab in job.slabs]
 
     def slots_of(slab: int, rows_N: Positions) -> NDArray[np.int64]:
@@ -171,6 +174,19 @@ class Folder:
             name: one for name, one in found.items() if isinstance(one, TensorStorageMetadata)
         }
         self.others = [name for name in found if name not in self.tensors]
+
+    def columns(self, before: str, described: Description) -> dict[str, Found]:
+        """By path of a module: what it says of the order of its features.
+
+        Args:
+            before: what stands before the model's keys.
+            described: what the model calls its tables.
+        """
+        modules: dict[str, dict[str, str]] = {}
+        for key, name in described.tables.values():  # of the model's: PATH.embedding_bags.NAME.weight
+            modules.setdefault(".".join(key.split(".")[:-3]), {})[name] = f"{before}{key}"
+        said = ((path, found_in(self._metadata, keys)) for path, keys in modules.items())
+        return {path: found for path, found in said if found is not None}
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of a tensor's numbers."""
@@ -345,7 +361,7 @@ class DcpSource:
         CheckpointError: a tensor has another shape or dtype than the job says, or is not whole.
     """
 
-    def __init__(self, folder: Folder, found: Found, job: JobSpec) -> None:
+    def __init__(self, folder: Folder, found: FoundTensors, job: JobSpec) -> None:
         self._chunks: dict[tuple[str, str], list[Chunk]] = {}
         for table, field, name in tensors_of(job, found):
             dtype = str(folder.dtype_of(name)).removeprefix("torch.")
@@ -386,7 +402,7 @@ class _Dense:
     absent: list[str]
 
 
-def _dense(folder: Folder, found: Found, described: Description, tables_only: bool) -> _Dense:
+def _dense(folder: Folder, found: FoundTensors, described: Description, tables_only: bool) -> _Dense:
     """The dense model and its optimizers' state; and what there is besides."""
     taken = set(found.names.values())
     before = found.model

@@ -44,6 +44,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torch_ecrec.nn import optimizer_steps, values
+from torch_ecrec.nn.columns import Columns, Found
 from torch_ecrec.nn.local_shards import LocalShards, replicated_tables
 from torch_ecrec.nn.tensor_bytes import TensorsIn, TensorsOut, bytes_of
 from torch_ecrec.runtime import shared
@@ -70,6 +71,9 @@ class WithTables(abc.ABC):
     @abc.abstractmethod
     def keys_of_tables(self) -> dict[str, tuple[str, str]]:
         """Name in the job -> key of the weights in the module's state dict, name in the module."""
+
+    columns: Columns
+    """The order of the features that it gives out: a dense layer behind it has its weights in that order."""
 
 
 class Header(NamedTuple):
@@ -252,6 +256,7 @@ class State:
     tensors: TensorsIn  # those of the optimizers
     whole: list[bytes]  # what each trainer has kept whole
     tables: dict[str, tuple[str, str]]  # see `WithTables`, with the path of the module before the key
+    columns: dict[str, Found]  # by path of a module with tables: the order of its features
 
     def buffers(self, part: int) -> dict[str, Tensor]:
         """A trainer's, by name."""
@@ -287,11 +292,13 @@ def unpack(parts: Sequence[tuple[Tensor, Sequence[int]]]) -> State:
     tensors = TensorsIn(stream[first.index_bytes :])
     content = values.decode(index, tensors, "cpu")
     whole = [payload[size : size + header.whole_bytes].numpy().tobytes() for header, payload, size in spans]
-    if type(content) is not dict or content.keys() != {"parameters", "replicated", "optimizers", "tables"}:
+    if type(content) is not dict or content.keys() - {"columns"} != {"parameters", "replicated", "optimizers", "tables"}:
         raise ValueError(f"step {step}: the index is not one of a dense state")
-    return State(
-        step, content["parameters"], content["replicated"], content["optimizers"], tensors, whole, content["tables"]
-    )
+    try:
+        columns = {path: Found.of_plain(found) for path, found in content.pop("columns", {}).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"step {step}: the index does not say in which order features come: {error}") from error
+    return State(step, tensors=tensors, whole=whole, columns=columns, **content)
 
 
 def own_of(payload: Tensor, header: Sequence[int]) -> bytes:
@@ -321,6 +328,7 @@ def load_(
 
     Raises:
         ValueError: names, shapes, dtypes or optimizers differ; nothing was changed then.
+        CheckpointError: features came in another order than the model's plan has them; nothing was changed either.
     """
     state = unpack(parts)
     if not 0 <= part < len(state.whole):
@@ -366,6 +374,7 @@ def _fitting(
     ]
     for one in saved:
         copies += one.strangers
+    meet_columns(model, state)
     return copies, saved
 
 
@@ -485,13 +494,28 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def tables_of(model: nn.Module) -> dict[str, tuple[str, str]]:
     """Of all tables on the servers, what TorchRec's state dicts call them: who exports a checkpoint has no model."""
-    root = model.module if isinstance(model, DistributedModelParallel) else model
     return {
         job_name: (f"{path}.{key}" if path else key, name)
-        for path, module in root.named_modules()
-        if isinstance(module, WithTables)
+        for path, module in with_tables(model).items()
         for job_name, (key, name) in module.keys_of_tables().items()
     }
+
+
+def with_tables(model: nn.Module) -> dict[str, WithTables]:
+    """The modules whose rows are on the servers, by path as in TorchRec's state dicts."""
+    root = model.module if isinstance(model, DistributedModelParallel) else model
+    return {path: module for path, module in root.named_modules() if isinstance(module, WithTables)}
+
+
+def meet_columns(model: nn.Module, state: State) -> None:
+    """Has features come in the order in which they came when a snapshot was taken.
+
+    Raises:
+        CheckpointError: the plan of the model has them in another one.
+    """
+    for path, module in with_tables(model).items():
+        if path in state.columns:
+            module.columns.meet(state.columns[path])
 
 
 _Place = str | tuple[int, int]  # a parameter: its name in the model, or else its group and place in an optimizer
@@ -532,7 +556,14 @@ def _collect(
         entries.append(entry)
         wholes.append(whole)
     replicated = {path: module.replicated_state() for path, module in _replicated(model)}
-    content = {"parameters": parameters, "replicated": replicated, "optimizers": entries, "tables": tables_of(model)}
+    columns = {path: Found(module.columns.keys).plain() for path, module in with_tables(model).items()}
+    content = {
+        "parameters": parameters,
+        "replicated": replicated,
+        "optimizers": entries,
+        "tables": tables_of(model),
+        "columns": columns,
+    }
     index = values.encode(content, "the dense state", out)
     buffers = {name: buffer.detach() for name, buffer in buffers_of(model)}
     whole = {"buffers": buffers, "shards": shards.tensors(), "optimizers": wholes}

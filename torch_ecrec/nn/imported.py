@@ -22,7 +22,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torch_ecrec.nn import values
-from torch_ecrec.nn.dense import buffers_of, dense_parameters, part_of, unpack
+from torch_ecrec.nn.columns import Found
+from torch_ecrec.nn.dense import buffers_of, dense_parameters, meet_columns, part_of, unpack
 from torch_ecrec.nn.tensor_bytes import TensorsOut
 from torch_ecrec.records.positions import Bytes
 
@@ -36,6 +37,7 @@ def packed(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Mapping[str, Tensor]],
     tables: Mapping[str, tuple[str, str]],
+    columns: Mapping[str, Found] | None = None,
 ) -> list[tuple[list[int], Bytes]]:
     """Every trainer's part: header and payload (n,) uint8.
 
@@ -43,7 +45,7 @@ def packed(
         trainers: how many.
         tensors: parameters and buffers, by name.
         state: of optimizers, by the parameter's name.
-        tables: as of `State.tables`.
+        tables, columns: as of `State`.
     """
     out = TensorsOut()
     entry = {
@@ -59,6 +61,7 @@ def packed(
             "replicated": {},
             "optimizers": [entry] if state else [],
             "tables": dict(tables),
+            "columns": {path: found.plain() for path, found in (columns or {}).items()},
         },
         "the dense state",
         out,
@@ -81,6 +84,7 @@ def begin_with_(
     Raises:
         ValueError: names, shapes or dtypes differ, or state is of a parameter that none of `optimizers` steps; nothing
             was changed then.
+        CheckpointError: features came in another order than the model's plan has them; nothing was changed either.
     """
     found = unpack(parts)
     state: dict[str, Mapping[str, Any]] = {}
@@ -88,10 +92,11 @@ def begin_with_(
         state |= {place: values.decode(data, found.tensors, "cpu") for place, _, data in entry["state"]}
     if not found.parameters and not state:
         log.info("the checkpoint that training begins with has tables only: the dense model is the script's")
-        return
+        return meet_columns(model, found)
     targets = dict(dense_parameters(model)) | dict(buffers_of(model))
     _check(targets, found.parameters, _passing(model))
     stepped = _state_of(model, optimizers, state)
+    meet_columns(model, found)
     with torch.no_grad():
         for name, value in found.parameters.items():
             targets[name].copy_(value)

@@ -57,7 +57,7 @@ from torch_ecrec.nn.recorder import recorded
 from torch_ecrec.nn.reduce import OrderedMean
 from torch_ecrec.nn.refused_methods import NO_TRACKER, RefusedMethods
 from torch_ecrec.nn.served import show_tables
-from torch_ecrec.nn.sharder import all_table_specs, job_names, output_dtypes, sharders_for
+from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for
 from torch_ecrec.nn.state_dict_forms import StateDictForms
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
@@ -133,6 +133,7 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         names = job_names(covered.served)
         tables = all_table_specs(module, covered.served, names, others, plan)
         outputs = output_dtypes(module, covered.served, others, plan)
+        columns = columns_of(module, covered.served, others, plan)
         connected: EmbeddingBackend | None = None
         if session is None and not tables:
             warnings.warn(NO_TABLES, stacklevel=2)
@@ -148,7 +149,7 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
             env=env,
             device=device,
             plan=_plan(covered, plan or _planned(covered, module, env, device, others), env.world_size),
-            sharders=[*others, *sharders_for(step, names, others, outputs)],  # of one kind, the last counts
+            sharders=[*others, *sharders_for(step, names, others, outputs, columns)],  # of one kind, the last counts
             init_data_parallel=init_data_parallel,
             init_parameters=init_parameters,
             data_parallel_wrapper=data_parallel_wrapper,
@@ -272,9 +273,9 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         """Before the forward of a training step."""
         self._trained = True
         self._check_attached()
-        if self._dense.every:
-            self._compiled.check(self, self.session.step)
         if self._attached is not None:
+            if self._dense.every:
+                self._compiled.check(self, self.session.step)
             self._attached.on_forward(batch)
         if self._recorder is not None:
             self._recorder.on_forward(batch)

@@ -19,6 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.repeats import Repeats, check_lengths, check_repeats, repeated
 from torch_ecrec.nn.served import Context, ServedModule
 from torch_ecrec.nn.slices import Bags, Slice
@@ -40,8 +41,8 @@ class _Ready(LazyAwaitable[dict[str, JaggedTensor]]):
 class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
     """An `EmbeddingCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSequenceSharder`.
 
-    Returns a `JaggedTensor` for each feature, with the keys, order and values of the unsharded module. Arguments as of
-    `ServedModule`. Where features have batch sizes of their own, each sample gets its rows, as in TorchRec's sharded
+    Returns a `JaggedTensor` for each feature, with the keys and values of the unsharded module, in the order of
+    `columns.py`. Arguments as of `ServedModule`. Where features have batch sizes of their own, each sample gets its rows, as in TorchRec's sharded
     module; the unsharded one leaves them as they come (`repeats.py`).
     """
 
@@ -51,8 +52,9 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
         step: SparseStep,
         job_names: Mapping[str, str],
         device: torch.device,
+        columns: Columns | None = None,
     ) -> None:
-        super().__init__(module, step, job_names, device)
+        super().__init__(module, step, job_names, device, columns=columns)
         self._need_indices = module.need_indices()
 
     @property

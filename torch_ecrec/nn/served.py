@@ -40,6 +40,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from torchrec.streamable import Multistreamable
 
+from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.dense import WithTables
 from torch_ecrec.nn.lookup import PooledLookup
 from torch_ecrec.nn.pipelines import check_in_sync
@@ -80,9 +81,11 @@ class ServedModule(
         job_names: name of each of its tables in the job.
         device: where its output goes. Ids may be there or on the host.
         weighted: whether ids come with weights.
+        columns: the order of its features; None: that of the module.
 
     Attributes:
         module_sharding_plan: what the plan says of it.
+        columns: the order of its features in what it gives out.
     """
 
     module_sharding_plan: EmbeddingModuleShardingPlan
@@ -94,6 +97,7 @@ class ServedModule(
         job_names: Mapping[str, str],
         device: torch.device,
         weighted: bool = False,
+        columns: Columns | None = None,
     ) -> None:
         super().__init__()
         self._step = step
@@ -118,17 +122,12 @@ class ServedModule(
                 optimizer=job.slabs[slab].optimizer.kind,
             )
         places = [(feature, table) for table in self._tables.values() for feature in table.features]
-        self._keys = [name for names in get_embedding_names_by_table(list(configs)) for name in names]
-        self._slices = [
-            Slice(
-                slab,
-                job.slabs[slab].dim,
-                [(i, feature, table) for i, (feature, table) in enumerate(places) if table.slab == slab],
-                job.slabs[slab].optimizer.max_gradient,
-            )
-            for slab in sorted({table.slab for _, table in places})
-        ]
-        self._state = TablesState(step, self._tables, folder_of(module))
+        names = [name for names in get_embedding_names_by_table(list(configs)) for name in names]
+        self._place_of = dict(zip(names, places, strict=True))
+        self._dtypes: Mapping[str, torch.dtype] = {}  # see `give_out_as`
+        self.columns = columns or Columns(module)
+        self.columns.on_changed = self._arrange
+        self._state = TablesState(step, self._tables, folder_of(module), self.columns)
         self._optimizer = ServerOptimizer(self._state)
         step.optimizers.append(self._optimizer)
         self._parameters_of_tables = {
@@ -139,11 +138,28 @@ class ServedModule(
         }
         step.frozen.append(self._frozen)
         self._configs = {config.name: config for config in configs}
-        self._outputs = [torch.float32] * len(places)  # of each column; see `give_out_as`
         self._validated = False
         self._coming: deque[HostIds] = deque(maxlen=PIPELINED_MOST)  # announced, not computed yet
         self._ready: tuple[KeyedJaggedTensor, list[Tensor], list[Bags]] | None = None  # looked up ahead
-        step.on_pushed.append(self._look_ahead)
+        step.on_pushed += [self.columns.begin, self._look_ahead]
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Makes columns and slices of the order that features come in. What was looked up ahead is of another one."""
+        places = [self._place_of[name] for name in self.columns.keys]
+        slabs = self._step.session.job.slabs
+        self._keys, self._dims = list(self.columns.keys), [table.dim for _, table in places]
+        self._outputs = [self._dtypes.get(table.name, torch.float32) for _, table in places]
+        self._slices = [
+            Slice(
+                slab,
+                slabs[slab].dim,
+                [(i, feature, table) for i, (feature, table) in enumerate(places) if table.slab == slab],
+                slabs[slab].optimizer.max_gradient,
+            )
+            for slab in sorted({table.slab for _, table in places})
+        ]
+        self._ready = None
 
     def keys_of_tables(self) -> dict[str, tuple[str, str]]:
         """See `WithTables`."""
@@ -164,9 +180,8 @@ class ServedModule(
 
     def give_out_as(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Of some tables the dtype that their embeddings come out as, see `outputs.py`; float32 of the others."""
-        self._outputs = [
-            dtypes.get(table.name, torch.float32) for table in self._tables.values() for _ in table.features
-        ]
+        self._dtypes = dict(dtypes)
+        self._arrange()
 
     # TorchRec's stages ----------------------------------------------------------------------------
 

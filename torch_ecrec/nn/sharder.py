@@ -37,6 +37,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 
 from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection, ErasureCodedFusedEmbeddingBagCollection
+from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.managed import (
     ErasureCodedManagedCollisionEmbeddingBagCollection,
     ErasureCodedManagedCollisionEmbeddingCollection,
@@ -161,6 +162,19 @@ def output_dtypes(
     return found
 
 
+def columns_of(
+    model: nn.Module,
+    modules: Mapping[str, Collection],
+    sharders: Sequence[ModuleSharder[nn.Module]] = (),
+    plan: ShardingPlan | None = None,
+) -> dict[str, Columns]:
+    """Path -> the order in which a collection gives out its features. Arguments as of `all_table_specs`."""
+    return {
+        path: Columns(module, path, entries_of(plan, path), _fused_params(model, path, module, sharders))
+        for path, module in modules.items()
+    }
+
+
 def _fused_params(
     model: nn.Module, path: str, module: Collection, sharders: Sequence[ModuleSharder[nn.Module]]
 ) -> Mapping[str, Any]:
@@ -228,9 +242,10 @@ class _TablesSharder(_OfOneKind):
     Args:
         step, names, other: as of `_OfOneKind`.
         outputs: see `output_dtypes`; float32 where nothing is said.
+        columns: see `columns_of`; the module's order where nothing is said.
     """
 
-    made: Callable[[Any, SparseStep, Mapping[str, str], torch.device], ServedModule[Any]]
+    made: Callable[[Any, SparseStep, Mapping[str, str], torch.device, Columns | None], ServedModule[Any]]
 
     def __init__(
         self,
@@ -238,9 +253,10 @@ class _TablesSharder(_OfOneKind):
         names: Mapping[str, Mapping[str, str]],
         other: ModuleSharder[Any] | None = None,
         outputs: Mapping[str, Mapping[str, torch.dtype]] | None = None,
+        columns: Mapping[str, Columns] | None = None,
     ) -> None:
         super().__init__(step, names, other)
-        self._outputs = outputs or {}
+        self._outputs, self._columns = outputs or {}, columns or {}
 
     def shard(
         self,
@@ -253,7 +269,8 @@ class _TablesSharder(_OfOneKind):
         if (module_fqn or "") not in self._names:
             return self._leave(module, params, env, device, module_fqn)
         names = self._names[module_fqn or ""]
-        sharded = type(self).made(module, self._step, names, device or torch.device("cpu"))
+        columns = self._columns.get(module_fqn or "")
+        sharded = type(self).made(module, self._step, names, device or torch.device("cpu"), columns)
         sharded.module_sharding_plan = params
         sharded.give_out_as(self._outputs.get(module_fqn or "", {}))
         session = self._step.session
@@ -371,6 +388,7 @@ def sharders_for(
     names: Mapping[str, Mapping[str, str]],
     others: Sequence[ModuleSharder[nn.Module]],
     outputs: Mapping[str, Mapping[str, torch.dtype]] | None = None,
+    columns: Mapping[str, Columns] | None = None,
 ) -> list[ModuleSharder[Any]]:
     """One for each kind of module that is served.
 
@@ -378,10 +396,11 @@ def sharders_for(
         step, names: as of `_OfOneKind`.
         others: for modules that are not, some of them of a kind of which others are.
         outputs: see `output_dtypes`.
+        columns: see `columns_of`.
     """
     of_others = {sharder.module_type: sharder for sharder in others}
     plain: list[_TablesSharder] = [
-        made(step, names, of_others.get(made.served), outputs)
+        made(step, names, of_others.get(made.served), outputs, columns)
         for made in (
             ErasureCodedSharder,
             ErasureCodedSequenceSharder,

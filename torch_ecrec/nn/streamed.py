@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from torch_ecrec.nn.columns import noted
+from torch_ecrec.nn.table_tensors import Tie
+
 PORTION_BYTES = 32 << 20  # that a trainer holds at a time, twice while DCP writes it
 _ONE_AT_A_TIME = threading.Lock()  # DCP may write with several threads, and a session is of one
 
@@ -34,6 +37,10 @@ class StreamedTable(Tensor):
         rows: [first, last) that are this trainer's.
         read: gives rows [first, last).
         load: overwrites this trainer's rows: see `TablesState.load_portions`.
+
+    Attributes:
+        columns: the order of the collection's features, which is noted with what is saved; empty: not with this one.
+        tie: of the first table of a collection; None: of others, and of what has no model.
     """
 
     what: str
@@ -41,6 +48,8 @@ class StreamedTable(Tensor):
     read: Callable[[int, int], Tensor]
     load: Callable[..., None]
     loaded: bool  # a checkpoint has been, by `checkpoint.load`
+    columns: tuple[str, ...] = ()
+    tie: Tie | None = None
 
     @staticmethod
     def __new__(
@@ -71,7 +80,7 @@ class StreamedTable(Tensor):
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
-        return [
+        items = [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
@@ -79,6 +88,7 @@ class StreamedTable(Tensor):
             )
             for chunk in self.chunks
         ]
+        return noted(items, self.columns) if self.columns else items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         raise self._refusal("loaded into")

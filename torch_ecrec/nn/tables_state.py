@@ -20,12 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.given import GivenTensors, Place
 from torch_ecrec.nn.shares import Part, Shares, check_numbers, is_whole, parts_of, shape_of
 from torch_ecrec.nn.slices import Table
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.streamed import StreamedTable
+from torch_ecrec.nn.table_tensors import TableTensor, Tie
 from torch_ecrec.records.halves import records_of
 from torch_ecrec.records.schema import WEIGHT, Field
 
@@ -39,10 +42,11 @@ class TablesState:
         step: shared by all modules of the model; has the backend.
         tables: by their names in the module.
         folder: what the module calls the module of its tables, see `key_of`.
+        columns: the order of its features.
     """
 
-    def __init__(self, step: SparseStep, tables: Mapping[str, Table], folder: str) -> None:
-        self.step, self.tables, self._folder = step, tables, folder
+    def __init__(self, step: SparseStep, tables: Mapping[str, Table], folder: str, columns: Columns) -> None:
+        self.step, self.tables, self._folder, self._columns = step, tables, folder, columns
         self._given = GivenTensors()
         step.on_written.append(self.load_written)
         step.on_pushed.append(self._given.on_trained)
@@ -73,8 +77,20 @@ class TablesState:
         values = self._given.written_to((name, field.name))
         if values is None:
             values = self._rows_of(name, field, *self._shares.mine(self.tables[name].rows))
+        tie = self._tie_of(name, field)
+        if tie is not None and self._shares.trainers == 1:
+            values = TableTensor.of(values, tie)
         self._given.add((name, field.name), values)
-        return self._shares.sharded(self.tables[name].rows, values)
+        made = self._shares.sharded(self.tables[name].rows, values)
+        if tie is not None and isinstance(made, ShardedTensor):
+            tie.tie(made)
+        return made
+
+    def _tie_of(self, name: str, field: Field) -> Tie | None:
+        """Of the weights of the first table, which stand for the collection; None: of others."""
+        if field.name != WEIGHT or name != next(iter(self.tables)):
+            return None
+        return Tie(self._columns, {table: self.key_of(table) for table in self.tables})
 
     def _rows_of(self, name: str, field: Field, first: int, last: int) -> Tensor:
         """Rows [first, last) of a field."""
@@ -89,8 +105,8 @@ class TablesState:
         return out.squeeze(1) if field.per_row else out
 
     def _streamed(self, name: str, field: Field) -> StreamedTable:
-        rows = self.tables[name].rows
-        return StreamedTable(
+        rows, tie = self.tables[name].rows, self._tie_of(name, field)
+        made = StreamedTable(
             what=f"`{field.name}` of table {name}",
             size=(rows,) if field.per_row else (rows, field.values),
             dtype=dtype_of(field),
@@ -98,6 +114,9 @@ class TablesState:
             read=functools.partial(self._rows_of, name, field),
             load=functools.partial(self.load_parts, name, field),
         )
+        if tie is not None:
+            made.columns, made.tie = tie.order, tie
+        return made
 
     def save_weights(self, destination: dict[str, Any], prefix: str) -> None:
         """Puts the weights of every table, (rows, D), into a state dict. Every trainer calls it."""

@@ -1,0 +1,126 @@
+"""Tensors of tables in a state dict that tell `torch.distributed.checkpoint` (DCP) in which order columns come.
+
+DCP asks a tensor for what it saves (`__create_write_items__`) and for what it takes (`__create_chunk_list__`). When it
+asks the first table of a collection, the order of the collection's features is noted in the metadata of what is saved,
+and that of the checkpoint is looked up before anything is loaded (`columns.py`).
+
+DCP hands its metadata to nobody whom it asks, so that it is looked for in the frames above. Where it is not (another
+planner, `torch.load`), nothing is known of the order, and nothing is said.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner_helpers import (
+    _chunk_for_shard,
+    _create_chunk_from_tensor,
+    _create_write_item_for_shard,
+    _create_write_item_for_tensor,
+)
+
+from torch_ecrec.nn.columns import Columns, found_in, noted
+
+
+class Tie:
+    """Between the tensors of a collection's first table and the order of its columns.
+
+    Args:
+        columns: held weakly: a state dict may outlive its model.
+        keys: by table, the key of its weights in the state dict of the collection.
+    """
+
+    def __init__(self, columns: Columns, keys: Mapping[str, str]) -> None:
+        self.order = columns.keys
+        self._columns, self._keys = weakref.ref(columns), dict(keys)
+
+    def tie(self, sharded: ShardedTensor) -> None:
+        """Has DCP ask here when it asks the weights of the first table. (A plain tensor becomes a `TableTensor`.)"""
+
+        def write_items(name: str, tensor: ShardedTensor) -> list[WriteItem]:
+            shards = [_create_write_item_for_shard(name, tensor, shard.metadata) for shard in tensor.local_shards()]
+            return noted(shards, self.order)
+
+        def chunk_list() -> list[ChunkStorageMetadata]:
+            self.meet_above(sys._getframe(1))
+            return list(chunks)
+
+        chunks = [_chunk_for_shard(shard.metadata) for shard in sharded.local_shards()]
+        made: Any = sharded
+        made.__create_write_items__, made.__create_chunk_list__ = write_items, chunk_list
+
+    def meet_above(self, frame: FrameType | None) -> None:
+        """Looks in the frames above for the checkpoint that DCP is about to load, and for the tensor's name in it.
+
+        Raises:
+            CheckpointError: its order is another one, see `Columns.meet`.
+        """
+        name: object = None
+        while frame is not None:
+            here = frame.f_locals
+            name = here.get("fqn") if name is None else name
+            if isinstance(name, str) and isinstance(here.get("metadata"), Metadata):
+                return self.meet(name, here["metadata"])
+            frame = frame.f_back
+
+    def meet(self, name: str, metadata: Metadata) -> None:
+        """A checkpoint is about to be loaded.
+
+        Args:
+            name: that the first table's weights have in it.
+            metadata: of it.
+
+        Raises:
+            CheckpointError: its order is another one, see `Columns.meet`.
+        """
+        columns, own = self._columns(), next(iter(self._keys.values()))
+        if columns is None or not name.endswith(own):
+            return
+        before = name.removesuffix(own)
+        found = found_in(metadata, {table: f"{before}{key}" for table, key in self._keys.items()})
+        if found is not None:
+            columns.meet(found)
+
+
+class TableTensor(Tensor):
+    """The weights of the first table of a collection, where one trainer has all rows. What is made of it is plain."""
+
+    tie: Tie
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def of(values: Tensor, tie: Tie) -> TableTensor:
+        """The same memory."""
+        made = values.as_subclass(TableTensor)
+        made.tie = tie
+        return made
+
+    def plain(self) -> Tensor:
+        """The same memory."""
+        return self.as_subclass(Tensor)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return noted([_create_write_item_for_tensor(name, self)], self.tie.order)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        self.tie.meet_above(sys._getframe(1))
+        return [_create_chunk_from_tensor(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.plain(), memo)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.plain())
