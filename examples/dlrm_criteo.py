@@ -7,6 +7,10 @@ The two differ in `wrap`, and in `attach`, which brings lost trainers back (docs
 be started for that), and nowhere else. Without `--data` it trains on synthetic lines of the same shape. The last 20 %
 of the lines are held out; the area under the ROC curve on them is the last thing printed. Runs are reproducible: the
 same arguments give the same losses.
+
+With `--redraw`, as the demo has it, no batch comes twice: each is made of lines that are put together anew, with labels
+that are drawn anew (`torch_ecrec.demo.criteo.redraw`). A comparison of two runs says something then, however long they
+are: what is learned by heart gives no gradients, and a step that is missing changes no bit.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torch_ecrec.demo.criteo import CATEGORIES, INTEGERS, Clicks, auc, read, synthetic
+from torch_ecrec.demo.criteo import CATEGORIES, INTEGERS, Clicks, auc, read, redraw, synthetic
 
 TABLE_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "sgd": (torch.optim.SGD, {}),
@@ -56,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=["ecrec", "torchrec"], default="ecrec")
     parser.add_argument("--data", help="click log, FILE.tsv or FILE.tsv.gz (default: synthetic)")
+    parser.add_argument("--redraw", action="store_true", help="no batch comes twice: see above")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=512, help="of each trainer")
     parser.add_argument(
@@ -124,6 +129,7 @@ def to_batch(clicks: Clicks) -> Batch:
 
 class Batches:
     """Step after step, the next lines of the log: trainer 0's share, then trainer 1's. After its end, the start.
+    With `--redraw`, lines that are made for that step and trainer.
 
     Its state is how many batches were drawn: trainers that are started again draw the next.
     """
@@ -137,7 +143,10 @@ class Batches:
         while self.drawn < self.args.steps:
             first = (self.drawn * self.trainers + self.trainer) * size
             self.drawn += 1
-            yield to_batch(self.clicks[(first + np.arange(size)) % len(self.clicks)])
+            if self.args.redraw:
+                yield to_batch(redraw(self.clicks, size, self.args.seed, self.drawn, self.trainer))
+            else:
+                yield to_batch(self.clicks[(first + np.arange(size)) % len(self.clicks)])
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
@@ -183,6 +192,8 @@ def main() -> None:
     torch.set_num_threads(1)
     clicks = read(args.data, args.rows_per_table) if args.data else synthetic(100_000, args.seed, args.rows_per_table)
     train, test = clicks.split()
+    if args.redraw:
+        test = redraw(test, len(test), args.seed, 0)  # training's begin with step 1
     dist.init_process_group("gloo")
     trainer, trainers = dist.get_rank(), dist.get_world_size()
 

@@ -34,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--elect", action="store_true", help="with --hosts: three coordinators of which etcd says who leads"
     )
     parser.add_argument("--minutes", type=float, default=2.0, metavar="M", help="of disturbed training, about")
+    parser.add_argument(
+        "--check-power",
+        type=int,
+        metavar="STEPS",
+        help="no chaos: would it be found, late in so many steps, that a push was dropped, a step applied twice, or a"
+        " record put back?",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the schedule and of the model")
     parser.add_argument(
         "--events",
@@ -75,8 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Trains, disturbed at random and undisturbed."""
     from torch_ecrec.demo.chaos.command import check, run_chaos
+    from torch_ecrec.demo.chaos.power import run_check
 
     code = check(arguments)
+    if arguments.check_power is not None:
+        return run_check(arguments, code)
 
     def words(url: str) -> list[str]:
         arguments.checkpoint, arguments.beyond = url, "checkpoint"

@@ -19,6 +19,7 @@ from typing import Any
 from torch_ecrec.demo import run as demo
 from torch_ecrec.demo.chaos.hosted import require_etcd
 from torch_ecrec.demo.chaos.hosts_chaos import HostsChaos
+from torch_ecrec.demo.chaos.power import faded
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.chaos.schedule import EVERY_KIND
 from torch_ecrec.demo.interrupts import sigterm_interrupts
@@ -229,7 +230,7 @@ def run_chaos(arguments: argparse.Namespace, code: CodeSpec, words: Callable[[st
                 from torch_ecrec.demo.plot import draw_chaos
 
                 draw_chaos(result, out / "chaos.png")
-    faults = [*result["differences"], *run.record.unexpected, *result["not_effective"]]
+    faults = [*result["differences"], *run.record.unexpected, *result["not_effective"], *faded(result["losses"])]
     faults += [f"process {pid} is left" for pid in result["processes_left"]]
     terminal.say(f"\n{minutes:.1f} minutes, {arguments.steps} steps, seed {arguments.seed}: {summary(result)}")
     terminal.say(f"written: {out / 'chaos.json'}, {out / 'chaos.png'}")
