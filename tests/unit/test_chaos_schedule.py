@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from torch_ecrec.demo.catching_up import catch_up
-from torch_ecrec.demo.chaos.host_events import FELT_S, LOOK_S, Disturbance, World
+from torch_ecrec.demo.chaos.disturbances import FELT_S, LOOK_S, Disturbance
+from torch_ecrec.demo.chaos.host_events import World
 from torch_ecrec.demo.chaos.schedule import COMBINED, EVERY_KIND, MUST_COME, at_one_instant, role_of
 from torch_ecrec.demo.report import Record
 from torch_ecrec.spec.job import CodeSpec

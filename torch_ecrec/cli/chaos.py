@@ -12,8 +12,10 @@ from torch_ecrec.spec.settings import (
     CHAOS_EVENTS,
     FLIP_EVENTS,
     HOST_EVENTS,
+    JOB_EVENTS,
     LEADER_EVENTS,
     STORE_EVENTS,
+    WORLD_EVENTS,
     CheckpointPolicy,
 )
 
@@ -48,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="EVENT,...",
         help=f"of {', '.join(CHAOS_EVENTS)} (default: all of these); with --hosts, of {', '.join(HOST_EVENTS)}"
         f" (and all of these), with --elect, of {', '.join(LEADER_EVENTS)} (likewise); of"
-        f" {', '.join(FLIP_EVENTS)}, bits that change in servers' memory; and of"
+        f" {', '.join(FLIP_EVENTS)}, bits that change in servers' memory; of {', '.join(JOB_EVENTS)}, and with --hosts"
+        f" {', '.join(WORLD_EVENTS)}, for which nobody may be lost; and of"
         f" {', '.join(BEYOND_EVENTS + STORE_EVENTS)},"
         " with which the cluster writes checkpoints to a file system in the memory of this host",
     )

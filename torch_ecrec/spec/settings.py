@@ -25,6 +25,8 @@ BEYOND_EVENTS = ("kill-all", "kill-beyond-r")  # more than parity repairs: all g
 STORE_EVENTS = ("full-disk", "slow-store", "failing-store")  # of where checkpoints are kept
 HOST_EVENTS = ("kill-host", "cut", "cut-trainers", "slow-link", "lossy-link")  # of hosts and of what is between them
 LEADER_EVENTS = ("kill-leader", "stop-leader", "kill-etcd", "stop-etcd")  # of coordinators that stand by
+JOB_EVENTS = ("freeze-all", "second-job")  # of the whole job: nobody dies, and nobody may be lost
+WORLD_EVENTS = ("blip", "unplug-coordinator", "wrong-coordinator")  # likewise, of the hosts around it
 MOVE_BYTES_PER_S = min(15e6 * len(os.sched_getaffinity(0)), 100e6)
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
 CheckpointSaver = Literal["everything", "mfu", "ssu", "scar"]  # what is saved between checkpoints; `records/savers.py`
@@ -106,8 +108,8 @@ class Settings:
             damage is found where something is read for a repair or a checkpoint only.
         flip_on_signal: of a server; for `torch-ecrec chaos`. 1: a bit of a record flips at SIGUSR1, and of a parity at
             SIGUSR2.
-        spoil, spoil_step: of a server; for `torch-ecrec chaos --check-power`. This step of training is made wrongly, and
-            nobody is told: "drop", without one push; "twice"; "back", with one record as it was before; or "look",
+        spoil, spoil_step: of a server; for `torch-ecrec chaos --check-power`. This step of training is made wrongly,
+            and nobody is told: "drop", without one push; "twice"; "back", with one record as it was before; or "look",
             rightly, and it is said what it changes. 0: none is.
         checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.

@@ -36,10 +36,10 @@ from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import (
     BEYOND_EVENTS,
     CHAOS_EVENTS,
-    FLIP_EVENTS,
     HOST_EVENTS,
     LEADER_EVENTS,
     STORE_EVENTS,
+    WORLD_EVENTS,
 )
 from torch_ecrec.testing import hosts as kit
 
@@ -71,7 +71,7 @@ def check_hosts(arguments: argparse.Namespace) -> None:
     asked = set(arguments.events)
     require_int("hosts", arguments.hosts, 0)
     if not arguments.hosts:
-        needs = [kind for kind in arguments.events if kind in HOST_EVENTS + LEADER_EVENTS]
+        needs = [kind for kind in arguments.events if kind in HOST_EVENTS + LEADER_EVENTS + WORLD_EVENTS]
         require(not arguments.elect, "`--elect` goes with `--hosts N`")
         require(not needs, f"`--events {','.join(needs)}` goes with `--hosts N`")
         return
@@ -85,6 +85,10 @@ def check_hosts(arguments: argparse.Namespace) -> None:
     )
     needs = sorted(asked & set(LEADER_EVENTS))
     require(arguments.elect or not needs, f"`--events {','.join(needs)}` goes with `--elect`")
+    require(
+        not (arguments.elect and "wrong-coordinator" in asked),
+        "`--events wrong-coordinator` does not go with `--elect`: etcd says who leads",
+    )
     others = sorted(asked & set(BEYOND_EVENTS + STORE_EVENTS))
     require(not others, f"`--events {','.join(others)}` does not go with `--hosts`: leave `--hosts` out")
     require(
@@ -168,7 +172,7 @@ def prepare_store(arguments: argparse.Namespace) -> tuple[TroubledStore | None, 
     Raises:
         ValueError: no event would be left.
     """
-    if set(arguments.events) <= set(CHAOS_EVENTS + FLIP_EVENTS):
+    if not set(arguments.events) & set(BEYOND_EVENTS + STORE_EVENTS):
         return None, {}
     store = TroubledStore(arguments.out / "disk")
     left_out = {kind: reason for kind, reason in store.left_out.items() if kind in arguments.events}

@@ -36,7 +36,9 @@ def median_losses(losses: Sequence[Sequence[float]]) -> tuple[float, float] | No
     """Of the first and the last steps, over all trainers; None where there are none."""
     if not losses:
         return None
-    first, last = (statistics.median([loss for step in some for loss in step]) for some in (losses[:AT_ENDS], losses[-AT_ENDS:]))
+    first, last = (
+        statistics.median([loss for step in some for loss in step]) for some in (losses[:AT_ENDS], losses[-AT_ENDS:])
+    )
     return first, last
 
 
@@ -93,7 +95,13 @@ def run_check(arguments: argparse.Namespace, code: CodeSpec) -> int:
             seen = [text for text in different if text.startswith("digest")]
             faults += [] if seen else [f"{kind} in step {late} came out as EQUAL"]
             terminal.say(f"{kind}: " + (f"DIFFERENT: {'; '.join(different)}" if seen else "EQUAL: NOBODY WOULD KNOW"))
-    result = {"versions": versions(), "arguments": arguments_json(arguments), "step": late, "runs": runs, "faults": faults}
+    result = {
+        "versions": versions(),
+        "arguments": arguments_json(arguments),
+        "step": late,
+        "runs": runs,
+        "faults": faults,
+    }
     (out / "power.json").write_text(json.dumps(without_nan(result), indent=1, allow_nan=False) + "\n")
     terminal.say(f"written: {out / 'power.json'}")
     if faults:
