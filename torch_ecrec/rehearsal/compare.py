@@ -281,8 +281,8 @@ def prints_otherwise(odd: str) -> Verdict:
     return Verdict(
         False,
         f"DIFFERENT in what the script prints or saves, though no step is: {odd}\n"
-        "What usually causes it: something that the script keeps for itself, beside what the model trains: an average of"
-        f" its weights, a calibration of its scores, a metric or a count that adds up over steps.\n{REMEDY}",
+        "What usually causes it: something that the script keeps for itself, beside what the model trains: an average"
+        f" of its weights, a calibration of its scores, a metric or a count that adds up over steps.\n{REMEDY}",
     )
 
 

@@ -1,9 +1,9 @@
 """Does a step of training wrongly, once, as a bug would: so that it is known what a comparison of two runs would find.
 
 For `torch-ecrec chaos --check-power`, which says so to its servers (`Settings.spoil_step`), and to nobody else's: a
-server that is not told has an ordinary `Applier`, and asks nothing in any step. What is spoiled is spoiled consistently:
-the delta says what has become of the record, so parities, seals and logs fit, and nothing but a comparison of the
-results can find it.
+server that is not told has an ordinary `Applier`, and asks nothing in any step. What is spoiled is consistent: the
+delta says what has become of the record, so parities, seals and logs fit, and nothing but a comparison of the results
+can find it.
 
     look    nothing is wrong; every slot says how many records of the step have changed
     drop    the last trainer's push never came

@@ -19,7 +19,7 @@ from typing import Any
 from torch_ecrec.demo import run as demo
 from torch_ecrec.demo.chaos.hosted import require_etcd
 from torch_ecrec.demo.chaos.hosts_chaos import HostsChaos
-from torch_ecrec.demo.chaos.power import faded
+from torch_ecrec.demo.chaos.power import STEPS_LEAST, faded
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.chaos.schedule import EVERY_KIND
 from torch_ecrec.demo.interrupts import sigterm_interrupts
@@ -58,6 +58,8 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     unknown = [event for event in arguments.events if event not in EVERY_KIND]
     require(not unknown, f"`--events` must be of {', '.join(EVERY_KIND)}, got {', '.join(unknown)}")
     check_hosts(arguments)
+    if arguments.check_power is not None:
+        require_int("check-power", arguments.check_power, STEPS_LEAST)
     require(0 < arguments.minutes < math.inf, f"`--minutes` must be positive, got {arguments.minutes}")
     arguments.kill, arguments.compare, arguments.max_restarts = ["none"], True, 10_000
     arguments.steps = PACE_STEPS

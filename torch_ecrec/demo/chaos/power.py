@@ -21,7 +21,6 @@ from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.demo.training import DemoRun
 from torch_ecrec.errors import ClusterError
 from torch_ecrec.processes.launch import warm
-from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.server.spoiling import SAID
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import SPOILS
@@ -68,10 +67,8 @@ def run_check(arguments: argparse.Namespace, code: CodeSpec) -> int:
         code: of the cluster.
 
     Raises:
-        ValueError, TypeError: too few steps; nothing was started.
         ClusterError: a run did not come to its end.
     """
-    require_int("check-power", arguments.check_power, STEPS_LEAST)
     arguments.steps, out, terminal = arguments.check_power, arguments.out, Terminal()
     late = round(LATE * arguments.steps)
     runs: dict[str, dict[str, Any]] = {}
