@@ -8,6 +8,7 @@ from typing import get_args
 
 from torch_ecrec.cli.arguments import add_code, add_data, add_training, checkpoint_arguments, interval
 from torch_ecrec.spec.settings import (
+    ALONE_EVENTS,
     BEYOND_EVENTS,
     CHAOS_EVENTS,
     FLIP_EVENTS,
@@ -51,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(CHAOS_EVENTS)} (default: all of these); with --hosts, of {', '.join(HOST_EVENTS)}"
         f" (and all of these), with --elect, of {', '.join(LEADER_EVENTS)} (likewise); of"
         f" {', '.join(FLIP_EVENTS)}, bits that change in servers' memory; of {', '.join(JOB_EVENTS)}, and with --hosts"
-        f" {', '.join(WORLD_EVENTS)}, for which nobody may be lost; and of"
+        f" {', '.join(WORLD_EVENTS)}, for which nobody may be lost; {', '.join(ALONE_EVENTS)} alone, of a job with a"
+        " cluster of its own, that saves and goes on; and of"
         f" {', '.join(BEYOND_EVENTS + STORE_EVENTS)},"
         " with which the cluster writes checkpoints to a file system in the memory of this host",
     )

@@ -26,6 +26,7 @@ STORE_EVENTS = ("full-disk", "slow-store", "failing-store")  # of where checkpoi
 HOST_EVENTS = ("kill-host", "cut", "cut-trainers", "slow-link", "lossy-link")  # of hosts and of what is between them
 LEADER_EVENTS = ("kill-leader", "stop-leader", "kill-etcd", "stop-etcd")  # of coordinators that stand by
 JOB_EVENTS = ("freeze-all", "second-job")  # of the whole job: nobody dies, and nobody may be lost
+ALONE_EVENTS = ("term-all",)  # of a job with a cluster of its own
 WORLD_EVENTS = ("blip", "unplug-coordinator", "wrong-coordinator")  # likewise, of the hosts around it
 MOVE_BYTES_PER_S = min(15e6 * len(os.sched_getaffinity(0)), 100e6)
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`

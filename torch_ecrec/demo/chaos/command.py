@@ -20,6 +20,7 @@ from torch_ecrec.demo import run as demo
 from torch_ecrec.demo.chaos.hosted import require_etcd
 from torch_ecrec.demo.chaos.hosts_chaos import HostsChaos
 from torch_ecrec.demo.chaos.power import STEPS_LEAST, faded
+from torch_ecrec.demo.chaos.preempted import COUNTS_STEPS, PreemptedRun
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.chaos.schedule import EVERY_KIND
 from torch_ecrec.demo.interrupts import sigterm_interrupts
@@ -34,6 +35,7 @@ from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import (
+    ALONE_EVENTS,
     BEYOND_EVENTS,
     CHAOS_EVENTS,
     HOST_EVENTS,
@@ -58,6 +60,8 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     unknown = [event for event in arguments.events if event not in EVERY_KIND]
     require(not unknown, f"`--events` must be of {', '.join(EVERY_KIND)}, got {', '.join(unknown)}")
     check_hosts(arguments)
+    if set(arguments.events) & set(ALONE_EVENTS):
+        check_alone(arguments)
     if arguments.check_power is not None:
         require_int("check-power", arguments.check_power, STEPS_LEAST)
     require(0 < arguments.minutes < math.inf, f"`--minutes` must be positive, got {arguments.minutes}")
@@ -66,6 +70,23 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     code, _ = demo.check(argparse.Namespace(**{**vars(arguments), "checkpoint_every": None}))
     require(code.parities > 0, "chaos without protection loses data at once")
     return code
+
+
+def check_alone(arguments: argparse.Namespace) -> None:
+    """Whether what is asked for goes with a job that has a cluster of its own. Raises ValueError."""
+    kind = ALONE_EVENTS[0]
+    require(arguments.events == [kind], f"`--events {kind}` is asked for alone: the job has a cluster of its own")
+    require(not arguments.hosts, f"`--events {kind}` does not go with `--hosts`: leave `--hosts` out")
+    own = CodeSpec()
+    given = CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
+    require(
+        given == own, f"`--events {kind}` is of a cluster with the code that a script gets which says nothing: {own}"
+    )
+    require(
+        arguments.optimizer not in COUNTS_STEPS,
+        f"`--events {kind}` does not go with `--optimizer {arguments.optimizer}`, which counts steps: a job that loads"
+        " a state dict counts from 1",
+    )
 
 
 def check_hosts(arguments: argparse.Namespace) -> None:
@@ -113,7 +134,7 @@ def pace(arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: Te
 
 def assemble(
     arguments: argparse.Namespace,
-    run: ChaosRun,
+    run: ChaosRun | PreemptedRun,
     calm: DemoRun | None,
     error: str | None,
     before: set[int],
@@ -212,7 +233,11 @@ def run_chaos(arguments: argparse.Namespace, code: CodeSpec, words: Callable[[st
         checkpoints = words(store.url) if store is not None else []
         logs = out / "logs" / "run"
         if arguments.hosts:
-            run: ChaosRun = HostsChaos(arguments, code, logs, terminal, require_etcd() if arguments.elect else None)
+            run: ChaosRun | PreemptedRun = HostsChaos(
+                arguments, code, logs, terminal, require_etcd() if arguments.elect else None
+            )
+        elif set(arguments.events) & set(ALONE_EVENTS):
+            run = PreemptedRun(arguments, code, logs, terminal)
         else:
             run = ChaosRun(arguments, code, logs, terminal, store, checkpoints)
         try:

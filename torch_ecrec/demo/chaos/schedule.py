@@ -10,6 +10,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 
 from torch_ecrec.spec.settings import (
+    ALONE_EVENTS,
     BEYOND_EVENTS,
     CHAOS_EVENTS,
     FLIP_EVENTS,
@@ -22,7 +23,7 @@ from torch_ecrec.spec.settings import (
 
 EVERY_KIND = (
     *(CHAOS_EVENTS + FLIP_EVENTS + BEYOND_EVENTS + STORE_EVENTS),
-    *(HOST_EVENTS + LEADER_EVENTS + JOB_EVENTS + WORLD_EVENTS),
+    *(HOST_EVENTS + LEADER_EVENTS + JOB_EVENTS + WORLD_EVENTS + ALONE_EVENTS),
 )
 COMBINED = CHAOS_EVENTS + HOST_EVENTS + LEADER_EVENTS
 MUST_COME = tuple(kind for kind in EVERY_KIND if kind not in CHAOS_EVENTS)  # where they were asked for
