@@ -12,9 +12,9 @@ With `--redraw`, as the demo has it, no batch comes twice: each is made of lines
 that are drawn anew (`torch_ecrec.demo.criteo.redraw`). A comparison of two runs says something then, however long they
 are: what is learned by heart gives no gradients, and a step that is missing changes no bit.
 
-With `--save FOLDER` it can be preempted: told to end (SIGTERM), all trainers end the step, save, and leave; started again
-with the same arguments, they go on from there. Not with optimizers of tables that count steps (Adam, LAMB): a job that
-loads a state dict counts from 1.
+With `--save FOLDER` it can be preempted: told to end (SIGTERM), all trainers end the step, save, and leave; started
+again with the same arguments, they go on from there. Not with optimizers of tables that count steps (Adam, LAMB): a job
+that loads a state dict counts from 1.
 """
 
 from __future__ import annotations

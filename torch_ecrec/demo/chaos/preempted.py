@@ -2,8 +2,8 @@
 
 SIGTERM goes to torchrun, its trainers, and the coordinator and servers that trainer 0 has started, at one instant. The
 script has its own handler: all trainers end the step, save, and leave (`--save` of `examples/dlrm_criteo.py`). For that
-they need the servers, which must outlive them. Then nobody may be left, and the job is started again, which goes on from
-what was saved. After some such lives it must have come to the bits of the undisturbed run.
+they need the servers, which must outlive them. Then nobody may be left, and the job is started again, which goes on
+from what was saved. After some such lives it must have come to the bits of the undisturbed run.
 
 A job of its own has no coordinator whose address is known before, so this is no `ChaosRun`: how far it has come is read
 from what the script prints.
