@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from torch_ecrec.demo.catching_up import catch_up
+from torch_ecrec.demo.chaos import power
 from torch_ecrec.demo.chaos.disturbances import FELT_S, LOOK_S, Disturbance, felt_as_silence
 from torch_ecrec.demo.chaos.host_events import World
 from torch_ecrec.demo.chaos.schedule import COMBINED, EVERY_KIND, MUST_COME, at_one_instant, role_of
@@ -234,3 +235,11 @@ def test_what_was_rebuilt_while_nobody_watched_is_taken_from_the_status(world: W
     say(record, again)
     assert (trainer.detected_s, trainer.rejoined_s) == (9.0, 9.0)
     assert record.trainers == {0: "trainer-0_2", 1: "trainer-1"}
+
+
+def test_a_loss_that_has_faded_is_told_and_guesses_are_not() -> None:
+    fading = [[0.7 * 0.9**step, 0.7 * 0.9**step] for step in range(200)]
+    (text,) = power.faded(fading)
+    assert text.startswith("the loss has faded, from 0.") and "that nothing differs says little" in text
+    assert power.faded([[0.69, 0.61]] * 200) == power.faded([]) == []
+    assert power.median_losses([[0.5], [0.7]]) == (0.6, 0.6)
