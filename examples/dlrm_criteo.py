@@ -7,6 +7,14 @@ The two differ in `wrap`, and in `attach`, which brings lost trainers back (docs
 be started for that), and nowhere else. Without `--data` it trains on synthetic lines of the same shape. The last 20 %
 of the lines are held out; the area under the ROC curve on them is the last thing printed. Runs are reproducible: the
 same arguments give the same losses.
+
+With `--redraw`, as the demo has it, no batch comes twice: each is made of lines that are put together anew, with labels
+that are drawn anew (`torch_ecrec.demo.criteo.redraw`). A comparison of two runs says something then, however long they
+are: what is learned by heart gives no gradients, and a step that is missing changes no bit.
+
+With `--save FOLDER` it can be preempted: told to end (SIGTERM), all trainers end the step, save, and leave; started
+again with the same arguments, they go on from there. Not with optimizers of tables that count steps (Adam, LAMB): a job
+that loads a state dict counts from 1.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ import argparse
 import functools
 import hashlib
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torchrec
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
@@ -35,7 +45,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torch_ecrec.demo.criteo import CATEGORIES, INTEGERS, Clicks, auc, read, synthetic
+from torch_ecrec.demo.criteo import CATEGORIES, INTEGERS, Clicks, auc, read, redraw, synthetic
 
 TABLE_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "sgd": (torch.optim.SGD, {}),
@@ -56,6 +66,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=["ecrec", "torchrec"], default="ecrec")
     parser.add_argument("--data", help="click log, FILE.tsv or FILE.tsv.gz (default: synthetic)")
+    parser.add_argument("--redraw", action="store_true", help="no batch comes twice: see above")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=512, help="of each trainer")
     parser.add_argument(
@@ -70,6 +81,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--snapshot-every", type=int, default=1, metavar="N", help="steps between dense snapshots")
     parser.add_argument("--pipeline", action="store_true", help="use TorchRec's TrainPipelineSparseDist")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="save there when told to end; go on from there")
     parser.add_argument("--report", type=Path, help="write results of trainer I to FILE with .I before its suffix")
     return parser.parse_args()
 
@@ -124,6 +136,7 @@ def to_batch(clicks: Clicks) -> Batch:
 
 class Batches:
     """Step after step, the next lines of the log: trainer 0's share, then trainer 1's. After its end, the start.
+    With `--redraw`, lines that are made for that step and trainer.
 
     Its state is how many batches were drawn: trainers that are started again draw the next.
     """
@@ -137,7 +150,10 @@ class Batches:
         while self.drawn < self.args.steps:
             first = (self.drawn * self.trainers + self.trainer) * size
             self.drawn += 1
-            yield to_batch(self.clicks[(first + np.arange(size)) % len(self.clicks)])
+            if self.args.redraw:
+                yield to_batch(redraw(self.clicks, size, self.args.seed, self.drawn, self.trainer))
+            else:
+                yield to_batch(self.clicks[(first + np.arange(size)) % len(self.clicks)])
 
     def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
@@ -154,6 +170,55 @@ class Losses(list[float]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self[:] = state["losses"]
+
+
+class Preemption:
+    """Told to end (SIGTERM), a job saves and leaves; started again, it goes on from there.
+
+    Args:
+        folder: for what is saved; one for each time, and `newest` names the last that is whole.
+        model, optimizer: what is saved.
+        batches, losses: of this trainer; likewise.
+    """
+
+    def __init__(self, folder: Path, model: Any, optimizer: Any, batches: Batches, losses: Losses) -> None:
+        self.folder, self.model, self.optimizer = folder, model, optimizer
+        self.mine = {"batches": batches, "losses": losses}
+        self.told = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        self.told = True
+
+    def go_on(self) -> None:
+        """Loads what was saved last, if anything was. Before `attach`."""
+        newest = self.folder / "newest"
+        if newest.exists():
+            at, states = self.folder / newest.read_text(), self._states()
+            dcp.load(states, checkpoint_id=at)
+            self.model.load_state_dict(states["model"])
+            self.optimizer.load_state_dict(states["optimizer"])
+            for name, state in torch.load(at / f"trainer-{dist.get_rank()}.pt").items():
+                self.mine[name].load_state_dict(state)
+
+    def is_due(self) -> bool:
+        """Whether any trainer was told to end: all agree, after the same step."""
+        told = torch.tensor([self.told], dtype=torch.int32, device=CPU)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return bool(told.item())
+
+    def save(self) -> None:
+        """What `go_on` loads."""
+        name = f"step-{len(self.mine['losses'])}"
+        dcp.save(self._states(), checkpoint_id=self.folder / name)
+        mine = {what: held.state_dict() for what, held in self.mine.items()}
+        torch.save(mine, self.folder / name / f"trainer-{dist.get_rank()}.pt")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (self.folder / "newest").write_text(name)
+
+    def _states(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
 def held_out_auc(model: nn.Module, clicks: Clicks, batch_size: int, trainer: int, trainers: int) -> float:
@@ -183,6 +248,8 @@ def main() -> None:
     torch.set_num_threads(1)
     clicks = read(args.data, args.rows_per_table) if args.data else synthetic(100_000, args.seed, args.rows_per_table)
     train, test = clicks.split()
+    if args.redraw:
+        test = redraw(test, len(test), args.seed, 0)  # training's begin with step 1
     dist.init_process_group("gloo")
     trainer, trainers = dist.get_rank(), dist.get_world_size()
 
@@ -195,9 +262,13 @@ def main() -> None:
     pipeline = pipeline_class(model, optimizer, CPU)
 
     losses, ended = Losses(), []
-    stream: Iterator[Batch] = iter(Batches(train, args, trainer, trainers))
+    batches = Batches(train, args, trainer, trainers)
+    preemption = Preemption(args.save, model, optimizer, batches, losses) if args.save else None
+    if preemption is not None:
+        preemption.go_on()
+    stream: Iterator[Batch] = iter(batches)
     if args.backend == "ecrec":  # when a trainer is lost, all are started again and go on where they were
-        stream = model.attach(optimizer=optimizer, reader=Batches(train, args, trainer, trainers), losses=losses)
+        stream = model.attach(optimizer=optimizer, reader=batches, losses=losses)
     done, begin = len(losses), time.perf_counter()
     for step in range(done + 1, args.steps + 1):
         step_begin = time.perf_counter()
@@ -209,10 +280,19 @@ def main() -> None:
             model.session.report(step=step, loss=losses[-1], samples_per_s=rate)
         if trainer == 0 and step % 20 == 0:
             print(f"step {step}  loss {losses[-1]:.4f}  {rate:.0f} samples/s", flush=True)
+        if preemption is not None and preemption.is_due():
+            preemption.save()
+            print(f"told to end: saved after step {step}", flush=True)
+            break
     samples_per_s = (args.steps - done) * args.batch_size * trainers / (time.perf_counter() - begin)
 
     if args.pipeline:
         pipeline.detach()
+    if len(losses) < args.steps:  # preempted
+        if args.backend == "ecrec":
+            model.close()
+        dist.destroy_process_group()
+        return
     area = held_out_auc(model, test, args.batch_size, trainer, trainers)
     if trainer == 0:
         print(f"auc {area:.4f} on {len(test)} held-out lines, {samples_per_s:.0f} samples/s", flush=True)

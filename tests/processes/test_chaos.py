@@ -5,18 +5,20 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import is_stopped, wait_until
 
 from torch_ecrec.cli.main import main, parser
 from torch_ecrec.demo import training as demo_training
-from torch_ecrec.demo.chaos import command, hosted, run
+from torch_ecrec.demo.chaos import command, disturbances, hosted, power, run
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.chaos.store import FELT_LIMIT_S, SLOW_OPENS
 from torch_ecrec.demo.plot import draw_chaos, spread_bursts
@@ -61,7 +63,7 @@ def test_arguments_are_completed(tmp_path: Path) -> None:
             ["--events", "kill-server,kill-all,stop-time"],
             "kill-all, kill-beyond-r, full-disk, slow-store, failing-store",
         ),
-        (["--events", "kill-server,kill-all,stop-time"], "stop-etcd, got stop-time"),
+        (["--events", "kill-server,kill-all,stop-time"], "wrong-coordinator, term-all, got stop-time"),
         (["--events", ""], "`--events` must be of"),
         (["--minutes", "0"], "`--minutes` must be positive, got 0.0"),
         (["--minutes", "-1"], "`--minutes` must be positive, got -1.0"),
@@ -76,6 +78,16 @@ def test_arguments_are_completed(tmp_path: Path) -> None:
         (["--hosts", "4", "--events", "cut,kill-leader"], "`--events kill-leader` goes with `--elect`"),
         (["--hosts", "4", "--events", "kill-all,cut"], "`--events kill-all` does not go with `--hosts`"),
         (["--hosts", "4", "--trainers", "1"], "`--events cut-trainers` needs two trainers, got 1"),
+        (["--events", "freeze-all,blip,wrong-coordinator"], "`--events blip,wrong-coordinator` goes with `--hosts N`"),
+        (
+            ["--hosts", "4", "--elect", "--events", "wrong-coordinator"],
+            "`--events wrong-coordinator` does not go with `--elect`",
+        ),
+        (["--events", "term-all,kill-server"], "`--events term-all` is asked for alone"),
+        (["--events", "term-all", "--hosts", "4"], "`--events term-all` does not go with `--hosts`"),
+        (["--events", "term-all", "-k", "1"], "of a cluster with the code that a script gets which says nothing"),
+        (["--events", "term-all", "--optimizer", "adam"], "`--optimizer adam`, which counts steps"),
+        (["--check-power", "19"], "`check-power` must be at least 20, got 19"),
     ],
 )
 def test_bad_input_is_one_message_and_starts_nothing(
@@ -86,6 +98,7 @@ def test_bad_input_is_one_message_and_starts_nothing(
 
     monkeypatch.setattr(demo_training, "Supervisor", start)
     monkeypatch.setattr(command, "warm", start)
+    monkeypatch.setattr(power, "warm", start)
     with pytest.raises(ValueError, match=re.escape(says)):
         command.check(arguments_of("--out", str(tmp_path), *words))
     assert main(["chaos", "--out", str(tmp_path), *words]) == 2
@@ -295,6 +308,109 @@ def test_a_process_that_has_ended_meanwhile_is_no_error(
     sleepers["coordinator"].wait()
     one._do("kill-coordinator", 3.5)
     assert len(one.schedule) == 1
+
+
+# --- nobody dies -----------------------------------------------------------------------------------------------------
+
+
+def tell(one: ChaosRun, sleepers: dict[str, subprocess.Popen[bytes]], silent_s: float = 0.0) -> None:
+    """A status, in which servers were not heard of for so long."""
+    members = [
+        {
+            **{"name": name, "role": name.partition("-")[0], "rank": int(name[-1]), "pid": sleepers[name].pid},
+            **{"alive": True, "left": False, "report": {}, "silent_s": silent_s if "server" in name else 0.0},
+        }
+        for name in ROLES[:-1]
+    ]
+    slots = [{"slot": i, "server": f"server-{i}", "incarnation": 0, "healthy": True} for i in range(3)]
+    status = {"type": "status", "members": members, "slots": slots, "going_back": False, "looks": False}
+    one._on_message({**status, "time_s": time.time()})
+
+
+def after(one: ChaosRun, seconds: float) -> None:
+    """So much of the time of what is under way is over."""
+    for disturbance in one._under_way:
+        disturbance.since_s -= seconds
+        disturbance.until_s -= seconds
+    one.on_tick()
+
+
+@pytest.mark.parametrize("felt", [True, False])
+def test_all_servers_freeze_at_one_instant_and_nobody_may_be_lost(
+    felt: bool, tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    one = training(tmp_path, sleepers, "--events", "freeze-all")
+    one.arguments.steps = 100
+    assert one._instant() == ["freeze-all"]
+    one._perform(["freeze-all"], time.monotonic(), 3.5)
+    assert one.schedule == [], "not before a status says who is there"
+    tell(one, sleepers)
+    one._perform(["freeze-all"], time.monotonic(), 3.5)
+    frozen = [sleepers[f"server-{i}"].pid for i in range(3)]
+    wait_until(lambda: all(map(is_stopped, frozen)), WAIT_S, "they stop")
+    assert not is_stopped(sleepers["trainer-0"].pid) and not is_stopped(sleepers["coordinator"].pid)
+    (disturbance,) = one._under_way
+    length_s = disturbance.until_s - disturbance.since_s
+    assert length_s > one._lease_s and one.record.kills == [] and not one._is_whole()
+    if felt:
+        tell(one, sleepers, silent_s=length_s)
+    after(one, length_s / 2)
+    assert all(map(is_stopped, frozen)), "it lasts as long as it was to last"
+    after(one, length_s / 2)
+    wait_until(lambda: not any(map(is_stopped, frozen)), WAIT_S, "they go on, whether anybody felt it or not")
+    assert one._under_way == []
+    assert one.not_effective() == ([] if felt else ["freeze-all at step 1: nobody felt it"])
+    one._on_message(event("lost", member="server-1", why="it was silent", slots=[1]))
+    assert one.record.unexpected == ["server-1 was lost though nobody killed it: it was silent"]
+
+
+@pytest.mark.parametrize(
+    ("says", "code", "felt"),
+    [
+        ("torch_ecrec.errors.JoinRefused: trainer 0 of this cluster lives (pid 7)", 2, True),
+        ("DataLoss: slots [0, 1]", 3, False),
+        ("JoinRefused, and it trains nevertheless", 0, False),
+    ],
+)
+def test_another_job_must_be_refused(
+    says: str,
+    code: int,
+    felt: bool,
+    tmp_path: Path,
+    sleepers: dict[str, subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[list[str]] = []
+
+    def another_job(*arguments: Any) -> list[str]:
+        launched.append(list(arguments[-1]))
+        return ["sh", "-c", f"echo '{says}'; exit {code}"]
+
+    monkeypatch.setattr(disturbances, "another_job", another_job)
+    one = training(tmp_path, sleepers, "--events", "second-job", "--seed", "5")
+    one.arguments.steps = 100
+    one._cluster.join = "127.0.0.1:1"  # type: ignore[union-attr, misc]
+    one.logs.mkdir()
+    one._perform(["second-job"], time.monotonic(), 3.5)
+    (script,) = launched
+    assert script[-4:-2] == ["--seed", "6"] and script[-1].endswith("second-job-0.json"), "the last words count"
+    assert one.record.kills == [] and not one._is_whole()
+    (disturbance,) = one._under_way
+    pid = int(disturbance.entry["member"].split()[1][:-1])
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, WAIT_S, "it ends")
+    disturbance.looked_s = 0.0
+    one.on_tick()
+    assert (one._under_way == []) == felt
+    after(one, disturbances.REFUSED_LIMIT_S)
+    assert one._under_way == [] and one.schedule[0]["felt"] == (says if felt else "")
+    assert one.not_effective() == ([] if felt else ["second-job at step 1: nobody felt it"])
+
+
+def test_the_command_of_another_job_is_one_of_its_own() -> None:
+    words = disturbances.another_job("host:1", 2, "host:2", sys.executable, ["-m", "script", "--seed", "6"])
+    arguments = parser().parse_args(words[3:])
+    assert (arguments.join, arguments.nproc_per_node, arguments.meet) == ("host:1", 2, "host:2")
+    assert arguments.max_restarts == 0 and arguments.script == ["--", "-m", "script", "--seed", "6"]
 
 
 # --- when ------------------------------------------------------------------------------------------------------------

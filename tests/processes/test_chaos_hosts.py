@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import MARK, leftover, wait_for_none, wait_until
 
-from torch_ecrec.cli.main import main
-from torch_ecrec.demo.chaos import hosted
+from torch_ecrec.cli.main import main, parser
+from torch_ecrec.demo.chaos import command, host_events, hosted
 from torch_ecrec.demo.chaos.hosted import HostedCluster, Runs, Service
+from torch_ecrec.demo.chaos.hosts_chaos import HostsChaos
+from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import HOST_EVENTS, LEADER_EVENTS
 from torch_ecrec.testing import hosts as kit
@@ -96,6 +99,93 @@ def test_trainers_are_done_when_all_are(cluster: HostedCluster) -> None:
             one.words = [sys.executable, "-c", ""]
         wait_until(lambda: (cluster.look(time.monotonic()), runs.poll())[1] == 0, LIMIT_S, "both are done")
         assert runs.wait(1.0) == 0
+
+
+# --- nobody dies -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disturbed(cluster: HostedCluster, tmp_path: Path) -> HostsChaos:
+    """A run at its beginning: a server on each host and two on the first, trainers on the last two."""
+    arguments = parser().parse_args(["chaos", "--hosts", "4", "--events", "blip", "--out", str(tmp_path / "out")])
+    one = HostsChaos(arguments, command.check(arguments), tmp_path / "logs", Terminal(), None)
+    one.logs.mkdir()
+    one._hosts, one._cluster, one._leads = cluster.hosts, cluster, cluster.hosts[0].address
+    cluster.leads = lambda: one._leads
+    members = [{"name": f"server-{i}", "role": "server", "rank": -1, "pid": 10 + i} for i in range(5)]
+    members += [{"name": f"trainer-{i}", "role": "trainer", "rank": i, "pid": 20 + i} for i in range(2)]
+    for member in members:
+        member |= {"alive": True, "left": False, "report": {}, "silent_s": 0.0}
+        one._world.where[member["name"]] = member["pid"] % 10 % 4 + 2 * (member["role"] == "trainer")
+    slots = [{"slot": i, "server": f"server-{i}", "incarnation": 0, "healthy": True} for i in range(3)]
+    status = {"type": "status", "members": members, "slots": slots, "going_back": False, "looks": False}
+    one._on_message({**status, "time_s": time.time()})
+    return one
+
+
+def unplugged(one: HostsChaos) -> list[int]:
+    """Hosts without a link."""
+    links = {host.number: host._switch.run("ip", "link", "show", host.port) for host in one._hosts}
+    return [number for number, said in links.items() if ",UP" not in said and "<UP" not in said]
+
+
+def let_pass(one: HostsChaos) -> None:
+    """The time of what is under way."""
+    for disturbance in one._under_way:
+        disturbance.since_s, disturbance.until_s = disturbance.since_s - 1e6, 0.0
+    one._look_after(time.monotonic(), 9.0, last=False)
+
+
+def test_a_blip_takes_more_hosts_than_the_code_repairs_and_never_the_coordinators(disturbed: HostsChaos) -> None:
+    one = disturbed
+    for number in range(3):
+        one._perform(["blip"], time.monotonic(), 3.5)
+        hosts = one.schedule[number]["number"]
+        assert unplugged(one) == hosts and len(hosts) > one.code.parities and 0 not in hosts and 4 not in hosts
+        (disturbance,) = one._under_way
+        assert disturbance.until_s - disturbance.since_s in host_events.BLIP_S
+        for member in one.record.status["members"]:
+            member["silent_s"] = 2.0 * (one._world.where[member["name"]] in hosts)
+        one.record.status["time_s"] = time.time() + 1.0
+        let_pass(one)
+        assert unplugged(one) == [] and one._under_way == []
+        assert one.schedule[number]["felt"].endswith("was silent for 2.0 s")
+    assert one.record.excused == set() and one.record.kills == [], "it may cost nobody"
+
+
+def test_the_coordinators_host_is_unplugged_for_longer_than_a_lease(disturbed: HostsChaos) -> None:
+    one = disturbed
+    one._perform(["unplug-coordinator"], time.monotonic(), 3.5)
+    (disturbance,) = one._under_way
+    assert unplugged(one) == [0] and disturbance.until_s - disturbance.since_s > one._lease_s
+    let_pass(one)
+    assert unplugged(one) == [] and one.record.kills == [] and one.record.excused == set()
+    assert one.not_effective()[0] == "unplug-coordinator at step 0: nobody felt it", "it has said something just now"
+
+
+def test_a_coordinator_of_another_code_stands_in_the_place_of_the_right_one(disturbed: HostsChaos) -> None:
+    one = disturbed
+    (right,) = [service for service in one._hosted.of("coordinator") if service.host == 0]
+    words = one._hosted.another_coordinator(right)
+    at = {option: words[words.index(option) + 1] for option in ("--servers", "-k", "-r", "--port")}
+    assert at == {"--servers": "4", "-k": "3", "-r": "1", "--port": str(hosted.PORT)} and right.words != words
+    assert right.process is not None
+    before = right.process
+    one._perform(["wrong-coordinator"], time.monotonic(), 3.5)
+    assert before.poll() is not None and [kill.spec for kill in one.record.kills] == ["wrong-coordinator"]
+    one._hosted.look(time.monotonic())
+    one._hosted.look(time.monotonic() + 100)
+    assert not right.runs, "it is held back"
+    (disturbance,) = one._under_way
+    wrong = psutil.Process(int(one.schedule[0]["member"].split()[-1][:-1]))
+    assert "-k 3" in " ".join(wrong.cmdline()) and one._hosts.host_of(wrong.pid) == 0
+    assert disturbance.felt() == "", "it does not listen: it sleeps"
+    wrong.kill()
+    wait_until(lambda: disturbance.felt().startswith("it ended with"), LIMIT_S, "it has ended")
+    let_pass(one)
+    assert one._under_way == [] and one.schedule[0]["felt"].startswith("it ended with")
+    wait_for(one._hosted, right, True)
+    assert one.record.excused == set()
 
 
 RUNS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -379,11 +380,14 @@ SMALL = ("--servers", "1", "--spares", "0", "-k", "1", "--protection", "none")
 
 
 def rehearsed(way: str, out: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Exit code and verdict of a rehearsal of the child."""
+    """Exit code and verdict of a rehearsal of the child, in a folder of its own."""
     options = words if "--servers" in words else (*SMALL, *words)
     arguments = parser().parse_args(["rehearse", *options, "--out", str(out), "--", str(CHILD), way])
     assert isinstance(arguments, argparse.Namespace)
-    code = run.run_rehearse(arguments)
+    here = out.with_name(f"{out.name}-here")
+    here.mkdir()
+    with contextlib.chdir(here):
+        code = run.run_rehearse(arguments)
     text = capsys.readouterr().out
     at = max(text.rfind("\n" + word) for word in ("EQUAL", "DIFFERENT", "NOT DET", "REFUSED", "FAILED", "HANGS"))
     return code, text[at + 1 :]
@@ -392,7 +396,36 @@ def rehearsed(way: str, out: Path, capsys: pytest.CaptureFixture[str], *words: s
 @pytest.mark.timeout(LIMIT_S)
 def test_a_good_script_is_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = rehearsed("good", tmp_path, capsys, "--at", "4", "--steps", "0")
-    assert (code, text) == (0, "EQUAL: 12 steps of 1 trainer, 1 restart (killed in step 4)\n")
+    first, same, left_out = text.splitlines()
+    assert (code, first) == (0, "EQUAL: 12 steps of 1 trainer, 1 restart (killed in step 4)")
+    assert same.startswith("Equal, too: what the script prints (1 lines), and the files that it writes below")
+    assert left_out == "Not compared: what it writes elsewhere."
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_what_the_script_keeps_for_itself_is_found_in_what_it_prints(tmp_path: Path, capsys: Any) -> None:
+    """No step is other than undisturbed, and the average that it prints at its end is."""
+    code, text = rehearsed("average", tmp_path, capsys, "--at", "7", "--steps", "0")
+    assert code == 1, text
+    assert text.startswith(
+        "DIFFERENT in what the script prints or saves, though no step is: trainer 0 prints 'average "
+    )
+    assert "restarted: trainer 0: after the restart variables of the loop are other than before: " in text
+    assert text.splitlines()[-1].count("average") == 1 and "which is to be read with that:" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_what_the_script_keeps_for_itself_is_found_in_what_it_saves(tmp_path: Path, capsys: Any) -> None:
+    code, text = rehearsed("saves", tmp_path, capsys, "--at", "7", "--steps", "0")
+    assert code == 1 and "though no step is: the file average.pt has other bytes" in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_what_is_never_the_same_is_not_compared_and_named(tmp_path: Path, capsys: Any) -> None:
+    code, text = rehearsed("speaks", tmp_path, capsys, "--at", "7", "--steps", "0")
+    assert code == 0 and "undisturbed runs, too: lines like 'begun #'." in text, text
 
 
 @pytest.mark.slow
@@ -427,4 +460,5 @@ def test_verdicts(way: str, says: str, words: tuple[str, ...], tmp_path: Path, c
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_two_trainers_and_a_server_lost_at_moments_of_its_own_choice(tmp_path: Path, capsys: Any) -> None:
     code, text = rehearsed("good", tmp_path, capsys, "--servers", "3", "--nproc-per-node", "2", "--server-too")
-    assert code == 0 and text == "EQUAL: 12 steps of 2 trainers, 4 restarts (killed in steps 4, 5, 7, 10)\n"
+    assert code == 0
+    assert text.splitlines()[0] == "EQUAL: 12 steps of 2 trainers, 4 restarts (killed in steps 4, 5, 7, 10)"

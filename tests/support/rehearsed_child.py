@@ -1,11 +1,14 @@
 """A small training script, to be rehearsed: python rehearsed_child.py WAY [STEPS]
 
 WAY: `good`; `counts` (a warm-up that goes by a count of its own); `unseeded`; `early` (stops by a count of its own);
-`late` (changes what is attached before its first step); `hangs` (once it is restarted).
+`late` (changes what is attached before its first step); `hangs` (once it is restarted); `average` (keeps an average of
+the weights for itself, and prints it at the end), `saves` (the same, and writes it to `average.pt`), `speaks` (prints
+what is never the same, and what only a restart has).
 """
 
 import sys
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -45,7 +48,11 @@ def main() -> None:
     )
     optimizer = torch.optim.Adam(model.module.over.parameters(), lr=0.01)
     batches = model.attach(optimizer=optimizer, reader=DataLoader(range(SIZE * BATCHES), SIZE, shuffle=True))
-    done = 0
+    done, average = 0, model.module.over[1].weight.detach().clone()
+    if way == "speaks":
+        print(f"begun {time.time()}")
+        if model.session.restarted:
+            print("it goes on")
     if way == "late":
         optimizer.param_groups[0]["lr"] *= 2
     for _ in batches.epochs(10 * steps if way == "early" else steps // BATCHES):
@@ -60,6 +67,13 @@ def main() -> None:
             optimizer.zero_grad()
             model(ids).backward()
             optimizer.step()
+            if way in ("average", "saves"):
+                average.lerp_(model.module.over[1].weight.detach(), 0.1)
+    if way == "average":
+        print("average", average.sum().item())
+    if way == "saves":
+        torch.save(average, "average.pt")
+    print("done", done if way in ("counts", "early") else "")
     model.close()
     dist.destroy_process_group()
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from torch_ecrec.demo.catching_up import catch_up
-from torch_ecrec.demo.chaos.host_events import FELT_S, LOOK_S, Disturbance, World
+from torch_ecrec.demo.chaos import power
+from torch_ecrec.demo.chaos.disturbances import FELT_S, LOOK_S, Disturbance, felt_as_silence
+from torch_ecrec.demo.chaos.host_events import World
 from torch_ecrec.demo.chaos.schedule import COMBINED, EVERY_KIND, MUST_COME, at_one_instant, role_of
 from torch_ecrec.demo.report import Record
 from torch_ecrec.spec.job import CodeSpec
@@ -154,6 +156,37 @@ def test_what_cannot_be_resolved_must_be_said_of_trainers(world: World) -> None:
     assert world.felt_as_unresolved(2, 3) == f"trainer-0 and trainer-1: {why}" and world.felt_as_unresolved(1, 2) == ""
 
 
+@pytest.mark.parametrize(
+    ("silent_s", "elapsed_s", "felt"),
+    [(0.3, 0.5, False), (0.8, 1.0, True), (0.8, 4.0, False), (5.0, 8.0, True)],
+    ids=["a heartbeat", "at once", "not for long", "long"],
+)
+def test_silence_is_felt_where_it_is_longer_than_heartbeats_and_as_long_as_it_lasts(
+    silent_s: float, elapsed_s: float, felt: bool
+) -> None:
+    said = status()
+    for member in said["members"]:
+        member["silent_s"] = silent_s if member["name"] == "server-1" else 0.0
+    since_s = time.time() - elapsed_s
+    assert (felt_as_silence(said, ["server-1"], since_s) != "") == felt
+    assert felt_as_silence(said, ["server-2"], since_s) == "", "another"
+    assert felt_as_silence({**said, "time_s": since_s - 1}, ["server-1"], since_s) == "", "said before"
+
+
+def test_a_coordinator_that_says_nothing_is_felt_too() -> None:
+    since_s = time.time() - 8.0
+    assert felt_as_silence(status(), (), since_s) == ""
+    assert felt_as_silence(status(time_s=since_s), (), since_s).startswith("the coordinator has said nothing for 8.")
+    assert felt_as_silence({}, (), time.time()) == "", "it has just begun"
+
+
+def test_a_disturbance_that_is_exact_ends_with_its_time_felt_or_not() -> None:
+    one = Disturbance({"felt": ""}, 10.0, 12.0, felt=lambda: "", end=lambda: None, exact=True)
+    assert not one.is_over(11.9) and one.is_over(12.0) and one.entry["felt"] == ""
+    patient = Disturbance({"felt": ""}, 10.0, 12.0, felt=lambda: "", end=lambda: None, limit_s=500.0)
+    assert not patient.is_over(11.0 + FELT_S) and patient.is_over(511.0)
+
+
 def test_a_disturbance_lasts_until_it_was_felt_but_not_for_ever() -> None:
     said = [""]
     one = Disturbance({"felt": ""}, since_s=10.0, until_s=15.0, felt=lambda: said[0], end=lambda: None)
@@ -202,3 +235,11 @@ def test_what_was_rebuilt_while_nobody_watched_is_taken_from_the_status(world: W
     say(record, again)
     assert (trainer.detected_s, trainer.rejoined_s) == (9.0, 9.0)
     assert record.trainers == {0: "trainer-0_2", 1: "trainer-1"}
+
+
+def test_a_loss_that_has_faded_is_told_and_guesses_are_not() -> None:
+    fading = [[0.7 * 0.9**step, 0.7 * 0.9**step] for step in range(200)]
+    (text,) = power.faded(fading)
+    assert text.startswith("the loss has faded, from 0.") and "that nothing differs says little" in text
+    assert power.faded([[0.69, 0.61]] * 200) == power.faded([]) == []
+    assert power.median_losses([[0.5], [0.7]]) == (0.6, 0.6)

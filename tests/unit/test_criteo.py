@@ -187,3 +187,47 @@ def test_the_real_sample_reads() -> None:
         values = [fields[14 + column] for fields in lines]
         row_of = dict(zip(values, clicks.categories[:, column].tolist(), strict=True))
         assert [row_of[value] for value in values] == clicks.categories[:, column].tolist()
+
+
+# lines that never come twice ------------------------------------------------------------------------------------------
+
+
+def test_redrawn_lines_are_the_same_for_the_same_key_only() -> None:
+    clicks = synthetic(500, seed=1, rows_per_table=300)
+    keys = [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (0, 1), (0,), ()]
+    made = [criteo.redraw(clicks, 64, *key) for key in keys]
+    for key, lines in zip(keys, made, strict=True):
+        again = criteo.redraw(clicks, 64, *key)
+        for name in ("labels", "dense", "categories"):
+            ours, theirs = getattr(lines, name), getattr(again, name)
+            assert (ours == theirs).all() and ours.dtype == getattr(clicks, name).dtype
+    assert len({lines.categories.tobytes() for lines in made}) == len(keys)
+    assert len(criteo.redraw(clicks, 0, 1)) == 0
+
+
+def test_redrawn_lines_have_the_skew_of_those_that_they_are_made_of() -> None:
+    clicks = synthetic(2000, seed=1, rows_per_table=300)
+    lines = criteo.redraw(clicks, 20_000, 5)
+    for column in range(CATEGORIES):
+        before, after = (np.bincount(of.categories[:, column], minlength=300) / len(of) for of in (clicks, lines))
+        assert (after[before == 0] == 0).all() and abs(before - after).max() < 0.02
+    dense = {row.tobytes() for row in clicks.dense}
+    assert all(row.tobytes() in dense for row in lines.dense)
+    together = {row.tobytes() for row in clicks.categories}
+    assert not any(row.tobytes() in together for row in lines.categories), "none is a line that was there"
+
+
+def test_nobody_can_know_the_labels_of_redrawn_lines() -> None:
+    """The best that there is to learn leaves a loss of 0.6: the same ids come with both labels."""
+    clicks = synthetic(1, seed=1, rows_per_table=300)
+    one_line_labels = criteo.redraw(clicks, 4000, 5).labels
+    assert 0.1 < one_line_labels.mean() < 0.9
+    labels = criteo.redraw(synthetic(5000, seed=1, rows_per_table=300), 50_000, 5).labels
+    assert 0.3 < labels.mean() < 0.7
+
+
+def test_nothing_is_redrawn_of_nothing() -> None:
+    clicks = synthetic(3, seed=1, rows_per_table=300)
+    for lines, count, key in ((clicks[:0], 1, (1,)), (clicks, -1, (1,)), (clicks, 1, (-1,))):
+        with pytest.raises(ValueError, match="nothing is made of"):
+            criteo.redraw(lines, count, *key)

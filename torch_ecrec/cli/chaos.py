@@ -8,12 +8,15 @@ from typing import get_args
 
 from torch_ecrec.cli.arguments import add_code, add_data, add_training, checkpoint_arguments, interval
 from torch_ecrec.spec.settings import (
+    ALONE_EVENTS,
     BEYOND_EVENTS,
     CHAOS_EVENTS,
     FLIP_EVENTS,
     HOST_EVENTS,
+    JOB_EVENTS,
     LEADER_EVENTS,
     STORE_EVENTS,
+    WORLD_EVENTS,
     CheckpointPolicy,
 )
 
@@ -34,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--elect", action="store_true", help="with --hosts: three coordinators of which etcd says who leads"
     )
     parser.add_argument("--minutes", type=float, default=2.0, metavar="M", help="of disturbed training, about")
+    parser.add_argument(
+        "--check-power",
+        type=int,
+        metavar="STEPS",
+        help="no chaos: would it be found, late in so many steps, that a push was dropped, a step applied twice, or a"
+        " record put back?",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the schedule and of the model")
     parser.add_argument(
         "--events",
@@ -41,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="EVENT,...",
         help=f"of {', '.join(CHAOS_EVENTS)} (default: all of these); with --hosts, of {', '.join(HOST_EVENTS)}"
         f" (and all of these), with --elect, of {', '.join(LEADER_EVENTS)} (likewise); of"
-        f" {', '.join(FLIP_EVENTS)}, bits that change in servers' memory; and of"
+        f" {', '.join(FLIP_EVENTS)}, bits that change in servers' memory; of {', '.join(JOB_EVENTS)}, and with --hosts"
+        f" {', '.join(WORLD_EVENTS)}, for which nobody may be lost; {', '.join(ALONE_EVENTS)} alone, of a job with a"
+        " cluster of its own, that saves and goes on; and of"
         f" {', '.join(BEYOND_EVENTS + STORE_EVENTS)},"
         " with which the cluster writes checkpoints to a file system in the memory of this host",
     )
@@ -75,8 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Trains, disturbed at random and undisturbed."""
     from torch_ecrec.demo.chaos.command import check, run_chaos
+    from torch_ecrec.demo.chaos.power import run_check
 
     code = check(arguments)
+    if arguments.check_power is not None:
+        return run_check(arguments, code)
 
     def words(url: str) -> list[str]:
         arguments.checkpoint, arguments.beyond = url, "checkpoint"

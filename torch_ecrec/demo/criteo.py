@@ -32,6 +32,7 @@ _BLOCK_BYTES = 8 << 20
 _TAB, _NEWLINE, _RETURN, _MINUS, _ZERO = (ord(c) for c in "\t\n\r-0")
 _EMPTY = np.uint64(1 << 32)  # the category that stands for an empty field
 _NO_DIGIT = 255
+REDRAWN_SLOPE = 0.6  # of labels that are drawn anew, over the sum of 26 effects between -1/2 and 1/2
 _DIGIT = np.full(256, _NO_DIGIT, dtype=np.uint8)
 for _place, _digit in enumerate("0123456789abcdef0123456789ABCDEF"):
     _DIGIT[ord(_digit)] = _place % 16
@@ -241,6 +242,37 @@ def _draw(rows: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.uint64], 
     score = 1.2 * effect.sum(axis=1) + 0.5 * (np.log1p(integers[:, :4]) - 1.5).mean(axis=1) - 1.35
     labels = (random.random(rows) < 1 / (1 + np.exp(-score))).astype(np.uint8)
     return labels, integers, missing, values
+
+
+def redraw(clicks: Clicks, count: int, *key: int) -> Clicks:
+    """New lines, made of those that are there: the same for the same key, and never the same for another.
+
+    Each category, and the integers together, are those of a line of their own, drawn with equal chances: how often a
+    category comes, and how much it is missing, is what it was. The label is drawn with a chance that follows from the
+    categories, by weights that nobody has told (a fixed hash), and is never far from even: who has learned all that
+    there is to learn has a loss of 0.6 still. So gradients stay large however long one trains, where lines that come
+    again are known by heart some time, and give none.
+
+    Args:
+        clicks: N lines, at least 1.
+        count: how many are made.
+        key: integers of at least 0, say (seed, step, trainer).
+
+    Returns:
+        `count` lines: (count,), (count, 13) and (count, 26), dtypes as in `Clicks`.
+
+    Raises:
+        ValueError: there are no lines, or a number is negative.
+    """
+    if not len(clicks) or count < 0 or min(key, default=0) < 0:
+        raise ValueError(f"nothing is made of {len(clicks)} lines for `count` {count} and `key` {key}")
+    random = np.random.default_rng((len(key), *key))
+    at = random.integers(0, len(clicks), (count, 1 + CATEGORIES))
+    categories = clicks.categories[at[:, 1:], np.arange(CATEGORIES)]
+    hashed = _mix(categories.astype(np.uint64) + (np.arange(CATEGORIES, dtype=np.uint64) << np.uint64(40)))
+    effect = (hashed >> np.uint64(40)).astype(np.float64) / (1 << 24) - 0.5
+    chance = 1 / (1 + np.exp(-REDRAWN_SLOPE * effect.sum(axis=1)))
+    return Clicks((random.random(count) < chance).astype(np.float32), clicks.dense[at[:, 0]], categories)
 
 
 def auc(labels: NDArray[np.float32], scores: NDArray[np.float32]) -> float:

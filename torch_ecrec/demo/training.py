@@ -287,7 +287,8 @@ class DemoRun:
     def script(self) -> list[str]:
         """What torchrun is to run."""
         arguments = self.arguments
-        words = ["-m", example()[0], "--steps", str(arguments.steps), "--batch-size", str(arguments.batch_size)]
+        words = ["-m", example()[0], "--redraw", "--steps", str(arguments.steps)]
+        words += ["--batch-size", str(arguments.batch_size)]
         words += ["--optimizer", arguments.optimizer, "--seed", str(arguments.seed)]
         words += ["--snapshot-every", str(arguments.snapshot_every)]
         words += ["--report", str((self.logs / "trainer.json").resolve())]

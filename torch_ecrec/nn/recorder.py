@@ -34,7 +34,7 @@ from torch_ecrec.nn.dense import Header, dense_parameters, own_of
 from torch_ecrec.nn.tensor_bytes import bytes_of
 from torch_ecrec.nn.values import decode
 from torch_ecrec.observe import trace
-from torch_ecrec.observe.trace import Ended, Held, Kept, Resumed, Trained, Writer
+from torch_ecrec.observe.trace import Ended, Held, Kept, Resumed, Trained, Warned, Writer
 from torch_ecrec.spec.settings import record_folder, restarts
 
 HOLD_LIMIT_S = 600.0
@@ -52,6 +52,22 @@ def recorded(session: EmbeddingBackend, model: nn.Module) -> tuple[EmbeddingBack
     return cast(EmbeddingBackend, Recorded(session, recorder)), recorder
 
 
+class _Warnings(logging.Handler):
+    """Notes what the library warns of, however the script has set up its logging.
+
+    Args:
+        writer: of the trainer.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__(logging.WARNING)
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Notes it."""
+        self._writer.write(Warned(record.getMessage()))
+
+
 class Recorder:
     """Writes the records of one trainer.
 
@@ -65,6 +81,7 @@ class Recorder:
         self._writer = Writer(folder, session.trainer, restarts())
         self._hold = trace.held_at(folder)
         self._session, self._model = session, weakref.ref(model)
+        logging.getLogger(__name__.partition(".")[0]).addHandler(_Warnings(self._writer))
         self._batch = 0  # checksum of the forwards of this step
 
     def on_forward(self, batch: object) -> None:

@@ -67,13 +67,19 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
     step: int
 
 
+class Warned(msgspec.Struct, frozen=True, tag="warned"):
+    """The library has warned of something."""
+
+    text: str
+
+
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """The script has closed the model. `values`: of the dense parameters."""
 
     values: Mapping[str, int]
 
 
-Record = Begun | Resumed | Trained | Kept | Held | Ended
+Record = Begun | Resumed | Trained | Kept | Held | Warned | Ended
 
 
 class Writer:

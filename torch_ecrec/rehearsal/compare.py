@@ -32,6 +32,7 @@ from torch_ecrec.observe.trace import (
     Record,
     Resumed,
     Trained,
+    Warned,
 )
 
 Values = Mapping[str, int]
@@ -41,7 +42,8 @@ CAUSES = {
     BATCH: "samples that the loop changes or chooses itself: by a count of its own (`enumerate`), with a generator of"
     " its own, or from a second reader that is not attached",
     IDS: "ids that the loop or the model draws: negative samples, hashing with a state",
-    RATES: f"a warm-up or schedule that goes by {COUNTS}, or a scheduler that is not attached",
+    RATES: f"a warm-up or schedule that goes by {COUNTS}, a scheduler that is not attached, or rates of the tables'"
+    " optimizers that nobody brings back (attach `model.fused_optimizer`, too)",
     GRADIENTS: "something that the loss depends on and that is neither the batch nor the model: an annealed weight, a"
     " count of steps, a module's attribute or mode (`train`, `eval`), a random generator of the script's own",
     DENSE: f"an optimizer that steps, or gradients that are put to zero, by {COUNTS} (accumulation, skipped steps); a"
@@ -67,6 +69,7 @@ class Life:
         epochs: step -> the pass of the batch after it, where that is known.
         held: the step after which it waited to be killed.
         ended: values when the model was closed.
+        warned: of what the library has warned, in its order.
     """
 
     pid: int
@@ -77,6 +80,7 @@ class Life:
     epochs: Mapping[int, int] = field(default_factory=dict)
     held: int | None = None
     ended: Values | None = None
+    warned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ def _life_of(records: Sequence[Record]) -> tuple[int, Life]:
         {r.step: r.epoch for r in kept if r.epoch is not None},
         next((r.step for r in records if isinstance(r, Held)), None),
         next((r.values for r in records if isinstance(r, Ended)), None),
+        tuple(r.text for r in records if isinstance(r, Warned)),
     )
 
 
@@ -269,6 +274,25 @@ def different(found: Difference) -> Verdict:
         f"DIFFERENT at step {found.step} of trainer {found.trainer}, {after}: {_listed(found.names)}\n"
         f"What usually causes it: {_cause(found.names[0])}.\n{REMEDY}",
     )
+
+
+def prints_otherwise(odd: str) -> Verdict:
+    """All steps are what they were undisturbed, and what the script prints or saves is not."""
+    return Verdict(
+        False,
+        f"DIFFERENT in what the script prints or saves, though no step is: {odd}\n"
+        "What usually causes it: something that the script keeps for itself, beside what the model trains: an average"
+        f" of its weights, a calibration of its scores, a metric or a count that adds up over steps.\n{REMEDY}",
+    )
+
+
+def with_warnings(found: Verdict, runs: Mapping[str, Iterable[str]]) -> Verdict:
+    """The verdict, and after it every warning of the runs that it judges, each once, by run."""
+    lines = [f"  {run}: {text}" for run, texts in runs.items() for text in dict.fromkeys(texts)]
+    if not lines:
+        return found
+    head = "The runs that were judged have warned, which is to be read with that:"
+    return Verdict(found.equal, "\n".join([found.text, head, *lines]))
 
 
 def not_deterministic(found: Difference) -> Verdict:

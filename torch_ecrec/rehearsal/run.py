@@ -33,14 +33,17 @@ from torch_ecrec.observe.trace import ATTACHED, Tail, hold_at
 from torch_ecrec.processes.children import descendants, torchrun
 from torch_ecrec.processes.launch import warm
 from torch_ecrec.processes.supervisor import Supervisor
-from torch_ecrec.rehearsal import compare
+from torch_ecrec.rehearsal import compare, outputs
 from torch_ecrec.rehearsal.compare import Trace, Verdict
+from torch_ecrec.rehearsal.outputs import Output
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.spec.job import CodeSpec
 
 TICK_S = 0.05
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # torch's, before each line of an exception
 LINES_MOST = 12  # of an error
+_WARNING = re.compile(r"(?P<file>/[^:]+):\d+: (?P<said>\w*Warning: .*)")
+NOT_EXACT = "NOT EXACT"
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,13 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What has come of a run. `problem`: why it has not come to its end."""
+    """What has come of a run. `problem`: why it has not come to its end. `output`: None where it was ended before."""
 
     traces: dict[int, Trace] = field(default_factory=dict)
     killed: list[int] = field(default_factory=list)  # steps
     problem: str | None = None
+    output: Output | None = None
+    warned: list[str] = field(default_factory=list)
 
 
 class Training:
@@ -104,7 +109,8 @@ class Training:
         self._records.mkdir(parents=True)
         hold_at(self._records, self._moments[0] if self._moments else None)
         tail = Tail(self._records)
-        plan = self.plan
+        plan, here = self.plan, Path.cwd()
+        before = outputs.stamps(here, plan.out)
         with (
             Supervisor(
                 plan.code, plan.spares, without_spare=plan.without_spare, logs=self.folder / "cluster"
@@ -115,7 +121,11 @@ class Training:
             tail.look()
             if tail.records and self._outcome.problem is None and not self._checked:  # it was over too soon
                 self._check_cluster(cluster)
+            ended = launcher.poll() == 0
         self._outcome.traces = compare.traces(tail.records.values())
+        self._outcome.warned = self._warnings()
+        if ended:
+            self._outcome.output = Output(outputs.printed(self._logs), outputs.written(here, plan.out, before))
         return self._outcome
 
     def _words(self) -> list[str]:
@@ -123,9 +133,30 @@ class Training:
         words = ["--nproc-per-node", str(self.plan.trainers), "--max-restarts", str(len(self._moments))]
         return [*words, "--log-dir", str(self._logs), "--redirects", "3", *self.plan.script]
 
+    def _warnings(self) -> list[str]:
+        """Of all its processes: what the library has warned trainers of, what Python has on behalf of the library or
+        the script, and what the cluster says of a run that is not exact."""
+        found = [
+            f"trainer {trainer}: {text}"
+            for trainer, trace in self._outcome.traces.items()
+            for life in trace.lives
+            for text in life.warned
+        ]
+        for path in sorted(self._logs.glob("*/attempt_*/*/stderr.log")):
+            lines = _RANK.sub("", path.read_text(errors="replace")).splitlines()
+            found += [
+                f"trainer {path.parent.name}: {one['said']}"
+                for one in map(_WARNING.match, lines)
+                if one and _is_ours(one["file"])
+            ]
+        for path in sorted((self.folder / "cluster").glob("*.log")):
+            found += [line.strip() for line in path.read_text(errors="replace").splitlines() if NOT_EXACT in line]
+        return found
+
     def _told(self, join: str) -> dict[str, str]:
         """What trainers read in their environment: the cluster, and where to note their steps."""
-        return {"TORCH_ECREC_JOIN": join, "TORCH_ECREC_RECORD": str(self._records)}
+        told = {"TORCH_ECREC_JOIN": join, "TORCH_ECREC_RECORD": str(self._records)}
+        return {**told, "PYTHONUNBUFFERED": "1"}  # what a killed trainer has printed is there
 
     def _watch(self, cluster: Supervisor, launcher: subprocess.Popen[bytes], tail: Tail) -> str | None:
         """Until the trainers are done; returns why they are not, if so."""
@@ -247,6 +278,14 @@ def complaints(logs: Path) -> list[tuple[str, bool]]:
     return []
 
 
+def _is_ours(file: str) -> bool:
+    """Whether a warning was given on behalf of the library or the script, and not of another library."""
+    package = str(Path(__file__).resolve().parent.parent)
+    return file.startswith(package) or not any(
+        part in file for part in ("site-packages", "dist-packages", "/lib/python")
+    )
+
+
 def _follows(text: str) -> bool:
     """From the end of another trainer."""
     return "TrainersLost" in text.split(":")[0] or "gloo" in text or "Connection closed by peer" in text
@@ -319,7 +358,7 @@ def rehearse(plan: Plan, at: Sequence[int], restarts: int, terminal: Terminal) -
     terminal.say(f"undisturbed: {' '.join(plan.script)}")
     calm = Training(plan, "undisturbed").execute()
     if calm.problem is not None:
-        return Verdict(False, calm.problem)
+        return compare.with_warnings(Verdict(False, calm.problem), {"undisturbed": calm.warned})
     done = min((trace.steps for trace in calm.traces.values()), default=0)
     require(
         done > 0,
@@ -330,23 +369,58 @@ def rehearse(plan: Plan, at: Sequence[int], restarts: int, terminal: Terminal) -
     chosen = list(at) or compare.moments(last, compare.pass_ends(calm.traces[0]), restarts)
     terminal.say(f"{last} steps; again, all trainers killed in steps {', '.join(map(str, chosen))}")
     restarted = Training(plan, "restarted", chosen).execute()
+    runs = {"undisturbed": calm.warned, "restarted": restarted.warned}
     if restarted.problem is not None:
-        return Verdict(False, restarted.problem)
+        return compare.with_warnings(Verdict(False, restarted.problem), runs)
     found = compare.verdict(calm.traces, restarted.traces, restarted.killed, plan.steps)
     first = compare.difference(calm.traces, restarted.traces, plan.steps)
     before_any = first is not None and first.life == 0 and not all(name.startswith(ATTACHED) for name in first.names)
-    if not found.equal and not before_any:
+    odd = found.equal and bool(_odds(calm, restarted))
+    again: Outcome | None = None
+    if (not found.equal and not before_any) or odd:
         terminal.say("something differs; undisturbed once more, to see whether it does without a restart, too")
         again = Training(plan, "undisturbed-again").execute()
+        runs["undisturbed again"] = again.warned
         if again.problem is not None:
-            return Verdict(False, again.problem)
-        found = _judged(calm, restarted, again, plan.steps)
+            return compare.with_warnings(Verdict(False, again.problem), runs)
+        found = found if odd else _judged(calm, restarted, again, plan.steps)
     if found.equal:
         _check_kills(restarted, chosen)
+        found = _with_output(found, calm, restarted, again)
     if found.equal and plan.steps is not None and done > plan.steps:
         note = f"Ended after {plan.steps} steps (--steps): what the script does later was not rehearsed."
         found = Verdict(True, f"{found.text}\n{note}")
-    return found
+    return compare.with_warnings(found, runs)
+
+
+def _odds(calm: Outcome, other: Outcome) -> list[outputs.Odd]:
+    """In what the script prints and saves; none where one of the runs was ended."""
+    if calm.output is None or other.output is None:
+        return []
+    return outputs.odds(calm.output, other.output)
+
+
+def _with_output(found: Verdict, calm: Outcome, restarted: Outcome, again: Outcome | None) -> Verdict:
+    """All steps are equal: is what the script prints and saves? And what was not compared."""
+    if calm.output is None or restarted.output is None:
+        return Verdict(
+            True,
+            f"{found.text}\nNot compared: what the script prints and saves, since it was ended before its end"
+            " (--steps 0 lets it go on).",
+        )
+    noise = {odd.like for odd in _odds(calm, again)} if again is not None else set()
+    odd = _odds(calm, restarted)
+    if different := [one.text for one in odd if one.like not in noise]:
+        return compare.prints_otherwise(outputs.told(different))
+    lines = [
+        found.text,
+        f"Equal, too: what the script prints ({calm.output.lines} lines), and the files that it writes below"
+        f" {Path.cwd()} ({len(calm.output.files)}).",
+        "Not compared: what it writes elsewhere.",
+    ]
+    if noise:
+        lines.append(f"Nor what differs between two undisturbed runs, too: {outputs.told(sorted(noise))}.")
+    return Verdict(True, "\n".join(lines))
 
 
 def _check_kills(restarted: Outcome, chosen: Sequence[int]) -> None:

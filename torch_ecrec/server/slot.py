@@ -46,6 +46,7 @@ from torch_ecrec.server.renewing import Renewing, RenewingHost
 from torch_ecrec.server.reports import Reports
 from torch_ecrec.server.scrubber import Scrubber
 from torch_ecrec.server.snapshots import SnapshotHost, SnapshotStore
+from torch_ecrec.server.spoiling import SpoilingApplier
 from torch_ecrec.spec.settings import Settings
 
 
@@ -100,7 +101,11 @@ class Slot:
         self.snapshots = SnapshotStore(self, host, self.index, self.incarnation, self.job.trainers, held.sealed)
         self.durability = policy(self, host, held, settings)
         self.scrubber = Scrubber(self, held, settings.record_checks == "use")
-        self.applier = Applier(held, self.is_missing)
+        self.applier = (
+            SpoilingApplier(held, self.is_missing, settings.spoil, settings.spoil_step)
+            if settings.spoil_step
+            else Applier(held, self.is_missing)
+        )
         self.reads = Reads(self, held)
         self.checkpoints = SlotCheckpoints(self, host, held, self.snapshots, settings.checkpoint_memory_bytes)
         self.renewing = Renewing(self, host, held, renewal) if renewal is not None else None

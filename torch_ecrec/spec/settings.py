@@ -20,11 +20,15 @@ STANDS_S, STANDS_BEFORE_CHECKPOINT_S = 3600.0, 60.0  # `standstill_s`, where it 
 WITHOUT_SPARE = ("survivor", "wait")  # who gets a lost slot when there is no spare
 TRANSPORTS = ("sockets", "rpc")  # what carries messages between trainers and servers
 CHAOS_EVENTS = ("kill-server", "kill-trainer", "kill-coordinator", "stop-server", "stop-trainer")
+SPOILS = ("look", "drop", "twice", "back")  # what is done to a step on purpose; see `server/spoiling.py`
 FLIP_EVENTS = ("flip-record", "flip-parity")  # bits that flip in servers' memory
 BEYOND_EVENTS = ("kill-all", "kill-beyond-r")  # more than parity repairs: all go back to a checkpoint
 STORE_EVENTS = ("full-disk", "slow-store", "failing-store")  # of where checkpoints are kept
 HOST_EVENTS = ("kill-host", "cut", "cut-trainers", "slow-link", "lossy-link")  # of hosts and of what is between them
 LEADER_EVENTS = ("kill-leader", "stop-leader", "kill-etcd", "stop-etcd")  # of coordinators that stand by
+JOB_EVENTS = ("freeze-all", "second-job")  # of the whole job: nobody dies, and nobody may be lost
+ALONE_EVENTS = ("term-all",)  # of a job with a cluster of its own
+WORLD_EVENTS = ("blip", "unplug-coordinator", "wrong-coordinator")  # likewise, of the hosts around it
 MOVE_BYTES_PER_S = min(15e6 * len(os.sched_getaffinity(0)), 100e6)
 CheckpointPolicy = Literal["full", "one-shot", "consecutive", "intermittent"]  # see `storage/policy.py`
 CheckpointSaver = Literal["everything", "mfu", "ssu", "scar"]  # what is saved between checkpoints; `records/savers.py`
@@ -111,6 +115,9 @@ class Settings:
             damage is found where something is read for a repair or a checkpoint only.
         flip_on_signal: of a server; for `torch-ecrec chaos`. 1: a bit of a record flips at SIGUSR1, and of a parity at
             SIGUSR2.
+        spoil, spoil_step: of a server; for `torch-ecrec chaos --check-power`. This step of training is made wrongly,
+            and nobody is told: "drop", without one push; "twice"; "back", with one record as it was before; or "look",
+            rightly, and it is said what it changes. 0: none is.
         checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
     """
@@ -134,6 +141,8 @@ class Settings:
     record_checks: str = "background"
     scrub_bytes_per_s: float = 20e6
     flip_on_signal: int = 0
+    spoil: str = "look"
+    spoil_step: int = 0
     checkpoint_memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
@@ -167,6 +176,8 @@ class Settings:
             f"`record_checks` must be one of {', '.join(RECORD_CHECKS)}, got {self.record_checks!r}",
         )
         require(self.flip_on_signal in (0, 1), f"`flip_on_signal` must be 0 or 1, got {self.flip_on_signal}")
+        require(self.spoil in SPOILS, f"`spoil` must be one of {', '.join(SPOILS)}, got {self.spoil!r}")
+        require_int("spoil_step", self.spoil_step, 0)
         for name in ("standstill_s", "scrub_bytes_per_s", "rebuild_bytes_per_s", "move_bytes_per_s"):
             require(getattr(self, name) >= 0, f"`{name}` must not be negative, got {getattr(self, name)}")
 

@@ -19,6 +19,8 @@ from typing import Any
 from torch_ecrec.demo import run as demo
 from torch_ecrec.demo.chaos.hosted import require_etcd
 from torch_ecrec.demo.chaos.hosts_chaos import HostsChaos
+from torch_ecrec.demo.chaos.power import STEPS_LEAST, faded
+from torch_ecrec.demo.chaos.preempted import COUNTS_STEPS, PreemptedRun
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.chaos.schedule import EVERY_KIND
 from torch_ecrec.demo.interrupts import sigterm_interrupts
@@ -33,12 +35,13 @@ from torch_ecrec.processes.launch import warm
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import (
+    ALONE_EVENTS,
     BEYOND_EVENTS,
     CHAOS_EVENTS,
-    FLIP_EVENTS,
     HOST_EVENTS,
     LEADER_EVENTS,
     STORE_EVENTS,
+    WORLD_EVENTS,
 )
 from torch_ecrec.testing import hosts as kit
 
@@ -57,6 +60,10 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     unknown = [event for event in arguments.events if event not in EVERY_KIND]
     require(not unknown, f"`--events` must be of {', '.join(EVERY_KIND)}, got {', '.join(unknown)}")
     check_hosts(arguments)
+    if set(arguments.events) & set(ALONE_EVENTS):
+        check_alone(arguments)
+    if arguments.check_power is not None:
+        require_int("check-power", arguments.check_power, STEPS_LEAST)
     require(0 < arguments.minutes < math.inf, f"`--minutes` must be positive, got {arguments.minutes}")
     arguments.kill, arguments.compare, arguments.max_restarts = ["none"], True, 10_000
     arguments.steps = PACE_STEPS
@@ -65,12 +72,29 @@ def check(arguments: argparse.Namespace) -> CodeSpec:
     return code
 
 
+def check_alone(arguments: argparse.Namespace) -> None:
+    """Whether what is asked for goes with a job that has a cluster of its own. Raises ValueError."""
+    kind = ALONE_EVENTS[0]
+    require(arguments.events == [kind], f"`--events {kind}` is asked for alone: the job has a cluster of its own")
+    require(not arguments.hosts, f"`--events {kind}` does not go with `--hosts`: leave `--hosts` out")
+    own = CodeSpec()
+    given = CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)
+    require(
+        given == own, f"`--events {kind}` is of a cluster with the code that a script gets which says nothing: {own}"
+    )
+    require(
+        arguments.optimizer not in COUNTS_STEPS,
+        f"`--events {kind}` does not go with `--optimizer {arguments.optimizer}`, which counts steps: a job that loads"
+        " a state dict counts from 1",
+    )
+
+
 def check_hosts(arguments: argparse.Namespace) -> None:
     """Whether what is asked for goes with so many hosts, and they can be here. Raises ValueError."""
     asked = set(arguments.events)
     require_int("hosts", arguments.hosts, 0)
     if not arguments.hosts:
-        needs = [kind for kind in arguments.events if kind in HOST_EVENTS + LEADER_EVENTS]
+        needs = [kind for kind in arguments.events if kind in HOST_EVENTS + LEADER_EVENTS + WORLD_EVENTS]
         require(not arguments.elect, "`--elect` goes with `--hosts N`")
         require(not needs, f"`--events {','.join(needs)}` goes with `--hosts N`")
         return
@@ -84,6 +108,10 @@ def check_hosts(arguments: argparse.Namespace) -> None:
     )
     needs = sorted(asked & set(LEADER_EVENTS))
     require(arguments.elect or not needs, f"`--events {','.join(needs)}` goes with `--elect`")
+    require(
+        not (arguments.elect and "wrong-coordinator" in asked),
+        "`--events wrong-coordinator` does not go with `--elect`: etcd says who leads",
+    )
     others = sorted(asked & set(BEYOND_EVENTS + STORE_EVENTS))
     require(not others, f"`--events {','.join(others)}` does not go with `--hosts`: leave `--hosts` out")
     require(
@@ -106,7 +134,7 @@ def pace(arguments: argparse.Namespace, code: CodeSpec, logs: Path, terminal: Te
 
 def assemble(
     arguments: argparse.Namespace,
-    run: ChaosRun,
+    run: ChaosRun | PreemptedRun,
     calm: DemoRun | None,
     error: str | None,
     before: set[int],
@@ -167,7 +195,7 @@ def prepare_store(arguments: argparse.Namespace) -> tuple[TroubledStore | None, 
     Raises:
         ValueError: no event would be left.
     """
-    if set(arguments.events) <= set(CHAOS_EVENTS + FLIP_EVENTS):
+    if not set(arguments.events) & set(BEYOND_EVENTS + STORE_EVENTS):
         return None, {}
     store = TroubledStore(arguments.out / "disk")
     left_out = {kind: reason for kind, reason in store.left_out.items() if kind in arguments.events}
@@ -205,7 +233,11 @@ def run_chaos(arguments: argparse.Namespace, code: CodeSpec, words: Callable[[st
         checkpoints = words(store.url) if store is not None else []
         logs = out / "logs" / "run"
         if arguments.hosts:
-            run: ChaosRun = HostsChaos(arguments, code, logs, terminal, require_etcd() if arguments.elect else None)
+            run: ChaosRun | PreemptedRun = HostsChaos(
+                arguments, code, logs, terminal, require_etcd() if arguments.elect else None
+            )
+        elif set(arguments.events) & set(ALONE_EVENTS):
+            run = PreemptedRun(arguments, code, logs, terminal)
         else:
             run = ChaosRun(arguments, code, logs, terminal, store, checkpoints)
         try:
@@ -229,7 +261,7 @@ def run_chaos(arguments: argparse.Namespace, code: CodeSpec, words: Callable[[st
                 from torch_ecrec.demo.plot import draw_chaos
 
                 draw_chaos(result, out / "chaos.png")
-    faults = [*result["differences"], *run.record.unexpected, *result["not_effective"]]
+    faults = [*result["differences"], *run.record.unexpected, *result["not_effective"], *faded(result["losses"])]
     faults += [f"process {pid} is left" for pid in result["processes_left"]]
     terminal.say(f"\n{minutes:.1f} minutes, {arguments.steps} steps, seed {arguments.seed}: {summary(result)}")
     terminal.say(f"written: {out / 'chaos.json'}, {out / 'chaos.png'}")

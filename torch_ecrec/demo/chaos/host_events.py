@@ -1,13 +1,14 @@
-"""What happens to hosts, to the network between them and to who leads: how it begins, ends, and by what it was felt.
+"""What happens to hosts, to the network between them and to who leads: whom that may cost, and by what it was felt.
 
-A *disturbance* lasts for the time that was drawn for it, and until it was felt, `FELT_S` at most. Nobody may be lost
-but whom it may cost:
+Nobody may be lost but whom it may cost:
 
     kill-host       all that run there; all trainers, if one does
     cut             servers at both ends, of which one is to be fenced. Where one end is the coordinator's, it does not
                     hear of those at the other: they are lost by its lease or before, trainers too
     cut-trainers    servers at both ends. Trainers wait; the coordinator says at once that it can do nothing
-    slow-link, lossy-link, kill-leader, stop-leader, kill-etcd, stop-etcd       nobody
+    unplug-coordinator      with election, another leads, to whom the servers of that host are silent alone, and it may
+                    place their slots elsewhere. Without, nobody: who hears nobody suspects itself
+    slow-link, lossy-link, kill-leader, stop-leader, kill-etcd, stop-etcd, blip, wrong-coordinator      nobody
 
 `World` is what is known of who is where; it has no clock and starts nothing.
 """
@@ -16,13 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch_ecrec.demo.report import Record
 from torch_ecrec.spec.job import CodeSpec
 
-FELT_S = 90.0  # for a disturbance to be felt, on a busy machine
-LOOK_S = 0.5  # between two looks at whether it was felt
 AWAY_S = (1.0, 4.0, 10.0)  # of a host
 ETCD_AWAY_S = (2.0, 5.0, 10.0)
 CUT_S = (2.0, 5.0, 9.0)
@@ -32,31 +30,9 @@ STOP_LEADER_S = (5.0, 12.0)  # longer than its lease
 SLOW = ({"bits_per_s": 1e7}, {"delay_s": 0.1, "jitter_s": 0.02})  # 1 % of a link of 1 Gbit/s; a link across a continent
 LOSSY = ({"loss": 0.02}, {"loss": 0.1})
 MET_LEAST = 20  # packets that a bad link must have held up
-
-
-@dataclass
-class Disturbance:
-    """Under way.
-
-    Args:
-        entry: of the schedule.
-        since_s, until_s: when it began, and how long it lasts at least (monotonic).
-        felt: by what it was felt, "" if it was not yet.
-        end: ends it.
-    """
-
-    entry: dict[str, Any]
-    since_s: float
-    until_s: float
-    felt: Callable[[], str]
-    end: Callable[[], None]
-    looked_s: float = 0.0
-
-    def is_over(self, now_s: float) -> bool:
-        """Whether it may end; looks whether it was felt."""
-        if not self.entry["felt"] and now_s - self.looked_s >= LOOK_S:
-            self.looked_s, self.entry["felt"] = now_s, self.felt()
-        return now_s >= self.until_s and (bool(self.entry["felt"]) or now_s - self.since_s > FELT_S)
+BLIP_S = (1.0, 2.0, 3.0)
+UNPLUG_S = (2.0, 6.0)  # longer than the lease, so much
+WRONG_S = (3.0, 8.0)  # a coordinator of another code stands in the place of the right one
 
 
 @dataclass

@@ -223,6 +223,14 @@ class HostedCluster:
         assert process is not None  # it was started with the rest
         return process
 
+    def another_coordinator(self, service: Service) -> list[str]:
+        """The command line of one with another code, for another cluster, at the same address."""
+        words = list(service.words)
+        for option, more in (("--servers", 1), ("-k", 1)):
+            at = words.index(option) + 1
+            words[at] = str(int(words[at]) + more)
+        return words
+
     # services -----------------------------------------------------------------------------------
 
     def look(self, now_s: float) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from torch_ecrec.demo.chaos import host_events
-from torch_ecrec.demo.chaos.host_events import Disturbance
-from torch_ecrec.demo.chaos.hosted import Service
+from torch_ecrec.demo.chaos import disturbances, host_events
+from torch_ecrec.demo.chaos.hosted import MEETING_PORT, PORT, Service
 from torch_ecrec.demo.chaos.hosts_run import HostsRun
 from torch_ecrec.demo.chaos.run import send
 from torch_ecrec.demo.chaos.schedule import role_of
-from torch_ecrec.spec.settings import HOST_EVENTS, LEADER_EVENTS
+from torch_ecrec.demo.training import example
+from torch_ecrec.processes.children import end_tree
+from torch_ecrec.spec.settings import HOST_EVENTS, JOB_EVENTS, LEADER_EVENTS, WORLD_EVENTS
 from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Place
 
 ASK_ETCD_S = 1.0
@@ -29,8 +37,10 @@ class HostsChaos(HostsRun):
             self.record.excused = set()
         self._leaderless = any(role_of(kind) == "coordinator" for kind in kinds)
         for kind in sorted(kinds, key=lambda kind: FIRST.index(kind) if kind in FIRST else len(FIRST)):
-            if kind in HOST_EVENTS + LEADER_EVENTS:
+            if kind in HOST_EVENTS + LEADER_EVENTS + WORLD_EVENTS:
                 self._disturb(kind, kinds, now_s, since_s)
+            elif kind in JOB_EVENTS:
+                super()._perform([kind], now_s, since_s)
             elif kind == "kill-coordinator" and self._etcd is not None:
                 self._kill_a_coordinator(since_s)
             elif role_of(kind) != "server" or self._left_to_lose > 0:
@@ -51,6 +61,9 @@ class HostsChaos(HostsRun):
             "stop-leader": self._take_leader,
             "kill-etcd": self._take_etcd,
             "stop-etcd": self._take_etcd,
+            "blip": self._blip,
+            "unplug-coordinator": self._unplug_coordinator,
+            "wrong-coordinator": self._wrong_coordinator,
         }[kind]
         if kind == "stop-leader" and any(role_of(other) == "etcd" for other in kinds):
             return  # nobody else could lead
@@ -59,23 +72,6 @@ class HostsChaos(HostsRun):
     @property
     def _alive(self) -> list[int]:
         return [host.number for host in self._hosts if host.alive and host is not self._watches_from]
-
-    def _begin(
-        self,
-        kind: str,
-        number: int | list[int],
-        what: str,
-        since_s: float,
-        length_s: float,
-        felt: Callable[[], str],
-        end: Callable[[], None],
-    ) -> None:
-        """Notes it. Called with the lock."""
-        entry = {"s": since_s, "event": kind, "role": role_of(kind), "number": number, "member": what, "pid": 0}
-        self.schedule.append({**entry, "seconds": 0.0, "step": self.record.step, "felt": ""})
-        now_s = time.monotonic()
-        self._under_way.append(Disturbance(self.schedule[-1], now_s, now_s + length_s, felt, end))
-        self._news.append(f"step {self.record.step}: {kind} {what} for {length_s:g} s")
 
     def _kill_host(self, kind: str, now_s: float, since_s: float) -> None:
         world, record = self._world, self.record
@@ -157,6 +153,90 @@ class HostsChaos(HostsRun):
             if self._leaderless:  # who is behind it may be late at the next coordinator
                 self.record.excused = {*(self.record.excused or ()), *self._world.lost_with(number)}
             self._begin(kind, number, f"host {number} ({told})", since_s, length_s, felt, host.link)
+
+    # nobody dies -----------------------------------------------------------------------------------
+
+    def _blip(self, kind: str, now_s: float, since_s: float) -> None:
+        """Some hosts, more than the code repairs, have no network for a moment."""
+        with self._lock:
+            hosts = [number for number in self._alive if number != self._hosted.leader.host]
+            least = min(self.code.parities + 1, len(hosts))
+            chosen = sorted(self._random.sample(hosts, self._random.randint(least, len(hosts))))
+            length_s = self._random.choice(host_events.BLIP_S)
+            self._unplug(kind, chosen, [name for host in chosen for name in self._world.on(host)], since_s, length_s)
+
+    def _unplug_coordinator(self, kind: str, now_s: float, since_s: float) -> None:
+        """The host of who leads has no network for longer than a lease."""
+        with self._lock:
+            host = self._hosted.leader.host
+            length_s = self._lease_s + self._random.choice(host_events.UNPLUG_S)
+            if self._etcd is not None:  # another leads, and may place what is there elsewhere
+                self._on_kill_of_leader(kind, time.time())
+                self.record.excused = {*(self.record.excused or ()), *self._world.on(host)}
+            self._unplug(kind, [host], (), since_s, length_s)
+
+    def _unplug(self, kind: str, hosts: Sequence[int], names: Sequence[str], since_s: float, length_s: float) -> None:
+        """Called with the lock. `names`: who must be silent then; nobody: the coordinator must."""
+        began_s = time.time()
+
+        def felt() -> str:
+            with self._lock:
+                return disturbances.felt_as_silence(self.record.status, names, began_s)
+
+        def end() -> None:
+            for host in hosts:
+                self._hosts[host].plug_in()
+
+        self._begin(kind, list(hosts), f"hosts {', '.join(map(str, hosts))}", since_s, length_s, felt, end, exact=True)
+        for host in hosts:
+            self._hosts[host].unplug()
+
+    def _wrong_coordinator(self, kind: str, now_s: float, since_s: float) -> None:
+        """The coordinator is killed, and one of another cluster, of another code, listens in its place for a while."""
+        service = self._hosted.leader
+        with self._lock:
+            if service.process is None or not service.runs:
+                return
+            pid, length_s = service.process.pid, self._random.choice(host_events.WRONG_S)
+            number = sum(entry["event"] == kind for entry in self.schedule)
+            self._on_kill_of_leader(kind, time.time())
+            self._hosted.hold_back(service, math.inf)
+        send(pid, signal.SIGKILL)
+        service.process.wait()  # its port is free
+        host, log = self._hosts[service.host], self.logs / f"{kind}-{number}.log"
+        with log.open("wb") as out:
+            wrong = host.start(self._hosted.another_coordinator(service), stdout=out, stderr=out)
+
+        def listens() -> None:
+            socket.create_connection((host.address, PORT), timeout=disturbances.LOOK_S).close()
+
+        def felt() -> str:
+            if wrong.poll() is not None:
+                said = log.read_text(errors="replace").splitlines()
+                return f"it ended with {wrong.returncode}: {said[-1] if said else ''}"
+            with contextlib.suppress(OSError):
+                self._watches_from.within(listens)
+                return "it listened"
+            return ""
+
+        def end() -> None:
+            end_tree(wrong)
+            self._hosted.hold_back(service, 0.0)
+
+        with self._lock:
+            self._begin(kind, service.host, f"host {service.host} (pid {wrong.pid})", since_s, length_s, felt, end)
+
+    def _launch(self, log: Path, script: Sequence[str]) -> subprocess.Popen[Any]:
+        """On the host from which it is watched: what is there is nobody else's."""
+        host = self._watches_from
+        meet = f"{host.address}:{MEETING_PORT}"
+        words = disturbances.another_job(self._hosted.join, self.arguments.trainers, meet, sys.executable, script)
+        with log.open("wb") as out:
+            return host.start(
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=example()[1], env=self._hosted.environment
+            )
+
+    # who leads -------------------------------------------------------------------------------------
 
     def _take_leader(self, kind: str, now_s: float, since_s: float) -> None:
         with self._lock:

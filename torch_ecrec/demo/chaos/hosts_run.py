@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch_ecrec.demo.chaos.host_events import Disturbance, World
+from torch_ecrec.demo.chaos.host_events import World
 from torch_ecrec.demo.chaos.hosted import COORDINATORS, HostedCluster, lacking
 from torch_ecrec.demo.chaos.run import ChaosRun
 from torch_ecrec.demo.terminal import Terminal
@@ -24,7 +24,6 @@ CONNECT_S = 180.0  # for a coordinator that is started again where its host has 
 START_S = 480.0  # for the first step: all these processes start on one machine
 STALL_S = 300.0  # for a step: trainers whose host was lost start again
 WHOLE_S = 300.0
-AT_END = "training was over before"
 
 
 class HostsRun(ChaosRun):
@@ -52,7 +51,6 @@ class HostsRun(ChaosRun):
         self._world = World(
             self.record, code, arguments.hosts, self._host_that_leads, range(1 if etcd is None else COORDINATORS)
         )
-        self._under_way: list[Disturbance] = []
         self._over_event = threading.Event()
         self._left_to_lose = code.parities  # slots, at this instant
         self._leaderless = False  # nobody leads for a while, by what came at this instant
@@ -150,24 +148,3 @@ class HostsRun(ChaosRun):
     def _lacks(self) -> str:
         with self._lock:
             return f" ({self._lacking() or 'slots or trainers'}){super()._lacks()}"
-
-    def _look_after(self, now_s: float, since_s: float, last: bool) -> None:
-        """Ends what is over."""
-        super()._look_after(now_s, since_s, last)
-        for one in list(self._under_way):
-            one.entry["seconds"] = since_s - one.entry["s"]
-            if one.is_over(now_s):
-                self._end(one)
-
-    def _end(self, one: Disturbance) -> None:
-        one.end()
-        self._under_way.remove(one)
-        with self._lock:
-            self._news.append(f"  {one.entry['event']} is over: {one.entry['felt'] or 'NOBODY FELT IT'}")
-
-    def release(self) -> None:
-        """No more disturbances: of those that nobody has felt yet, the end of training came first."""
-        for one in list(self._under_way):
-            one.entry["felt"] = one.entry["felt"] or AT_END
-            self._end(one)
-        super().release()

@@ -7,23 +7,27 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from torch_ecrec.coordinator.regathering import REGATHER_S
-from torch_ecrec.demo.chaos.schedule import MUST_COME, at_one_instant
+from torch_ecrec.demo.chaos import disturbances
+from torch_ecrec.demo.chaos.disturbances import Disturbance
+from torch_ecrec.demo.chaos.schedule import MUST_COME, at_one_instant, role_of
 from torch_ecrec.demo.chaos.store import FELT_LIMIT_S, Trouble
 from torch_ecrec.demo.terminal import Terminal
-from torch_ecrec.demo.training import DemoRun
+from torch_ecrec.demo.training import DemoRun, example
 from torch_ecrec.demo.troubled_store import TroubledStore
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.processes.children import descendants
+from torch_ecrec.processes.children import descendants, end_tree, free_port
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import BEYOND_EVENTS, FLIP_EVENTS, STORE_EVENTS, Settings
+from torch_ecrec.spec.settings import BEYOND_EVENTS, FLIP_EVENTS, JOB_EVENTS, STORE_EVENTS, Settings
 
 FLIP_SIGNALS = {"flip-record": signal.SIGUSR1, "flip-parity": signal.SIGUSR2}
 FLIPPED = {  # the settings of servers whose bits flip
@@ -39,6 +43,7 @@ STOP_MARGIN_S = 2.0  # a process may be silent that much longer than it was stop
 SAMPLE_S = 0.5
 BEYOND_LIMIT_S = 300.0  # to be whole again after everybody began anew
 LAST_SHARE = 0.97  # of the steps; later there are no events
+AT_END = "training was over before"
 
 
 class ChaosRun(DemoRun):
@@ -75,6 +80,7 @@ class ChaosRun(DemoRun):
         self.whole_limit_s = WHOLE_LIMIT_S
         self._hit: set[str] = set()  # members, at this instant
         self._stopped: dict[int, float] = {}  # pid -> when it goes on
+        self._under_way: list[Disturbance] = []
 
     def on_tick(self) -> None:
         """Called many times a second while the trainers run."""
@@ -101,11 +107,22 @@ class ChaosRun(DemoRun):
     def _is_whole(self) -> bool:
         """All that former events took is there again. Called with the lock."""
         whole = self.record.settled and len(self.record.trainers) == self.arguments.trainers
+        whole = whole and not self._under_way
         return whole and self.record.mended >= len(self._flips())
 
     def _look_after(self, now_s: float, since_s: float, last: bool) -> None:
         """What lasts for a while. `last`: no more events come."""
         self._look_after_store(now_s, since_s, last)
+        for one in list(self._under_way):
+            one.entry["seconds"] = since_s - one.entry["s"]
+            if one.is_over(now_s):
+                self._end(one)
+
+    def _end(self, one: Disturbance) -> None:
+        one.end()
+        self._under_way.remove(one)
+        with self._lock:
+            self._news.append(f"  {one.entry['event']} is over: {one.entry['felt'] or 'NOBODY FELT IT'}")
 
     def _go_on(self, whole: bool, now_s: float, since_s: float) -> None:
         """To the next instant, if its time has come."""
@@ -145,6 +162,8 @@ class ChaosRun(DemoRun):
                 self._go_beyond(kind, since_s)
             elif kind in FLIP_EVENTS:
                 self._flip(kind, since_s)
+            elif kind in JOB_EVENTS:
+                (self._freeze_all if kind == "freeze-all" else self._second_job)(kind, since_s)
             else:
                 self._do(kind, since_s, alone="kill-coordinator" in kinds)
 
@@ -193,6 +212,74 @@ class ChaosRun(DemoRun):
             self.schedule.append({**entry, "seconds": 0.0, "step": step})
             self._news.append(f"step {step}: {kind} {number} ({member}, pid {pid})")
         send(pid, FLIP_SIGNALS[kind])
+
+    def _begin(
+        self,
+        kind: str,
+        number: int | list[int],
+        what: str,
+        since_s: float,
+        length_s: float,
+        felt: Callable[[], str],
+        end: Callable[[], None],
+        **more: Any,
+    ) -> None:
+        """Notes what lasts for a while. Called with the lock. `more`: of `Disturbance`."""
+        entry = {"s": since_s, "event": kind, "role": role_of(kind), "number": number, "member": what, "pid": 0}
+        self.schedule.append({**entry, "seconds": 0.0, "step": self.record.step, "felt": ""})
+        now_s = time.monotonic()
+        self._under_way.append(Disturbance(self.schedule[-1], now_s, now_s + length_s, felt, end, **more))
+        self._news.append(f"step {self.record.step}: {kind} {what} for {length_s:g} s")
+
+    def _freeze_all(self, kind: str, since_s: float) -> None:
+        """All servers stop at one instant, for longer than a lease, and go on: nobody has died."""
+        with self._lock:
+            members = self.record.status.get("members", [])
+            servers = [m for m in members if m["role"] == "server" and m["alive"] and not m["left"]]
+            if len(servers) < self.code.slots:
+                return  # a status of before all were there
+            names, pids = [m["name"] for m in servers], [m["pid"] for m in servers]
+            began_s = time.time()
+
+            def felt() -> str:
+                with self._lock:
+                    return disturbances.felt_as_silence(self.record.status, names, began_s)
+
+            def end() -> None:
+                for pid in pids:
+                    send(pid, signal.SIGCONT)
+
+            length_s = self._lease_s + self._random.choice(disturbances.FROZEN_S)
+            self._begin(kind, [], f"({', '.join(names)})", since_s, length_s, felt, end, exact=True)
+        for pid in pids:
+            send(pid, signal.SIGSTOP)
+
+    def _second_job(self, kind: str, since_s: float) -> None:
+        """Somebody else trains something else, and names this cluster: it must be refused."""
+        number = sum(entry["event"] == kind for entry in self.schedule)
+        log = self.logs / f"{kind}-{number}.log"
+        report = ["--report", str((self.logs / f"{kind}-{number}.json").resolve())]
+        process = self._launch(log, [*self.script(), "--seed", str(self.arguments.seed + 1), *report])
+
+        def felt() -> str:
+            return disturbances.felt_as_refusal(process.poll(), log)
+
+        with self._lock:
+            self._begin(
+                kind, number, f"(pid {process.pid})", since_s, 0.0, felt, lambda: end_tree(process),
+                limit_s=disturbances.REFUSED_LIMIT_S,
+            )  # fmt: skip
+
+    def _launch(self, log: Path, script: Sequence[str]) -> subprocess.Popen[Any]:
+        """Starts another job in this cluster."""
+        assert self._cluster is not None
+        meet = f"127.0.0.1:{free_port()}"
+        words = disturbances.another_job(self._cluster.join, self.arguments.trainers, meet, sys.executable, script)
+        with log.open("wb") as out:
+            return subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=example()[1],
+                env={**os.environ, **self.environment}, start_new_session=True,
+            )  # fmt: skip
 
     def _trouble_store(self, kind: str, now_s: float, since_s: float) -> None:
         """Trouble of the store begins; training goes on, and so do other events."""
@@ -275,7 +362,11 @@ class ChaosRun(DemoRun):
             )
 
     def release(self) -> None:
-        """Lets everybody go on who is stopped: nobody can be ended politely otherwise."""
+        """Lets everybody go on who is stopped: nobody can be ended politely otherwise. No more disturbances: of those
+        that nobody has felt yet, the end of training came first."""
+        for one in list(self._under_way):
+            one.entry["felt"] = one.entry["felt"] or AT_END
+            self._end(one)
         for pid in self._stopped:
             send(pid, signal.SIGCONT)
         self._stopped = {}

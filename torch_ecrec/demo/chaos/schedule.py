@@ -10,15 +10,21 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 
 from torch_ecrec.spec.settings import (
+    ALONE_EVENTS,
     BEYOND_EVENTS,
     CHAOS_EVENTS,
     FLIP_EVENTS,
     HOST_EVENTS,
+    JOB_EVENTS,
     LEADER_EVENTS,
     STORE_EVENTS,
+    WORLD_EVENTS,
 )
 
-EVERY_KIND = CHAOS_EVENTS + FLIP_EVENTS + BEYOND_EVENTS + STORE_EVENTS + HOST_EVENTS + LEADER_EVENTS
+EVERY_KIND = (
+    *(CHAOS_EVENTS + FLIP_EVENTS + BEYOND_EVENTS + STORE_EVENTS),
+    *(HOST_EVENTS + LEADER_EVENTS + JOB_EVENTS + WORLD_EVENTS + ALONE_EVENTS),
+)
 COMBINED = CHAOS_EVENTS + HOST_EVENTS + LEADER_EVENTS
 MUST_COME = tuple(kind for kind in EVERY_KIND if kind not in CHAOS_EVENTS)  # where they were asked for
 NEW_SHARE = 0.75  # of the instants are for kinds that must come and have not come yet
@@ -31,6 +37,7 @@ ROLES = {  # of kinds whose name does not end with it
     "lossy-link": "link",
     "kill-leader": "coordinator",
     "stop-leader": "coordinator",
+    "blip": "hosts",
 }
 
 

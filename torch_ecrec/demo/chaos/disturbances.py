@@ -1,0 +1,93 @@
+"""What happens for a while: how long it lasts, and by what it was felt. Events of the whole job among them.
+
+A *disturbance* lasts for the time that was drawn for it, and until it was felt, `Disturbance.limit_s` at most; or for
+its time and no longer, where more of it would be another event (`exact`). What nobody has felt fails the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_ecrec.demo.report import Message
+
+FELT_S = 90.0  # for a disturbance to be felt, on a busy machine
+LOOK_S = 0.5  # between two looks at whether it was felt
+QUIET_S = 0.7  # who was not heard of for so long, and heartbeats are 0.25 s apart, is silent ...
+QUIET_SHARE = 0.5  # ... and for so much of the time since it began
+FROZEN_S = (2.0, 5.0)  # all servers, so much longer than the lease
+REFUSED_LIMIT_S = 300.0  # for another job to be refused: it may wait for the end of the first one's trainers before
+REFUSAL = "JoinRefused"  # what another job's trainers end with
+
+
+@dataclass
+class Disturbance:
+    """Under way.
+
+    Args:
+        entry: of the schedule.
+        since_s, until_s: when it began, and how long it lasts at least (monotonic).
+        felt: by what it was felt, "" if it was not yet.
+        end: ends it.
+        exact: it ends with its time, felt or not.
+        limit_s: for it to be felt.
+    """
+
+    entry: dict[str, Any]
+    since_s: float
+    until_s: float
+    felt: Callable[[], str]
+    end: Callable[[], None]
+    exact: bool = False
+    limit_s: float = FELT_S
+    looked_s: float = 0.0
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether it may end; looks whether it was felt."""
+        if not self.entry["felt"] and (self.exact or now_s - self.looked_s >= LOOK_S):
+            self.looked_s, self.entry["felt"] = now_s, self.felt()
+        late = now_s - self.since_s > self.limit_s
+        return now_s >= self.until_s and (self.exact or late or bool(self.entry["felt"]))
+
+
+def felt_as_silence(status: Message, names: Collection[str], since_s: float) -> str:
+    """Somebody of these was not heard of for a while, as the coordinator said; or it says nothing itself.
+
+    Args:
+        status: the last one.
+        names: of members.
+        since_s: when their silence began (time of day).
+    """
+    now_s = time.time()
+    least_s = max(QUIET_S, QUIET_SHARE * (now_s - since_s))
+    if not names and now_s - max(status.get("time_s", 0.0), since_s) >= least_s:
+        return f"the coordinator has said nothing for {now_s - status.get('time_s', 0.0):.1f} s"
+    for member in status.get("members", []) if status.get("time_s", 0.0) > since_s else []:
+        if member["name"] in names and member["alive"] and member["silent_s"] >= least_s:
+            return f"{member['name']} was silent for {member['silent_s']:.1f} s"
+    return ""
+
+
+def felt_as_refusal(code: int | None, log: Path) -> str:
+    """Another job was refused, and ended; "" where it runs (`code` is None), or has ended otherwise."""
+    if not code:
+        return ""
+    lines = log.read_text(errors="replace").splitlines()
+    return next((line.strip() for line in lines if REFUSAL in line), "")
+
+
+def another_job(join: str, trainers: int, meet: str, python: str, script: Sequence[str]) -> list[str]:
+    """The command line of another launch that names the same cluster.
+
+    Args:
+        join: the cluster.
+        trainers: of the job, as many as the first one has.
+        meet: HOST:PORT of torchrun's store.
+        python: the interpreter.
+        script: with arguments, other than the first one's.
+    """
+    words = [python, "-m", "torch_ecrec", "run", "--join", join, "--nproc-per-node", str(trainers), "--meet", meet]
+    return [*words, "--job", "another", "--max-restarts", "0", "--", *script]

@@ -1,0 +1,137 @@
+"""What a script prints, and the files that it writes, of two runs: pure comparison, and the look at a folder.
+
+A trainer that is restarted prints and saves what it printed and saved undisturbed: each line of the undisturbed run by
+some life, and none that is like one of those but for its numbers. A line that has no like among them (that it goes on
+after step 12, say) is no difference. Where two undisturbed runs differ, too (speeds, times of day), a line or a file
+says nothing, and is named as not compared; lines are alike there that differ in numbers only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NUMBER = re.compile(r"[-+]?\b\d[\w.:+-]*|\b[0-9a-f]{6,}\b")
+SKIPPED = ("__pycache__", "node_modules")  # folders; and those whose name begins with a dot
+SHOWN = 160  # characters of a line
+
+Stamp = tuple[int, int, int]  # when a file was written, its size, its number
+
+
+@dataclass(frozen=True)
+class Output:
+    """Of one run.
+
+    Attributes:
+        printed: of each trainer, of each of its lives, the lines on its standard output.
+        files: what was written below the folder that the script was started in: path -> hash.
+    """
+
+    printed: Mapping[int, Sequence[Sequence[str]]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def lines(self) -> int:
+        """How many were printed."""
+        return sum(len(lines) for lives in self.printed.values() for lines in lives)
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A difference. `like`: what is alike is as odd, in two undisturbed runs, too. `text`: in words."""
+
+    like: str
+    text: str
+
+
+def shape_of(line: str) -> str:
+    """The line without its numbers."""
+    return NUMBER.sub("#", line).strip()
+
+
+def odds(calm: Output, other: Output) -> list[Odd]:
+    """What another run has not printed and saved as the undisturbed one has, or otherwise."""
+    found = [odd for trainer in calm.printed for odd in _printed(trainer, calm, other)]
+    for name in sorted({*calm.files, *other.files}):
+        mine, theirs = calm.files.get(name), other.files.get(name)
+        if mine != theirs:
+            what = "is not written" if theirs is None else "is written only" if mine is None else "has other bytes"
+            found.append(Odd(f"the file {name}", f"the file {name} {what}"))
+    return found
+
+
+def _printed(trainer: int, calm: Output, other: Output) -> Iterator[Odd]:
+    expected = [line for lines in calm.printed[trainer] for line in lines]
+    printed = [line for lines in other.printed.get(trainer, ()) for line in lines]
+    shapes = {shape_of(line) for line in expected}
+    known, seen = set(expected), set(printed)
+    wrong: dict[str, str] = {}  # like those that are expected
+    for line in printed:
+        if line not in known and shape_of(line) in shapes:
+            wrong.setdefault(shape_of(line), line)
+    for line in expected:
+        if line not in seen:
+            shape = shape_of(line)
+            instead = f"prints {_shown(wrong.pop(shape))}" if shape in wrong else "does not print it"
+            yield Odd(_like(shape), f"trainer {trainer} prints {_shown(line)} undisturbed, and {instead}")
+    for shape, line in wrong.items():
+        yield Odd(_like(shape), f"trainer {trainer} prints {_shown(line)}, which it does not undisturbed")
+
+
+def _like(shape: str) -> str:
+    return f"lines like {_shown(shape)}"
+
+
+def _shown(line: str) -> str:
+    return repr(line if len(line) <= SHOWN else line[:SHOWN] + "...")
+
+
+def told(some: Collection[str], most: int = 5) -> str:
+    """The first of these, each once, and how many more there are."""
+    names = list(dict.fromkeys(some))
+    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
+
+
+# looking ------------------------------------------------------------------------------------------
+
+
+def stamps(folder: Path, without: Path) -> dict[str, Stamp]:
+    """Every file below a folder, but for hidden folders and `without`."""
+    found = {}
+    for at, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in SKIPPED and name[0] != "." and Path(at, name) != without]
+        for name in names:
+            path = Path(at, name)
+            try:
+                seen = path.lstat()
+            except FileNotFoundError:  # it was temporary
+                continue
+            found[str(path.relative_to(folder))] = (seen.st_mtime_ns, seen.st_size, seen.st_ino)
+    return found
+
+
+def written(folder: Path, without: Path, before: Mapping[str, Stamp]) -> dict[str, str]:
+    """The files that were written since `stamps` were taken: path -> hash."""
+    now = stamps(folder, without)
+    return {name: _hash(folder / name) for name, stamp in sorted(now.items()) if before.get(name) != stamp}
+
+
+def _hash(path: Path) -> str:
+    if not path.is_file():
+        return "no file"
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def printed(logs: Path) -> dict[int, list[list[str]]]:
+    """Of each trainer, of each start of it, the whole lines that it printed; `logs` are torchrun's."""
+    found: dict[int, list[list[str]]] = {}
+    paths = logs.glob("*/attempt_*/*/stdout.log")
+    for path in sorted(paths, key=lambda path: int(path.parent.parent.name.removeprefix("attempt_"))):
+        lines = path.read_text(errors="replace").rpartition("\n")[0]
+        found.setdefault(int(path.parent.name), []).append([line.rstrip() for line in lines.splitlines()])
+    return dict(sorted(found.items()))
