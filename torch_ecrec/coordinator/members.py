@@ -34,6 +34,7 @@ class MemberRecord:
         generation: the last RPC world it said it is in.
         alive: not lost. `left`: it said that it is done.
         draining: of a server: its slots are to move away, and no others come.
+        launch: of a trainer; see `launches.py`.
     """
 
     name: str
@@ -50,6 +51,7 @@ class MemberRecord:
     host: str = ""
     domain: str = ""
     draining: bool = False
+    launch: str = ""
 
     @property
     def present(self) -> bool:
@@ -143,6 +145,7 @@ class Members:
             name, entering.role, entering.rank, entering.pid, entering.birth, now_s, now_s, generation
         )
         self.by_name[name].host, self.by_name[name].domain = host, entering.domain
+        self.by_name[name].launch = entering.launch
 
     def heard(self, name: str, now_s: float, report: messages.Report | None = None) -> None:
         """A sign of life, with figures for `status`."""

@@ -52,6 +52,8 @@ def format_status(status: Message) -> str:
     ]
     if status["fatal"]:
         lines.append(f"STOPPED: {status['fatal']}")
+    elif status.get("finished"):
+        lines.append("the job has ended: all its trainers were done")
     for one in status.get("unreachable", []):
         lines.append(f"CUT: {one['who']} cannot reach {one['whom']}, for {one['for_s']:.1f} s")
     if status.get("unresolved", {}).get("pairs"):

@@ -38,6 +38,21 @@ def new_run() -> str:
     return uuid.uuid4().hex[:8]
 
 
+def torchrun_launch() -> str:
+    """The word of the torchrun that has started this process (its `--rdzv-id`), the same for all nodes and restarts.
+
+    "" without torchrun, and where it was told none: then all say "none".
+    """
+    word = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if word == "none" else word
+
+
+def loss_mark() -> Path | None:
+    """Where trainers note that data is lost: `torch-ecrec run`, which starts them again, looks there."""
+    place = os.environ.get("TORCH_ECREC_LOSS_MARK")
+    return Path(place) if place else None
+
+
 def restarts() -> int:
     """How often torchrun has started the trainers again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -65,6 +80,7 @@ def ask_name_servers_briefly() -> None:
 
 
 DOMAIN_LEVELS_MOST, DOMAIN_MOST = 8, 200
+LAUNCH_MOST = 200
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,11 @@ class Settings:
             damage is found where something is read for a repair or a checkpoint only.
         flip_on_signal: of a server; for `torch-ecrec chaos`. 1: a bit of a record flips at SIGUSR1, and of a parity at
             SIGUSR2.
+        launch: of a trainer, a word of whoever starts all trainers of a job, and starts them again: the same for all of
+            them. A trainer of the same launch takes the place of another of its rank at once, one of another launch
+            not while that lives. "": torchrun's `--rdzv-id` (`torch-ecrec run` and `--standalone` make one).
+        again: of a trainer. 1: where the cluster's job has ended, this one trains it on, from where it ended. 0: that is
+            refused.
         checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
     """
@@ -127,6 +148,8 @@ class Settings:
     record_checks: str = "background"
     scrub_bytes_per_s: float = 20e6
     flip_on_signal: int = 0
+    launch: str = ""
+    again: int = 0
     checkpoint_memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
@@ -158,6 +181,10 @@ class Settings:
         require(
             self.record_checks in RECORD_CHECKS,
             f"`record_checks` must be one of {', '.join(RECORD_CHECKS)}, got {self.record_checks!r}",
+        )
+        require(self.again in (0, 1), f"`again` must be 0 or 1, got {self.again}")
+        require(
+            len(self.launch) <= LAUNCH_MOST, f"`launch` must have {LAUNCH_MOST} characters at most, got {self.launch!r}"
         )
         require(self.flip_on_signal in (0, 1), f"`flip_on_signal` must be 0 or 1, got {self.flip_on_signal}")
         for name in ("scrub_bytes_per_s", "rebuild_bytes_per_s", "move_bytes_per_s"):
