@@ -40,8 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Supervises a cluster until told to end (0), or until its coordinator is gone for good: data is lost (3), members of
-    another cluster have found it (9), or it cannot be started (4)."""
+    """Supervises a cluster until told to end (0), or until its coordinator is gone for good.
+
+    That is 3 where data is lost, 9 where members of another cluster have found it, and 4 where it cannot be started.
+    """
     from torch_ecrec.errors import ClusterUnavailable, DataLoss, OtherCluster
     from torch_ecrec.processes.launch import warm
     from torch_ecrec.processes.supervisor import Supervisor, prepare_logs

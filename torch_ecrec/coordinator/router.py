@@ -5,7 +5,8 @@ takes time (`probe`) is asked for, and answered by a call. The real process (`co
 simulated cluster run this very code.
 
 Terms: *stranger*: a connection of nobody who has joined. *held*: a `join` that waits until members of a coordinator
-before have had the time to come back, or until trainers of another launch have ended (`launches.py`). *away*: a member whose connection has ended and whose end is not known.
+before have had the time to come back, or until trainers of another launch have ended (`launches.py`). *away*: a member
+whose connection has ended and whose end is not known.
 
 Invariants.
 - Nothing is looked at that `messages.from_member` has not converted. What is refused changes nothing: its sender is

@@ -6,8 +6,8 @@ the pipe closes and the child ends. So nothing is left behind, whatever happens 
 Which ends are final is told from the exit code, or the signal (then it is negative):
 
     server       0 told to end, 2 refused, 3 data is lost; after any other, 4 (nobody answered) included, another may do
-    coordinator  0 told to end, 3 data is lost, 9 members of another cluster have found it; after any other, the next one
-                 finds the members where the one before left them
+    coordinator  0 told to end, 3 data is lost, 9 members of another cluster have found it; after any other, the next
+                 one finds the members where the one before left them
 
 Another is started at once, but after pauses of up to 30 s where one after the other ends soon after its start. When
 the coordinator does not come up again in `COORDINATOR_TRIES`, there will be no other: `Supervisor.ended`.

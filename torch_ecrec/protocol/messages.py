@@ -159,7 +159,8 @@ class Join(Entering, frozen=True, kw_only=True, tag="join"):
 class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     """A member tells a coordinator that it has not spoken to, or lost for a moment, what it knows.
 
-    `run`: the identity of its cluster. `kept`: (slot, incarnation, whether dense snapshots are there) of the slots here that have all their records.
+    `run`: the identity of its cluster. `kept`: (slot, incarnation, whether dense snapshots are there) of the slots here
+    that have all their records.
     """
 
     name: Name
@@ -533,7 +534,7 @@ class OtherCluster(Said, frozen=True, tag="other_cluster"):
 
 
 class Left(Said, frozen=True, tag="left"):
-    """These trainers are done: for the one that leaves, which may end now, and for all who tell the next coordinator."""
+    """These trainers are done: the one that leaves may end now, and all others tell the next coordinator."""
 
     trainers: Ranks
 

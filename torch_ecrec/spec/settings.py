@@ -124,8 +124,7 @@ class Settings:
         launch: of a trainer, a word of whoever starts all trainers of a job, and starts them again: the same for all of
             them. A trainer of the same launch takes the place of another of its rank at once, one of another launch
             not while that lives. "": torchrun's `--rdzv-id` (`torch-ecrec run` and `--standalone` make one).
-        again: of a trainer. 1: where the cluster's job has ended, this one trains it on, from where it ended. 0: that is
-            refused.
+        again: of a trainer. 1: where the cluster's job has ended, it is trained on from there. 0: that is refused.
         checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
     """
