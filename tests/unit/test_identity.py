@@ -291,7 +291,7 @@ def test_once_nobody_lives_any_start_goes_on(state: str, start: str) -> None:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_whoever_waits_comes_in_once_the_first_has_not_come_back(start: str) -> None:
-    """The first launch may start its trainers again for so long. Whoever found it waits, if words tell the two apart."""
+    """The first launch may start its trainers again for so long. Whoever found it waits, if words tell them apart."""
     first, second = STARTS[start]
     running = first_launch("training", first)
     newcomer = running.join("trainer", 0, **second)

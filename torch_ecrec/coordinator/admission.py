@@ -43,12 +43,12 @@ def other_cluster(state: ClusterState, rejoin: Rejoin) -> str:
 
     A trainer whose cluster is still to begin has nothing but its place in that.
     """
-    job, own = state.job, own_run(state)
-    if rejoin.code != job.code and (rejoin.placement is not None or rejoin.role == "trainer"):
-        return f"code parameters are {_said(job.code)} here, and {_said(rejoin.code)} in its cluster"
-    if rejoin.placement is None:
+    job, own, placed = state.job, own_run(state), rejoin.placement is not None
+    if not placed and rejoin.role == "server":
         return ""
-    if own is not None and rejoin.run != own:
+    if rejoin.code != job.code:
+        return f"code parameters are {_said(job.code)} here, and {_said(rejoin.code)} in its cluster"
+    if placed and own is not None and rejoin.run != own:
         return f"this is cluster {own}, and it is a member of {rejoin.run}"
     return job.refusal(rejoin.job) or ""
 

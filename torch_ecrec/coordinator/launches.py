@@ -73,11 +73,11 @@ class Launches:
             if rivals[0].launch != join.launch:
                 self._found[join.launch] = now_s, named
             return Hold(f"{named} trains here, of another launch: {REMEDY}", lives=True)
-        found_s, named = self._found.get(join.launch, (now_s - RESTART_S, ""))
-        if now_s < found_s + RESTART_S:
-            return Hold(f"{named} trained here a moment ago, of another launch, and may be started again", lives=False)
-        self._found.pop(join.launch, None)
-        return None
+        found = self._found.pop(join.launch, None)
+        if found is None or now_s >= found[0] + RESTART_S:
+            return None
+        self._found[join.launch] = found
+        return Hold(f"{found[1]} trained here a moment ago, of another launch, and may be started again", lives=False)
 
 
 def is_rival(member: MemberRecord, join: Join) -> bool:
