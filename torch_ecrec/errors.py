@@ -11,6 +11,7 @@ A caller's own mistake is a `ValueError` or `TypeError`; these are the condition
       CheckpointError      a checkpoint cannot be written or read: the message says what to do (exit code 7)
         StoreUnavailable   not that it is not there, or altered: its place cannot be used now; it may be, later
       MemoryDamaged        bits of this server's memory have changed: it ends, and is rebuilt elsewhere (exit code 8)
+      OtherCluster         this coordinator was found by members of another cluster: start that one's (exit code 9)
     NonFiniteGradient      a gradient is NaN or infinite: nothing was applied; skip the batch or stop
 """
 
@@ -65,6 +66,15 @@ class MemoryDamaged(ClusterError):
     """What a server keeps is not what it was, and only another one can say what it was. The message names it."""
 
     exit_code = 8
+
+
+class OtherCluster(ClusterError):
+    """Members of a running cluster look for their coordinator where this one listens, and it has none of its own.
+
+    It refuses to lead, so that the one that they look for can be started there. The message says with which words.
+    """
+
+    exit_code = 9
 
 
 class NonFiniteGradient(FloatingPointError):

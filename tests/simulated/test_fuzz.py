@@ -118,7 +118,7 @@ def undisturbed(scenario: Scenario) -> SimulationResult:
     return simulate(scenario)
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(100, 160), marks=[pytest.mark.slow])])
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(100, 160), marks=[pytest.mark.slow])])
 def test_broken_requests_and_answers_change_nothing(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """With servers and trainers that die meanwhile, so that every kind of message is among them."""
     requests: Counter[str] = Counter()

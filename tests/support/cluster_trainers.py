@@ -8,6 +8,7 @@ import os
 import queue
 import subprocess
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ ENVIRONMENT |= {"TORCH_ECREC_LEASE_S": str(LEASE_S)}
 
 
 class Child:
-    """A trainer process."""
+    """A trainer process. `more`: of its environment; `log_name`: where in `logs` it writes what it says."""
 
-    def __init__(self, orders: Orders, logs: Path) -> None:
-        with (logs / f"trainer-{orders.trainer}.log").open("wb") as log:
-            environment = {**os.environ, **ENVIRONMENT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    def __init__(self, orders: Orders, logs: Path, more: Mapping[str, str] | None = None, log_name: str = "") -> None:
+        self.log = logs / (log_name or f"trainer-{orders.trainer}.log")
+        with self.log.open("wb") as log:
+            environment = {**os.environ, **ENVIRONMENT, "TORCH_CPP_LOG_LEVEL": "ERROR", **(more or {})}
             words = [json.dumps(vars(orders))]
             self.process = forked.start("cluster_child", words, environment, subprocess.PIPE, log.fileno())
         self._said: queue.Queue[dict[str, Any] | None] = queue.Queue()  # None: no more

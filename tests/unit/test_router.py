@@ -2,158 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import pytest
 from builds import BUILD
+from router_harness import CODE, JOB, Message, Process, Running, Wire
 
 from torch_ecrec.coordinator.away import PROBE_AGAIN_S
-from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.regathering import REGATHER_S
-from torch_ecrec.coordinator.router import UNKNOWN_YET, Router
-from torch_ecrec.coordinator.settings import ClusterSettings
-from torch_ecrec.protocol.bounds import Address
+from torch_ecrec.coordinator.router import UNKNOWN_YET
 from torch_ecrec.protocol.messages import Restored
-from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
+from torch_ecrec.spec.job import JobSpec, TableSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
-
-CODE = CodeSpec(3, 2, 1)
-JOB = JobSpec((TableSpec("a", 30, 4, -1.0, 1.0),), CODE, 2)
-BIRTHS = itertools.count(1)
-Message = dict[str, Any]
-
-
-class Wire:
-    """A connection, as a test sees it."""
-
-    def __init__(self, peer: str) -> None:
-        self.peer, self.sent = peer, list[Message]()
-        self.admitted = self.closed = False
-
-    def send(self, message: Message) -> None:
-        if not self.closed:
-            self.sent.append(message)
-
-    def admit(self) -> None:
-        self.admitted = True
-
-    def close(self) -> None:
-        self.closed = True
-
-    def told(self, kind: str) -> list[Message]:
-        return [message for message in self.sent if message["type"] == kind]
-
-
-class Process:
-    """What a process knows of its membership."""
-
-    def __init__(self, role: str, rank: int = -1) -> None:
-        number = next(BIRTHS)
-        self.hello: Message = {
-            **BUILD,
-            "pid": number,
-            "role": role,
-            "birth": f"b{number}",
-        }
-        self.hello["address"] = ["127.0.0.1", number]
-        if rank >= 0:
-            self.hello |= {"rank": rank, "job": JOB.to_json()}
-        self.wire = Wire(f"process {number}")
-
-    @property
-    def name(self) -> str:
-        name: str = self.wire.told("welcome")[-1]["name"]
-        return name
-
-
-class Running:
-    """A router, its probes and its events."""
-
-    def __init__(self, joins_from_s: float = 0.0, looks: bool = False, led: int = 0, **settings: Any) -> None:
-        self.probes: list[tuple[str, int, Address]] = []
-        self.events: list[Message] = []
-        self.now_s = 0.0
-        self.router = Router(
-            ClusterSettings(CODE, 1, ("here", 1), **settings),
-            probe=lambda *probe: self.probes.append(probe),
-            announce=self.events.append,
-            joins_from_s=joins_from_s,
-            looks=looks,
-            led=led,
-        )
-        self.processes: list[Process] = []
-
-    @property
-    def core(self) -> Coordinator:
-        return self.router.core
-
-    def say(self, process: Process, **message: Any) -> None:
-        self.router.on_message(process.wire, message, self.now_s)
-
-    def join(self, role: str, rank: int = -1) -> Process:
-        process = Process(role, rank)
-        self.processes.append(process)
-        self.say(process, type="join", **process.hello)
-        return process
-
-    def close(self, wire: Wire) -> None:
-        wire.closed = True
-        self.router.on_closed(wire, self.now_s)
-
-    def rejoin(self, process: Process, **fields: Any) -> Wire:
-        """It comes back on another connection."""
-        name, member = process.name, self.core.members.get(process.name)
-        server = process.hello["role"] == "server"
-        placed = [[p.server, p.incarnation, p.healthy] for p in self.core.slots]
-        message = {
-            **process.hello,
-            "type": "rejoin",
-            "name": name,
-            "code": {"slots": 3, "k": 2, "r": 1, "protection": "parity"},
-            "life": self.core.life,
-            "generation": member.generation if member else 1,
-            "newest": member.generation if member else 1,
-            "world": list(self.core.world) or [name],
-            "job": JOB.to_json(),
-            "placement": {"epoch": self.core.epoch, "slots": placed} if placed else None,
-            "era": self.core.era,
-            "frozen": False,
-            "resume_step": 0,
-            "done": 0,
-            "origin": 0,
-            "whole": [],
-            "run": "run",
-            "incarnations": [0, 0, 0] if server and placed else [],
-            **fields,
-        }
-        welcome = process.wire.told("welcome")
-        process.wire = Wire(process.wire.peer)
-        self.router.on_message(process.wire, message, self.now_s)
-        process.wire.sent[:0] = welcome  # for its name
-        return process.wire
-
-    def answer(self, found: str, name: str | None = None) -> None:
-        """The last probe (of that member) is answered."""
-        probe = [p for p in self.probes if name in (None, p[0])][-1]
-        self.router.on_probed(probe[0], probe[1], found, self.now_s)
-
-    def start(self) -> Running:
-        for _ in range(4):
-            self.join("server")
-        for rank in range(2):
-            self.join("trainer", rank)
-        self.enter()
-        assert self.core.epoch == 1
-        return self
-
-    def enter(self) -> None:
-        for process in self.processes:
-            for message in process.wire.told("generation")[-1:]:
-                self.say(process, type="in_generation", generation=message["generation"])
-
-    def names(self, kind: str) -> list[str]:
-        return [event["member"] for event in self.events if event["event"] == kind]
 
 
 def test_all_connections_reset_at_once_cost_nothing() -> None:
@@ -363,10 +221,8 @@ def test_what_there_has_not_been_is_not_believed() -> None:
 def test_another_job_or_version_does_not_rejoin() -> None:
     running = Running().start()
     other = JobSpec((TableSpec("b", 31, 4, -1.0, 1.0),), CODE, 2)
-    assert (
-        "another job: it has tables"
-        in running.rejoin(running.processes[1], job=other.to_json()).told("fatal")[0]["reason"]
-    )
+    wire = running.rejoin(running.processes[1], job=other.to_json())
+    assert "another job: it has tables" in wire.told("other_cluster")[0]["reason"] and wire.closed
     assert "version 0.0" in running.rejoin(running.processes[2], version="0.0").told("refused")[0]["reason"]
 
 

@@ -2,7 +2,8 @@
 
 Exit codes: 0 done, 1 failed, 2 bad arguments or refused by the cluster, 3 data lost beyond what the code repairs, 4 the
 cluster cannot be reached or did not answer, 5 another trainer was lost, 6 this process was taken for lost, 7 a
-checkpoint cannot be written or read, 8 this process's memory was damaged, 130 interrupted.
+checkpoint cannot be written or read, 8 this process's memory was damaged, 9 this coordinator is not that of the members
+who have found it, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -34,12 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="so often are lost trainers started again (default 10)",
     )
     parser.add_argument("--job", default="torch_ecrec", metavar="WORD", help="tells jobs apart that meet at one place")
+    parser.add_argument(
+        "--again", action="store_true", help="where the cluster's job has ended: train it on, from where it ended"
+    )
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS...", help="as torchrun takes it")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Does not return: the process goes on as torchrun."""
-    from torch_ecrec.processes.nodes import Nodes, become_torchrun
+    """Runs torchrun to its end; returns its exit code, or 3 where data is lost."""
+    from torch_ecrec.processes.nodes import Nodes, run_torchrun
 
     script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
     if not script:
@@ -52,5 +55,4 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.max_restarts,
         arguments.job,
     )
-    become_torchrun(nodes, arguments.join or "", script)
-    return 0
+    return run_torchrun(nodes, arguments.join or "", script, arguments.again)

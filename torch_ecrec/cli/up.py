@@ -19,6 +19,10 @@ from torch_ecrec.cli.arguments import (
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import on_signals
 
+WHY = {
+    3: ": data is lost. Begin with a checkpoint (--restore), or anew",
+    9: ": members of another cluster look for their coordinator at this address; its log says how to start that",
+}
 HELP = "a local cluster: coordinator and servers, supervised"
 
 
@@ -36,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Supervises a cluster until told to end (0), or until its coordinator is gone for good (4)."""
+    """Supervises a cluster until told to end (0), or until its coordinator is gone for good.
+
+    That is 3 where data is lost, 9 where members of another cluster have found it, and 4 where it cannot be started.
+    """
+    from torch_ecrec.errors import ClusterUnavailable, DataLoss, OtherCluster
     from torch_ecrec.processes.launch import warm
     from torch_ecrec.processes.supervisor import Supervisor, prepare_logs
 
@@ -68,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         while cluster.ended is None and not told:
             time.sleep(0.1)
         if not told:
-            print(f"torch-ecrec: the coordinator ended with {cluster.ended}", file=sys.stderr)
-            return 4
+            why = WHY.get(cluster.ended or 0, "")
+            print(f"torch-ecrec: the coordinator ended with {cluster.ended}{why}", file=sys.stderr)
+            known = (DataLoss.exit_code, OtherCluster.exit_code)
+            return cluster.ended if cluster.ended in known else ClusterUnavailable.exit_code
     return 0

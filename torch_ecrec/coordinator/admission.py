@@ -1,13 +1,20 @@
-"""What a coordinator does not believe: who may not join or rejoin, and what a member cannot say. Changes nothing."""
+"""What a coordinator does not believe: who may not join or rejoin, and what a member cannot say. Changes nothing.
+
+**Which cluster it is.** A cluster is told from others by its *run*, a word that its first coordinator makes, and by its
+code. A coordinator knows its own once slots are placed, or while members of one before come back who know where they
+are; or from its start, if its supervisor says so. Members of another cluster are turned away then: they keep what they
+have, and go on looking for their coordinator. One that does not know yet becomes that of the first cluster whose
+members find it, provided that code and job are what it was started with. If they are not, and nobody else is there, it
+refuses to lead: a running job looks for its coordinator here, and can have this place.
+"""
 
 from __future__ import annotations
-
-import dataclasses
 
 from torch_ecrec.coordinator.members import MemberRecord
 from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Join, OfMember, OfSlot, Rejoin
+from torch_ecrec.spec.job import CodeSpec
 
 WENT_BACK = "more was lost than parity can repair, and the cluster went back to a checkpoint"
 FENCED = "this process was taken for lost, and what it did has been given to another"
@@ -21,7 +28,41 @@ def join_refusal(state: ClusterState, join: Join) -> str | None:
             return f"code parameter {name} is {ours} in this cluster, got {wanted}"
     if state.job.fatal is not None:
         return f"the cluster has stopped: {state.job.fatal}"
-    return state.job.refusal(join.job)
+    return state.job.refusal(join.job) or state.launches.refusal(join)
+
+
+def own_run(state: ClusterState) -> str | None:
+    """The run that this coordinator leads; None: it does not know yet, and may find members of one."""
+    if state.job.known or state.table.placed:
+        return state.job.run
+    return state.regathering.run if state.regathering.active else None
+
+
+def other_cluster(state: ClusterState, rejoin: Rejoin) -> str:
+    """Why a member is of another cluster than this one, and keeps what it has; "": it is of this one, or has nothing.
+
+    A trainer whose cluster is still to begin has nothing but its place in that.
+    """
+    job, own, placed = state.job, own_run(state), rejoin.placement is not None
+    if not placed and rejoin.role == "server":
+        return ""
+    if rejoin.code != job.code:
+        return f"code parameters are {_said(job.code)} here, and {_said(rejoin.code)} in its cluster"
+    if placed and own is not None and rejoin.run != own:
+        return f"this is cluster {own}, and it is a member of {rejoin.run}"
+    return job.refusal(rejoin.job) or ""
+
+
+def refuses_to_lead(state: ClusterState, rejoin: Rejoin) -> bool:
+    """Whether a coordinator that members of another cluster have found is to end, so that theirs can take its place."""
+    knows = state.job.known and rejoin.run != state.job.run  # those who are its own are on their way
+    return not knows and state.job.fatal is None and not state.members.present()
+
+
+def _said(code: CodeSpec) -> str:
+    return f"(k, r) = ({code.k}, {code.r}) on {code.slots} slots" + (
+        "" if code.protection == "parity" else f" with {code.protection}"
+    )
 
 
 def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | None:
@@ -32,7 +73,7 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
     if job.fatal is not None:
         return job.fatal_kind, f"the cluster has stopped: {job.fatal}"
     if rejoin.code != job.code:
-        return "stopped", f"code parameters are {dataclasses.asdict(job.code)} in this cluster, got {rejoin.code}"
+        return "fenced", f"code parameters are {_said(job.code)} here, got {_said(rejoin.code)}: joins as a new server"
     if (reason := job.refusal(rejoin.job)) is not None:
         return "stopped", reason
     member = state.members.by_name.get(rejoin.name)

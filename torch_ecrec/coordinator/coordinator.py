@@ -42,6 +42,7 @@ from typing import Any
 from torch_ecrec.coordinator import admission, arrivals, departures, succession
 from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
 from torch_ecrec.coordinator.going_back import GoingBack
+from torch_ecrec.coordinator.launches import Hold
 from torch_ecrec.coordinator.members import MemberRecord
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.coordinator.state import ClusterState
@@ -138,7 +139,7 @@ class Coordinator:
 
     @property
     def run(self) -> str:
-        """See `RunningJob`."""
+        """The identity of the cluster; see `RunningJob`."""
         return self._state.job.run
 
     @property
@@ -191,6 +192,10 @@ class Coordinator:
         """Why a process may not join, or None."""
         return admission.join_refusal(self._state, join)
 
+    def hold(self, join: Join, now_s: float) -> Hold | None:
+        """Why a process that is not refused has to wait, or None."""
+        return self._state.launches.hold(join, now_s)
+
     def name_for(self, join: Join) -> str:
         """A name for a process that was not refused."""
         return self._state.members.name_for(join)
@@ -212,6 +217,8 @@ class Coordinator:
         self._announce(events.Joined(name, role, rank, join.pid))
         if state.table.placed:
             state.table.send_to(name)
+            if state.members.done and role == "server":
+                self._send(name, messages.Left(sorted(state.members.done)))
             if again:
                 departures.lose_absent(state)
         state.form(now_s)
@@ -239,13 +246,21 @@ class Coordinator:
             state.table.send_to(name)
         elif self.origin is not None:
             self._send(name, messages.Loaded(self.origin))
-        if state.members.done and self.members[name].role == "trainer":
+        if state.members.done:
             self._send(name, messages.Left(sorted(state.members.done)))
         self._tell_standstill(name, now_s)
         if name in state.world.names and self.members[name].generation != state.world.generation:
             state.world.send_to(name)
 
     # members that come back, and a coordinator that was started again ---------------------------
+
+    def other_cluster(self, rejoin: Rejoin) -> str:
+        """Why a member is of another cluster, and is turned away; "": it is of this one."""
+        return admission.other_cluster(self._state, rejoin)
+
+    def refuses_to_lead(self, rejoin: Rejoin) -> bool:
+        """Whether this coordinator is to end for a member that it turned away: nobody else is there."""
+        return admission.refuses_to_lead(self._state, rejoin)
 
     def rejoin_refusal(self, rejoin: Rejoin) -> tuple[str, str] | None:
         """Why a member may not rejoin, with a kind for `fatal`, or None."""

@@ -46,7 +46,9 @@ def lose_trainers(state: ClusterState, why: str, now_s: float) -> None:
         if member.present:
             members.send(member.name, messages.Fatal("trainers_lost", why))
         del members.by_name[member.name]
-    members.done.clear()
+    if members.done:
+        members.done.clear()
+        members.tell(messages.Left([]), "server")
     if state.table.placed:
         state.eras.begin(keeps=False)
     gone = next((name for name in world.names if name not in members.by_name), None)
@@ -161,7 +163,7 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
     What a server hosted is lost as if it had been killed, unless training is over: whether trainers are there, go
     back, or are to be started again, the job may go on and needs it. Trainer 0 is not done before it has loaded the
     initial values: others wait for them, for as long as it is there. A trainer says it until it is told that it was
-    heard; the others are told, too, since the next coordinator has that from them.
+    heard; the others, servers too, are told, since the next coordinator has that from them.
     """
     members, table = state.members, state.table
     member = members.by_name[name]
@@ -187,9 +189,9 @@ def leave(state: ClusterState, name: str, now_s: float) -> None:
 
 def _tell_left(state: ClusterState) -> None:
     members = state.members
-    for trainer in members.trainers:
-        if trainer.alive:
-            members.send(trainer.name, messages.Left(sorted(members.done)))
+    for member in members.by_name.values():
+        if member.alive and (member.role == "trainer" or not member.left):
+            members.send(member.name, messages.Left(sorted(members.done)))
 
 
 def _is_over(state: ClusterState) -> bool:

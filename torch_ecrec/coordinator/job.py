@@ -24,11 +24,13 @@ class RunningJob:
         restore: the checkpoint that the cluster begins with, and the job that it is of.
         beyond: what follows when more is lost than can be repaired (`CheckpointSettings`).
         run: a word of this coordinator's; that of the first one stays.
+        known: the run is one that there was before, and this coordinator leads no other.
 
     Attributes:
         goes_back: the job has ended as it was, and begins again from a checkpoint.
         restored: that checkpoint; None: training began at its beginning.
-        run: in the names of its checkpoints, which tells them from those of other runs at the same place.
+        run: the identity of the cluster (`admission.py`), and in the names of its checkpoints, which tells them from
+            those of other runs at the same place.
         spec: None until a trainer has joined.
         origin: the step that training begins after (`wire.py`); None: loading has not ended.
         step: the last step of training that somebody reported.
@@ -43,11 +45,12 @@ class RunningJob:
         restore: tuple[Restored, JobSpec] | None = None,
         beyond: Beyond = "stop",
         run: str = "run",
+        known: bool = False,
     ) -> None:
         self.code, self._beyond, self.goes_back = code, beyond, False
         self.restored = None if restore is None else restore[0]
         self._restored_job = None if restore is None else restore[1]
-        self.run = run
+        self.run, self.known = run, known
         self._members, self._announce = members, announce
         self.spec: JobSpec | None = None
         self.origin: int | None = None
@@ -84,7 +87,7 @@ class RunningJob:
         Initial values that are loaded may have to be loaded again in a later era, so the newest era counts, and in that
         who knows already where it begins. `era`: the newest that this coordinator knows.
         """
-        for one in said:
+        for one in sorted(said, key=lambda one: one.placement is not None):  # who has nothing may be of no run yet
             self.take(one.job)
             self.restored, self.run = one.restored, one.run
         newest = max((one.era for one in said), default=0)

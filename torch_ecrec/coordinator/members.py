@@ -37,6 +37,7 @@ class MemberRecord:
         generation: the last RPC world it said it is in.
         alive: not lost. `left`: it said that it is done.
         draining: of a server: its slots are to move away, and no others come.
+        launch: of a trainer; see `launches.py`.
     """
 
     name: str
@@ -54,6 +55,7 @@ class MemberRecord:
     address: Address | None = None
     domain: str = ""
     draining: bool = False
+    launch: str = ""
 
     @property
     def host(self) -> str:
@@ -158,6 +160,7 @@ class Members:
             generation,
             address=entering.address,
             domain=entering.domain,
+            launch=entering.launch,
         )
 
     def heard(self, name: str, now_s: float, report: messages.Report | None = None) -> None:

@@ -312,7 +312,7 @@ class SlotTable:
         assert self._job.spec is not None
         self._eras.send_to(name)  # before anything can be asked for
         send = self._members.send
-        send(name, messages.Job(self._job.spec, self._job.done_at_origin))
+        send(name, messages.Job(self._job.spec, self._job.run, self._job.done_at_origin))
         slots = [(place.server, place.incarnation, place.healthy) for place in self.slots]
         send(name, messages.Placed(messages.Placement(self.epoch, slots)))
         if self._job.origin is not None:

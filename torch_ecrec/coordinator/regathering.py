@@ -43,8 +43,14 @@ class Knowledge:
 
     @property
     def done(self) -> set[int]:
-        """Trainers that had left before, as the others were told."""
-        return {rank for one in self.said.values() for rank in one.left}
+        """Trainers that had left before, as the others were told; where there are none, as the servers were.
+
+        Servers may not have heard that trainers were started again since: those in the newest era have.
+        """
+        trainers = [one for one in self.said.values() if one.role == "trainer"]
+        era = max((one.era for one in self.said.values()), default=0)
+        told = trainers or [one for one in self.said.values() if one.era == era]
+        return {rank for one in told for rank in one.left}
 
     @property
     def trainers(self) -> int:
@@ -127,6 +133,11 @@ class Regathering:
         self._cannot_reach: dict[str, frozenset[str]] = {}  # who is back -> whom not, as it has said last
         self._until_s = self._last_s = 0.0
         self._settled_s = math.inf  # since when nobody is missing whom it waits for
+
+    @property
+    def run(self) -> str | None:
+        """The cluster of those who are back and know where slots are; None: nobody of them does."""
+        return next((one.run for one in self.said.values() if one.placement is not None), None)
 
     def begin(self, now_s: float, lease_s: float) -> None:
         self.active, self.said, self._until_s = True, {}, now_s + REGATHER_S

@@ -5,7 +5,8 @@ takes time (`probe`) is asked for, and answered by a call. The real process (`co
 simulated cluster run this very code.
 
 Terms: *stranger*: a connection of nobody who has joined. *held*: a `join` that waits until members of a coordinator
-before have had the time to come back. *away*: a member whose connection has ended and whose end is not known.
+before have had the time to come back, or until trainers of another launch have ended (`launches.py`). *away*: a member
+whose connection has ended and whose end is not known.
 
 Invariants.
 - Nothing is looked at that `messages.from_member` has not converted. What is refused changes nothing: its sender is
@@ -29,12 +30,14 @@ from torch_ecrec.coordinator.admission import FENCED, WENT_BACK
 from torch_ecrec.coordinator.away import AwayMembers
 from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
 from torch_ecrec.coordinator.coordinator import Coordinator
+from torch_ecrec.coordinator.launches import RESTART_S
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import BadMessage, ForLeader, FromCoordinator, Join, OtherBuild, Rejoin
+from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.liveness import GONE, UNREACHABLE
 
 Message = dict[str, Any]
@@ -69,6 +72,7 @@ class Router:
         probe: `probe(name, number, address)` asks whether a process listens there; its answer is a call of `on_probed`.
         announce: gets every event as an object of JSON (`observe/events.py`), for the log.
         stop: the coordinator is to end, soon.
+        refuse_to_lead: it is to end, soon, so that one of the code that it is given can take its place; and why.
         stamp: adds the time of day to what people see.
         joins_from_s: until then, joins are held.
         looks: what the cluster begins with is not known yet: joins are held until `begin_with` says, or until members
@@ -86,6 +90,7 @@ class Router:
         probe: Callable[[str, int, Address], None],
         announce: Callable[[Message], None],
         stop: Callable[[], None] = lambda: None,
+        refuse_to_lead: Callable[[str, CodeSpec], None] = lambda why, code: None,
         stamp: Callable[[Message], Message] = lambda message: message,
         joins_from_s: float = 0.0,
         looks: bool = False,
@@ -100,11 +105,15 @@ class Router:
         self._looks_for: Coordinator | None = None  # whose lost slots are to begin anew
         self.refused = 0  # messages, since the start
         self._announce, self._stop, self._stamp = announce, stop, stamp
+        self._refuse_to_lead, self._refuses = refuse_to_lead, False
+        self._turned_away: set[str] = set()  # births of members of other clusters
         self._joins_from_s, self._led = joins_from_s, led
         self._connections: dict[str, Peer] = {}
         self._names: dict[Peer, str] = {}
         self._addresses: dict[str, Address | None] = {}  # of members: where they listen
         self._held: dict[Peer, Join] = {}
+        self._blocked: dict[Peer, float] = {}  # of these, who waits for other trainers' end: since when
+        self.told_fatal_s = 0.0  # when somebody was told last that the cluster has stopped
         self._watchers: dict[Peer, None] = {}
         self._away = AwayMembers(probe)
         self._refusals, self._told_s = 0, -REFUSED_SHOWN_S  # that the log was not told of yet; when it was told last
@@ -262,6 +271,7 @@ class Router:
     def on_closed(self, peer: Peer, now_s: float) -> None:
         """A connection has ended."""
         self._held.pop(peer, None)
+        self._blocked.pop(peer, None)
         self._watchers.pop(peer, None)
         name = self._names.pop(peer, None)
         if name is None:
@@ -305,13 +315,32 @@ class Router:
     def _let_in(self, now_s: float) -> None:
         """Those who wait to join, unless members of a coordinator before come first."""
         self._look_beyond()
-        while self._held and not self._joins_wait(now_s):
-            peer = next(iter(self._held))
-            self._join(peer, self._held.pop(peer), now_s)
+        for peer, join in list(self._held.items()):
+            if self._joins_wait(now_s):
+                break
+            if not self._is_held_back(peer, join, now_s):
+                self._blocked.pop(peer, None)
+                self._join(peer, self._held.pop(peer), now_s)
         while self._held and self._hindrance and self.looks and not self.core.regathering:
             self._say(self._held.popitem()[0], messages.Refused("data_loss", f"{NOBODY_LEFT}: {self._hindrance}"))
 
+    def _is_held_back(self, peer: Peer, join: Join, now_s: float) -> bool:
+        """Whether it has to wait for the end of others' trainers; who has waited in vain is told so, and refused."""
+        hold = None if self.core.refusal(join) is not None else self.core.hold(join, now_s)
+        if hold is None:
+            return False
+        if peer not in self._blocked:
+            self._blocked[peer] = now_s
+            self._say(peer, messages.Waits(hold.reason))
+        elif hold.lives and now_s >= self._blocked[peer] + RESTART_S:
+            del self._held[peer], self._blocked[peer]
+            self._say(peer, messages.Refused("refused", f"waited {RESTART_S:g} s in vain: {hold.reason}"))
+            self._count_refused(f"join: {hold.reason}", peer, now_s)
+        return True
+
     def _joins_wait(self, now_s: float) -> bool:
+        if self._refuses:
+            return True
         if now_s < self._joins_from_s or self.core.regathering or self._looks_back:
             return True
         self._looks = self._looks and self.core.job is None
@@ -329,6 +358,7 @@ class Router:
     def _join(self, peer: Peer, join: Join, now_s: float) -> None:
         refusal = self.core.refusal(join)
         if refusal is not None:
+            self._note_fatal(now_s)
             self._say(peer, messages.Refused("refused" if self.core.fatal is None else self.core.fatal_kind, refusal))
             return
         name = self.core.born_as(join.birth)
@@ -341,8 +371,12 @@ class Router:
             self.core.on_join(name, join, now_s)
 
     def _rejoin(self, peer: Peer, rejoin: Rejoin, now_s: float) -> None:
+        if other := self.core.other_cluster(rejoin):
+            self._turn_away(peer, rejoin, other, now_s)
+            return
         why = self.core.rejoin_refusal(rejoin)
         if why is not None:
+            self._note_fatal(now_s)
             self._say(peer, messages.Fatal(*why))
             return
         name, member = rejoin.name, self.core.members.get(rejoin.name)
@@ -350,6 +384,23 @@ class Router:
             self._send(name, messages.Fatal("fenced", FENCED))  # it joins again as another
         self._bind(name, peer, rejoin.address)
         self.core.on_rejoin(rejoin, now_s)
+
+    def _note_fatal(self, now_s: float) -> None:
+        if self.core.fatal is not None:
+            self.told_fatal_s = now_s
+
+    def _turn_away(self, peer: Peer, rejoin: Rejoin, why: str, now_s: float) -> None:
+        """A member of another cluster: it keeps what it has, and goes on looking."""
+        refuses = self._refuses or self.core.refuses_to_lead(rejoin)
+        self._say(peer, messages.OtherCluster(self.core.run, self._settings.code, why))
+        peer.close()
+        if rejoin.birth not in self._turned_away or refuses != self._refuses:
+            self._turned_away.add(rejoin.birth)
+            self._tell_watchers(events.TurnedAway(rejoin.name, rejoin.run, rejoin.pid, why, refuses))
+        if refuses and not self._refuses:
+            self._refuses = True
+            who = f"{rejoin.name} (pid {rejoin.pid}) of cluster {rejoin.run} looks for its coordinator here"
+            self._refuse_to_lead(f"{who}: {why}", rejoin.code)
 
     def _bind(self, name: str, peer: Peer, address: Address | None) -> None:
         """From now on this is the member's connection; one that it had before is closed."""

@@ -28,6 +28,8 @@ class ClusterSettings:
         checkpoint: which checkpoints are written.
         restore: the checkpoint that the cluster begins with, and the job that it is of; None: it begins anew.
         life: how many coordinators of this run there were before, as far as its checkpoints tell.
+        run_is_known: there was a coordinator of `checkpoint.run` before, and this one takes its place: it leads no
+            other cluster, whoever finds it.
 
     Raises:
         ValueError: `without_spare` is none of these.
@@ -43,6 +45,7 @@ class ClusterSettings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     restore: tuple[Restored, JobSpec] | None = None
     life: int = 0
+    run_is_known: bool = False
 
     def __post_init__(self) -> None:
         wanted = f"`without_spare` must be one of {WITHOUT_SPARE}, got {self.without_spare!r}"

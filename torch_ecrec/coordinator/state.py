@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch_ecrec.coordinator.checkpointing import Checkpointing, Ledger
 from torch_ecrec.coordinator.going_back import Eras
 from torch_ecrec.coordinator.job import RunningJob
+from torch_ecrec.coordinator.launches import Launches
 from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.partial import PartialRecovery
 from torch_ecrec.coordinator.placement import SlotTable
@@ -40,8 +41,15 @@ class ClusterState:
             self.members.follow(settings.life - 1)
         checkpoint = settings.checkpoint
         self.job = RunningJob(
-            settings.code, self.members, announce, settings.restore, checkpoint.beyond, checkpoint.run
+            settings.code,
+            self.members,
+            announce,
+            settings.restore,
+            checkpoint.beyond,
+            checkpoint.run,
+            settings.run_is_known,
         )
+        self.launches = Launches(self.job, self.members)
         self.suspicion = Suspicion()
         self.silence = Silence(settings.stands_s, self.members, self.suspicion, announce)
         self.world = World(settings.spares, settings.store, self.job, self.members, self.silence, announce)
@@ -67,7 +75,7 @@ class ClusterState:
         """Takes over from a cluster that went back to a checkpoint: nobody of it is taken for a member of this one."""
         self.members.follow(before.members.life)
         self.checkpointing.follow(before.checkpointing)
-        self.job.run = before.job.run
+        self.job.run, self.job.known = before.job.run, before.job.known or before.job.spec is not None
         self.partial.follow(before.partial, self.job.done_at_origin)
         self.world.generation, self.table.epoch = before.world.generation, before.table.epoch
 

@@ -38,6 +38,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
     resume_step = eras.done if back is None else None if back.step is None else back.done
     return {
         "version": torch_ecrec.__version__,
+        "run": job.run,
         "code": dataclasses.asdict(job.code),
         "transport": state.transport,
         "generation": state.world.generation,
@@ -46,6 +47,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
         "going_back": eras.going_back is not None,
         "resume_step": resume_step,
         "step": job.step,
+        "finished": state.launches.finished,
         "fatal": job.fatal,
         "checkpoints": state.checkpointing.status(),
         "partial": partial_status(state),
@@ -69,6 +71,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
                 "role": m.role,
                 "rank": m.rank,
                 "pid": m.pid,
+                "launch": m.launch,
                 "alive": m.alive,
                 "left": m.left,
                 "spare": m.role == "server" and not table.hosted_by(m.name),

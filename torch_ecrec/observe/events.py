@@ -43,6 +43,20 @@ class Back(Event, frozen=True, tag="back"):
     pid: int
 
 
+class TurnedAway(Event, frozen=True, tag="turned_away"):
+    """A member of another cluster has found this coordinator, and goes on looking for its own.
+
+    Attributes:
+        member, run: it, and its cluster. `refuses`: this one is to end for it.
+    """
+
+    member: str
+    run: str
+    pid: int
+    why: str
+    refuses: bool
+
+
 class Left(Event, frozen=True, tag="left"):
     """A member is done."""
 

@@ -52,6 +52,8 @@ def format_status(status: Message) -> str:
     ]
     if status["fatal"]:
         lines.append(f"STOPPED: {status['fatal']}")
+    elif status.get("finished"):
+        lines.append("the job has ended: all its trainers were done")
     if stands := status.get("stands_still"):
         limit = "until somebody is heard" if stands["left_s"] is None else f"for {stands['left_s']:.0f} s at most"
         lines.append(f"STANDS STILL, waits for silent members, {limit}:")

@@ -18,9 +18,10 @@ from typing import IO, Any, cast
 from torch_ecrec.coordinator.checkpoint_settings import NO_CHECKPOINTS, CheckpointSettings
 from torch_ecrec.coordinator.checkpointing import Restorable
 from torch_ecrec.coordinator.election import Standing
+from torch_ecrec.coordinator.launches import RESTART_S
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
-from torch_ecrec.errors import CheckpointError, StoreUnavailable
+from torch_ecrec.errors import CheckpointError, ClusterError, DataLoss, OtherCluster, StoreUnavailable
 from torch_ecrec.processes.leadership import Acting, Office
 from torch_ecrec.processes.restoring import NEWEST, NONE, find_again
 from torch_ecrec.processes.restoring import find as find_checkpoint
@@ -40,7 +41,8 @@ LOOK_AGAIN_S = 2.0  # before a store that could not be read is read again
 EXPECTED_S = 10.0  # members of a coordinator before, by one that cannot begin without them
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
 HANGS_S = 5.0  # without a tick
-LOUD = "recovered_partly", "began_anew", "stands_still", "goes_on"  # events
+TOLD_END_S = 0.2  # for the last words to those who are connected
+LOUD = "recovered_partly", "began_anew", "turned_away", "stands_still", "goes_on"  # events
 SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
@@ -85,6 +87,9 @@ def run_coordinator(told: Coordination, out: IO[str]) -> int:
     Raises:
         OSError: the port is in use.
         CheckpointError: the checkpoint to begin with is not there, or there is no such place.
+        OtherCluster: members of another cluster have found it, and nobody of its own.
+        DataLoss: more is lost than can be repaired, everybody who has asked knows, and nobody has for a while. Of one
+            with a supervisor: else it stays, since whoever starts it again would begin anew.
         ClusterError: as `Office`.
     """
     raise_descriptors()
@@ -132,6 +137,8 @@ class _Coordinator:
         self._began_with = ""
         self._ticked_s = math.inf  # when it did something last, once it serves
         self._missing: CheckpointError | None = None  # why there is nothing to begin with
+        self._ended: ClusterError | None = None  # why it ends by itself
+        self._fatal_s = math.inf  # since when the cluster has stopped
 
     def _do(self, action: Callable[[], None]) -> None:
         self._acting.do(action)
@@ -160,8 +167,11 @@ class _Coordinator:
             self._serve()
             if self._missing is not None and self._router.looks:
                 raise self._missing
-            if self._over or (self._office is None and not self._fenced):
+            refuses = isinstance(self._ended, OtherCluster)
+            if self._over or (self._office is None and not self._fenced and not refuses):
                 self._tidy()
+            if self._ended is not None:
+                raise self._ended
         finally:
             if self._office is not None:
                 self._office.close(self._over)
@@ -242,11 +252,13 @@ class _Coordinator:
                 transport,
                 checkpoint,
                 begins,
+                run_is_known=told.again and self._office is None,
             ),
             ledger=self._ledger,
             probe=self._probe,
-            announce=_announce,
+            announce=self._announce,
             stop=self._stop,
+            refuse_to_lead=self._refuse_to_lead,
             stamp=lambda message: {**message, "time_s": time.time()},
             joins_from_s=time.monotonic() + JOINS_HELD_S,
             looks=again or self._missing is not None,
@@ -304,7 +316,36 @@ class _Coordinator:
     def _stop(self) -> None:
         """The cluster was told to."""
         self._over = True
-        self._server.call_later(0.2, self._server.close)
+        self._server.call_later(TOLD_END_S, self._server.close)
+
+    def _refuse_to_lead(self, why: str, code: CodeSpec) -> None:
+        """Members of a cluster of this code look for their coordinator here."""
+        told = self._told
+        words = f"torch-ecrec coordinator --servers {code.slots} -k {code.k} -r {code.r}"
+        words += "" if code.protection == "parity" else f" --protection {code.protection}"
+        words += f" --elect {told.elect}" if told.elect else ""
+        host, port = self._server.address
+        self._ended = OtherCluster(
+            f"refuses to lead: {why}. So that it trains on, start its coordinator here, with the words that it had:"
+            f" {words} --host {host} --port {port} ...; or end its processes first, or take another port"
+        )
+        self._server.call_later(TOLD_END_S, self._server.close)
+
+    def _announce(self, event: dict[str, Any]) -> None:
+        """To the log: louder what is not exact, and what has lost all that was trained. And to the supervisor, which
+        starts the next coordinator, whose members these are."""
+        log.log(logging.WARNING if event["event"] in LOUD else logging.INFO, "%s", json.dumps(event))
+        if event["event"] == "regathered" and not self._told.alone:
+            print(json.dumps({"run": self._router.core.run}), file=self._out, flush=True)
+
+    def _end_after_loss(self) -> None:
+        """Once whoever was started again has been told, as often as it was, nobody needs this process."""
+        core, now_s = self._router.core, time.monotonic()
+        lost = core.fatal is not None and core.fatal_kind == "data_loss" and not core.goes_back
+        self._fatal_s = min(self._fatal_s, now_s) if lost else math.inf
+        if not self._told.alone and now_s > max(self._fatal_s, self._router.told_fatal_s) + RESTART_S:
+            self._ended, self._over = DataLoss(core.fatal), True
+            self._server.close()
 
     def _give_way(self) -> None:
         """Another has led: whoever is still connected looks for it."""
@@ -315,7 +356,7 @@ class _Coordinator:
         """Nobody has come back, and there is nothing to begin with."""
         if self._router.looks and not self._router.core.regathering:
             self._refuse(str(self._missing))
-            self._server.call_later(0.2, self._server.close)
+            self._server.call_later(TOLD_END_S, self._server.close)
 
     def _tidy(self) -> None:
         """Nobody goes on with this run."""
@@ -337,6 +378,7 @@ class _Coordinator:
             self._ticked_s = time.monotonic()
             if self._acting.go_on():
                 self._router.on_tick(time.monotonic())
+                self._end_after_loss()
             server.call_later(self._told.settings.heartbeat_s / 4, tick)
 
         def end() -> None:
@@ -357,11 +399,6 @@ class _Coordinator:
         # Those who wait are let in.
         server.call_later(JOINS_HELD_S, lambda: self._do(lambda: self._router.on_tick(time.monotonic())))
         server.serve_forever()
-
-
-def _announce(event: dict[str, Any]) -> None:
-    """To the log: louder what is not exact, and what has lost all that was trained."""
-    log.log(logging.WARNING if event["event"] in LOUD else logging.INFO, "%s", json.dumps(event))
 
 
 def _store_on(host: str) -> Any:

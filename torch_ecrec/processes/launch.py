@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import logging
 import os
 import queue
@@ -39,7 +40,7 @@ from torch_ecrec.runtime import allocator, byte_sums
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_within, freeze, on_signals
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
-from torch_ecrec.spec.settings import Settings, restarts
+from torch_ecrec.spec.settings import LAUNCH_MOST, Settings, loss_mark, restarts, torchrun_launch
 from torch_ecrec.storage import quantised, row_ids, seen
 from torch_ecrec.transport.node import Node
 
@@ -223,7 +224,7 @@ class _Trainer:
         """Raises what `Member` raises."""
         Member(
             self._settings,
-            {"role": "trainer", "rank": self._trainer, "job": self._job.to_json()},
+            {"role": "trainer", "rank": self._trainer, "job": self._job.to_json(), **_start_of(self._settings)},
             self._make,
             on_control=lambda message: self._sessions[0].on_control(message),
             on_end=self._on_end,
@@ -271,6 +272,17 @@ class _Trainer:
             end_if_it_hangs(self._thread, told, ABORT_S, str(error), error.exit_code)
 
 
+def _start_of(settings: Settings) -> dict[str, object]:
+    """Which start of the trainers this is; see `coordinator/launches.py`.
+
+    A launch that the user has named has no count of its starts: whoever says its word again may take its place.
+    """
+    launch = settings.launch or torchrun_launch()
+    short = launch if len(launch) <= LAUNCH_MOST else hashlib.sha256(launch.encode()).hexdigest()
+    relaunched = bool(settings.launch) or restarts() > 0
+    return {"launch": short, "relaunched": relaunched, "again": bool(settings.again)}
+
+
 _joined: set[str] = set()  # named clusters that this process is a trainer of
 
 
@@ -302,6 +314,8 @@ def _exit_with_reason() -> _Ending:
             if reason is not error:
                 with contextlib.suppress(OSError):  # no room for it, say
                     print(f"torch-ecrec: {type(reason).__name__}: {reason}", file=sys.stderr)
+            if isinstance(reason, DataLoss) and (mark := loss_mark()) is not None:
+                mark.write_text(str(reason))
             raise SystemExit(reason.exit_code)
 
     sys.excepthook = hook

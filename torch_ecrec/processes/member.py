@@ -6,7 +6,8 @@ that the coordinator forms, and hands it everything else. It is the real `Port` 
 The end of its connection is the end of nothing: it connects again and rejoins. The same coordinator knows it by its
 `birth`, and that its process lives by its `SignOfLife`; the next one takes what it says. Either answers "rejoined",
 upon which it says again what may not have arrived. What the coordinator sends is converted by
-`messages.from_coordinator`: nonsense ends the membership with `ClusterUnavailable`, which says what came.
+`messages.from_coordinator`: nonsense ends the membership with `ClusterUnavailable`, which says what came. A coordinator
+of another cluster ("other_cluster") is none: the member says so, keeps what it has, and goes on looking for its own.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ class Member:
         self._telling = threading.RLock()  # guards _control: one connection follows another between two messages
         self._connected, self._cut = threading.Event(), threading.Event()
         self._why_cut = ""
+        self._sought_s: float | None = None  # since when it looks for its coordinator; None: it is with it
+        self._stranger = ""  # whom it found last, if that was another cluster's
         self._beats = Heartbeats(settings, self._timers, lambda: self.node, self.on_error)
         self._control: ControlClient | None = None
         self._leader: Leader | None = None  # whom the last connection is with
@@ -234,9 +237,13 @@ class Member:
         elif isinstance(word, messages.Generation):
             self._addresses = word.addresses
             self._generations.take(word, message)
+        elif isinstance(word, messages.OtherCluster):
+            self._turn_away(word)
         else:
+            if isinstance(word, messages.Job):
+                self._run = word.run
             if isinstance(word, messages.Rejoined):
-                self._life = word.life
+                self._life, self._sought_s, self._stranger = word.life, None, ""
                 if self._leaving:
                     self._say_leave()
             elif isinstance(word, messages.Left) and self._leaving and self._hello.get("rank") in word.trainers:
@@ -254,6 +261,22 @@ class Member:
         self.transport = kind(self.name, self.node.handle, self.on_error)
         self._generations = GenerationFollower(self.name, self.transport, self.tell, self.on_error)
         self._answered.set()
+
+    def _turn_away(self, word: messages.OtherCluster) -> None:
+        """Whoever leads there is not the coordinator of this member's cluster."""
+        code = word.code
+        stranger = f"the coordinator at {self.settings.join} is of another cluster: {word.reason}"
+        if stranger != self._stranger:
+            log.error(
+                "%s: %s. It leads %s, (k, r) = (%d, %d) on %d slots; this member is of %s, (%d, %d) on %d slots, keeps"
+                " what it has, and looks for its own for %g s",
+                *(self.name, stranger, word.run, code.k, code.r, code.slots),
+                *(self._run, self._code["k"], self._code["r"], self._code["slots"], self.settings.give_up_s),
+            )
+        self._stranger = stranger
+        if self._control is not None:
+            self._control.close()
+        self._on_closed(stranger)
 
     def _on_nonsense(self, reason: str) -> None:
         """What arrived is no message of this protocol: whoever sent it is not the coordinator of this cluster."""
@@ -282,18 +305,24 @@ class Member:
 
     def _rejoin(self, reason: str) -> None:
         """Finds the coordinator again, or the one that is started in its place, and tells it what is known here."""
-        log.warning("%s: no connection with the coordinator (%s); goes on, and looks for it", self.name, reason)
-        since_s = time.monotonic()
+        limit_s = self.settings.give_up_s
+        if self._sought_s is None:
+            self._sought_s = time.monotonic()
+            log.warning("%s: no connection with the coordinator (%s); goes on, and looks for it", self.name, reason)
+        else:  # whoever is there may end each connection at once
+            self._over.wait(REJOIN_MOST_S if self._stranger else REJOIN_LEAST_S)
         while True:
             try:
-                control = self._connect(self.settings.give_up_s)
+                control = self._connect(max(self._sought_s + limit_s - time.monotonic(), 0.0))
                 break
             except ClusterUnavailable as error:
-                for_s = time.monotonic() - since_s
+                for_s = time.monotonic() - self._sought_s
                 if isinstance(error, NoAnswer) and for_s < (self.settings.standstill_s or STANDS_S):
                     log.warning("%s: nothing comes back from there for %.0f s; goes on looking", self.name, for_s)
+                    limit_s = for_s + self.settings.give_up_s
                     continue
-                self.end(ClusterUnavailable(f"the coordinator is gone ({reason}), and none came within {for_s:.0f} s"))
+                why = f"the coordinator is gone ({self._stranger or reason}), and none came within {limit_s:g} s"
+                self.end(ClusterUnavailable(why))
                 return
         assert self.transport is not None and self._generations is not None
         with self._telling:  # what is told from now on follows on the new connection, what was told before is known

@@ -7,14 +7,19 @@ each). All of it follows from the address from which this host reaches the one w
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
+import signal
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_ecrec.errors import DataLoss
 from torch_ecrec.processes.children import FRESH_STORE
 from torch_ecrec.runtime.addresses import interface_of, interfaces
 from torch_ecrec.runtime.checks import require, require_int
@@ -22,6 +27,10 @@ from torch_ecrec.transport.control import parse_address
 from torch_ecrec.transport.whereabouts import require_whereabouts
 
 MEETING_PORT = 29500
+ENDS = (signal.SIGTERM, signal.SIGINT)
+FROM_TERMINAL = 0x80  # `si_code`: the kernel's own, Ctrl-C, which torchrun has been told, too
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LOOK_S = 0.2
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
@@ -62,7 +71,8 @@ class Nodes:
         else:
             host, port = self.meeting
             words += ["--nnodes", str(self.count), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}"]
-            words += ["--rdzv-id", self.job, "--rdzv-conf", f"is_host={int(is_mine(host))}"]
+            # the word of the launch, too: two that say the same meet, and are one
+            words += ["--rdzv-id", f"{self.job}@{host}:{port}", "--rdzv-conf", f"is_host={int(is_mine(host))}"]
             words += ["--local-addr", self.own_address]
         return [*words, "--nproc-per-node", str(self.per_node), "--max-restarts", str(self.restarts), *script]
 
@@ -102,13 +112,19 @@ def is_mine(host: str) -> bool:
     return address.is_loopback or str(address) in {own for _, own in interfaces()}
 
 
-def become_torchrun(nodes: Nodes, join: str, script: Sequence[str]) -> None:
-    """This process goes on as torchrun.
+def run_torchrun(nodes: Nodes, join: str, script: Sequence[str], again: bool = False) -> int:
+    """Runs torchrun, which starts trainers again until they are done; not any more once one says that data is lost.
+
+    What tells this process to end is told to torchrun, which ends with this process, too, however that ends.
 
     Args:
         nodes: where trainers run.
         join: HOST:PORT of the coordinator, or etcd://...; "": a variable names it, or each job has its own cluster.
         script: as torchrun takes it.
+        again: a job that has ended is trained on.
+
+    Returns:
+        What torchrun returns, or `DataLoss.exit_code`.
 
     Raises:
         OSError: as for `Nodes.environment`.
@@ -119,4 +135,29 @@ def become_torchrun(nodes: Nodes, join: str, script: Sequence[str]) -> None:
     if join:
         require_whereabouts(join)
     command, joins = nodes.command(script), {"TORCH_ECREC_JOIN": join} if join else {}
-    os.execve(command[0], command, {**nodes.environment(), **os.environ, **joins})
+    joins |= {"TORCH_ECREC_AGAIN": "1"} if again else {}
+    with tempfile.TemporaryDirectory(prefix="torch-ecrec-run-") as folder:
+        mark = Path(folder, "lost")
+        environment = {**nodes.environment(), **os.environ, **joins, "TORCH_ECREC_LOSS_MARK": str(mark)}
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+        process = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
+        told = False
+        while process.poll() is None:
+            if (came := signal.sigtimedwait(ENDS, LOOK_S)) is not None and came.si_code != FROM_TERMINAL:
+                process.send_signal(came.si_signo)
+            if mark.exists() and not told:
+                told = True
+                print(f"torch-ecrec: trainers are not started again: {mark.read_text()}", file=sys.stderr, flush=True)
+                process.terminate()
+        return DataLoss.exit_code if mark.exists() else exit_code_of(process.returncode)
+
+
+def _end_with_parent() -> None:
+    """In the child, before it is torchrun: Linux tells it to end when its parent has."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+
+
+def exit_code_of(returncode: int) -> int:
+    """As a shell has it: of a process that a signal has ended, 128 and its number."""
+    return returncode if returncode >= 0 else 128 - returncode

@@ -6,7 +6,8 @@ the pipe closes and the child ends. So nothing is left behind, whatever happens 
 Which ends are final is told from the exit code, or the signal (then it is negative):
 
     server       0 told to end, 2 refused, 3 data is lost; after any other, 4 (nobody answered) included, another may do
-    coordinator  0 told to end; another one finds the members where the one before left them
+    coordinator  0 told to end, 3 data is lost, 9 members of another cluster have found it; after any other, the next
+                 one finds the members where the one before left them
 
 Another is started at once, but after pauses of up to 30 s where one after the other ends soon after its start. When
 the coordinator does not come up again in `COORDINATOR_TRIES`, there will be no other: `Supervisor.ended`.
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from torch_ecrec.errors import ClusterError, ClusterUnavailable
+from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, OtherCluster
 from torch_ecrec.processes.children import Child, await_end
 from torch_ecrec.processes.fork_server import ForkServer, is_available
 from torch_ecrec.runtime.checks import require_int
@@ -47,6 +48,7 @@ PAUSES_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next st
 COORDINATOR_TRIES = 7
 NO_ROOM = (OSError, MemoryError, RuntimeError)  # the last: no thread can be started
 FINAL = (0, 2, 3)  # exit codes of a server
+FINAL_OF_COORDINATOR = (0, DataLoss.exit_code, OtherCluster.exit_code)
 LOADED = ("torch_ecrec.processes.launch:warm", "torch_ecrec.processes.coordination")  # before processes are forked
 
 
@@ -192,6 +194,8 @@ class Supervisor:
         def read() -> None:
             with contextlib.suppress(ValueError, OSError):  # closed behind our back
                 said.put(out.readline())
+                for line in out:  # it leads the cluster of members that have found it: so is the next one to
+                    self._run = str(json.loads(line)["run"])
 
         threading.Thread(target=read, name="address", daemon=True).start()
         deadline_s = time.monotonic() + START_S
@@ -267,7 +271,7 @@ class Supervisor:
     def _on_coordinator_end(self, life: _Life) -> None:
         """Tries to put another in its place; else `ended` says that there will be none."""
         code = life.child.returncode
-        if not self.restart or code == 0:
+        if not self.restart or code in FINAL_OF_COORDINATOR:
             self.ended = code
             return
         log.warning("the coordinator ended with %d; starting another", code)

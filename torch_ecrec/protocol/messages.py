@@ -123,6 +123,9 @@ class Entering(ForLeader, frozen=True, kw_only=True):
         address: (host, port) where the process listens for as long as it lives, and closes what it accepts; None: it
             does not, and the end of its connection counts as its own.
         domain: of a server, what it is lost together with (`coordinator/domains.py`); "": it does not say.
+        launch: of a trainer, a word of whoever starts all of them, again and again; "": there is none.
+        relaunched: of a trainer, that launch has started its trainers before: this one takes the place of another.
+        again: of a trainer, a job that has ended is to be trained on.
     """
 
     version: Text
@@ -132,6 +135,9 @@ class Entering(ForLeader, frozen=True, kw_only=True):
     birth: Birth
     address: Address | None = None
     domain: Text = ""
+    launch: Text = ""
+    relaunched: bool = False
+    again: bool = False
     rank: Rank = -1
     job: JobSpec | None = None
 
@@ -154,7 +160,8 @@ class Join(Entering, frozen=True, kw_only=True, tag="join"):
 class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     """A member tells a coordinator that it has not spoken to, or lost for a moment, what it knows.
 
-    `kept`: (slot, incarnation, whether dense snapshots are there) of the slots here that have all their records.
+    `run`: the identity of its cluster. `kept`: (slot, incarnation, whether dense snapshots are there) of the slots here
+    that have all their records.
     """
 
     name: Name
@@ -171,7 +178,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     origin: Count | None  # the step that training begins after, once initial values are loaded
     whole: Annotated[list[tuple[Count, Count]], Meta(max_length=SLOTS_MOST)]
     incarnations: Annotated[list[Count], Meta(max_length=SLOTS_MOST)]
-    left: Ranks = []  # trainers that are done, as a trainer was told (`Left`)
+    left: Ranks = []  # trainers that are done, as it was told (`Left`)
     restored: Restored | None = None
     floor: Count = 0  # of `resume_step`: see `Era`
     renewals: Renewals = []
@@ -400,9 +407,16 @@ class Generation(Said, frozen=True, tag="generation"):
 
 
 class Job(Said, frozen=True, tag="job"):
-    """What is trained. `begins`: steps of training that were done when the cluster began."""
+    """What is trained.
+
+    Attributes:
+        run: the identity of the cluster, which may be another than it was at the welcome: of a coordinator that was
+            welcoming as if it were the first, and has found members of one before.
+        begins: steps of training that were done when the cluster began.
+    """
 
     job: JobSpec
+    run: Run
     begins: Count = 0
 
 
@@ -523,8 +537,21 @@ class Rejoined(Said, frozen=True, tag="rejoined"):
     life: Version
 
 
+class OtherCluster(Said, frozen=True, tag="other_cluster"):
+    """This coordinator is of another cluster than the member that rejoins, which is to go on looking for its own.
+
+    Attributes:
+        run, code: of the coordinator's cluster.
+        reason: why it is another.
+    """
+
+    run: Run
+    code: CodeSpec
+    reason: str
+
+
 class Left(Said, frozen=True, tag="left"):
-    """These trainers are done: for the one that leaves, which may end now, and for those that go on."""
+    """These trainers are done: the one that leaves may end now, and all others tell the next coordinator."""
 
     trainers: Ranks
 
@@ -571,6 +598,7 @@ FromCoordinator = (
     | Move
     | Stands
     | Rejoined
+    | OtherCluster
     | Left
     | Fatal
 )

@@ -65,6 +65,7 @@ class Host(Node):
         self.floor = 0  # a slot that begins anew there is the same from here on
         self.renewals: list[messages.Renewal] = []  # of this run
         self.origin: int | None = None  # the step that training begins after; None: initial values are being loaded
+        self.left: list[int] = []  # trainers that are done: for a coordinator that is started again
         self.code = LinearCode(1, 0)
         self.layouts: tuple[Layout, ...] = ()
         self.judge: Judge | None = None
@@ -81,6 +82,8 @@ class Host(Node):
             self.run(self._take_era, messages.from_coordinator(message))
         elif message["type"] == "loaded":
             self.origin = message["origin"]
+        elif message["type"] == "left":
+            self.left = message["trainers"]
         elif message["type"] == "rejoined":
             self.run(self._tell_again, message["life"])
         elif message["type"] == "move":
@@ -103,6 +106,7 @@ class Host(Node):
                 done=self.done,
                 origin=self.origin,
                 floor=self.floor,
+                left=self.left,
                 renewals=[messages.json_of(renewal) for renewal in self.renewals],
                 saves=messages.json_of(self.saves),
                 kept=[

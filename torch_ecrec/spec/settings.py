@@ -43,6 +43,21 @@ def new_run() -> str:
     return uuid.uuid4().hex[:8]
 
 
+def torchrun_launch() -> str:
+    """The word of the torchrun that has started this process (its `--rdzv-id`), the same for all nodes and restarts.
+
+    "" without torchrun, and where it was told none: then all say "none".
+    """
+    word = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if word == "none" else word
+
+
+def loss_mark() -> Path | None:
+    """Where trainers note that data is lost: `torch-ecrec run`, which starts them again, looks there."""
+    place = os.environ.get("TORCH_ECREC_LOSS_MARK")
+    return Path(place) if place else None
+
+
 def restarts() -> int:
     """How often torchrun has started the trainers again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -70,6 +85,7 @@ def ask_name_servers_briefly() -> None:
 
 
 DOMAIN_LEVELS_MOST, DOMAIN_MOST = 8, 200
+LAUNCH_MOST = 200
 
 
 @dataclass(frozen=True)
@@ -118,6 +134,10 @@ class Settings:
         spoil, spoil_step: of a server; for `torch-ecrec chaos --check-power`. This step of training is made wrongly,
             and nobody is told: "drop", without one push; "twice"; "back", with one record as it was before; or "look",
             rightly, and it is said what it changes. 0: none is.
+        launch: of a trainer, a word of whoever starts all trainers of a job, and starts them again: the same for all of
+            them. A trainer of the same launch takes the place of another of its rank at once, one of another launch
+            not while that lives. "": torchrun's `--rdzv-id` (`torch-ecrec run` and `--standalone` make one).
+        again: of a trainer. 1: where the cluster's job has ended, it is trained on from there. 0: that is refused.
         checkpoint_memory_bytes: most of what one slot keeps of records that steps change before a checkpoint has
             written them; a checkpoint that needs more is given up.
     """
@@ -143,6 +163,8 @@ class Settings:
     flip_on_signal: int = 0
     spoil: str = "look"
     spoil_step: int = 0
+    launch: str = ""
+    again: int = 0
     checkpoint_memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
@@ -174,6 +196,10 @@ class Settings:
         require(
             self.record_checks in RECORD_CHECKS,
             f"`record_checks` must be one of {', '.join(RECORD_CHECKS)}, got {self.record_checks!r}",
+        )
+        require(self.again in (0, 1), f"`again` must be 0 or 1, got {self.again}")
+        require(
+            len(self.launch) <= LAUNCH_MOST, f"`launch` must have {LAUNCH_MOST} characters at most, got {self.launch!r}"
         )
         require(self.flip_on_signal in (0, 1), f"`flip_on_signal` must be 0 or 1, got {self.flip_on_signal}")
         require(self.spoil in SPOILS, f"`spoil` must be one of {', '.join(SPOILS)}, got {self.spoil!r}")

@@ -41,6 +41,7 @@ NOTICED_S = (0.0005, 0.03)  # until a side notices that its connection was reset
 PROBE_S = (0.0002, 0.004)  # until a probe arrives, and until its answer does
 LATE_PROBE_S = (0.05, 0.9)
 TRY_AGAIN_S = 0.02
+STRANGER_S = 0.1  # after it has found a coordinator of another cluster
 TICK_S = 0.5
 
 
@@ -60,6 +61,9 @@ class VirtualProcess:
         dead: it has ended.
         led: since when the coordinator leads that it has looked for last; 0: there is one alone.
         domain: of a server; see `coordinator/domains.py`.
+        launch, relaunched, again: of a trainer; see `messages.Entering`.
+        strangers: so often did it find a coordinator of another cluster.
+        waits: why it is not let in yet, as it was told.
     """
 
     role: str
@@ -81,6 +85,11 @@ class VirtualProcess:
     connection: VirtualConnection | None = None
     predecessor: VirtualProcess | None = None
     domain: str = ""
+    launch: str = ""
+    relaunched: bool = False
+    again: bool = False
+    strangers: int = 0
+    waits: list[str] = field(default_factory=list)
 
     @property
     def host(self) -> str:
@@ -101,7 +110,10 @@ class VirtualProcess:
             "domain": self.domain,
             "led": self.led,
         }
-        return hello if self.job is None else {**hello, "rank": self.rank, "job": self.job.to_json()}
+        if self.job is None:
+            return hello
+        start = {"launch": self.launch, "relaunched": self.relaunched, "again": self.again}
+        return {**hello, **start, "rank": self.rank, "job": self.job.to_json()}
 
 
 class Handlers(Protocol):
@@ -319,14 +331,19 @@ class ControlPlane:
         job: JobSpec | None = None,
         predecessor: VirtualProcess | None = None,
         domain: str = "",
+        launch: str = "",
+        relaunched: bool = False,
+        again: bool = False,
     ) -> VirtualProcess:
         """A process starts, and joins.
 
         Args:
             predecessor: one on whose host it runs; else it has one of its own.
             domain: of a server, what it says of that.
+            launch, relaunched, again: of a trainer, what it says of its start.
         """
         process = VirtualProcess(role, rank, len(self.processes), job, predecessor=predecessor, domain=domain)
+        process.launch, process.relaunched, process.again = launch, relaunched, again
         self.processes.append(process)
         self.connect(process)
         return process
@@ -404,11 +421,19 @@ class ControlPlane:
                 process.generation = process.asked = word.generation
                 process.world, process.addresses = word.members, word.addresses
                 self.tell(process, {"type": "in_generation", "generation": word.generation})
+        elif isinstance(word, messages.Waits):
+            process.waits.append(word.reason)
+        elif isinstance(word, messages.OtherCluster):
+            process.strangers += 1
+            process.connection = None
+            self.clock.later(STRANGER_S, lambda: self.connect(process))
         elif isinstance(word, (messages.Fatal, messages.Refused)):
             self.handlers.on_fatal(process, message)
         else:
             if isinstance(word, messages.Rejoined):
                 process.life = word.life
+            elif isinstance(word, messages.Job):
+                process.run = word.run
             self.handlers.on_control(process, message)
 
     # faults -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ than r members. Which of them fired is in the result.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -129,7 +130,9 @@ class SimulatedCluster:
         """All of them, as torchrun does."""
         self.ending = False
         job = self.scenario.job
-        self.ranks = [self.plane.start("trainer", i, job) for i in range(self.scenario.trainers)]
+        relaunched = self.run.trainer_kills > 0
+        start = functools.partial(self.plane.start, "trainer", job=job, launch="launch", relaunched=relaunched)
+        self.ranks = [start(i) for i in range(self.scenario.trainers)]
         self.scripts.begin()
 
     def known(self, process: VirtualProcess) -> dict[str, Any]:

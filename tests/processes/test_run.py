@@ -1,0 +1,88 @@
+"""`torch-ecrec run`: torchrun as its child, how both end, and that trainers are not started again after data loss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, wait_until
+
+from torch_ecrec.errors import DataLoss
+
+LIMIT_S = 240.0
+LOSES = """
+import sys
+from torch_ecrec.errors import DataLoss
+from torch_ecrec.processes.launch import _exit_with_reason
+open(sys.argv[1], "a").write("started\\n")
+_exit_with_reason()
+raise DataLoss("slots 1 and 2 are lost together")
+"""
+WAITS = """
+import os, sys, time
+with open(sys.argv[1] + ".part", "w") as out:
+    out.write(str(os.getpid()))
+os.replace(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(600)
+"""
+ENDS = "import os, sys; open(sys.argv[1], 'w').write(os.environ['TORCHELASTIC_RUN_ID']); sys.exit(0)"
+
+
+@contextmanager
+def running(folder: Path, script: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`torch-ecrec run` of a script, which gets the name of a file."""
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "torch_ecrec", "run", *words, "--", str(folder / "script.py"), str(folder / "out")]
+    with (folder / "log").open("wb") as log:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    tree = [psutil.Process(process.pid)]
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            tree += tree[0].children(recursive=True)
+        for one in tree:
+            if one.is_running():
+                one.kill()
+        process.wait(LIMIT_S)
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_after_data_loss_trainers_are_not_started_again(tmp_path: Path) -> None:
+    with running(tmp_path, LOSES, "--max-restarts", "5") as process:
+        assert process.wait(LIMIT_S) == DataLoss.exit_code, (tmp_path / "log").read_text()
+    assert (tmp_path / "out").read_text() == "started\n"
+    assert "trainers are not started again: slots 1 and 2 are lost together" in (tmp_path / "log").read_text()
+    assert not list(tmp_path.glob("torch-ecrec-run-*"))
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_the_end_of_it_is_the_end_of_the_trainers(tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path, WAITS) as process:
+        wait_until((tmp_path / "out").exists, LIMIT_S, "the trainer has started")
+        trainer = psutil.Process(int((tmp_path / "out").read_text()))
+        torchrun = trainer.parent()
+        assert torchrun is not None and torchrun.ppid() == process.pid
+        process.send_signal(number)
+        assert process.wait(LIMIT_S) != 0
+        gone, alive = psutil.wait_procs([trainer, torchrun], LIMIT_S)
+        assert not alive and len(gone) == 2
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_it_returns_what_torchrun_does_and_each_run_is_a_launch_of_its_own(tmp_path: Path) -> None:
+    launches = set()
+    for _ in range(2):
+        with running(tmp_path, ENDS) as process:
+            assert process.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
+        launches.add((tmp_path / "out").read_text())
+    assert len(launches) == 2 and "none" not in launches
