@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from builds import BUILD
 
-from torch_ecrec.coordinator.away import PROBE_AGAIN_S
+from torch_ecrec.coordinator.asked import PROBE_AGAIN_S
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.router import UNKNOWN_YET, Router

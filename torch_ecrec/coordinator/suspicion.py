@@ -102,6 +102,11 @@ class Suspicion:
             self._since.setdefault((who, whom), now_s)
             self._troubles[_hosts(known[who], known[whom])] = now_s + REMEMBERED_S
 
+    def on_computing(self, who: str, now_s: float) -> None:
+        """It is heard of, by no heartbeat: the time until the next one says nothing of how they come."""
+        if who in self._beats:
+            self._beats[who] = now_s, self._beats[who][1]
+
     def forget_gone(self, known: dict[str, MemberRecord], now_s: float) -> bool:
         """What is over. Returns whether two hosts are taken for good neighbours again, or nothing is to be learned."""
         gone = [pair for pair in self._since if not all(name in known and known[name].present for name in pair)]

@@ -35,7 +35,7 @@ from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import StoredCheckpoint
 from torch_ecrec.processes.scribe import FileScribe
 from torch_ecrec.processes.supervisor import Supervisor
-from torch_ecrec.runtime import allocator, byte_sums
+from torch_ecrec.runtime import allocator, byte_sums, unlocked
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_within, freeze, on_signals
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -67,6 +67,7 @@ def warm() -> None:
     row_ids.warm()
     seen.warm()
     byte_sums.warm()
+    unlocked.warm()
 
 
 # server -----------------------------------------------------------------------------------------------
