@@ -255,7 +255,7 @@ def test_one_that_lives_has_its_lease_and_is_asked_again() -> None:
     assert not running.names("lost")
     running.now_s += 1.0
     running.router.on_tick(running.now_s)
-    running.answer(GONE)  # killed after all
+    running.answer(GONE, "server-1")  # killed after all
     assert running.names("lost") == ["server-1"]
     assert running.rejoin(running.processes[1]).told("fatal")[0]["kind"] == "fenced"
 

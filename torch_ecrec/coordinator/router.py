@@ -296,9 +296,17 @@ class Router:
     def _silent(self, now_s: float) -> dict[str, Address]:
         """Members that have a connection, and were not heard of for a while: where they listen."""
         limit_s = min(SILENT_S, SILENT_PART * self._settings.lease_s)
-        silent = {name for name, member in self.core.members.items() if member.present and member.silent_s(now_s) > limit_s}
-        found = {name: self._addresses.get(name) for name in silent & self._connections.keys()}
-        return {name: address for name, address in found.items() if address is not None}
+        found = {}
+        for name, member in self.core.members.items():
+            address = self._addresses.get(name)
+            if (
+                member.present
+                and member.silent_s(now_s) > limit_s
+                and name in self._connections
+                and address is not None
+            ):
+                found[name] = address
+        return found
 
     def _lives(self, name: str) -> bool:
         return (member := self.core.members.get(name)) is not None and member.alive

@@ -22,6 +22,7 @@ from torch_ecrec.errors import Fenced
 from torch_ecrec.runtime.cores import Idle, wanted_s
 from torch_ecrec.runtime.lifetime import end_with_stacks
 from torch_ecrec.spec.settings import Settings
+from torch_ecrec.transport.liveness import SignOfLife
 from torch_ecrec.transport.node import Node
 from torch_ecrec.transport.timers import Timers
 
@@ -86,7 +87,7 @@ class Heartbeats:
         tell: Callable[[dict[str, Any]], None],
         unreachable: Callable[[], list[str]],
         figures: Callable[[], dict[str, Any]],
-        turn: Callable[[bool], None],
+        sign: SignOfLife | None,
     ) -> None:
         """From now on they are told, until `timers` are closed.
 
@@ -94,12 +95,15 @@ class Heartbeats:
             tell: says something to the coordinator.
             unreachable: whom this member cannot reach.
             figures: for `status`.
-            turn: gets at each turn whether all is well, before anything is told, which may take long.
+            sign: answers for this process while no Python runs here; None: nobody does.
         """
+        if sign is not None:
+            sign.ends(self._ends_s, Fenced.exit_code)
 
         def beat() -> None:
             silent = self._is_silent()
-            turn(not silent)
+            if sign is not None:
+                sign.turn(not silent)  # first: what follows may take long
             self._note_turn()
             if not silent:
                 tell(self._word(unreachable(), figures))
@@ -111,7 +115,7 @@ class Heartbeats:
     def _note_turn(self) -> None:
         late_s = time.monotonic() - self._next_s
         if late_s > LATE_S:
-            log.warning("nothing else ran here for %.1f s: a call held the interpreter's lock, or it was stopped", late_s)
+            log.warning("nothing ran here for %.1f s: a call held the interpreter's lock, or it was stopped", late_s)
 
     def _is_silent(self) -> bool:
         silent = not self._pulse.beats()

@@ -7,10 +7,13 @@ thread is in compiled code all its life (`_answer`). It accepts who connects, an
 - the heartbeats' thread, which has its *turn* several times a second, has had none for `OVERDUE_S`, and found that all
   was well when it had the last: so something holds the lock, and the process was not hung before that; and
 - the process *computes*: within `RECENT_S`, one of its threads had a core for `SHARE` of the time between two looks, or
-  the process read from a disk (pages of a mapped file, or of swapped memory, too). Whoever only waits for the lock asks
-  for it every 5 ms, which takes 0.2 % of a core.
+  the process read from a disk (pages of a mapped file, or of swapped memory, too). Whoever only waits for the lock
+  asks for it every 5 ms, which takes 0.2 % of a core.
 
 Otherwise it says `THERE`. A process that is stopped or frozen says nothing, for this thread is, too; its kernel accepts.
+
+Who waits with the lock held, and does not compute, hangs, and no Python of its own can end it. So this thread does,
+once it has seen that for long enough (`Answers.ends`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from numba import carray, types  # type: ignore[attr-defined]
-from numba.core.typing import signature
+from numba.core import typing as numba_typing
 
 from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import pointer
@@ -32,23 +35,34 @@ SHARE = 0.01  # of a core: a limit of 2 % for the whole process is enough to be 
 LOOK_S = 0.25
 PAUSE_S = 0.2  # after a failed accept: no more descriptors, for instance
 
+_LAST_WORDS = b"torch-ecrec: this process hangs: a call holds the interpreter's lock, and does not compute\n"
 _THREADS_MOST = 4096  # that are looked at
-_TURN, _WELL, _ENDS = 0, 1, 2  # of what Python says: nanoseconds, and two flags
+_TURN, _WELL, _ENDS, _LIMIT, _CODE = 0, 1, 2, 3, 4  # of what Python says: nanoseconds, two flags, `Answers.ends`
 _POLLIN, _MSG_NOSIGNAL, _MSG_DONTWAIT, _MONOTONIC, _RUSAGE_SELF = 1, 0x4000, 0x40, 1, 0
 _MAJFLT, _INBLOCK, _RUSAGE_WORDS = 9, 11, 18  # of `struct rusage`, in words of 8 bytes
 _NAME = 19  # where `struct dirent` has the name
 
 _int, _word, _address = types.int32, types.int64, types.uintp
-_poll: Any = types.ExternalFunction("poll", signature(_int, _address, _word, _int))
-_accept: Any = types.ExternalFunction("accept", signature(_int, _int, _address, _address))
-_send: Any = types.ExternalFunction("send", signature(_word, _int, _address, _word, _int))
-_close: Any = types.ExternalFunction("close", signature(_int, _int))
-_usleep: Any = types.ExternalFunction("usleep", signature(_int, types.uint32))
-_clock_gettime: Any = types.ExternalFunction("clock_gettime", signature(_int, _int, _address))
-_getrusage: Any = types.ExternalFunction("getrusage", signature(_int, _int, _address))
-_opendir: Any = types.ExternalFunction("opendir", signature(_address, _address))
-_readdir: Any = types.ExternalFunction("readdir", signature(_address, _address))
-_closedir: Any = types.ExternalFunction("closedir", signature(_int, _address))
+
+
+def _external(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the C library."""
+    tools: Any = numba_typing  # untyped
+    return types.ExternalFunction(name, tools.signature(result, *arguments))
+
+
+_poll: Any = _external("poll", _int, _address, _word, _int)
+_accept: Any = _external("accept", _int, _int, _address, _address)
+_send: Any = _external("send", _word, _int, _address, _word, _int)
+_close: Any = _external("close", _int, _int)
+_write: Any = _external("write", _word, _int, _address, _word)
+_exit: Any = _external("_exit", _int, _int)
+_usleep: Any = _external("usleep", _int, types.uint32)
+_clock_gettime: Any = _external("clock_gettime", _int, _int, _address)
+_getrusage: Any = _external("getrusage", _int, _int, _address)
+_opendir: Any = _external("opendir", _address, _address)
+_readdir: Any = _external("readdir", _address, _address)
+_closedir: Any = _external("closedir", _int, _address)
 
 
 @kernel()
@@ -100,32 +114,37 @@ def _look(folder: Any, threads_N2: Any, count: Any, passed_ns: Any, words: Any) 
 
 
 @kernel()
-def _answer(listener: Any, said_3: Any, folder: Any, letters: Any) -> Any:
-    """Until `said_3[_ENDS]`. `letters`: `THERE`, `COMPUTES`."""
+def _answer(listener: Any, said_5: Any, folder: Any, letters: Any, last_words: Any) -> Any:
+    """Until `said_5[_ENDS]`. `letters`: `THERE`, `COMPUTES`. `last_words`: on standard error, of one that hangs."""
     words = np.zeros(_RUSAGE_WORDS, np.int64)
     waits = np.zeros(2, np.int32)  # struct pollfd
     threads_N2 = np.zeros((_THREADS_MOST, 2), np.int64)
-    count, looked_ns, computed_ns, read = 0, np.int64(0), np.int64(0), np.int64(0)
-    while said_3[_ENDS] == 0:
+    count, looked_ns, computed_ns, read, hung_ns = 0, np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    while said_5[_ENDS] == 0:
         waits[0], waits[1] = listener, _POLLIN
         ready = _poll(waits.ctypes.data, 1, np.int32(LOOK_S * 1000))
         now_ns = _clock_ns(_MONOTONIC, words)
-        if now_ns - said_3[_TURN] < OVERDUE_S * 1e9:
-            count, computed_ns = 0, np.int64(0)
+        if now_ns - said_5[_TURN] < OVERDUE_S * 1e9:
+            count, computed_ns, hung_ns = 0, np.int64(0), np.int64(0)
         elif count == 0 or now_ns - looked_ns >= LOOK_S * 0.9e9:
             first = count == 0
             count = _look(folder, threads_N2, count, now_ns - looked_ns, words)
             busy, count = count < 0, abs(count)
             _getrusage(_RUSAGE_SELF, words.ctypes.data)
             if not first and (busy or words[_MAJFLT] + words[_INBLOCK] > read):
-                computed_ns = now_ns
+                computed_ns, hung_ns = now_ns, np.int64(0)
+            elif not first:
+                hung_ns += min(now_ns - looked_ns, np.int64(2e9 * LOOK_S))  # not while this process was stopped
+            if 0 < said_5[_LIMIT] < hung_ns:
+                _write(np.int32(2), last_words.ctypes.data, last_words.shape[0])
+                _exit(np.int32(said_5[_CODE]))
             looked_ns, read = now_ns, words[_MAJFLT] + words[_INBLOCK]
-        if ready > 0 and said_3[_ENDS] == 0:
+        if ready > 0 and said_5[_ENDS] == 0:
             sock = _accept(np.int32(listener), 0, 0)
             if sock < 0:
                 _usleep(np.uint32(PAUSE_S * 1e6))
                 continue
-            computes = said_3[_WELL] != 0 and computed_ns > 0 and now_ns - computed_ns < RECENT_S * 1e9
+            computes = said_5[_WELL] != 0 and computed_ns > 0 and now_ns - computed_ns < RECENT_S * 1e9
             _send(sock, letters[1 if computes else 0 :].ctypes.data, 1, _MSG_NOSIGNAL | _MSG_DONTWAIT)
             _close(sock)
 
@@ -134,21 +153,27 @@ class Answers:
     """What this process says to who connects, as `run` gives it on a thread of its own."""
 
     def __init__(self) -> None:
-        self._said_3 = np.array([time.monotonic_ns(), 1, 0], np.int64)
+        self._said_5 = np.array([time.monotonic_ns(), 1, 0, 0, 0], np.int64)
+
+    def ends(self, limit_s: float, code: int) -> None:
+        """From now on this process ends, with this exit code, if the lock is held so long and nothing computes."""
+        self._said_5[_CODE] = code
+        self._said_5[_LIMIT] = int(limit_s * 1e9)
 
     def turn(self, well: bool) -> None:
         """The heartbeats' thread has its turn. `well`: nothing that it looks at hangs."""
-        self._said_3[_WELL] = well
-        self._said_3[_TURN] = time.monotonic_ns()
+        self._said_5[_WELL] = well
+        self._said_5[_TURN] = time.monotonic_ns()
 
     def run(self, listener: int) -> None:
         """Answers until `end`, and who connects then or shuts the listener down: it is not closed before."""
         folder = np.frombuffer(b"/proc/self/task\0", np.uint8)
-        _answer(listener, self._said_3, folder, np.frombuffer(THERE + COMPUTES, np.uint8))
+        letters, words = np.frombuffer(THERE + COMPUTES, np.uint8), np.frombuffer(_LAST_WORDS, np.uint8)
+        _answer(listener, self._said_5, folder, letters, words)
 
     def end(self) -> None:
         """Whoever comes next is not answered."""
-        self._said_3[_ENDS] = 1
+        self._said_5[_ENDS] = 1
 
 
 def warm() -> None:

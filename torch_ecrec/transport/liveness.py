@@ -34,9 +34,9 @@ async def probe(address: Address) -> str:
     """What becomes of a process, within `PROBE_S`.
 
     Returns:
-        GONE: nobody listens there. UNREACHABLE: no answer of its kernel. COMPUTES: its threads wait for the interpreter's
-        lock, and it computes. ALIVE: somebody listens, or nothing is known since this process itself cannot connect (no
-        more descriptors): never a reason to take another for lost.
+        GONE: nobody listens there. UNREACHABLE: no answer of its kernel. COMPUTES: its threads wait for the
+        interpreter's lock, and it computes. ALIVE: somebody listens, or nothing is known since this process itself
+        cannot connect (no more descriptors): never a reason to take another for lost.
     """
     until_s = time.monotonic() + PROBE_S
     try:
@@ -73,6 +73,10 @@ class SignOfLife:
     def turn(self, well: bool) -> None:
         """The thread of the heartbeats has its turn. `well`: as far as it sees, nothing here hangs."""
         self._answers.turn(well)
+
+    def ends(self, limit_s: float, code: int) -> None:
+        """From now on this process ends, with this exit code, if it hangs so long with the interpreter's lock held."""
+        self._answers.ends(limit_s, code)
 
     def _serve(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for threads that run Python
