@@ -1,4 +1,4 @@
-"""SIGTERM to every process of a job, as `scancel`, systemd and many an init send it: who serves outlives whom it serves.
+"""SIGTERM to every process of a job, as `scancel`, systemd or an init sends it: who serves outlives whom it serves.
 
 The script's own handler saves, as it does with stock TorchRec. Everything ends soon after, and nothing is left.
 """
@@ -95,13 +95,12 @@ def holding(join: str, folder: Path) -> Iterator[None]:
 @pytest.mark.parametrize("then", ["told again", "interrupted", "the grace is over"])
 def test_up_waits_no_longer_than_it_is_let(then: str, tmp_path: Path) -> None:
     grace = "1" if then == "the grace is over" else "3000"
-    with command("up", *CODE, "--grace", grace) as up:
-        with holding(up.read_until(r"cluster at (\S+)")[1], tmp_path):
-            tell(all_of(up))
-            up.wait_until("it waits", lambda: any("waits until trainer-0 have ended" in line for line in up.err))
-            if then != "the grace is over":
-                tell([up.process.pid], signal.SIGTERM if then == "told again" else signal.SIGINT)
-            assert not wait_for_none(up.living, END_S) and up.wait() == 0
+    with command("up", *CODE, "--grace", grace) as up, holding(up.read_until(r"cluster at (\S+)")[1], tmp_path):
+        tell(all_of(up))
+        up.wait_until("it waits", lambda: any("waits until trainer-0 have ended" in line for line in up.err))
+        if then != "the grace is over":
+            tell([up.process.pid], signal.SIGTERM if then == "told again" else signal.SIGINT)
+        assert not wait_for_none(up.living, END_S) and up.wait() == 0
 
 
 def test_a_server_of_up_is_not_ended_by_a_signal(tmp_path: Path) -> None:
