@@ -211,6 +211,9 @@ class Port:
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self.timers.later(delay_s, action)
 
+    def now_s(self) -> float:
+        return time.monotonic()
+
     def tell(self, message: dict[str, Any]) -> None:
         pass
 

@@ -254,6 +254,9 @@ class Calls:
     def later(self, delay_s: float, action: Any) -> None:
         self.timers.append(action)
 
+    def now_s(self) -> float:
+        return 0.0
+
     def tell(self, message: dict[str, Any]) -> None:
         pass
 

@@ -38,6 +38,15 @@ def add_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_drain_slow(parser: argparse.ArgumentParser) -> None:
+    """What follows where a server limps."""
+    parser.add_argument(
+        "--drain-slow",
+        action="store_true",
+        help="move the slots of a server that training waits for, since it limps, to a spare (default: only name it)",
+    )
+
+
 def code_of(arguments: argparse.Namespace) -> CodeSpec:
     """What `add_code` has read. Raises ValueError where there is no such code."""
     return CodeSpec(arguments.servers, arguments.k, arguments.r, arguments.protection)

@@ -6,7 +6,15 @@ import argparse
 import json
 import sys
 
-from torch_ecrec.cli.arguments import add_checkpoints, add_code, add_end_with_parent, checkpoints_of, code_of, port
+from torch_ecrec.cli.arguments import (
+    add_checkpoints,
+    add_code,
+    add_drain_slow,
+    add_end_with_parent,
+    checkpoints_of,
+    code_of,
+    port,
+)
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.spec.settings import Settings
@@ -18,6 +26,7 @@ HELP = "the coordinator alone"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `coordinator`."""
     add_code(parser)
+    add_drain_slow(parser)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=port, default=0)
     parser.add_argument(
@@ -54,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         code=code,
         spares=arguments.spares,
         without_spare=arguments.without_spare,
+        drain_slow=arguments.drain_slow,
         settings=Settings.from_environment(),
         checkpoint=checkpoint,
         restore=arguments.restore,

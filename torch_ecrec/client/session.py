@@ -26,7 +26,7 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.client.loading import Checkpoint, Loading
 from torch_ecrec.client.waiting import Waiting
 from torch_ecrec.layout.routing import Parts, Route, arrange
-from torch_ecrec.protocol import wire
+from torch_ecrec.protocol import messages, wire
 from torch_ecrec.records.quantised import restore
 from torch_ecrec.runtime.lifetime import belongs_here
 
@@ -85,6 +85,12 @@ class Session:
     def known(self) -> dict[str, Any]:
         """What a coordinator that was started again must know."""
         return self.client.known()
+
+    def figures(self) -> dict[str, Any]:
+        """For the coordinator, with heartbeats: for whom this trainer has waited. Nothing while the client is busy."""
+        found: dict[str, Any] = {}
+        self.client.run_if_idle(lambda: found.update(waits=messages.json_of(self.client.waits())))
+        return found
 
     def fail(self, error: BaseException) -> None:
         """Something went wrong in the background: the next or present wait raises it."""

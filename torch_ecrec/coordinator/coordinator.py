@@ -282,6 +282,8 @@ class Coordinator:
             return objection
         self.on_heard(name, now_s, word.report if isinstance(word, (messages.Beat, messages.Leave)) else None)
         if isinstance(word, messages.Beat):
+            if word.report.waits is not None:
+                self._state.slowness.on_report(name, word.report.waits)
             succession.on_beat(self._state, name, word, now_s)
         elif isinstance(word, messages.OfMove):
             self._state.table.moves.on_word(name, word)
@@ -339,8 +341,28 @@ class Coordinator:
         departures.act_on_complaints(state, now_s)
         state.world.give_up_late(now_s, state.table.placed)
         state.checkpointing.on_tick(now_s, state.whole)
+        self._name_slow(now_s)
         succession.go_on(state, now_s)
         state.form(now_s)
+
+    def _name_slow(self, now_s: float) -> None:
+        """Names servers that training waits for, and has their slots moved away where that is wanted and can be."""
+        state, table = self._state, self._state.table
+        slowness, move = state.slowness, table.moves.current
+        slowness.forget({member.name for member in state.members.present("server")})
+        writing = state.checkpointing.writing()
+        excused = {place.server for i, place in enumerate(table.slots) if not place.healthy or i in writing}
+        excused |= set() if move is None else {move.server, table.slots[move.slot].server}
+        new, over = slowness.on_tick({place.server for place in table.slots}, excused, now_s)
+        for name in new:
+            late = slowness.named[name]
+            self._announce(events.Slow(name, *(round(number, 4) for number in (late.share, late.late_s, late.usual_s))))
+        for name in over:
+            self._announce(events.NotSlow(name))
+        for name in slowness.named if state.drains_slow else ():
+            if table.load_of(name) and not state.members.is_draining(name) and table.spares():
+                self._announce(events.Draining(name, "it is slow"))
+                self.drain(name, False)
 
     def stop(self, reason: str, kind: str) -> None:
         """Ends the job for everybody: kinds are data_loss and stopped."""

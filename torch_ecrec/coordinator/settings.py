@@ -25,6 +25,7 @@ class ClusterSettings:
         transport: what carries the data plane, "sockets" or "rpc": members are told.
         checkpoint: which checkpoints are written.
         restore: the checkpoint that the cluster begins with, and the job that it is of; None: it begins anew.
+        drain_slow: the slots of a server that limps (`slowness.py`) move to a spare, as if somebody had drained it.
         life: how many coordinators of this run there were before, as far as its checkpoints tell.
 
     Raises:
@@ -40,6 +41,7 @@ class ClusterSettings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     restore: tuple[Restored, JobSpec] | None = None
     life: int = 0
+    drain_slow: bool = False
 
     def __post_init__(self) -> None:
         wanted = f"`without_spare` must be one of {WITHOUT_SPARE}, got {self.without_spare!r}"

@@ -13,6 +13,7 @@ from torch_ecrec.coordinator.placement import SlotTable
 from torch_ecrec.coordinator.regathering import Knowledge, Regathering
 from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.coordinator.settings import ClusterSettings
+from torch_ecrec.coordinator.slowness import Slowness
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.observe.events import Event
@@ -46,7 +47,8 @@ class ClusterState:
         self.saving = Saving(checkpoint)
         self.eras = Eras(self.job, self.members, self.partial, self.saving, announce)
         self.checkpointing = Checkpointing(checkpoint, ledger, self.job, self.members, self.saving, announce)
-        self.suspicion = Suspicion()
+        self.suspicion, self.slowness = Suspicion(), Slowness()
+        self.drains_slow = settings.drain_slow
         self.table = SlotTable(
             settings.without_spare,
             self.job,

@@ -72,6 +72,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
                 "left": m.left,
                 "spare": m.role == "server" and not table.hosted_by(m.name),
                 "draining": m.draining,
+                "slow": None if (late := state.slowness.named.get(m.name)) is None else dataclasses.asdict(late),
                 "silent_s": round(now_s - m.heard_s, 3),
                 "report": m.report,
             }

@@ -68,6 +68,26 @@ class Cut(Event, frozen=True, tag="cut"):
     why: str
 
 
+class Slow(Event, frozen=True, tag="slow"):
+    """Training waits for this server, as it has for a while: a hint to drain it (`torch-ecrec drain`).
+
+    Attributes:
+        share: of the trainers' time, 0 to 1, in which its answer was out and those of most others were there.
+        late_s: so much later it answers than most others. `usual_s`: so long those take.
+    """
+
+    member: str
+    share: float
+    late_s: float
+    usual_s: float
+
+
+class NotSlow(Event, frozen=True, tag="not_slow"):
+    """Training does not wait for this server any more."""
+
+    member: str
+
+
 class GenerationFormed(Event, frozen=True, tag="generation"):
     """All members of a generation have entered its world."""
 
@@ -116,6 +136,13 @@ class Drained(Event, frozen=True, tag="drained"):
     """No slot is left on a server that was to be without."""
 
     member: str
+
+
+class Draining(Event, frozen=True, tag="draining"):
+    """The coordinator itself has begun to move all slots away from a server, and why."""
+
+    member: str
+    why: str
 
 
 class Kept(NewEpoch, frozen=True, tag="kept"):
@@ -301,6 +328,8 @@ AnyEvent = (
     | Left
     | Lost
     | Cut
+    | Slow
+    | NotSlow
     | GenerationFormed
     | Regathering
     | Regathered
@@ -308,6 +337,7 @@ AnyEvent = (
     | PlacedAnew
     | Moved
     | Stayed
+    | Draining
     | Drained
     | Kept
     | Rebuilt

@@ -58,6 +58,7 @@ def format_status(status: Message) -> str:
         lines.append(f"TRAINING CANNOT GO ON until they can: {status['unresolved']['why']}")
     for one in status.get("at_risk", []):
         lines.append(f"AT RISK: if {one['domain']} is lost, {one['why']}")
+    lines += [format_slow(member) for member in status["members"] if member.get("slow") and member["alive"]]
     if status.get("cannot_begin"):
         lines.append(f"has nothing to begin with, and refuses whoever joins: {status['cannot_begin']}")
     elif status.get("looks"):
@@ -92,12 +93,27 @@ def format_status(status: Message) -> str:
     for member in status["members"]:
         state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
         state += ", draining" if member["draining"] else ""
+        state += ", slow" if member.get("slow") else ""
         state = "left" if member["left"] else state if member["alive"] else "lost"
         silent = f"{member['silent_s']:.1f} s" if state not in ("left", "lost") else "-"
         ways = format_connections(member["report"].get("connections") or {})
         rows.append([member["name"], member["role"], str(member["pid"]), state, silent, ways])
     lines += ["", *table(rows)] if status["members"] else ["  no members"]
     return "\n".join(lines)
+
+
+def format_slow(member: Message) -> str:
+    """A server that training waits for, and what to do about it."""
+    slow, name = member["slow"], member["name"]
+    remedy = f"to move its slots to a spare: torch-ecrec drain {name}"
+    if member["draining"]:
+        remedy = (
+            "its slots are being moved away" if not member["spare"] else "it has no slot any more, and may be stopped"
+        )
+    return (
+        f"SLOW: training waits for {name} {slow['share']:.0%} of the time: it answers {slow['late_s']:.2f} s later than"
+        f" most others, which take {slow['usual_s']:.3f} s; {remedy}"
+    )
 
 
 def format_connections(said: Message) -> str:

@@ -40,7 +40,7 @@ LOOK_AGAIN_S = 2.0  # before a store that could not be read is read again
 EXPECTED_S = 10.0  # members of a coordinator before, by one that cannot begin without them
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
 HANGS_S = 5.0  # without a tick
-LOUD = "recovered_partly", "began_anew"  # events
+LOUD = "recovered_partly", "began_anew", "slow"  # events
 SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
@@ -50,7 +50,7 @@ class Coordination:
 
     Args:
         host, port: where it listens; port 0 takes any that is free.
-        code, spares, without_spare, checkpoint: see `ClusterSettings`.
+        code, spares, without_spare, drain_slow, checkpoint: see `ClusterSettings`.
         settings: of the process.
         restore: the checkpoint that the cluster begins with (`restoring.find`); "": none.
         began_with: the folder that the run has begun with (`restoring.NONE`: with none); "": it begins now.
@@ -67,6 +67,7 @@ class Coordination:
     spares: int
     without_spare: str
     settings: Settings
+    drain_slow: bool = False
     checkpoint: CheckpointSettings = NO_CHECKPOINTS
     restore: str = ""
     began_with: str = ""
@@ -233,7 +234,15 @@ class _Coordinator:
         transport, where = cast(TransportName, settings.transport), (told.host, self._store.port)
         self._router = Router(
             ClusterSettings(
-                told.code, told.spares, where, told.without_spare, settings.lease_s, transport, checkpoint, begins
+                told.code,
+                told.spares,
+                where,
+                told.without_spare,
+                settings.lease_s,
+                transport,
+                checkpoint,
+                begins,
+                drain_slow=told.drain_slow,
             ),
             ledger=self._ledger,
             probe=self._probe,

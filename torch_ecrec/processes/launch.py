@@ -227,6 +227,7 @@ class _Trainer:
             self._make,
             on_control=lambda message: self._sessions[0].on_control(message),
             on_end=self._on_end,
+            report=lambda: self._sessions[0].figures(),
             known=lambda: self._sessions[0].known(),
         )
         if self._own is None and self._settings.join is not None:

@@ -183,6 +183,9 @@ class Member:
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._timers.later(delay_s, action)
 
+    def now_s(self) -> float:
+        return time.monotonic()
+
     def tell(self, message: dict[str, Any]) -> None:
         with self._telling:
             assert self._control is not None

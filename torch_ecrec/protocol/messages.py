@@ -91,6 +91,22 @@ class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
     slots: Count | None = None
 
 
+class WaitedFor(Struct, frozen=True, forbid_unknown_fields=True):
+    """For whom a trainer has waited since it said so last; see `client/waits.py`.
+
+    Attributes:
+        over_s: since then.
+        lookups: that were made, of several servers.
+        usual_s: summed over them, until most servers had answered.
+        late_s: of each server, for how long its answer was out and those of most others were there.
+    """
+
+    over_s: Annotated[float, Meta(ge=0)]
+    lookups: Count
+    usual_s: Annotated[float, Meta(ge=0)]
+    late_s: Annotated[dict[Name, Annotated[float, Meta(ge=0)]], Meta(max_length=MEMBERS_MOST)]
+
+
 class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A member's figures for `status`."""
 
@@ -98,6 +114,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     bytes_sent: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None
     connections: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None  # `Transport.connections`
     refused_messages: Version | None = None  # of the data plane, with connections that were not let in
+    waits: WaitedFor | None = None  # of a trainer
 
 
 # from processes that are no members yet, and from tools -----------------------------------------------

@@ -127,6 +127,7 @@ class Scenario:
         domains: failure domains of server processes, in the order in which they start, again and again.
         restore: the checkpoint that the cluster begins with, and the job that it is of.
         lease_s: who was silent for so long is lost. For clusters with heartbeats (`testing/links.py`).
+        drain_slow: see `ClusterSettings`.
         coordinators: of several, one leads and the others stand by (`testing/standbys.py`); one is started again.
     """
 
@@ -164,6 +165,7 @@ class Scenario:
     restore: tuple[Restored, JobSpec] | None = None
     lease_s: float = NO_LEASE_S
     coordinators: int = 1
+    drain_slow: bool = False
 
     @property
     def job(self) -> JobSpec:
@@ -181,6 +183,7 @@ class Scenario:
             self.lease_s,
             checkpoint=self.checkpoint,
             restore=self.restore,
+            drain_slow=self.drain_slow,
         )
 
 
