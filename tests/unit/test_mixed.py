@@ -182,6 +182,18 @@ def test_who_says_so_goes_on_with_tables_made_anew() -> None:
     first = Trainer(KINDS["in parts"], unprotected="reset").run()
     second = Trainer(KINDS["in parts"], first.session, 4, unprotected="reset").run()
     assert second.losses[:4] == first.losses[:4] and second.losses[4:] != first.losses[4:]
+    assert not first.session.inexact
+    [told] = second.session.inexact
+    assert "what was trained is lost: small, rows" in told and 'unprotected="reset"' in told
+
+
+@pytest.mark.parametrize(("kinds", "step"), [("in parts", 0), ("whole", 4)])
+def test_where_nothing_trained_is_lost_the_run_is_exact(kinds: str, step: int) -> None:
+    """Before the first step, or with nothing that is unprotected."""
+    first = Trainer(KINDS[kinds], unprotected="reset").run()
+    first.session.after[0] = [records.clone() for records in FakeSession(served(KINDS["whole"])).records]
+    second = Trainer(KINDS[kinds], first.session, step, unprotected="reset").run()
+    assert not second.session.inexact
 
 
 def test_a_refused_step_says_what_has_stepped_all_the_same() -> None:

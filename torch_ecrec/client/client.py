@@ -34,6 +34,7 @@ from torch import Tensor
 from torch_ecrec.client.reads import SlotReads
 from torch_ecrec.layout.routing import Route
 from torch_ecrec.protocol import messages, wire
+from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.wire import Placement
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
@@ -86,6 +87,7 @@ class Client(SlotReads):
         self._owed = False  # a snapshot was due after the step before, and is due after one that loads behind it
         self.open: dict[int, _StepState] = {}
         self.renewals: list[messages.Renewal] = []  # slots that began anew, in this run
+        self.inexact: list[tuple[int, str]] = []  # what this trainer has said of that
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
 
     # from the coordinator -----------------------------------------------------------------------
@@ -104,8 +106,8 @@ class Client(SlotReads):
             self.run(self.begin_training, message["origin"])
         elif message["type"] == "left":
             self.left = message["trainers"]
-        elif message["type"] == "rejoined" and self.ended_loading:
-            self.run(self.end_loading)  # in case the coordinator before did not hear it
+        elif message["type"] == "rejoined":
+            self.run(self._tell_again)
 
     def place(self, placement: Placement) -> bool:
         newer = super().place(placement)
@@ -234,6 +236,18 @@ class Client(SlotReads):
         """Tells the coordinator that everything is loaded, once all is acknowledged; that one tells everybody."""
         self.ended_loading = True
         self.tell({"type": "loaded", "origin": self.step - 1 if self.origin is None else self.origin})
+
+    def not_exact(self, what: str) -> None:
+        """Tells the coordinator what makes this run another than one that nothing has happened to."""
+        self.inexact.append((self.done, what[:TEXT_MOST]))
+        self.tell({"type": "not_exact", "step": self.done, "what": what[:TEXT_MOST]})
+
+    def _tell_again(self) -> None:
+        """In case the coordinator before did not hear it."""
+        if self.ended_loading:
+            self.end_loading()
+        for step, what in self.inexact:
+            self.tell({"type": "not_exact", "step": step, "what": what})
 
     # steps --------------------------------------------------------------------------------------
 

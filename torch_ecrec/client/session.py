@@ -13,6 +13,7 @@ one tensor per slab. Rows are slab rows: first row of the table in its slab, plu
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ from torch_ecrec.layout.routing import Parts, Route, arrange
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.records.quantised import restore
 from torch_ecrec.runtime.lifetime import belongs_here
+
+log = logging.getLogger(__name__)
 
 ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
 
@@ -76,7 +79,7 @@ class Session:
         self._closed = False
         self._routes: deque[Route] = deque(maxlen=ROUTES_KEPT)
         self._ahead: list[_Ahead] = []
-        self._loading = Loading(client, self._wait, restarted, checkpoint)
+        self._loading = Loading(client, self._wait, restarted, self.not_exact, checkpoint)
         client.on_change, client.on_error = self._waiting.notify, self.fail
         belongs_here(self)
 
@@ -335,6 +338,16 @@ class Session:
         self._loading.end()
 
     # the rest -----------------------------------------------------------------------------------
+
+    def not_exact(self, what: str) -> None:
+        """From here on this run is not, or may not be, what an undisturbed one is: a warning, an event, and a line of
+        `torch-ecrec status`.
+
+        Args:
+            what: has happened, the same on every trainer that says it; of more than 200 characters the first count.
+        """
+        log.warning("NOT EXACT from step %d on: %s", self.client.done, what)
+        self.client.run(self.client.not_exact, what)
 
     def report(self, **figures: Any) -> None:
         """Tells the coordinator how training goes (step, loss, samples_per_s ...), for status and progress lines."""

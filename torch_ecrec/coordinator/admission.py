@@ -49,7 +49,7 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
 
 def objection(state: ClusterState, member: MemberRecord, word: OfMember) -> str | None:
     """Why a member cannot say this, whenever it was sent; None: it may."""
-    if isinstance(word, (messages.Loaded, messages.Progress)) and member.role != "trainer":
+    if isinstance(word, (messages.Loaded, messages.NotExact, messages.Progress)) and member.role != "trainer":
         return f"{member.name} is no trainer"
     if isinstance(word, messages.Progress) and word.trainer != member.rank:
         return f"`trainer` must be {member.rank}, got {word.trainer}"

@@ -225,6 +225,7 @@ class Coordinator:
         trained = self.origin is not None or state.job.restored is not None
         restarted = trained and self.members[name].role == "trainer"
         self._send(name, messages.Welcome(name, job.code, restarted, self.life, state.transport, job.run, job.restored))
+        job.tell_inexact(name)
 
     def _tell_again(self, name: str) -> None:
         """All that a member may have missed while it had no connection."""
@@ -233,6 +234,7 @@ class Coordinator:
             state.table.send_to(name)
         elif self.origin is not None:
             self._send(name, messages.Loaded(self.origin))
+        state.job.tell_inexact(name)
         if state.members.done and self.members[name].role == "trainer":
             self._send(name, messages.Left(sorted(state.members.done)))
         if name in state.world.names and self.members[name].generation != state.world.generation:
@@ -293,6 +295,8 @@ class Coordinator:
             arrivals.enter(self._state, name, word.generation, now_s)
         elif isinstance(word, messages.Loaded):
             self._state.job.on_loaded(word.origin)
+        elif isinstance(word, messages.NotExact):
+            self._state.job.on_inexact(word.step, word.what)
         elif isinstance(word, messages.Leave):
             departures.leave(self._state, name, now_s)
         elif isinstance(word, messages.Progress):
@@ -316,6 +320,9 @@ class Coordinator:
             table.on_unrecoverable(word.slot, word.reason)
         elif isinstance(word, messages.Damaged):
             self._announce(events.Damaged(**{name: getattr(word, name) for name in word.__struct_fields__}))
+            if word.used:
+                what = f"of slot {word.slot}, {word.used} ({word.what}) were damaged, and a step may have used them"
+                self._state.job.on_inexact(word.step, what)
         elif isinstance(word, messages.Mended):
             self._announce(events.Mended(word.slot, word.incarnation, word.count))
         elif isinstance(word, messages.Reach):

@@ -67,6 +67,7 @@ class ClusterState:
         self.members.follow(before.members.life)
         self.checkpointing.follow(before.checkpointing)
         self.job.run = before.job.run
+        self.job.inexact = [known for known in before.job.inexact if known[0] < self.job.done_at_origin]
         self.partial.follow(before.partial, self.job.done_at_origin)
         self.world.generation, self.table.epoch = before.world.generation, before.table.epoch
 

@@ -49,6 +49,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
         "fatal": job.fatal,
         "checkpoints": state.checkpointing.status(),
         "partial": partial_status(state),
+        "inexact": [{"step": step, "what": what} for step, what in job.inexact],
         "restored": {"folder": job.restored.folder, "step": job.restored.done} if job.restored else None,
         "unreachable": [
             {"who": who, "whom": whom, "for_s": round(for_s, 3)}

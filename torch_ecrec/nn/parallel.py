@@ -239,6 +239,8 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         if self.session.restarted:
             step, parts = self.session.resume()
             self.coverage.check_loss(step, self._unprotected)
+            if (what := self.coverage.lost_by(step, self._unprotected)) is not None:
+                self.session.not_exact(what)
             attached.resume(step, parts)
         self._attached = attached
         return Reader(()) if attached.reader is None else attached.reader

@@ -297,6 +297,14 @@ class RecoveredPartly(Event, frozen=True, tag="recovered_partly"):
     saves: int = 0
 
 
+class NotExact(Event, frozen=True, tag="not_exact"):
+    """NOT EXACT from here on, or perhaps not: what has happened makes this run another than one that nothing happened
+    to, also where somebody has allowed it. `step`: of training, until then."""
+
+    step: int
+    what: str
+
+
 class CheckpointVoid(Event, frozen=True, tag="checkpoint_void"):
     """A checkpoint came to nothing; another is tried later. `step`: of training, 0 where none was chosen yet."""
 
@@ -357,6 +365,7 @@ AnyEvent = (
     | WentBeyond
     | BeganAnew
     | RecoveredPartly
+    | NotExact
     | Fatal
     | Refused
 )

@@ -66,6 +66,7 @@ def format_status(status: Message) -> str:
         lines += [f"  not yet: {status['store_trouble']}"] if status.get("store_trouble") else []
     if status.get("partial"):
         lines.append(format_partial(status["partial"]))
+    lines += [f"NOT EXACT from step {one['step']} on: {one['what']}" for one in status.get("inexact", [])]
     if status.get("checkpoints"):
         lines += format_checkpoints(status["checkpoints"])
     figures = slot_figures(status)

@@ -195,7 +195,7 @@ def abandon(session: Session) -> None:
     """
     _wait(lambda: session.begun, session.client.settings.give_up_s)
     if not _wait(lambda: session.over, LEAVE_S):
-        log.warning("the last steps were not acknowledged within %g s: they may be lost", LEAVE_S)
+        session.not_exact(f"trainer {session.trainer} left, and its last steps were not acknowledged within {LEAVE_S:g} s")
     session.close()
 
 

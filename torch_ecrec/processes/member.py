@@ -107,6 +107,7 @@ class Member:
         self.name = ""
         self.restarted = False  # a trainer: the cluster has trained before
         self.restored: messages.Restored | None = None  # the checkpoint that the cluster began with
+        self._inexact: list[tuple[int, str]] = []  # what has made the run so, as it was told
         self.transport: Transport | None = None
         self._timers = Timers(self.on_error)
         self._answered = threading.Event()  # or the connection has ended
@@ -232,6 +233,8 @@ class Member:
             self.end(error) if self._answered.is_set() else self._fail_to_join(error)
         elif self._generations is None:
             raise BadMessage(f"{message['type']}: before a welcome")
+        elif isinstance(word, messages.KnownInexact):
+            self._inexact = word.known
         elif isinstance(word, messages.Generation):
             self._generations.take(word, message)
         else:
@@ -303,6 +306,7 @@ class Member:
                 world=world,
                 restored=self.restored,
                 run=self._run,
+                inexact=self._inexact,
             )
             before, self._control = self._control, control
             with self._lock:
@@ -480,6 +484,7 @@ def rejoin_message(
     world: Sequence[str],
     restored: messages.Restored | None,
     run: str,
+    inexact: Sequence[tuple[int, str]] = (),
 ) -> dict[str, Any]:
     """What a member tells a coordinator that it has lost for a moment, or that was started again.
 
@@ -491,7 +496,7 @@ def rejoin_message(
         generation, world: the one it is in, and who else is.
         newest: the highest generation it was ever asked to join.
         restored: the checkpoint that the cluster began with.
-        run: as it was told.
+        run, inexact: as it was told.
     """
     return {
         **join_message(**hello),
@@ -504,6 +509,7 @@ def rejoin_message(
         "world": world,
         "restored": None if restored is None else messages.json_of(restored),
         "run": run,
+        "inexact": list(inexact),
         **known,
     }
 

@@ -41,6 +41,7 @@ from torch_ecrec.protocol.bounds import (
     Count,
     Folder,
     FolderOrNone,
+    Inexact,
     Name,
     Names,
     Place,
@@ -194,6 +195,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     kept: Annotated[list[tuple[Count, Count, bool]], Meta(max_length=SLOTS_MOST)] = []
     saves: Saves = Saves()
     run: Run
+    inexact: Inexact = []  # as it was told
 
     @property
     def times(self) -> int:
@@ -369,6 +371,17 @@ class Loaded(Said, frozen=True, tag="loaded"):
     origin: Count
 
 
+class NotExact(Said, frozen=True, tag="not_exact"):
+    """What comes from here on is not, or may not be, what an undisturbed run gives. Said again, it counts once.
+
+    Attributes:
+        step: steps of training that were done then. `what`: has happened.
+    """
+
+    step: Count
+    what: Text
+
+
 class Progress(Struct, frozen=True, tag_field="type", tag="progress"):
     """How training goes, for who watches. Users may add figures of their own: scalars, `FIGURES_MOST` at most."""
 
@@ -519,6 +532,12 @@ class Move(OfMove, frozen=True, tag="move"):
     now: bool = False
 
 
+class KnownInexact(Said, frozen=True, tag="known_inexact"):
+    """All that has made this run inexact: members keep it for a coordinator that is started again."""
+
+    known: Inexact
+
+
 class Rejoined(Said, frozen=True, tag="rejoined"):
     life: Version
 
@@ -549,6 +568,7 @@ OfMember = (
     | Level
     | Arrived
     | Loaded
+    | NotExact
     | Progress
     | OfCheckpoint
 )
@@ -569,6 +589,7 @@ FromCoordinator = (
     | Capture
     | Release
     | Move
+    | KnownInexact
     | Rejoined
     | Left
     | Fatal

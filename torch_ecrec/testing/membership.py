@@ -54,7 +54,7 @@ class VirtualProcess:
         life: of the coordinator, as it said.
         generation, world, asked: the one joined, who is in it, and the highest that it was asked for.
         restored: the checkpoint that the cluster began with.
-        run: as it was told.
+        run, inexact: as it was told.
         restarted: a trainer: the cluster has trained before, as the coordinator said.
         dead: it has ended.
         led: since when the coordinator leads that it has looked for last; 0: there is one alone.
@@ -74,6 +74,7 @@ class VirtualProcess:
     restarted: bool = False
     restored: messages.Restored | None = None
     run: str = ""
+    inexact: list[tuple[int, str]] = field(default_factory=list)
     dead: bool = False
     led: int = 0
     connection: VirtualConnection | None = None
@@ -350,6 +351,7 @@ class ControlPlane:
             world=list(process.world),
             restored=process.restored,
             run=process.run,
+            inexact=process.inexact,
         )
         process.connection.say(rejoin)
 
@@ -399,6 +401,8 @@ class ControlPlane:
                 process.generation = process.asked = word.generation
                 process.world = word.members
                 self.tell(process, {"type": "in_generation", "generation": word.generation})
+        elif isinstance(word, messages.KnownInexact):
+            process.inexact = word.known
         elif isinstance(word, (messages.Fatal, messages.Refused)):
             self.handlers.on_fatal(process, message)
         else:
