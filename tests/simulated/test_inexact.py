@@ -1,4 +1,4 @@
-"""Whatever makes a run inexact leaves an event, a warning in the log and NOT EXACT in `status`, for as long as it is so."""
+"""Whatever makes a run inexact leaves an event, a warning and NOT EXACT in `status`, for as long as it is so."""
 
 from __future__ import annotations
 

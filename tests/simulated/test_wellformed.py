@@ -64,6 +64,7 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
         "Pass": wire.Pass(SLOT, 0, step + 5, 1, 0),
         "Snapshot": wire.Snapshot(SLOT, 0, step, 0, torch.zeros(3, dtype=torch.uint8), [step]),
         "Export": wire.Export(SLOT, 0, 0, step + 5, positions[0]),
+        "WhoIsAwaited": wire.WhoIsAwaited(SLOT, 0),
         "Fold": wire.Fold(SLOT, 0, SOURCE, 0, step + 5, step - 1, parts, deltas),
         "Attach": wire.Attach(SLOT, 0, SOURCE, 0, 0, 0),
         "Adopt": wire.Adopt(SLOT, 0, SOURCE, 0, False),

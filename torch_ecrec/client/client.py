@@ -38,9 +38,10 @@ from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.wire import Placement
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.node import Port
+from torch_ecrec.transport.node import Exchange, Port
 
 LOAD_BYTES = 8 << 20  # of records in one step that loads
+LOOK_MOST_S = 5.0  # between two looks at whether others are waited for
 
 
 @dataclass
@@ -88,6 +89,9 @@ class Client(SlotReads):
         self.open: dict[int, _StepState] = {}
         self.renewals: list[messages.Renewal] = []  # slots that began anew, in this run
         self.inexact: list[tuple[int, str]] = []  # what this trainer has said of that
+        self.awaited: list[int] = []  # trainers without whom nothing here goes on, as the slots said last
+        self._stale: set[Exchange[Any]] = set()  # what was out at the last look
+        self.on_awaited: Callable[[], None] = lambda: None  # called, inside run, now and then while it is so
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
 
     # from the coordinator -----------------------------------------------------------------------
@@ -248,6 +252,39 @@ class Client(SlotReads):
             self.end_loading()
         for step, what in self.inexact:
             self.tell({"type": "not_exact", "step": step, "what": what})
+
+    # others -------------------------------------------------------------------------------------
+
+    def look_out(self) -> None:
+        """From now on it is found out now and then for which trainers this one waits, if it does. Their scripts may do
+        other things for as long as they like: they are there as long as the coordinator has them for members, and this
+        one waits with patience (`on_change`), as long as every slot that it waits for answers."""
+        stale, self._stale = self._stale & self.exchanges.keys(), set(self.exchanges)
+        slots = sorted({exchange.slot for exchange in stale})
+        answers: dict[int, wire.Awaited | None] = {}
+
+        def ask(slot: int) -> None:
+            def on_answer(answer: wire.Awaited | None) -> None:
+                answers[slot] = answer
+                if len(answers) == len(slots):
+                    self._take_awaited(list(answers.values()))
+
+            self.ask_once(slot, lambda incarnation: wire.WhoIsAwaited(slot, incarnation), on_answer)
+
+        for slot in slots if self.placement is not None else ():
+            ask(slot)
+        if not slots:
+            self.awaited = []
+        self.later(min(LOOK_MOST_S, self.settings.give_up_s / 4), self.look_out)
+
+    def _take_awaited(self, answers: list[wire.Awaited | None]) -> None:
+        """What all slots said that this trainer waits for; None: one did not answer."""
+        there = [answer.trainers for answer in answers if answer is not None]
+        others = {trainer for trainers in there if self.trainer not in trainers for trainer in trainers}
+        self.awaited = sorted(others) if len(there) == len(answers) else []
+        if self.awaited:
+            self.on_awaited()
+            self.on_change()
 
     # steps --------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class Waiting:
         self._changes = 0
         self._awaited: Callable[[], bool] | None = None
         self._error: BaseException | None = None
+        self.hint = ""  # what is known of why nothing comes
         self.told = False  # the error has been raised
 
     @property
@@ -67,7 +68,7 @@ class Waiting:
                         log.warning("%s: for %g s so far", what, time.monotonic() - begin_s)
                     elif time.monotonic() > deadline:
                         faulthandler.dump_traceback(file=sys.stderr)
-                        raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s")
+                        raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s{self.hint}")
                     self._changed.wait(0.5)
             finally:
                 self._awaited = None

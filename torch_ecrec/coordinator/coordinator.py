@@ -53,6 +53,8 @@ from torch_ecrec.protocol.messages import FromCoordinator, Join, OfMember, OfSlo
 from torch_ecrec.protocol.wire import SlotPlace
 from torch_ecrec.spec.job import JobSpec
 
+GATHERING_SAID_S = 5.0  # between two words of it to who waits
+
 
 class Coordinator:
     """The decisions. What is to be sent goes to `send(name, message)`, what has happened to `announce(event)`.
@@ -77,6 +79,7 @@ class Coordinator:
         if before is not None:
             self._state.follow(before._state)
         self._send, self._announce = send, announce
+        self._gathering: tuple[messages.Gathering | None, float] = None, 0.0  # as it was said last, and when
         self.drain = self._state.table.moves.drain
 
     # what it knows, for who asks ----------------------------------------------------------------
@@ -213,6 +216,7 @@ class Coordinator:
             if again:
                 departures.lose_absent(state)
         state.form(now_s)
+        self._say_gathering(now_s)
 
     def on_join_again(self, name: str, now_s: float) -> None:
         """A member whose connection ended before it had read its name joins once more: it is the one that it was."""
@@ -351,6 +355,16 @@ class Coordinator:
         self._name_slow(now_s)
         succession.go_on(state, now_s)
         state.form(now_s)
+        self._say_gathering(now_s)
+
+    def _say_gathering(self, now_s: float) -> None:
+        """Who waits for the cluster to begin hears for whom: when that changes all, and trainers again and again."""
+        word, (before, said_s) = self._state.gathering(), self._gathering
+        if word is not None and (word != before or now_s >= said_s + GATHERING_SAID_S):
+            self._state.members.tell(word, None if word != before else "trainer")
+            self._gathering = word, now_s
+        elif word is None:
+            self._gathering = None, now_s
 
     def _name_slow(self, now_s: float) -> None:
         """Names servers that training waits for, and has their slots moved away where that is wanted and can be."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch_ecrec
 from torch_ecrec.coordinator.partial import lost_steps
 from torch_ecrec.coordinator.state import ClusterState
+from torch_ecrec.protocol.messages import json_of
 
 
 def partial_status(state: ClusterState) -> dict[str, Any] | None:
@@ -57,6 +58,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
         ],
         "at_risk": [{"domain": domain, "slots": slots, "why": why} for domain, (slots, why) in table.at_risk().items()],
         "unresolved": {"pairs": state.suspicion.unresolved[0], "why": state.suspicion.unresolved[1]},
+        "gathering": None if (lacking := state.gathering()) is None else json_of(lacking),
         "tables": len(job.spec.tables) if job.spec else 0,
         "slots": [
             {"slot": i, "server": p.server, "incarnation": p.incarnation, "healthy": p.healthy}

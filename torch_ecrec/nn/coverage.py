@@ -132,7 +132,6 @@ class Coverage:
                 " these as the script has made or loaded them, which gives other results"
             )
 
-
     def lost_by(self, step: int, unprotected: str) -> str | None:
         """What is other than it was, where training goes on after a step with what the script has made; None: nothing
         is. To be said of the run: somebody has allowed it, and others read its figures."""

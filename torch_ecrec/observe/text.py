@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -89,10 +90,14 @@ def format_status(status: Message) -> str:
         rows.append(cells)
     if status.get("move"):
         lines.append(f"slot {status['move']['slot']} moves to {status['move']['server']}, and goes on where it is")
-    lines += table(rows) if status["slots"] else ["  no slots placed yet: waiting for servers and trainers"]
+    lines += table(rows) if status["slots"] else [f"  no slots placed yet{format_gathering(status.get('gathering'))}"]
     rows = [["member", "role", "pid", "state", "silent", "connections"]]
     for member in status["members"]:
         state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
+        if not status["slots"]:
+            state = "waiting"
+        elif awaited := member["report"].get("awaits"):
+            state = f"waits for {trainers_named(awaited)}"
         state += ", draining" if member["draining"] else ""
         state += ", slow" if member.get("slow") else ""
         state = "left" if member["left"] else state if member["alive"] else "lost"
@@ -101,6 +106,28 @@ def format_status(status: Message) -> str:
         rows.append([member["name"], member["role"], str(member["pid"]), state, silent, ways])
     lines += ["", *table(rows)] if status["members"] else ["  no members"]
     return "\n".join(lines)
+
+
+def trainers_named(ranks: Sequence[int]) -> str:
+    """Trainers by rank, for people: "trainer 1", "trainers 1, 3"."""
+    return f"trainer{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def format_gathering(lacking: Message | None, join: str = "HOST:PORT") -> str:
+    """What a cluster lacks to begin, and what starts it; "" where that is nothing.
+
+    Args:
+        lacking: (those that are there, those that it takes) of servers and trainers.
+        join: the address of its coordinator.
+    """
+    if not lacking:
+        return ""
+    (servers, slots), (trainers, of) = lacking["servers"], lacking["trainers"]
+    said = [f"{servers} of {slots} servers", f"{trainers} of {of} trainers" if of else f"{trainers} trainers"]
+    hints = [f"a server is started by: torch-ecrec serve --join {join}"] if servers < slots else []
+    if trainers < max(of, 1):
+        hints.append(f"a trainer is a script that is started with TORCH_ECREC_JOIN={join}")
+    return f": {' and '.join(said)} are there; {'; '.join(hints)}"
 
 
 def format_slow(member: Message) -> str:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torch_ecrec import codec, records
 from torch_ecrec.client import pooling
@@ -30,6 +31,7 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
+from torch_ecrec.observe.text import format_gathering
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import StoredCheckpoint
@@ -108,11 +110,16 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         hosts.append(Host(name, member, settings, FileScribe(run), FileReader(run)))
         return hosts[0]
 
+    def on_control(message: dict[str, Any]) -> None:
+        if message["type"] == "gathering":
+            log.info("the cluster has not begun%s", format_gathering(message, settings.join or ""))
+        hosts[0].on_control(message)
+
     member = Member(
         settings,
         {"role": "server", "code": code or {}, "domain": settings.failure_domain or socket.gethostname()},
         make,
-        on_control=lambda message: hosts[0].on_control(message),
+        on_control=on_control,
         on_end=ends.put,
         report=lambda: hosts[0].status() if hosts else {},
         known=lambda: hosts[0].known(),
@@ -195,7 +202,9 @@ def abandon(session: Session) -> None:
     """
     _wait(lambda: session.begun, session.client.settings.give_up_s)
     if not _wait(lambda: session.over, LEAVE_S):
-        session.not_exact(f"trainer {session.trainer} left, and its last steps were not acknowledged within {LEAVE_S:g} s")
+        session.not_exact(
+            f"trainer {session.trainer} left, and its last steps were not acknowledged within {LEAVE_S:g} s"
+        )
     session.close()
 
 
@@ -246,6 +255,7 @@ class _Trainer:
         checkpoint = None if member.restored is None else StoredCheckpoint(member.restored)
         session = Session(client, member.tell, lambda: self._close(member), member.restarted, checkpoint)
         self._sessions.append(session)
+        session.look_out()
         return client
 
     def _close(self, member: Member) -> None:

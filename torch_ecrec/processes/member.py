@@ -65,6 +65,7 @@ KINDS = {
 }
 
 
+SAY_FIRST_S, SAY_AGAIN_S = 1.0, 5.0  # that there is no coordinator yet
 REJOIN_LEAST_S, REJOIN_MOST_S = 0.05, 1.0  # between two attempts to join, where connections end at once
 ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost, "fenced": Fenced}
 
@@ -144,6 +145,7 @@ class Member:
         deadline_s = time.monotonic() + limit_s
         where = f"the coordinator at {self.settings.join}"
         left_s, pause_s, gone = limit_s, REJOIN_LEAST_S, ""
+        self._say_missing(time.monotonic(), SAY_FIRST_S)
         while True:
             try:
                 control = self._connect(left_s)
@@ -174,6 +176,30 @@ class Member:
             time.sleep(pause_s)  # nothing else to do: whoever listens there now may end each connection at once
             pause_s = min(2 * pause_s, REJOIN_MOST_S)
             left_s = max(deadline_s - time.monotonic(), 0.0)
+
+    def _say_missing(self, since_s: float, delay_s: float) -> None:
+        """As long as there is no coordinator, who looks at the log hears what is waited for, and what starts it."""
+
+        def say() -> None:
+            if self._control is not None or self._over.is_set():
+                return
+            named = self.settings.join or ""
+            host, _, port = named.rpartition(":")
+            start = (
+                f"torch-ecrec coordinator --elect {named} ..."
+                if "://" in named
+                else (f"torch-ecrec coordinator --host {host} --port {port} ..., or torch-ecrec up --port {port}")
+            )
+            log.warning(
+                "no coordinator answers at %s; it is waited for, %.0f of %g s so far. It is started by: %s",
+                named,
+                time.monotonic() - since_s,
+                self.settings.give_up_s,
+                start,
+            )
+            self._say_missing(since_s, SAY_AGAIN_S)
+
+        self._timers.later(delay_s, say)
 
     # Port ---------------------------------------------------------------------------------------
 

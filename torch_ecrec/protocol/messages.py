@@ -116,6 +116,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     connections: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None  # `Transport.connections`
     refused_messages: Version | None = None  # of the data plane, with connections that were not let in
     waits: WaitedFor | None = None  # of a trainer
+    awaits: Ranks | None = None  # of a trainer: those without whom it does not go on
 
 
 # from processes that are no members yet, and from tools -----------------------------------------------
@@ -417,6 +418,16 @@ class Waits(Said, frozen=True, tag="waits"):
     reason: str
 
 
+class Gathering(Said, frozen=True, tag="gathering"):
+    """The cluster has not begun, since somebody is lacking: (those that are there, those that it takes).
+
+    `trainers`: it takes 0 where none has come that would say how many there will be.
+    """
+
+    servers: tuple[Count, Count]
+    trainers: tuple[Count, Count]
+
+
 class Generation(Said, frozen=True, tag="generation"):
     generation: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
     members: Annotated[list[Name], Meta(min_length=1, max_length=MEMBERS_MOST)]
@@ -577,6 +588,7 @@ FromCoordinator = (
     Welcome
     | Refused
     | Waits
+    | Gathering
     | Generation
     | Job
     | Placed
