@@ -1,4 +1,4 @@
-"""Who waits for another trainer says so, and does not give up a cluster that answers: that one may evaluate for hours."""
+"""Who waits for another trainer says so, and does not give up a cluster that answers: it may evaluate for hours."""
 
 from __future__ import annotations
 

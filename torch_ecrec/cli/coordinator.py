@@ -14,6 +14,7 @@ from torch_ecrec.cli.arguments import (
     checkpoints_of,
     code_of,
     port,
+    require_store,
 )
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.runtime.checks import require, require_int
@@ -57,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         _require_address(arguments.host)
         parse_place(arguments.elect)
         require_int("leader-lease", arguments.leader_lease, 2)
+    if not arguments.end_with_parent:  # else a supervisor has looked
+        require_store(arguments, patient=True)
     told = Coordination(
         host=arguments.host,
         port=arguments.port,

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from torch_ecrec.cli.arguments import add_checkpoints, add_code, add_data, add_training, checkpoint_arguments
+from torch_ecrec.runtime.installed import require_torchrec
 
 HELP = "train a DLRM, kill servers, compare with the undisturbed run"
 
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, disturbed and undisturbed."""
+    require_torchrec()
     from torch_ecrec.demo.run import run_demo
 
     if arguments.checkpoint and "://" not in arguments.checkpoint:

@@ -16,6 +16,7 @@ from torch_ecrec.cli.arguments import (
     checkpoint_arguments,
     code_of,
     port,
+    require_store,
 )
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import on_signals
@@ -46,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     code = code_of(arguments)
     require_int("spares", arguments.spares, 0)
     checkpoints = checkpoint_arguments(arguments)  # complains before anything is started
+    require_store(arguments)
     if arguments.logs is not None:
         prepare_logs(arguments.logs)
     warm()

@@ -21,7 +21,30 @@ def join_refusal(state: ClusterState, join: Join) -> str | None:
             return f"code parameter {name} is {ours} in this cluster, got {wanted}"
     if state.job.fatal is not None:
         return f"the cluster has stopped: {state.job.fatal}"
+    reason = state.job.refusal(join.job)
+    return None if reason is None else f"{reason}. {_remedy(state)}"
+
+
+def forgets(state: ClusterState, join: Join) -> str | None:
+    """The difference between the job of who joins and that of this cluster, where that one was given up before anything
+    was made of it: nobody is there any more who wants it, and initial values have not been loaded. Else None."""
+    begun = state.job.origin is not None or state.regathering.active or state.job.fatal is not None
+    if begun or state.members.present("trainer") or state.job.restored is not None:
+        return None
     return state.job.refusal(join.job)
+
+
+def _remedy(state: ClusterState) -> str:
+    """What to do for another job."""
+    here = [
+        f"{one.name} (pid {one.pid} at {one.host or 'a host of its own'})" for one in state.members.present("trainer")
+    ]
+    if state.job.origin is None and state.job.restored is None and here:
+        return f"That one has not begun: end its trainers first, {', '.join(here)}"
+    return (
+        "To train this one, end that cluster (`torch-ecrec up`, or its coordinator) and start it anew, or name another"
+        " in TORCH_ECREC_JOIN"
+    )
 
 
 def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | None:

@@ -193,6 +193,10 @@ class Coordinator:
         """Why a process may not join, or None."""
         return admission.join_refusal(self._state, join)
 
+    def forgets(self, join: Join) -> str | None:
+        """See `admission.forgets`."""
+        return admission.forgets(self._state, join)
+
     def name_for(self, join: Join) -> str:
         """A name for a process that was not refused."""
         return self._state.members.name_for(join)

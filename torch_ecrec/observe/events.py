@@ -280,6 +280,15 @@ class BeganAnew(Event, frozen=True, tag="began_anew"):
     the cluster begins at its beginning. What was trained before, if something was, is gone."""
 
 
+class JobForgotten(Event, frozen=True, tag="job_forgotten"):
+    """The job of the first trainers was given up before anything was made of it; others have come, whose job it is now.
+
+    `difference`: between the two.
+    """
+
+    difference: str
+
+
 class RecoveredPartly(Event, frozen=True, tag="recovered_partly"):
     """More was lost than parity can repair. NOT EXACT: these slots alone have their records of a checkpoint, and lack
     what was trained since.
@@ -364,6 +373,7 @@ AnyEvent = (
     | Saved
     | WentBeyond
     | BeganAnew
+    | JobForgotten
     | RecoveredPartly
     | NotExact
     | Fatal
