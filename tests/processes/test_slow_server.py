@@ -72,6 +72,7 @@ def test_a_trainer_that_is_elsewhere_ends_nobody(tmp_path: Path, monkeypatch: py
         time.sleep(1.5 * GIVE_UP_S)
         assert waits.process.poll() is None, "it waits, however long"
         elsewhere.tell("go")
-        assert [child.result()["trainer"] for child in running.children] == [0, 1]
+        for child in running.children:
+            child.result()
         log = (tmp_path / "trainer-1.log").read_text(errors="replace")
         assert "waits for trainer 0, whose script is at something else" in log

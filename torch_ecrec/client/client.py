@@ -281,7 +281,8 @@ class Client(SlotReads):
         """What all slots said that this trainer waits for; None: one did not answer."""
         there = [answer.trainers for answer in answers if answer is not None]
         others = {trainer for trainers in there if self.trainer not in trainers for trainer in trainers}
-        self.awaited = sorted(others) if len(there) == len(answers) else []
+        comes = len(there) == len(answers) and others.isdisjoint(self.left)  # who is done never does its part
+        self.awaited = sorted(others) if comes else []
         if self.awaited:
             self.on_awaited()
             self.on_change()

@@ -40,7 +40,7 @@ IGNORED: Mapping[str, frozenset[str]] = {
     # pauses between attempts grow with failures, but time is not measured here
     "Exchange": frozenset({"node", "attempt", "failures"}),
     # for whom it waits: told to people, and time is not measured here
-    "SlotReads": frozenset({"_waits", "_rounds"}),
+    "SlotReads": frozenset({"_waits", "_rounds", "awaited", "_stale"}),
     "Round": frozenset({"out", "others", "since_s", "usual"}),
     "_Repair": frozenset({"attempt", "failures"}),
     "Rebuild": frozenset({"unpaid_bytes"}),
@@ -48,7 +48,7 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "Scrubber": frozenset({"_used", "_kind", "_next", "scrubbed_bytes", "rounds", "damaged", "mended"}),
     # where it sends, what it announces, when it was called last, when it heard of a member last: leases end
     # when they are told to; which process a member is, its name says
-    "Coordinator": frozenset({"_send", "_announce"}),
+    "Coordinator": frozenset({"_send", "_announce", "_gathering"}),
     "ClusterState": frozenset({"announce", "slowness"}),
     "Members": frozenset({"send", "_ticked_s"}),
     "RunningJob": frozenset({"_announce"}),
