@@ -300,6 +300,15 @@ def test_an_answer_that_is_none_is_asked_for_again(answer: wire.Answer) -> None:
     assert isinstance(client._believed("s0", request, Ok(answer)), Unknown)
 
 
+@pytest.mark.parametrize(
+    ("step", "trainers", "good"), [(1, [], True), (7, [0, 1], True), (0, [], False), (1, [2], False)]
+)
+def test_who_is_awaited_is_a_trainer(step: int, trainers: list[int], good: bool) -> None:
+    client, _ = trainer()
+    answer = Ok(wire.Awaited(step, trainers))
+    assert isinstance(client._believed("s0", wire.WhoIsAwaited(0, 0), answer), Ok if good else Unknown)
+
+
 def test_a_refusal_is_believed() -> None:
     client, _ = trainer()
     refusal = Ok(Refused("not now"))

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from torch_ecrec.coordinator.members import TICK_MOST_S
 from torch_ecrec.protocol.messages import WaitedFor
 
 WINDOW_S = 5.0
@@ -29,7 +30,6 @@ SHARE = 0.5
 LEAST_S = 0.05
 RATIO = 3.0
 CALM = 0.5
-STOOD_STILL_S = 1.5  # between two ticks, which come four times in a heartbeat
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Slowness:
         Returns:
             Who is named from now on, and who is no more.
         """
-        still, self._ticked_s = now_s - self._ticked_s > STOOD_STILL_S, now_s
+        still, self._ticked_s = now_s - self._ticked_s > TICK_MOST_S, now_s
         self._excused.update(excused)
         if self._ends_s is None or still:
             self._begin(now_s, excused)
