@@ -33,6 +33,9 @@ class FakePort:
     def later(self, delay_s, action):
         self.timers.append((delay_s, action))
 
+    def now_s(self):
+        return 0.0
+
     def tell(self, message):
         raise AssertionError(message)
 

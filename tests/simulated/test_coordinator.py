@@ -325,6 +325,7 @@ SAYS: tuple[dict[str, Any], ...] = (
     {"type": "reach", "slot": 9, "incarnation": 0, "era": 0, "applied": 1, "floor": 0, "snapshots": []},
     {"type": "reach", "slot": 0, "incarnation": 0, "era": 0, "applied": 1, "floor": 0, "snapshots": [[1, 1, [99]]]},
     {"type": "loaded", "origin": 0},
+    {"type": "not_exact", "step": 3, "what": "a table begins anew"},
     {"type": "progress", "trainer": 0, "step": 1},
     {"type": "progress", "trainer": 9, "step": 1},
     {"type": "leave", "report": {}},

@@ -211,6 +211,9 @@ class Port:
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self.timers.later(delay_s, action)
 
+    def now_s(self) -> float:
+        return time.monotonic()
+
     def tell(self, message: dict[str, Any]) -> None:
         pass
 
@@ -429,6 +432,7 @@ def valid_requests(live: Live, slot: int) -> list[wire.Request]:
         wire.Fetch(slot, 0, 0, False, one, {slot: step}),
         wire.FetchSeals(slot, 0, 0, one, step - 1),
         wire.FetchSnapshots(slot, 0, -1),
+        wire.WhoIsAwaited(slot, 0),
     ]
 
 

@@ -64,6 +64,7 @@ def valid(cluster: SimulatedCluster) -> dict[str, wire.Request]:
         "Pass": wire.Pass(SLOT, 0, step + 5, 1, 0),
         "Snapshot": wire.Snapshot(SLOT, 0, step, 0, torch.zeros(3, dtype=torch.uint8), [step]),
         "Export": wire.Export(SLOT, 0, 0, step + 5, positions[0]),
+        "WhoIsAwaited": wire.WhoIsAwaited(SLOT, 0),
         "Fold": wire.Fold(SLOT, 0, SOURCE, 0, step + 5, step - 1, parts, deltas),
         "Attach": wire.Attach(SLOT, 0, SOURCE, 0, 0, 0),
         "Adopt": wire.Adopt(SLOT, 0, SOURCE, 0, False),
@@ -254,6 +255,9 @@ class Calls:
     def later(self, delay_s: float, action: Any) -> None:
         self.timers.append(action)
 
+    def now_s(self) -> float:
+        return 0.0
+
     def tell(self, message: dict[str, Any]) -> None:
         pass
 
@@ -294,6 +298,15 @@ def test_an_answer_that_is_none_is_asked_for_again(answer: wire.Answer) -> None:
     done(Ok(wire.Rows([torch.ones(1, 3), torch.ones(1, 2)])))
     assert len(got) == 1 and bool((got[0][0][0] == 1).all())
     assert isinstance(client._believed("s0", request, Ok(answer)), Unknown)
+
+
+@pytest.mark.parametrize(
+    ("step", "trainers", "good"), [(1, [], True), (7, [0, 1], True), (0, [], False), (1, [2], False)]
+)
+def test_who_is_awaited_is_a_trainer(step: int, trainers: list[int], good: bool) -> None:
+    client, _ = trainer()
+    answer = Ok(wire.Awaited(step, trainers))
+    assert isinstance(client._believed("s0", wire.WhoIsAwaited(0, 0), answer), Ok if good else Unknown)
 
 
 def test_a_refusal_is_believed() -> None:

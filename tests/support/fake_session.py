@@ -26,6 +26,7 @@ class FakeSession:
 
     Attributes:
         after: step -> the tables as they were after it.
+        inexact: what was said to make the run so.
     """
 
     def __init__(self, job: JobSpec, trainer: int = 0, before: FakeSession | None = None, step: int = 0) -> None:
@@ -38,6 +39,7 @@ class FakeSession:
         self.looked_up: list[tuple[int, list[Tensor]]] = []
         self.lookups, self.loads, self.opened, self.flushed, self.closed = 0, 0, 0, 0, 0
         self.snapshots: dict[int, tuple[Tensor, list[int]]] = {}
+        self.inexact: list[str] = []
         self.reports: list[dict[str, float]] = []
         self.group = dist.new_group() if self.trainers > 1 else None
         for slab in job.slabs:
@@ -58,6 +60,9 @@ class FakeSession:
         """Descending: any order will do."""
         unique, inverse = torch.unique(rows, return_inverse=True)
         return unique.flip(0), len(unique) - 1 - inverse
+
+    def not_exact(self, what: str) -> None:
+        self.inexact.append(what)
 
     def look_ahead(self, rows: list[Tensor]) -> None:
         self._check_training()

@@ -96,6 +96,8 @@ BLOCK = 11  # records at once
 class OnShelf:
     """A checkpoint of a simulated run; a `Checkpoint`."""
 
+    inexact = None
+
     def __init__(self, shelf: Shelf, job: JobSpec, finished: Finished) -> None:
         self._records, self.done = shelf.records(job, finished), finished.done
         self._dense = shelf.parts[finished.folder, finished.dense_of].dense

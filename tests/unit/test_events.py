@@ -23,6 +23,14 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
     (events.AtRisk(["row1/rack3"]), {"event": "at_risk", "domains": ["row1/rack3"]}),
     (events.Left("server-0"), {"event": "left", "member": "server-0"}),
     (
+        events.Slow("server-0", 0.9, 0.5, 0.01),
+        {"event": "slow", "member": "server-0", "share": 0.9, "late_s": 0.5, "usual_s": 0.01},
+    ),
+    (events.NotSlow("server-0"), {"event": "not_slow", "member": "server-0"}),
+    (events.Draining("server-0", "it is slow"), {"event": "draining", "member": "server-0", "why": "it is slow"}),
+    (events.NotExact(7, "a table began anew"), {"event": "not_exact", "step": 7, "what": "a table began anew"}),
+    (events.JobForgotten("it has seed 0"), {"event": "job_forgotten", "difference": "it has seed 0"}),
+    (
         events.CheckpointBegun("000000000010-a-1", 10, ""),
         {"event": "checkpoint_begun", "name": "000000000010-a-1", "step": 10, "base": ""},
     ),

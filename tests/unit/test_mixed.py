@@ -21,6 +21,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torch_ecrec import checkpoint
 from torch_ecrec.errors import NonFiniteGradient
+from torch_ecrec.nn.coverage import UNPROTECTED, Coverage
 from torch_ecrec.nn.local_shards import LocalShards
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -182,6 +183,26 @@ def test_who_says_so_goes_on_with_tables_made_anew() -> None:
     first = Trainer(KINDS["in parts"], unprotected="reset").run()
     second = Trainer(KINDS["in parts"], first.session, 4, unprotected="reset").run()
     assert second.losses[:4] == first.losses[:4] and second.losses[4:] != first.losses[4:]
+    assert not first.session.inexact
+    [told] = second.session.inexact
+    assert "what was trained is lost: small, rows" in told and 'unprotected="reset"' in told
+
+
+def test_before_the_first_snapshot_nothing_that_was_trained_is_lost() -> None:
+    first = Trainer(KINDS["in parts"], unprotected="reset").run()
+    first.session.after[0] = [records.clone() for records in FakeSession(served(KINDS["whole"])).records]
+    assert not Trainer(KINDS["in parts"], first.session, 0, unprotected="reset").session.inexact
+
+
+@pytest.mark.parametrize("unprotected", UNPROTECTED)
+@pytest.mark.parametrize("step", [0, 4])
+@pytest.mark.parametrize("paths", [(), ("small",), ("", "rows")])
+def test_only_what_is_allowed_to_begin_anew_makes_a_run_inexact(
+    unprotected: str, step: int, paths: tuple[str, ...]
+) -> None:
+    told = Coverage({}, dict.fromkeys(paths, "why"), {}).lost_by(step, unprotected)
+    assert (told is not None) == (unprotected == "reset" and step > 0 and bool(paths))
+    assert told is None or all((path or "the model") in told for path in paths)
 
 
 def test_a_refused_step_says_what_has_stepped_all_the_same() -> None:

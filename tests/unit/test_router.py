@@ -519,3 +519,72 @@ def test_whom_others_cannot_reach_while_it_computes_is_neither_silent_nor_cut_of
     assert not running.names("lost")
     complain(3.0, computes=False)  # a cut
     assert running.names("lost") == [silent.name]
+
+
+# a job that was given up ------------------------------------------------------------------------------------------
+
+OTHER_JOBS = {
+    "other tables": JobSpec((TableSpec("a", 31, 4, -1.0, 1.0),), CODE, 2),
+    "another number of trainers": JobSpec(JOB.tables, CODE, 1),
+    "another seed": JobSpec(JOB.tables, CODE, 2, seed=1),
+}
+
+
+def given_up(servers: int, trainers: int, loaded: bool = False) -> Running:
+    """So many have joined; then all trainers have ended."""
+    run = Running()
+    for _ in range(servers):
+        run.join("server")
+    there = [run.join("trainer", rank) for rank in range(trainers)]
+    run.now_s += 6.0
+    run.router.on_tick(run.now_s)
+    for process in run.processes if run.core.generation else ():
+        run.say(process, type="in_generation", generation=run.core.generation)
+    assert bool(run.core.slots) == (servers >= 3 and trainers == 2)
+    if loaded:
+        run.say(there[0], type="loaded", origin=0)
+    for process in there:
+        run.close(process.wire)
+        name, number, _ = run.probes[-1]
+        run.router.on_probed(name, number, GONE, run.now_s)
+    return run
+
+
+@pytest.mark.parametrize("other", OTHER_JOBS)
+@pytest.mark.parametrize(("servers", "trainers"), [(0, 1), (2, 1), (4, 1), (4, 2)])
+def test_a_job_that_was_given_up_before_anything_was_made_pins_no_cluster(
+    servers: int, trainers: int, other: str
+) -> None:
+    run = given_up(servers, trainers)
+    comes = run.join("trainer", 0, OTHER_JOBS[other])
+    assert comes.wire.told("welcome") and run.core.job is not None
+    assert OTHER_JOBS[other].difference(run.core.job) == ""
+    [event] = [event for event in run.events if event["event"] == "job_forgotten"]
+    assert "there" in event["difference"] or "this job has" in event["difference"]
+    for server in run.processes[:servers]:
+        assert "was given up before anything was trained" in server.wire.told("fatal")[-1]["reason"]
+    again = [run.join("server") for _ in range(servers)]
+    assert all(process.wire.told("welcome") for process in again), "they join as others"
+
+
+@pytest.mark.parametrize("other", OTHER_JOBS)
+def test_what_was_loaded_is_kept_and_the_refusal_says_what_to_do(other: str) -> None:
+    run = given_up(4, 2, loaded=True)
+    refused = run.join("trainer", 0, OTHER_JOBS[other]).wire.told("refused")
+    assert "this cluster trains another job" in refused[0]["reason"]
+    assert "end that cluster (`torch-ecrec up`, or its coordinator) and start it anew" in refused[0]["reason"]
+    assert run.join("trainer", 0).wire.told("welcome"), "and its own trainers come back"
+
+
+def test_who_still_waits_is_named_to_who_brings_another_job() -> None:
+    run = Running()
+    first = run.join("trainer", 0)
+    refused = run.join("trainer", 0, OTHER_JOBS["another number of trainers"]).wire.told("refused")
+    assert f"end its trainers first, trainer-0 (pid {first.hello['pid']} at 127.0.0.1)" in refused[0]["reason"]
+    assert not [event for event in run.events if event["event"] == "job_forgotten"]
+
+
+def test_the_same_job_comes_back_to_what_there_is() -> None:
+    run = given_up(4, 1)
+    assert run.join("trainer", 0).wire.told("welcome")
+    assert not run.processes[0].wire.told("fatal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -13,6 +14,8 @@ from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy, C
 
 if TYPE_CHECKING:  # it loads torch: not to read a command line
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+
+STORE_S = 60.0  # for one small file, at the start
 
 
 def port(text: str) -> int:
@@ -35,6 +38,15 @@ def add_code(parser: argparse.ArgumentParser) -> None:
         default="survivor",
         help="who takes the slots of a lost server when there is no spare: a survivor, or the process that is started"
         " in its place (wait); default survivor",
+    )
+
+
+def add_drain_slow(parser: argparse.ArgumentParser) -> None:
+    """What follows where a server limps."""
+    parser.add_argument(
+        "--drain-slow",
+        action="store_true",
+        help="move the slots of a server that training waits for, since it limps, to a spare (default: only name it)",
     )
 
 
@@ -151,12 +163,16 @@ def _add_beyond(group: argparse._ArgumentGroup) -> None:
 def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
     """What `add_checkpoints` has read. Raises ValueError where that cannot be."""
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+    from torch_ecrec.storage.location import require_place
 
     every_steps, every_s = arguments.checkpoint_every or (0, 0.0)
     require(
         bool(arguments.checkpoint) == bool(arguments.checkpoint_every),
         "--checkpoint URL and --checkpoint-every N go together: where checkpoints are kept, and how often",
     )
+    for url in (arguments.checkpoint, arguments.restore.partition("@")[0]):
+        if url and url != "newest":
+            require_place(url)
     return CheckpointSettings(
         url=arguments.checkpoint,
         every_steps=every_steps,
@@ -172,6 +188,30 @@ def checkpoints_of(arguments: argparse.Namespace) -> CheckpointSettings:
         encoding=(("zstd", arguments.checkpoint_zstd), ("bits", arguments.checkpoint_bits)),
         run=arguments.run or new_run(),
     )
+
+
+def require_store(arguments: argparse.Namespace, patient: bool = False) -> None:
+    """Before anything is started: checkpoints can be written where they are to be kept.
+
+    Args:
+        patient: a place that may be had again later is only told of: others may train meanwhile.
+
+    Raises:
+        CheckpointError: they cannot, or it is not known within `STORE_S`.
+    """
+    from torch_ecrec.errors import StoreUnavailable
+    from torch_ecrec.storage.location import require_writable
+    from torch_ecrec.storage.looks import Looks
+
+    if url := arguments.checkpoint:
+        limit_s = min(STORE_S, arguments.checkpoint_timeout)
+        log = logging.getLogger(__name__)
+        try:
+            Looks(lambda: require_writable(url), url, limit_s, log.warning).look()
+        except StoreUnavailable as error:
+            if not patient or isinstance(error.__cause__, (PermissionError, NotADirectoryError)):
+                raise
+            log.warning("checkpoints cannot be written now, and will be tried: %s", error)
 
 
 def checkpoint_arguments(arguments: argparse.Namespace) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from torch_ecrec.cli.arguments import add_code, add_data, add_training, checkpoint_arguments, interval
+from torch_ecrec.runtime.installed import require_torchrec
 from torch_ecrec.spec.settings import (
     ALONE_EVENTS,
     BEYOND_EVENTS,
@@ -86,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, disturbed at random and undisturbed."""
+    require_torchrec()
     from torch_ecrec.demo.chaos.command import check, run_chaos
     from torch_ecrec.demo.chaos.power import run_check
 

@@ -9,11 +9,13 @@ import sys
 from torch_ecrec.cli.arguments import (
     add_checkpoints,
     add_code,
+    add_drain_slow,
     add_end_with_parent,
     add_grace,
     checkpoints_of,
     code_of,
     port,
+    require_store,
     settings_of,
 )
 from torch_ecrec.errors import CheckpointError
@@ -26,6 +28,7 @@ HELP = "the coordinator alone"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `coordinator`."""
     add_code(parser)
+    add_drain_slow(parser)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=port, default=0)
     parser.add_argument(
@@ -57,12 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
         _require_address(arguments.host)
         parse_place(arguments.elect)
         require_int("leader-lease", arguments.leader_lease, 2)
+    if not arguments.end_with_parent:  # else a supervisor has looked
+        require_store(arguments, patient=True)
     told = Coordination(
         host=arguments.host,
         port=arguments.port,
         code=code,
         spares=arguments.spares,
         without_spare=arguments.without_spare,
+        drain_slow=arguments.drain_slow,
         settings=settings_of(arguments),
         checkpoint=checkpoint,
         restore=arguments.restore,

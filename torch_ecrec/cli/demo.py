@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torch_ecrec.cli.arguments import add_checkpoints, add_code, add_data, add_training, checkpoint_arguments
+from torch_ecrec.cli.arguments import (
+    add_checkpoints,
+    add_code,
+    add_data,
+    add_training,
+    checkpoint_arguments,
+    checkpoints_of,
+)
+from torch_ecrec.runtime.installed import require_torchrec
 
 HELP = "train a DLRM, kill servers, compare with the undisturbed run"
 
@@ -38,8 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, disturbed and undisturbed."""
+    require_torchrec()
     from torch_ecrec.demo.run import run_demo
 
+    checkpoints_of(arguments)  # a place that is none is refused as it was given
     if arguments.checkpoint and "://" not in arguments.checkpoint:
         arguments.checkpoint = str(Path(arguments.checkpoint).resolve())  # trainers have another working directory
     return run_demo(arguments, checkpoint_arguments(arguments))

@@ -98,6 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(error, error.exit_code)
     except (ValueError, TypeError, OSError) as error:
         return _fail(error, 2)
+    except ImportError as error:
+        return _fail(error, 1)
 
 
 def _fail(error: Exception, code: int) -> int:

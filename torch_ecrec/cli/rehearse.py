@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from torch_ecrec.cli.arguments import add_code
+from torch_ecrec.runtime.installed import require_torchrec
 
 HELP = "your own script: does it go on to the same bits when killed?"
 
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script, undisturbed and killed."""
+    require_torchrec()
     from torch_ecrec.rehearsal.run import run_rehearse
 
     return run_rehearse(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torch_ecrec.cli.arguments import add_join
+from torch_ecrec.runtime.installed import require_torchrec
 
 HELP = "trainers of a script, on one host or on several"
 
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
     if not script:
         raise ValueError("name the script: torch-ecrec run ... -- train.py ARGS")
+    require_torchrec()
     nodes = Nodes(
         arguments.nodes,
         arguments.nproc_per_node,

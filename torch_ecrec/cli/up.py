@@ -12,11 +12,13 @@ from pathlib import Path
 from torch_ecrec.cli.arguments import (
     add_checkpoints,
     add_code,
+    add_drain_slow,
     add_end_with_parent,
     add_grace,
     checkpoint_arguments,
     code_of,
     port,
+    require_store,
     settings_of,
 )
 from torch_ecrec.runtime.checks import require_int
@@ -32,6 +34,7 @@ HELP = "a local cluster: coordinator and servers, supervised"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `up`."""
     add_code(parser)
+    add_drain_slow(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=port, default=0, help="the coordinator's port (default: a free one)")
     parser.add_argument("--no-restart", action="store_true", help="do not start killed servers again")
@@ -57,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     code = code_of(arguments)
     require_int("spares", arguments.spares, 0)
     checkpoints = checkpoint_arguments(arguments)  # complains before anything is started
+    require_store(arguments)
     grace_s = settings_of(arguments).grace_s
     if arguments.logs is not None:
         prepare_logs(arguments.logs)
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         restart=not arguments.no_restart,
         logs=arguments.logs,
         told=lambda: bool(told),
-        coordinator=checkpoints,
+        coordinator=[*checkpoints, *["--drain-slow"] * arguments.drain_slow],
     ) as cluster:
         print(
             json.dumps({"address": list(cluster.address)})

@@ -34,12 +34,14 @@ from torch import Tensor
 from torch_ecrec.client.reads import SlotReads
 from torch_ecrec.layout.routing import Route
 from torch_ecrec.protocol import messages, wire
+from torch_ecrec.protocol.bounds import TEXT_MOST
 from torch_ecrec.protocol.wire import Placement
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
-from torch_ecrec.transport.node import Port
+from torch_ecrec.transport.node import Exchange, Port
 
 LOAD_BYTES = 8 << 20  # of records in one step that loads
+LOOK_MOST_S = 5.0  # between two looks at whether others are waited for
 
 
 @dataclass
@@ -86,6 +88,10 @@ class Client(SlotReads):
         self._owed = False  # a snapshot was due after the step before, and is due after one that loads behind it
         self.open: dict[int, _StepState] = {}
         self.renewals: list[messages.Renewal] = []  # slots that began anew, in this run
+        self.inexact: list[tuple[int, str]] = []  # what this trainer has said of that
+        self.awaited: list[int] = []  # trainers without whom nothing here goes on, as the slots said last
+        self._stale: set[Exchange[Any]] = set()  # what was out at the last look
+        self.on_awaited: Callable[[], None] = lambda: None  # called, inside run, now and then while it is so
         self.on_change: Callable[[], None] = lambda: None  # called, inside run, when something was confirmed
 
     # from the coordinator -----------------------------------------------------------------------
@@ -104,8 +110,8 @@ class Client(SlotReads):
             self.run(self.begin_training, message["origin"])
         elif message["type"] == "left":
             self.left = message["trainers"]
-        elif message["type"] == "rejoined" and self.ended_loading:
-            self.run(self.end_loading)  # in case the coordinator before did not hear it
+        elif message["type"] == "rejoined":
+            self.run(self._tell_again)
 
     def place(self, placement: Placement) -> bool:
         newer = super().place(placement)
@@ -234,6 +240,52 @@ class Client(SlotReads):
         """Tells the coordinator that everything is loaded, once all is acknowledged; that one tells everybody."""
         self.ended_loading = True
         self.tell({"type": "loaded", "origin": self.step - 1 if self.origin is None else self.origin})
+
+    def not_exact(self, what: str) -> None:
+        """Tells the coordinator what makes this run another than one that nothing has happened to."""
+        self.inexact.append((self.done, what[:TEXT_MOST]))
+        self.tell({"type": "not_exact", "step": self.done, "what": what[:TEXT_MOST]})
+
+    def _tell_again(self) -> None:
+        """In case the coordinator before did not hear it."""
+        if self.ended_loading:
+            self.end_loading()
+        for step, what in self.inexact:
+            self.tell({"type": "not_exact", "step": step, "what": what})
+
+    # others -------------------------------------------------------------------------------------
+
+    def look_out(self) -> None:
+        """From now on it is found out now and then for which trainers this one waits, if it does. Their scripts may do
+        other things for as long as they like: they are there as long as the coordinator has them for members, and this
+        one waits with patience (`on_change`), as long as every slot that it waits for answers."""
+        stale, self._stale = self._stale & self.exchanges.keys(), set(self.exchanges)
+        slots = sorted({exchange.slot for exchange in stale})
+        answers: dict[int, wire.Awaited | None] = {}
+
+        def ask(slot: int) -> None:
+            def on_answer(answer: wire.Awaited | None) -> None:
+                answers[slot] = answer
+                if len(answers) == len(slots):
+                    self._take_awaited(list(answers.values()))
+
+            self.ask_once(slot, lambda incarnation: wire.WhoIsAwaited(slot, incarnation), on_answer)
+
+        for slot in slots if self.placement is not None else ():
+            ask(slot)
+        if not slots:
+            self.awaited = []
+        self.later(min(LOOK_MOST_S, self.settings.give_up_s / 4), self.look_out)
+
+    def _take_awaited(self, answers: list[wire.Awaited | None]) -> None:
+        """What all slots said that this trainer waits for; None: one did not answer."""
+        there = [answer.trainers for answer in answers if answer is not None]
+        others = {trainer for trainers in there if self.trainer not in trainers for trainer in trainers}
+        comes = len(there) == len(answers) and others.isdisjoint(self.left)  # who is done never does its part
+        self.awaited = sorted(others) if comes else []
+        if self.awaited:
+            self.on_awaited()
+            self.on_change()
 
     # steps --------------------------------------------------------------------------------------
 

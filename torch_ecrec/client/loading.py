@@ -50,6 +50,10 @@ class Checkpoint(Protocol):
     def done(self) -> int:
         """Steps of training until then."""
 
+    @property
+    def inexact(self) -> str | None:
+        """Why its records are not those of then, bit for bit; None: they are."""
+
     def shares(self, trainers: int) -> list[list[int]]:
         """Of each trainer, how many rows of each slab it reads, together all there are: the same for who asks."""
 
@@ -67,11 +71,20 @@ class Loading:
         client: the protocol.
         wait: returns once a condition holds.
         restarted: the cluster has trained before, or begins with a checkpoint.
+        not_exact: says that the run is not, and why.
         checkpoint: that one.
     """
 
-    def __init__(self, client: Client, wait: Wait, restarted: bool, checkpoint: Checkpoint | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        wait: Wait,
+        restarted: bool,
+        not_exact: Callable[[str], None],
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
         self._client, self._wait, self._was_loaded, self._checkpoint = client, wait, restarted, checkpoint
+        self._not_exact = not_exact
         self._begun = False  # this trainer has begun to load
         self.resumed = False  # the script knows where training goes on
 
@@ -190,6 +203,8 @@ class Loading:
             raise CheckpointError(
                 f"of each slab, {given} rows were read of a checkpoint, {mine} are this trainer's share"
             )
+        if (what := checkpoint.inexact) is not None:
+            self._not_exact(what)
         for _ in range(max(steps) - sent):
             self._wait(client.may_push, f"restoring: step {client.step} is waited for", True)
             client.run(client.pass_)

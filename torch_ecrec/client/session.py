@@ -13,6 +13,8 @@ one tensor per slab. Rows are slab rows: first row of the table in its slab, plu
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,10 +28,14 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.client.loading import Checkpoint, Loading
 from torch_ecrec.client.waiting import Waiting
 from torch_ecrec.layout.routing import Parts, Route, arrange
-from torch_ecrec.protocol import wire
+from torch_ecrec.observe.text import format_gathering, trainers_named
+from torch_ecrec.protocol import messages, wire
 from torch_ecrec.records.quantised import restore
 from torch_ecrec.runtime.lifetime import belongs_here
 
+log = logging.getLogger(__name__)
+
+AWAITED_SAID_S = 30.0  # between two words of others that are waited for
 ROUTES_KEPT = 64  # from `arrange` to the push: as many lookups may be made in a step
 
 
@@ -77,8 +83,9 @@ class Session:
         self._closed = False
         self._routes: deque[Route] = deque(maxlen=ROUTES_KEPT)
         self._ahead: list[_Ahead] = []
-        self._loading = Loading(client, self._wait, restarted, checkpoint)
-        client.on_change, client.on_error = self._waiting.notify, self.fail
+        self._loading = Loading(client, self._wait, restarted, self.not_exact, checkpoint)
+        client.on_change, client.on_error, client.on_awaited = self._waiting.notify, self.fail, self._say_awaited
+        self._said_s = -math.inf
         belongs_here(self)
 
     # the background -----------------------------------------------------------------------------
@@ -86,6 +93,12 @@ class Session:
     def known(self) -> dict[str, Any]:
         """What a coordinator that was started again must know."""
         return self.client.known()
+
+    def figures(self) -> dict[str, Any]:
+        """For the coordinator, with heartbeats: for whom this trainer waits, and has waited."""
+        found: dict[str, Any] = {}
+        self.client.run_if_idle(lambda: found.update(waits=messages.json_of(self.client.waits())))
+        return {**found, "awaits": self.client.awaited}
 
     def fail(self, error: BaseException) -> None:
         """Something went wrong in the background: the next or present wait raises it."""
@@ -100,8 +113,29 @@ class Session:
         """A message of the coordinator to this trainer."""
         if message["type"] == "stands":
             self._waiting.stand(message["names"], message["left_s"])
-        else:
-            self.client.on_control(message)
+            return
+        if message["type"] == "gathering":
+            lacking = format_gathering(message, self.client.settings.join or "")
+            self._waiting.hint = lacking
+            log.warning("the cluster has not begun%s", lacking)
+        elif message["type"] == "placement":
+            self._waiting.hint = ""
+        self.client.on_control(message)
+
+    def look_out(self) -> None:
+        """From now on others that are waited for are named: see `Client.look_out`. Once, where there is a clock."""
+        self.client.run(self.client.look_out)
+
+    def _say_awaited(self) -> None:
+        now_s = self.client.port.now_s()
+        if now_s < self._said_s + AWAITED_SAID_S:
+            return
+        self._said_s = now_s
+        log.warning(
+            "step %d waits for %s, whose script is at something else, an evaluation, say; and waits on",
+            self.client.training_step,
+            trainers_named(self.client.awaited),
+        )
 
     def on_forked(self) -> None:
         """In a forked child: this session is its parent's."""
@@ -333,6 +367,16 @@ class Session:
         self._loading.end()
 
     # the rest -----------------------------------------------------------------------------------
+
+    def not_exact(self, what: str) -> None:
+        """From here on this run is not, or may not be, what an undisturbed one is: a warning, an event, and a line of
+        `torch-ecrec status`.
+
+        Args:
+            what: has happened, the same on every trainer that says it; of more than 200 characters the first count.
+        """
+        log.warning("NOT EXACT from step %d on: %s", self.client.done, what)
+        self.client.run(self.client.not_exact, what)
 
     def report(self, **figures: Any) -> None:
         """Tells the coordinator how training goes (step, loss, samples_per_s ...), for status and progress lines."""

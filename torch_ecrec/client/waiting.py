@@ -29,6 +29,7 @@ class Waiting:
         self._awaited: Callable[[], bool] | None = None
         self._error: BaseException | None = None
         self._patient_until_s = -math.inf
+        self.hint = ""  # what is known of why nothing comes
         self.told = False  # the error has been raised
 
     @property
@@ -81,7 +82,7 @@ class Waiting:
                         log.warning("%s: for %g s so far", what, time.monotonic() - begin_s)
                     elif time.monotonic() > max(deadline, self._patient_until_s):
                         faulthandler.dump_traceback(file=sys.stderr)
-                        raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s")
+                        raise ClusterUnavailable(f"{what}: no progress for {limit_s:g} s{self.hint}")
                     self._changed.wait(0.5)
             finally:
                 self._awaited = None

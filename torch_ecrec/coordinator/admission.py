@@ -28,7 +28,8 @@ def join_refusal(state: ClusterState, join: Join) -> str | None:
             return f"code parameter {name} is {ours} in this cluster, got {wanted}"
     if state.job.fatal is not None:
         return f"the cluster has stopped: {state.job.fatal}"
-    return state.job.refusal(join.job) or state.launches.refusal(join)
+    reason = state.job.refusal(join.job)
+    return f"{reason}. {_remedy(state)}" if reason else state.launches.refusal(join)
 
 
 def own_run(state: ClusterState) -> str | None:
@@ -65,6 +66,28 @@ def _said(code: CodeSpec) -> str:
     )
 
 
+def forgets(state: ClusterState, join: Join) -> str | None:
+    """The difference between the job of who joins and that of this cluster, where that one was given up before anything
+    was made of it: nobody is there any more who wants it, and initial values have not been loaded. Else None."""
+    begun = state.job.origin is not None or state.regathering.active or state.job.fatal is not None
+    if begun or state.members.present("trainer") or state.job.restored is not None:
+        return None
+    return state.job.refusal(join.job)
+
+
+def _remedy(state: ClusterState) -> str:
+    """What to do for another job."""
+    here = [
+        f"{one.name} (pid {one.pid} at {one.host or 'a host of its own'})" for one in state.members.present("trainer")
+    ]
+    if state.job.origin is None and state.job.restored is None and here:
+        return f"That one has not begun: end its trainers first, {', '.join(here)}"
+    return (
+        "To train this one, end that cluster (`torch-ecrec up`, or its coordinator) and start it anew, or name another"
+        " in TORCH_ECREC_JOIN"
+    )
+
+
 def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | None:
     """Why a member may not rejoin, with a kind for `fatal`, or None."""
     job = state.job
@@ -90,7 +113,7 @@ def rejoin_refusal(state: ClusterState, rejoin: Rejoin) -> tuple[str, str] | Non
 
 def objection(state: ClusterState, member: MemberRecord, word: OfMember) -> str | None:
     """Why a member cannot say this, whenever it was sent; None: it may."""
-    if isinstance(word, (messages.Loaded, messages.Progress)) and member.role != "trainer":
+    if isinstance(word, (messages.Loaded, messages.NotExact, messages.Progress)) and member.role != "trainer":
         return f"{member.name} is no trainer"
     if isinstance(word, messages.Progress) and word.trainer != member.rank:
         return f"`trainer` must be {member.rank}, got {word.trainer}"

@@ -35,6 +35,7 @@ from torch_ecrec.spec.job import JobSpec
 
 SURVEY_S = 0.5  # for the answers to a survey, before it is made again
 SURVEYS_S = 30.0  # for a step that all slots can show
+WRITES_ALONE_S = 60.0  # that writing its part keeps a slot from trainers, once most others have written theirs
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class _Running:
     shown: dict[int, messages.Shown] = field(default_factory=dict)
     order: messages.Capture | None = None
     written: dict[int, dict[str, Any]] = field(default_factory=dict)
+    most_s: float | None = None  # when most slots had written theirs
     committing: bool = False
 
 
@@ -301,6 +303,8 @@ class Checkpointing:
         if running is None or running.order is None or word.checkpoint != running.number or running.committing:
             return
         running.written[word.slot] = word.part
+        if running.most_s is None and 2 * len(running.written) > self._job.code.slots:
+            running.most_s = self._now_s
         if len(running.written) < self._job.code.slots:
             return
         running.committing = True
@@ -353,6 +357,15 @@ class Checkpointing:
         running = self._running
         if running is not None and word.checkpoint == running.number and not running.committing:
             self._give_up(f"slot {word.slot}: {word.reason}")
+
+    def writing(self) -> set[int]:
+        """Slots that write their part of a checkpoint, no longer than they should: they have less time for others."""
+        running = self._running
+        if running is None or running.order is None:
+            return set()
+        if running.most_s is not None and self._now_s > running.most_s + WRITES_ALONE_S:
+            return set()
+        return {*range(self._job.code.slots)} - running.written.keys()
 
     def on_placed_anew(self) -> None:
         """A slot has another host, which does not know what the one before has written."""

@@ -55,6 +55,8 @@ from torch_ecrec.protocol.messages import FromCoordinator, Join, OfMember, OfSlo
 from torch_ecrec.protocol.wire import SlotPlace
 from torch_ecrec.spec.job import JobSpec
 
+GATHERING_SAID_S = 5.0  # between two words of it to who waits
+
 
 class Coordinator:
     """The decisions. What is to be sent goes to `send(name, message)`, what has happened to `announce(event)`.
@@ -79,6 +81,7 @@ class Coordinator:
         if before is not None:
             self._state.follow(before._state)
         self._send, self._announce = send, announce
+        self._gathering: tuple[messages.Gathering | None, float] = None, 0.0  # as it was said last, and when
         self.drain = self._state.table.moves.drain
 
     # what it knows, for who asks ----------------------------------------------------------------
@@ -196,6 +199,10 @@ class Coordinator:
         """Why a process that is not refused has to wait, or None."""
         return self._state.launches.hold(join, now_s)
 
+    def forgets(self, join: Join) -> str | None:
+        """See `admission.forgets`."""
+        return admission.forgets(self._state, join)
+
     def name_for(self, join: Join) -> str:
         """A name for a process that was not refused."""
         return self._state.members.name_for(join)
@@ -222,6 +229,7 @@ class Coordinator:
             if again:
                 departures.lose_absent(state)
         state.form(now_s)
+        self._say_gathering(now_s)
 
     def on_join_again(self, name: str, now_s: float) -> None:
         """A member whose connection ended before it had read its name joins once more: it is the one that it was."""
@@ -234,6 +242,7 @@ class Coordinator:
         trained = self.origin is not None or state.job.restored is not None
         restarted = trained and self.members[name].role == "trainer"
         self._send(name, messages.Welcome(name, job.code, restarted, self.life, state.transport, job.run, job.restored))
+        job.tell_inexact(name)
 
     def _tell_standstill(self, name: str, now_s: float) -> None:
         if self.members[name].role == "trainer" and self._state.silence.stands:
@@ -246,6 +255,7 @@ class Coordinator:
             state.table.send_to(name)
         elif self.origin is not None:
             self._send(name, messages.Loaded(self.origin))
+        state.job.tell_inexact(name)
         if state.members.done:
             self._send(name, messages.Left(sorted(state.members.done)))
         self._tell_standstill(name, now_s)
@@ -305,6 +315,8 @@ class Coordinator:
             return objection
         self.on_heard(name, now_s, word.report if isinstance(word, (messages.Beat, messages.Leave)) else None)
         if isinstance(word, messages.Beat):
+            if word.report.waits is not None:
+                self._state.slowness.on_report(name, word.report.waits)
             succession.on_beat(self._state, name, word, now_s)
         elif isinstance(word, messages.OfMove):
             self._state.table.moves.on_word(name, word)
@@ -314,6 +326,8 @@ class Coordinator:
             arrivals.enter(self._state, name, word.generation, now_s)
         elif isinstance(word, messages.Loaded):
             self._state.job.on_loaded(word.origin)
+        elif isinstance(word, messages.NotExact):
+            self._state.job.on_inexact(word.step, word.what)
         elif isinstance(word, messages.Leave):
             departures.leave(self._state, name, now_s)
         elif isinstance(word, messages.Progress):
@@ -363,6 +377,9 @@ class Coordinator:
             table.on_unrecoverable(word.slot, word.reason)
         elif isinstance(word, messages.Damaged):
             self._announce(events.Damaged(**{name: getattr(word, name) for name in word.__struct_fields__}))
+            if word.used:
+                what = f"of slot {word.slot}, {word.used} ({word.what}) were damaged, and a step may have used them"
+                self._state.job.on_inexact(word.step, what)
         elif isinstance(word, messages.Mended):
             self._announce(events.Mended(word.slot, word.incarnation, word.count))
         elif isinstance(word, messages.Reach):
@@ -387,8 +404,39 @@ class Coordinator:
         departures.act_on_complaints(state, now_s)
         state.world.give_up_late(now_s, state.table.placed)
         state.checkpointing.on_tick(now_s, state.whole)
+        self._name_slow(now_s)
         succession.go_on(state, now_s)
         state.form(now_s)
+        self._say_gathering(now_s)
+
+    def _say_gathering(self, now_s: float) -> None:
+        """Who waits for the cluster to begin hears for whom: when that changes all, and trainers again and again."""
+        word, (before, said_s) = self._state.gathering(), self._gathering
+        if word is not None and (word != before or now_s >= said_s + GATHERING_SAID_S):
+            self._state.members.tell(word, None if word != before else "trainer")
+            self._gathering = word, now_s
+        elif word is None:
+            self._gathering = None, now_s
+
+    def _name_slow(self, now_s: float) -> None:
+        """Names servers that training waits for, and has their slots moved away where that is wanted and can be."""
+        state, table = self._state, self._state.table
+        slowness, move = state.slowness, table.moves.current
+        slowness.forget({member.name for member in state.members.present("server")})
+        writing = state.checkpointing.writing()
+        excused = {place.server for i, place in enumerate(table.slots) if not place.healthy or i in writing}
+        excused |= state.silence.quiet  # it is not slow, it says nothing at all
+        excused |= set() if move is None else {move.server, table.slots[move.slot].server}
+        new, over = slowness.on_tick({place.server for place in table.slots}, excused, now_s)
+        for name in new:
+            late = slowness.named[name]
+            self._announce(events.Slow(name, *(round(number, 4) for number in (late.share, late.late_s, late.usual_s))))
+        for name in over:
+            self._announce(events.NotSlow(name))
+        for name in slowness.named if state.drains_slow else ():
+            if table.load_of(name) and not state.members.is_draining(name) and table.spares():
+                self._announce(events.Draining(name, "it is slow"))
+                self.drain(name, False)
 
     def stop(self, reason: str, kind: str) -> None:
         """Ends the job for everybody: kinds are data_loss and stopped."""

@@ -9,6 +9,7 @@ from torch_ecrec.coordinator.members import Members
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.bounds import INEXACT_MOST
 from torch_ecrec.protocol.messages import Rejoin, Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Beyond
@@ -34,6 +35,8 @@ class RunningJob:
         spec: None until a trainer has joined.
         origin: the step that training begins after (`wire.py`); None: loading has not ended.
         step: the last step of training that somebody reported.
+        inexact: (steps of training until then, what has happened) that makes this run, or may, another than one that
+            nothing happened to; partial recoveries aside, which `PartialRecovery` knows.
         fatal, fatal_kind: why the job has ended for everybody, and which kind of end it is; None: it has not.
     """
 
@@ -55,6 +58,7 @@ class RunningJob:
         self.spec: JobSpec | None = None
         self.origin: int | None = None
         self.step = 0
+        self.inexact: list[tuple[int, str]] = []
         self.fatal: str | None = None
         self.fatal_kind = "stopped"
 
@@ -81,6 +85,18 @@ class RunningJob:
         self.origin = origin
         self._members.tell(messages.Loaded(origin))
 
+    def on_inexact(self, step: int, what: str) -> None:
+        """From a step of training on this run is not exact. The same is noted once, and of many the first."""
+        if (step, what) not in self.inexact and len(self.inexact) < INEXACT_MOST:
+            self.inexact.append((step, what))
+            self._announce(events.NotExact(step, what))
+            self._members.tell(messages.KnownInexact(self.inexact))
+
+    def tell_inexact(self, name: str) -> None:
+        """What a member may have missed of that."""
+        if self.inexact:
+            self._members.send(name, messages.KnownInexact(self.inexact))
+
     def learn(self, said: Collection[Rejoin], era: int) -> None:
         """The job and where training begins, as members of the coordinator before know them.
 
@@ -90,6 +106,7 @@ class RunningJob:
         for one in sorted(said, key=lambda one: one.placement is not None):  # who has nothing may be of no run yet
             self.take(one.job)
             self.restored, self.run = one.restored, one.run
+            self.inexact += [known for known in one.inexact if known not in self.inexact]
         newest = max((one.era for one in said), default=0)
         of_it = [one for one in said if one.era == newest]
         told = [one for one in of_it if not one.frozen] or of_it

@@ -46,6 +46,7 @@ from torch_ecrec.transport.liveness import COMPUTES, GONE, UNREACHABLE
 Message = dict[str, Any]
 REFUSED_SHOWN_S = 1.0  # refusals are told to the log once in so long at most, with how many there were
 UNKNOWN_YET = "it is not known yet whether there is a checkpoint to begin with"
+GIVEN_UP = "the job of this cluster was given up before anything was trained, and another one has come"
 NOBODY_LEFT = "the coordinator was started again, and nobody who knows what was trained came back"
 WHY_LOST = "its connection ended, and its process is gone"
 
@@ -260,14 +261,14 @@ class Router:
         self._begin_anew(dataclasses.replace(self._settings, restore=(restored, found[1])))
         self._tell_watchers(events.WentBeyond(restored.folder, restored.done, reason))
 
-    def _begin_anew(self, settings: ClusterSettings) -> None:
+    def _begin_anew(self, settings: ClusterSettings, why: str = WENT_BACK) -> None:
         """Whoever is a member joins again, as another."""
         before = self.core
         self.core = Coordinator(settings, self._send, self._tell_watchers, self._ledger, before)
         for name, peer in self._connections.items():
             member = before.members.get(name)  # trainers that were lost are forgotten, and still there to hear it
             kind = "trainers_lost" if member is None or member.role == "trainer" else "fenced"
-            self._say(peer, messages.Fatal(kind, WENT_BACK))
+            self._say(peer, messages.Fatal(kind, why))
         for members in (self._connections, self._names, self._addresses, self._asked):
             members.clear()
 
@@ -377,6 +378,9 @@ class Router:
         return self._looks
 
     def _join(self, peer: Peer, join: Join, now_s: float) -> None:
+        if (difference := self.core.forgets(join)) is not None:
+            self._begin_anew(self._settings, GIVEN_UP)
+            self._tell_watchers(events.JobForgotten(difference))
         refusal = self.core.refusal(join)
         if refusal is not None:
             self._note_fatal(now_s)

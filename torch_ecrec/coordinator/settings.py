@@ -27,6 +27,7 @@ class ClusterSettings:
         transport: what carries the data plane, "sockets" or "rpc": members are told.
         checkpoint: which checkpoints are written.
         restore: the checkpoint that the cluster begins with, and the job that it is of; None: it begins anew.
+        drain_slow: the slots of a server that limps (`slowness.py`) move to a spare, as if somebody had drained it.
         life: how many coordinators of this run there were before, as far as its checkpoints tell.
         run_is_known: there was a coordinator of `checkpoint.run` before, and this one takes its place: it leads no
             other cluster, whoever finds it.
@@ -46,6 +47,7 @@ class ClusterSettings:
     restore: tuple[Restored, JobSpec] | None = None
     life: int = 0
     run_is_known: bool = False
+    drain_slow: bool = False
 
     def __post_init__(self) -> None:
         wanted = f"`without_spare` must be one of {WITHOUT_SPARE}, got {self.without_spare!r}"

@@ -15,9 +15,11 @@ from torch_ecrec.coordinator.regathering import Knowledge, Regathering
 from torch_ecrec.coordinator.saving import Saving
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.coordinator.silence import Silence
+from torch_ecrec.coordinator.slowness import Slowness
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.coordinator.world import World
 from torch_ecrec.observe.events import Event
+from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import FromCoordinator
 
 
@@ -57,6 +59,7 @@ class ClusterState:
         self.saving = Saving(checkpoint)
         self.eras = Eras(self.job, self.members, self.partial, self.saving, announce)
         self.checkpointing = Checkpointing(checkpoint, ledger, self.job, self.members, self.saving, announce)
+        self.slowness, self.drains_slow = Slowness(), settings.drain_slow
         self.table = SlotTable(
             settings.without_spare,
             self.job,
@@ -76,6 +79,7 @@ class ClusterState:
         self.members.follow(before.members.life)
         self.checkpointing.follow(before.checkpointing)
         self.job.run, self.job.known = before.job.run, before.job.known or before.job.spec is not None
+        self.job.inexact = [known for known in before.job.inexact if known[0] < self.job.done_at_origin]
         self.partial.follow(before.partial, self.job.done_at_origin)
         self.world.generation, self.table.epoch = before.world.generation, before.table.epoch
 
@@ -90,6 +94,16 @@ class ClusterState:
         healthy = self.table.placed and all(place.healthy for place in self.table.slots)
         trains = self.job.origin is not None and self.eras.going_back is None and self.job.fatal is None
         return healthy and trains and not self.regathering.active and not self.partial.pending
+
+    def gathering(self) -> messages.Gathering | None:
+        """How many servers and trainers the cluster lacks to begin; None: it has begun, or all are there."""
+        job, members = self.job, self.members
+        if self.table.placed or self.regathering.active or job.fatal is not None:
+            return None
+        servers = len(members.present("server")), job.code.slots
+        trainers = len(members.present("trainer")), 0 if job.spec is None else job.spec.trainers
+        lacking = servers[0] < servers[1] or trainers[0] < max(trainers[1], 1)
+        return messages.Gathering(servers, trainers) if lacking else None
 
     def learn(self, known: Knowledge) -> None:
         """Versions as the members know them. None ever becomes less: this coordinator may have given some, too."""

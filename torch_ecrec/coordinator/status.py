@@ -8,6 +8,7 @@ from typing import Any
 import torch_ecrec
 from torch_ecrec.coordinator.partial import lost_steps
 from torch_ecrec.coordinator.state import ClusterState
+from torch_ecrec.protocol.messages import json_of
 
 
 def partial_status(state: ClusterState) -> dict[str, Any] | None:
@@ -51,6 +52,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
         "fatal": job.fatal,
         "checkpoints": state.checkpointing.status(),
         "partial": partial_status(state),
+        "inexact": [{"step": step, "what": what} for step, what in job.inexact],
         "restored": {"folder": job.restored.folder, "step": job.restored.done} if job.restored else None,
         "unreachable": [
             {"who": who, "whom": whom, "for_s": round(for_s, 3)}
@@ -59,6 +61,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
         "at_risk": [{"domain": domain, "slots": slots, "why": why} for domain, (slots, why) in table.at_risk().items()],
         "stands_still": state.silence.status(now_s),
         "unresolved": {"pairs": state.suspicion.unresolved[0], "why": state.suspicion.unresolved[1]},
+        "gathering": None if (lacking := state.gathering()) is None else json_of(lacking),
         "tables": len(job.spec.tables) if job.spec else 0,
         "slots": [
             {"slot": i, "server": p.server, "incarnation": p.incarnation, "healthy": p.healthy}
@@ -76,6 +79,7 @@ def status_of(state: ClusterState, now_s: float) -> dict[str, Any]:
                 "left": m.left,
                 "spare": m.role == "server" and not table.hosted_by(m.name),
                 "draining": m.draining,
+                "slow": None if (late := state.slowness.named.get(m.name)) is None else dataclasses.asdict(late),
                 "silent_s": round(now_s - m.heard_s, 3),
                 "report": m.report,
             }

@@ -36,6 +36,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
     state.announce(events.Regathered(state.table.epoch, sorted(known.said)))
     for name in known.said:
         state.members.send(name, messages.Rejoined(state.members.life))
+        state.job.tell_inexact(name)
     if known.placement is not None:
         _take_back(state, known, known.placement.epoch, now_s)
     state.form(now_s, even_if_complete=state.world.is_split)

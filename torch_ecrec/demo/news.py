@@ -28,6 +28,8 @@ def _of_member(event: AnyEvent, record: Record) -> str:
             then = event.reason or "being repaired"
             used = f"; A STEP MAY HAVE USED {event.used}" if event.used else ""
             return f"  slot {event.slot}: damaged {event.what}, {event.count}: {first}: {then}{used}"
+        case events.Slow():
+            return f"  {event.member} is slow: training waits for it {event.share:.0%} of the time"
         case events.Resumable():
             return f"  servers have gone back to step {event.step}; torchrun starts all trainers again"
         case events.Regathered():
@@ -48,6 +50,8 @@ def _of_checkpoint(event: AnyEvent) -> str:
             return f"  no checkpoint: {event.reason}"
         case events.WentBeyond():
             return f"  all go back to the checkpoint of step {event.step}: {event.reason}"
+        case events.NotExact():
+            return f"  NOT EXACT from step {event.step} on: {event.what}"
         case events.RecoveredPartly():
             lost = f"{100 * event.lost_samples:.3g} % of the samples are lost"
             return (

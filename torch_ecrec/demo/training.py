@@ -15,6 +15,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch_ecrec.demo.kills import KillSpec, beyond_parity
 from torch_ecrec.demo.news import news_of
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss
-from torch_ecrec.processes.children import tail, torchrun
+from torch_ecrec.processes.children import reasons, tail, torchrun
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.transport.control import ControlClient
@@ -37,6 +38,7 @@ from torch_ecrec.transport.control import ControlClient
 HEARTBEAT_S = 0.25  # of the processes of a run, for fresh figures
 STATUS_S = 0.25  # between two looks at the cluster's status
 TICK_S = 0.05
+SAME_END = 3  # starts of the trainers that end alike, before a step
 START_LIMIT_S = 240.0  # for the first step: imports on a slow machine
 STALL_LIMIT_S = 150.0  # for one step: longer than a trainer's own patience
 STEP_LIMIT_S = 10.0  # for a step, on average
@@ -325,6 +327,8 @@ class DemoRun:
             if now_s - asked_s >= STATUS_S:
                 asked_s = now_s
                 self.client.send({"type": "status"})
+                if not step and not self._fired:
+                    self._raise_if_it_cannot_start()
             if fatal is None and cluster.ended is not None:
                 raise ClusterUnavailable(f"the coordinator ended with {cluster.ended}\n{tail(self._log)}")
             if fatal is not None:
@@ -345,6 +349,13 @@ class DemoRun:
             raise ClusterUnavailable(f"{fatal['reason']}\n{tail(self._log)}")
         if code:
             raise ClusterError(f"the trainers failed (exit code {code})\n{tail(self._log)}")
+
+    def _raise_if_it_cannot_start(self) -> None:
+        """Trainers that end with the same exception whenever they are started will not do otherwise the next time."""
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        why, count = max(Counter(reasons(lines)).items(), key=lambda one: one[1], default=("", 0))
+        if count >= SAME_END * self.arguments.trainers:
+            raise ClusterError(f"the trainers cannot start: {why}\n{tail(self._log)}")
 
     def _settle(self) -> None:
         """Training is over: waits for a rebuild that goes on, and for last figures."""

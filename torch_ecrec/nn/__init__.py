@@ -1,5 +1,11 @@
 """TorchRec's seams: the sharded module, its sharder, and `DistributedModelParallel`."""
 
+# ruff: noqa: E402  (what is missing is said before something fails to load it)
+
+from torch_ecrec.runtime.installed import require_torchrec
+
+require_torchrec()
+
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.bags import ErasureCodedEmbeddingBagCollection
 from torch_ecrec.nn.parallel import DistributedModelParallel

@@ -101,7 +101,7 @@ class Attachment:
         # those at the first draw of this life, until the first forward
         self._settings_at_first: Mapping[str, Mapping[str, Any]] | None = None
         self._gradients = WaitingGradients(self._state.dense_optimizers)
-        self._checks = AttachmentChecks(model, self._state, self._settings)
+        self._checks = AttachmentChecks(model, self._state, self._settings, self._on_left_out)
 
     def close(self) -> None:
         """Looks at optimizers no more. Twice is once."""
@@ -110,6 +110,11 @@ class Attachment:
         self._closed = True
         self._checks.close()
         self._gradients.close()
+
+    def _on_left_out(self, what: str) -> None:
+        """Something is trained that is not brought back: after a restart it is as the script has made it."""
+        if self._restored and self._session.step > 1:
+            self._session.not_exact(what)
 
     # when a step begins ---------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,10 +43,14 @@ class AttachmentChecks:
         model: held weakly.
         state: what is attached.
         settings: of the model.
+        left_out: gets what is not brought back after a restart, and is trained.
     """
 
-    def __init__(self, model: nn.Module, state: TrainerState, settings: ModuleSettings) -> None:
+    def __init__(
+        self, model: nn.Module, state: TrainerState, settings: ModuleSettings, left_out: Callable[[str], None]
+    ) -> None:
         self._model, self._state, self._settings = weakref.ref(model), state, settings
+        self._left_out = left_out
         self._closed = False
         self._check_optimizers_are_kept()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet(state.dense_optimizers)
@@ -197,6 +201,7 @@ class AttachmentChecks:
                 " back after a restart. Attach both by name, `attach(..., other=module, other_optimizer=optimizer)`",
                 type(optimizer).__name__,
             )
+            self._left_out(f"what {type(optimizer).__name__} steps outside the model is not attached, and began anew")
 
 
 def _groups_of(thing: object) -> list[Mapping[str, Any]]:

@@ -76,5 +76,8 @@ class EmbeddingBackend(Protocol):
     def flush(self) -> None:
         """Waits until all that was pushed, and every snapshot that was handed over, survives r losses."""
 
+    def not_exact(self, what: str) -> None:
+        """Something has happened that makes this run another than an undisturbed one; said in the log and outside."""
+
     def close(self) -> None:
         """Leaves the cluster. Twice is once."""

@@ -132,6 +132,14 @@ class Coverage:
                 " these as the script has made or loaded them, which gives other results"
             )
 
+    def lost_by(self, step: int, unprotected: str) -> str | None:
+        """What is other than it was, where training goes on after a step with what the script has made; None: nothing
+        is. To be said of the run: somebody has allowed it, and others read its figures."""
+        if not self.unprotected or unprotected != "reset" or step == 0:
+            return None
+        names = ", ".join(path or "the model" for path in self.unprotected)
+        return f'unprotected="reset": as the script has made or loaded them, what was trained is lost: {names}'
+
 
 def coverage_of(module: nn.Module, plan: ShardingPlan | None, sharders: Sequence[ModuleSharder[nn.Module]]) -> Coverage:
     """Looks at every module of a model, and at what a given plan says of it.

@@ -50,6 +50,7 @@ from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
 from torch_ecrec.nn.digest import digest_of
 from torch_ecrec.nn.local_shards import LocalShards, data_parallel, shards_of
 from torch_ecrec.nn.lost_changes import check_lost_changes
+from torch_ecrec.nn.no_parameters import explain_empty_optimizers
 from torch_ecrec.nn.no_tables import NO_TABLES, NoTables
 from torch_ecrec.nn.processed import watch_batches
 from torch_ecrec.nn.reader import Reader, Stateful
@@ -155,6 +156,7 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
             data_parallel_wrapper=data_parallel_wrapper,
         )
         show_tables(self)
+        explain_empty_optimizers([table.name for table in tables])
         self._step, self.coverage, self._unprotected, self._compiled = step, covered, unprotected, Compiled()
         self._recorder, self._owns_session = recorder, connected is not None  # None but in a rehearsal
         shards = _left_to_torchrec(self.module, step, covered, unprotected)
@@ -243,6 +245,8 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         if self.session.restarted:
             step, parts = self.session.resume()
             self.coverage.check_loss(step, self._unprotected)
+            if (what := self.coverage.lost_by(step, self._unprotected)) is not None:
+                self.session.not_exact(what)
             attached.resume(step, parts)
         self._attached = attached
         return Reader(()) if attached.reader is None else attached.reader

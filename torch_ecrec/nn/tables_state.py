@@ -191,10 +191,9 @@ class TablesState:
         for part in portions:
             values = part.values.to(device="cpu", dtype=dtype).contiguous()
             if dtype.itemsize == 2 and bool((values.isinf() & part.values.isfinite().to(values.device)).any()):
-                warnings.warn(
-                    f"weights of table {name} are loaded that its {dtype} cannot hold: they become infinite",
-                    stacklevel=2,
-                )
+                what = f"weights of table {name} are loaded that its {dtype} cannot hold: they become infinite"
+                warnings.warn(what, stacklevel=2)
+                session.not_exact(what)
             rows = torch.arange(len(values)) + (table.first_row + part.row)
             session.overwrite(table.slab, rows, values.view(torch.uint8), first_byte + part.column * dtype.itemsize)
             del part, values  # their memory is free before the next portion is read

@@ -95,6 +95,26 @@ class GoesOn(Event, frozen=True, tag="goes_on"):
     """Training waits for nobody any more: they are back, or were given up."""
 
 
+class Slow(Event, frozen=True, tag="slow"):
+    """Training waits for this server, as it has for a while: a hint to drain it (`torch-ecrec drain`).
+
+    Attributes:
+        share: of the trainers' time, 0 to 1, in which its answer was out and those of most others were there.
+        late_s: so much later it answers than most others. `usual_s`: so long those take.
+    """
+
+    member: str
+    share: float
+    late_s: float
+    usual_s: float
+
+
+class NotSlow(Event, frozen=True, tag="not_slow"):
+    """Training does not wait for this server any more."""
+
+    member: str
+
+
 class GenerationFormed(Event, frozen=True, tag="generation"):
     """All members of a generation have entered its world."""
 
@@ -143,6 +163,13 @@ class Drained(Event, frozen=True, tag="drained"):
     """No slot is left on a server that was to be without."""
 
     member: str
+
+
+class Draining(Event, frozen=True, tag="draining"):
+    """The coordinator itself has begun to move all slots away from a server, and why."""
+
+    member: str
+    why: str
 
 
 class Kept(NewEpoch, frozen=True, tag="kept"):
@@ -280,6 +307,15 @@ class BeganAnew(Event, frozen=True, tag="began_anew"):
     the cluster begins at its beginning. What was trained before, if something was, is gone."""
 
 
+class JobForgotten(Event, frozen=True, tag="job_forgotten"):
+    """The job of the first trainers was given up before anything was made of it; others have come, whose job it is now.
+
+    `difference`: between the two.
+    """
+
+    difference: str
+
+
 class RecoveredPartly(Event, frozen=True, tag="recovered_partly"):
     """More was lost than parity can repair. NOT EXACT: these slots alone have their records of a checkpoint, and lack
     what was trained since.
@@ -295,6 +331,14 @@ class RecoveredPartly(Event, frozen=True, tag="recovered_partly"):
     lost_samples: float
     reason: str
     saves: int = 0
+
+
+class NotExact(Event, frozen=True, tag="not_exact"):
+    """NOT EXACT from here on, or perhaps not: what has happened makes this run another than one that nothing happened
+    to, also where somebody has allowed it. `step`: of training, until then."""
+
+    step: int
+    what: str
 
 
 class CheckpointVoid(Event, frozen=True, tag="checkpoint_void"):
@@ -328,6 +372,8 @@ AnyEvent = (
     | Left
     | Lost
     | Cut
+    | Slow
+    | NotSlow
     | GenerationFormed
     | Regathering
     | Regathered
@@ -335,6 +381,7 @@ AnyEvent = (
     | PlacedAnew
     | Moved
     | Stayed
+    | Draining
     | Drained
     | Kept
     | Rebuilt
@@ -353,7 +400,9 @@ AnyEvent = (
     | Saved
     | WentBeyond
     | BeganAnew
+    | JobForgotten
     | RecoveredPartly
+    | NotExact
     | Fatal
     | Refused
 )

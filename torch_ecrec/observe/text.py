@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -64,6 +65,7 @@ def format_status(status: Message) -> str:
         lines.append(f"TRAINING CANNOT GO ON until they can: {status['unresolved']['why']}")
     for one in status.get("at_risk", []):
         lines.append(f"AT RISK: if {one['domain']} is lost, {one['why']}")
+    lines += [format_slow(member) for member in status["members"] if member.get("slow") and member["alive"]]
     if status.get("cannot_begin"):
         lines.append(f"has nothing to begin with, and refuses whoever joins: {status['cannot_begin']}")
     elif status.get("looks"):
@@ -71,6 +73,7 @@ def format_status(status: Message) -> str:
         lines += [f"  not yet: {status['store_trouble']}"] if status.get("store_trouble") else []
     if status.get("partial"):
         lines.append(format_partial(status["partial"]))
+    lines += [f"NOT EXACT from step {one['step']} on: {one['what']}" for one in status.get("inexact", [])]
     if status.get("checkpoints"):
         lines += format_checkpoints(status["checkpoints"])
     figures = slot_figures(status)
@@ -93,17 +96,58 @@ def format_status(status: Message) -> str:
         rows.append(cells)
     if status.get("move"):
         lines.append(f"slot {status['move']['slot']} moves to {status['move']['server']}, and goes on where it is")
-    lines += table(rows) if status["slots"] else ["  no slots placed yet: waiting for servers and trainers"]
+    lines += table(rows) if status["slots"] else [f"  no slots placed yet{format_gathering(status.get('gathering'))}"]
     rows = [["member", "role", "pid", "state", "silent", "connections"]]
     for member in status["members"]:
         state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
+        if not status["slots"]:
+            state = "waiting"
+        elif awaited := member["report"].get("awaits"):
+            state = f"waits for {trainers_named(awaited)}"
         state += ", draining" if member["draining"] else ""
+        state += ", slow" if member.get("slow") else ""
         state = "left" if member["left"] else state if member["alive"] else "lost"
         silent = f"{member['silent_s']:.1f} s" if state not in ("left", "lost") else "-"
         ways = format_connections(member["report"].get("connections") or {})
         rows.append([member["name"], member["role"], str(member["pid"]), state, silent, ways])
     lines += ["", *table(rows)] if status["members"] else ["  no members"]
     return "\n".join(lines)
+
+
+def trainers_named(ranks: Sequence[int]) -> str:
+    """Trainers by rank, for people: "trainer 1", "trainers 1, 3"."""
+    return f"trainer{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def format_gathering(lacking: Message | None, join: str = "HOST:PORT") -> str:
+    """What a cluster lacks to begin, and what starts it; "" where that is nothing.
+
+    Args:
+        lacking: (those that are there, those that it takes) of servers and trainers.
+        join: the address of its coordinator.
+    """
+    if not lacking:
+        return ""
+    (servers, slots), (trainers, of) = lacking["servers"], lacking["trainers"]
+    said = [f"{servers} of {slots} servers", f"{trainers} of {of} trainers" if of else f"{trainers} trainers"]
+    hints = [f"a server is started by: torch-ecrec serve --join {join}"] if servers < slots else []
+    if trainers < max(of, 1):
+        hints.append(f"a trainer is a script that is started with TORCH_ECREC_JOIN={join}")
+    return f": {' and '.join(said)} are there; {'; '.join(hints)}"
+
+
+def format_slow(member: Message) -> str:
+    """A server that training waits for, and what to do about it."""
+    slow, name = member["slow"], member["name"]
+    remedy = f"to move its slots to a spare: torch-ecrec drain {name}"
+    if member["draining"]:
+        remedy = (
+            "its slots are being moved away" if not member["spare"] else "it has no slot any more, and may be stopped"
+        )
+    return (
+        f"SLOW: training waits for {name} {slow['share']:.0%} of the time: it answers {slow['late_s']:.2f} s later than"
+        f" most others, which take {slow['usual_s']:.3f} s; {remedy}"
+    )
 
 
 def format_connections(said: Message) -> str:

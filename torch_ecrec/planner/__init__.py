@@ -4,6 +4,12 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torch_ecrec.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 """
 
+# ruff: noqa: E402  (what is missing is said before something fails to load it)
+
+from torch_ecrec.runtime.installed import require_torchrec
+
+require_torchrec()
+
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from torch_ecrec.planner.estimates import Servers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 TAIL_LINES = 15
+TRACEBACK, ELASTIC = "Traceback (most recent call last)", "torch.distributed.elastic."
+_RANK = re.compile(r"^\[(rank|default)?\d+\]:\s?")  # before each line of a trainer's
 # Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of
 # those that have ended in it.
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -134,6 +137,24 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def tail(path: Path) -> str:
-    """The end of a log."""
+    """The end of a log; and the last exception in it that is not torchrun's own, which says no more than that a child
+    has failed."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return "\n".join([f"the end of {path}:", *(f"  {line}" for line in lines[-TAIL_LINES:])])
+    said, found = lines[-TAIL_LINES:], reasons(lines)
+    told = [f"the end of {path}:", *(f"  {line}" for line in said)]
+    if found and found[-1] not in "\n".join(said):
+        told += ["the last exception of a trainer:", f"  {found[-1]}"]
+    return "\n".join(told)
+
+
+def reasons(lines: Sequence[str]) -> list[str]:
+    """The last line of each traceback in a log, in their order: the exceptions of trainers, torchrun's own left out."""
+    found, within = [], False
+    for line in (_RANK.sub("", line) for line in lines):
+        if line.startswith(TRACEBACK):
+            within = True
+        elif within and line and not line[0].isspace():
+            within = False
+            if not line.startswith(ELASTIC):
+                found.append(line)
+    return found

@@ -42,7 +42,7 @@ EXPECTED_S = 10.0  # members of a coordinator before, by one that cannot begin w
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
 HANGS_S = 5.0  # without a tick
 TOLD_END_S = 0.2  # for the last words to those who are connected
-LOUD = "recovered_partly", "began_anew", "turned_away", "stands_still", "goes_on"  # events
+LOUD = "recovered_partly", "not_exact", "began_anew", "turned_away", "slow", "stands_still", "goes_on"  # events
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Coordination:
 
     Args:
         host, port: where it listens; port 0 takes any that is free.
-        code, spares, without_spare, checkpoint: see `ClusterSettings`.
+        code, spares, without_spare, drain_slow, checkpoint: see `ClusterSettings`.
         settings: of the process.
         restore: the checkpoint that the cluster begins with (`restoring.find`); "": none.
         began_with: the folder that the run has begun with (`restoring.NONE`: with none); "": it begins now.
@@ -68,6 +68,7 @@ class Coordination:
     spares: int
     without_spare: str
     settings: Settings
+    drain_slow: bool = False
     checkpoint: CheckpointSettings = NO_CHECKPOINTS
     restore: str = ""
     began_with: str = ""
@@ -251,6 +252,7 @@ class _Coordinator:
                 checkpoint,
                 begins,
                 run_is_known=told.again and self._office is None,
+                drain_slow=told.drain_slow,
             ),
             ledger=self._ledger,
             probe=self._probe,

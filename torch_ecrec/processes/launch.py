@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torch_ecrec import codec, records
 from torch_ecrec.client import pooling
@@ -31,6 +32,7 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.errors import ClusterError, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.layout import routing, stripes
+from torch_ecrec.observe.text import format_gathering
 from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import StoredCheckpoint
@@ -112,11 +114,16 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         hosts.append(Host(name, member, settings, FileScribe(run), FileReader(run)))
         return hosts[0]
 
+    def on_control(message: dict[str, Any]) -> None:
+        if message["type"] == "gathering":
+            log.info("the cluster has not begun%s", format_gathering(message, settings.join or ""))
+        hosts[0].on_control(message)
+
     member = Member(
         settings,
         {"role": "server", "code": code or {}, "domain": settings.failure_domain or socket.gethostname()},
         make,
-        on_control=lambda message: hosts[0].on_control(message),
+        on_control=on_control,
         on_end=ends.put,
         report=lambda: hosts[0].status() if hosts else {},
         known=lambda: hosts[0].known(),
@@ -202,7 +209,9 @@ def abandon(session: Session) -> None:
     """
     _wait(lambda: session.begun, session.client.settings.give_up_s)
     if not _wait(lambda: session.over, LEAVE_S):
-        log.warning("the last steps were not acknowledged within %g s: they may be lost", LEAVE_S)
+        session.not_exact(
+            f"trainer {session.trainer} left, and its last steps were not acknowledged within {LEAVE_S:g} s"
+        )
     session.close()
 
 
@@ -234,6 +243,7 @@ class _Trainer:
             self._make,
             on_control=lambda message: self._sessions[0].on_control(message),
             on_end=self._on_end,
+            report=lambda: self._sessions[0].figures(),
             known=lambda: self._sessions[0].known(),
         )
         if self._own is None and self._settings.join is not None:
@@ -252,6 +262,7 @@ class _Trainer:
         checkpoint = None if member.restored is None else StoredCheckpoint(member.restored)
         session = Session(client, member.tell, lambda: self._close(member), member.restarted, checkpoint)
         self._sessions.append(session)
+        session.look_out()
         return client
 
     def _close(self, member: Member) -> None:

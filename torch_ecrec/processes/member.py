@@ -67,6 +67,7 @@ KINDS = {
 }
 
 
+SAY_FIRST_S, SAY_AGAIN_S = 1.0, 5.0  # that there is no coordinator yet
 REJOIN_LEAST_S, REJOIN_MOST_S = 0.05, 1.0  # between two attempts to join, where connections end at once
 ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost, "fenced": Fenced}
 
@@ -109,6 +110,7 @@ class Member:
         self.name = ""
         self.restarted = False  # a trainer: the cluster has trained before
         self.restored: messages.Restored | None = None  # the checkpoint that the cluster began with
+        self._inexact: list[tuple[int, str]] = []  # what has made the run so, as it was told
         self.transport: Transport | None = None
         self._timers = Timers(self.on_error)
         self._answered = threading.Event()  # or the connection has ended
@@ -149,6 +151,7 @@ class Member:
         deadline_s = time.monotonic() + limit_s
         where = f"the coordinator at {self.settings.join}"
         left_s, pause_s, gone = limit_s, REJOIN_LEAST_S, ""
+        self._say_missing(time.monotonic(), SAY_FIRST_S)
         while True:
             try:
                 control = self._connect(left_s)
@@ -180,6 +183,30 @@ class Member:
             pause_s = min(2 * pause_s, REJOIN_MOST_S)
             left_s = max(deadline_s - time.monotonic(), 0.0)
 
+    def _say_missing(self, since_s: float, delay_s: float) -> None:
+        """As long as there is no coordinator, who looks at the log hears what is waited for, and what starts it."""
+
+        def say() -> None:
+            if self._control is not None or self._over.is_set():
+                return
+            named = self.settings.join or ""
+            host, _, port = named.rpartition(":")
+            start = (
+                f"torch-ecrec coordinator --elect {named} ..."
+                if "://" in named
+                else (f"torch-ecrec coordinator --host {host} --port {port} ..., or torch-ecrec up --port {port}")
+            )
+            log.warning(
+                "no coordinator answers at %s; it is waited for, %.0f of %g s so far. It is started by: %s",
+                named,
+                time.monotonic() - since_s,
+                self.settings.give_up_s,
+                start,
+            )
+            self._say_missing(since_s, SAY_AGAIN_S)
+
+        self._timers.later(delay_s, say)
+
     # Port ---------------------------------------------------------------------------------------
 
     def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None:
@@ -188,6 +215,9 @@ class Member:
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._timers.later(delay_s, action)
+
+    def now_s(self) -> float:
+        return time.monotonic()
 
     def tell(self, message: dict[str, Any]) -> None:
         with self._telling:
@@ -235,6 +265,8 @@ class Member:
             self.end(error) if self._answered.is_set() else self._fail_to_join(error)
         elif self._generations is None:
             raise BadMessage(f"{message['type']}: before a welcome")
+        elif isinstance(word, messages.KnownInexact):
+            self._inexact = word.known
         elif isinstance(word, messages.Generation):
             self._addresses = word.addresses
             self._generations.take(word, message)
@@ -340,6 +372,7 @@ class Member:
                 addresses=self._addresses,
                 restored=self.restored,
                 run=self._run,
+                inexact=self._inexact,
             )
             before, self._control = self._control, control
             with self._lock:
@@ -518,6 +551,7 @@ def rejoin_message(
     addresses: Mapping[str, Address],
     restored: messages.Restored | None,
     run: str,
+    inexact: Sequence[tuple[int, str]] = (),
 ) -> dict[str, Any]:
     """What a member tells a coordinator that it has lost for a moment, or that was started again.
 
@@ -530,7 +564,7 @@ def rejoin_message(
         newest: the highest generation it was ever asked to join.
         addresses: where members of that one listen.
         restored: the checkpoint that the cluster began with.
-        run: as it was told.
+        run, inexact: as it was told.
     """
     return {
         **join_message(**hello),
@@ -544,6 +578,7 @@ def rejoin_message(
         "addresses": {member: list(address) for member, address in addresses.items()},
         "restored": None if restored is None else messages.json_of(restored),
         "run": run,
+        "inexact": list(inexact),
         **known,
     }
 

@@ -171,6 +171,15 @@ class StoredCheckpoint:
         """Steps of training until then."""
         return self._restored.done
 
+    @property
+    def inexact(self) -> str | None:
+        """Why its records are not those of then, bit for bit; None: they are."""
+        manifest = self._manifest
+        bits = sorted({one.encoding.bits for one in self._ask(lambda: self._catalog.chain(manifest))} - {0})
+        if not bits:
+            return None
+        return f"weights are those of checkpoint {manifest.id}, rounded to {', '.join(map(str, bits))} bits"
+
     def shares(self, trainers: int) -> list[list[int]]:
         """Of each trainer, how many rows of each slab it reads: by the layout of the cluster that wrote them."""
         slots_of = self._slots_of(trainers)

@@ -13,6 +13,7 @@ MEMBERS_MOST = 100_000
 MESSAGES_MOST = 1000
 RENEWALS_MOST = 10_000
 SAVES_MOST = 10_000  # of portions of rows, since the last checkpoint
+INEXACT_MOST = 100  # reasons that are kept
 FIGURES_MOST = 40  # in a progress report
 TEXT_MOST = 200
 PLACES_MOST = 100  # that are named of what is damaged
@@ -24,6 +25,7 @@ Rank = Annotated[int, Meta(ge=-1, lt=MEMBERS_MOST)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]
 Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]  # "" (`wire.NO_HOST`): the slot waits for one
 Text = Annotated[str, Meta(max_length=TEXT_MOST)]
+Inexact = Annotated[list[tuple[Count, Text]], Meta(max_length=INEXACT_MOST)]  # (steps of training until then, why)
 Folder = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]  # of one checkpoint, which is its name
 FolderOrNone = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]
 Run = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]{1,40}\Z")]  # all that was trained from one start of a cluster

@@ -42,6 +42,7 @@ from torch_ecrec.protocol.bounds import (
     Count,
     Folder,
     FolderOrNone,
+    Inexact,
     Name,
     Names,
     Place,
@@ -92,6 +93,22 @@ class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
     slots: Count | None = None
 
 
+class WaitedFor(Struct, frozen=True, forbid_unknown_fields=True):
+    """For whom a trainer has waited since it said so last; see `client/waits.py`.
+
+    Attributes:
+        over_s: since then.
+        lookups: that were made, of several servers.
+        usual_s: summed over them, until most servers had answered.
+        late_s: of each server, for how long its answer was out and those of most others were there.
+    """
+
+    over_s: Annotated[float, Meta(ge=0)]
+    lookups: Count
+    usual_s: Annotated[float, Meta(ge=0)]
+    late_s: Annotated[dict[Name, Annotated[float, Meta(ge=0)]], Meta(max_length=MEMBERS_MOST)]
+
+
 class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A member's figures for `status`."""
 
@@ -99,6 +116,8 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     bytes_sent: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None
     connections: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None  # `Transport.connections`
     refused_messages: Version | None = None  # of the data plane, with connections that were not let in
+    waits: WaitedFor | None = None  # of a trainer
+    awaits: Ranks | None = None  # of a trainer: those without whom it does not go on
 
 
 # from processes that are no members yet, and from tools -----------------------------------------------
@@ -186,6 +205,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
     saves: Saves = Saves()
     addresses: Addresses = {}  # of the newest generation: where its members listen, for as long as they live
     run: Run
+    inexact: Inexact = []  # as it was told
 
     @property
     def times(self) -> int:
@@ -363,6 +383,17 @@ class Loaded(Said, frozen=True, tag="loaded"):
     origin: Count
 
 
+class NotExact(Said, frozen=True, tag="not_exact"):
+    """What comes from here on is not, or may not be, what an undisturbed run gives. Said again, it counts once.
+
+    Attributes:
+        step: steps of training that were done then. `what`: has happened.
+    """
+
+    step: Count
+    what: Text
+
+
 class Progress(Struct, frozen=True, tag_field="type", tag="progress"):
     """How training goes, for who watches. Users may add figures of their own: scalars, `FIGURES_MOST` at most."""
 
@@ -396,6 +427,16 @@ class Waits(Said, frozen=True, tag="waits"):
     """Who joins is not let in yet, for a reason that may last. A welcome or a refusal follows."""
 
     reason: str
+
+
+class Gathering(Said, frozen=True, tag="gathering"):
+    """The cluster has not begun, since somebody is lacking: (those that are there, those that it takes).
+
+    `trainers`: it takes 0 where none has come that would say how many there will be.
+    """
+
+    servers: tuple[Count, Count]
+    trainers: tuple[Count, Count]
 
 
 class Generation(Said, frozen=True, tag="generation"):
@@ -533,6 +574,12 @@ class Stands(Said, frozen=True, tag="stands"):
     left_s: Annotated[float, Meta(ge=0)] | None = None
 
 
+class KnownInexact(Said, frozen=True, tag="known_inexact"):
+    """All that has made this run inexact: members keep it for a coordinator that is started again."""
+
+    known: Inexact
+
+
 class Rejoined(Said, frozen=True, tag="rejoined"):
     life: Version
 
@@ -576,6 +623,7 @@ OfMember = (
     | Level
     | Arrived
     | Loaded
+    | NotExact
     | Progress
     | OfCheckpoint
 )
@@ -584,6 +632,7 @@ FromCoordinator = (
     Welcome
     | Refused
     | Waits
+    | Gathering
     | Generation
     | Job
     | Placed
@@ -597,6 +646,7 @@ FromCoordinator = (
     | Release
     | Move
     | Stands
+    | KnownInexact
     | Rejoined
     | OtherCluster
     | Left

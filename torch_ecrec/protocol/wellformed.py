@@ -216,6 +216,11 @@ class Judge:
     def _check_records(self, request: wire.Export | wire.Fetch | wire.Copy, answer: wire.Records, lives: Lives) -> None:
         _check_shape("records", request.slab, answer.records, self._records(request.slab, request.positions))
 
+    def _check_awaited(self, request: wire.WhoIsAwaited, answer: wire.Awaited, lives: Lives) -> None:
+        check(answer.step >= 1, f"`step` must be at least 1, got {answer.step}")
+        good = all(0 <= trainer < self.job.trainers for trainer in answer.trainers)
+        check(good, f"`trainers` must be below {self.job.trainers}, got {answer.trainers}")
+
     def _check_seals(self, request: wire.FetchSeals, answer: wire.Seals, lives: Lives) -> None:
         wanted = len(request.positions)
         check(len(answer.seals) == wanted, f"`seals` must be {wanted}, got {len(answer.seals)}")
@@ -367,6 +372,7 @@ _ANSWERS: dict[type[Answer], Callable[..., None]] = {
     wire.Rows: Judge._check_rows,
     wire.Records: Judge._check_records,
     wire.Damaged: Judge._check_damaged,
+    wire.Awaited: Judge._check_awaited,
     wire.Seals: Judge._check_seals,
     wire.Acknowledged: Judge._check_acknowledged,
     wire.Stored: Judge._check_stored,

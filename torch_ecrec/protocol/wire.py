@@ -206,6 +206,15 @@ class Pass(Request[Acknowledged]):
     resumable: Count  # as in `Push`
 
 
+class Awaited(Answer):
+    step: Count  # the next one to be applied
+    trainers: list[Count]  # whose part of it is not here
+
+
+class WhoIsAwaited(Request[Awaited]):
+    """For which trainers does a slot wait? A trainer asks that has waited for long: who evaluates takes no part."""
+
+
 Part = Push | Load | Pass  # of a step: what one trainer sends of it
 
 

@@ -51,6 +51,11 @@ class Inbox:
             return [loads[trainer] for trainer in sorted(loads)]
         return pushes if len(pushes) == self.trainers else None
 
+    def lacking(self, step: int) -> list[int]:
+        """The trainers whose part of a step is not here."""
+        here = self.pushes.get(step, {}).keys() | self.loads.get(step, {}).keys() | self.passes.get(step, set())
+        return [trainer for trainer in range(self.trainers) if trainer not in here]
+
     def on_applied(self, step: int) -> None:
         """A step that was due has been applied: lets go of what it needed."""
         for sent in (self.pushes, self.loads, self.passes):

@@ -30,7 +30,7 @@ from torch_ecrec.transport.node import COMPLAINTS, Node, Port
 SCRUB_BYTES = 4e6
 SCRUB_LEAST_S, SCRUB_MOST_S = 0.05, 0.5
 FOLDED = (wire.Folded, wire.Attached)  # they say how far a holder is
-TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Pass, wire.Export)
+TRAINERS_ONLY = (wire.Lookup, wire.Push, wire.Snapshot, wire.Load, wire.Pass, wire.Export, wire.WhoIsAwaited)
 
 
 class Host(Node):

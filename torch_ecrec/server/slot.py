@@ -144,6 +144,9 @@ class Slot:
                 self._on_load(request, reply)
             case wire.Export():
                 self.reads.on_export(request, reply)
+            case wire.WhoIsAwaited():
+                step = self.rule.applied + 1
+                reply(wire.Awaited(step, self.inbox.lacking(step) if self.ready else []))
             case wire.FetchSnapshots():
                 self.snapshots.on_fetch(request, reply)
             case _ if isinstance(request, PeerRequest):

@@ -231,11 +231,12 @@ class JobSpec:
         """
         mine, theirs = ({table.name: table for table in one.tables} for one in (self, other))
         names, more = [name for name in mine if name not in theirs], [name for name in theirs if name not in mine]
-        changed = next((name for name, table in mine.items() if theirs.get(name, table) != table), None)
+        changed = [name for name, table in mine.items() if theirs.get(name, table) != table]
         if names or more:
-            return f"it has tables {names} that this job lacks, and lacks {more}"
-        if changed is not None:
-            return f"table {changed} is {mine[changed]} there, and {theirs[changed]} here"
+            return f"it has tables {_some(names)} that this job lacks, and lacks {_some(more)}"
+        if changed:
+            first, others = changed[0], f"; {len(changed) - 1} more tables differ" if changed[1:] else ""
+            return f"table {first} differs: {_differences(mine[first], theirs[first])}{others}"
         if list(mine) != list(theirs):
             return "its tables are in another order"
         if self.trainers != other.trainers:
@@ -247,3 +248,22 @@ class JobSpec:
         """SHA-256 of the canonical form: equal exactly when two jobs are."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _some(names: list[str]) -> str:
+    return f"[{', '.join(map(repr, names[:8]))}{', ...' if names[8:] else ''}]"
+
+
+def _differences(there: TableSpec, here: TableSpec) -> str:
+    """Field by field, what one table is in two jobs."""
+    pairs = [(field.name, getattr(there, field.name), getattr(here, field.name)) for field in dataclasses.fields(there)]
+    found = [f"`{name}` is {a!r} there, {b!r} here" for name, a, b in pairs if a != b and name != "optimizer"]
+    theirs, ours = (
+        {"kind": one.kind, "lr": one.lr, "max_gradient": one.max_gradient, **dict(one.fixed)}
+        for one in (there.optimizer, here.optimizer)
+    )
+    for name in dict.fromkeys([*theirs, *ours]):
+        a, b = theirs.get(name), ours.get(name)
+        if a != b:
+            found.append(f"`{name}` of its optimizer is {a!r} there, {b!r} here")
+    return "; ".join(found)

@@ -6,9 +6,10 @@ The only module that reads environment variables (`Settings.from_environment`).
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +37,10 @@ Beyond = Literal["stop", "checkpoint", "partial"]  # what follows when more is l
 WIRES = ("float32", "bfloat16")  # how rows and gradients travel between trainers and servers
 RECORD_CHECKS = ("background", "use", "none")  # when a server looks for damage to its records
 EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
+
+
+PREFIX = "TORCH_ECREC_"
+OTHERS = ("RECORD",)  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
 
 
 def new_run() -> str:
@@ -214,8 +219,13 @@ class Settings:
 
     @staticmethod
     def from_environment(**overrides: Any) -> Settings:
-        """Reads TORCH_ECREC_<NAME> for every field (e.g. TORCH_ECREC_JOIN); an explicit argument wins."""
+        """Reads TORCH_ECREC_<NAME> for every field (e.g. TORCH_ECREC_JOIN); an explicit argument wins.
+
+        Raises:
+            ValueError: one cannot be what it says, or there is no setting of such a name.
+        """
         values: dict[str, Any] = {}
+        _require_known(os.environ)
         for field in dataclasses.fields(Settings):
             text = os.environ.get(f"TORCH_ECREC_{field.name.upper()}")
             if text is not None and field.name not in overrides:
@@ -229,3 +239,14 @@ class Settings:
         """What gives another process the same settings, but for `join`: inverse of `from_environment`."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "join"]
         return {f"TORCH_ECREC_{name.upper()}": str(getattr(self, name)) for name in names}
+
+
+def _require_known(names: Iterable[str]) -> None:
+    """Raises ValueError where a variable of ours is none: it was misspelt, and would be without effect in silence."""
+    known = [*(field.name.upper() for field in dataclasses.fields(Settings)), *OTHERS]
+    for name in names:
+        own = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and own not in known and not own.startswith(("TEST_", "ORACLE")):
+            near = difflib.get_close_matches(own, known, 1)
+            meant = f"did you mean {PREFIX}{near[0]}?" if near else f"there are {', '.join(PREFIX + k for k in known)}"
+            raise ValueError(f"{name} is no setting of torch_ecrec; {meant}")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -47,6 +48,32 @@ _ADVICE = {
     errno.ENOTDIR: "a file is where a folder is wanted: name another place",
     errno.EIO: "the device fails: look at the system's log, and name another place",
 }
+
+
+_SCHEME_LOST = re.compile(r"(s3a?|gs|gcs|abfss?|az|oss|oci|hdfs|https?|ftp|memory|file)(:/?[^/:]|:$|/)", re.IGNORECASE)
+
+
+def require_place(url: str) -> None:
+    """Raises ValueError where a place for checkpoints looks like a URL that has lost its scheme, or a part of it: it
+    would be taken for a folder of this machine."""
+    if "://" in url or "::" in url:
+        return
+    found, path = _SCHEME_LOST.match(url), Path(os.path.expanduser(url))
+    if path.is_absolute() or url.startswith(".") or (Path.cwd() / path.parts[0]).exists():
+        return
+    if found or len(path.parts) > 1:
+        scheme, rest = (found[1].lower(), url[len(found[1]) :].strip(":/")) if found else ("s3", url)
+        raise ValueError(
+            f"{url!r} is no place for checkpoints: a bucket is named with its scheme ({scheme}://{rest}), and a folder"
+            f" of this machine by its path ({os.path.abspath(path)}, or ./{url})"
+        )
+
+
+def require_writable(url: str) -> None:
+    """Writes a small file there, and removes it. Raises CheckpointError, with what to do, where that cannot be."""
+    location, name = Location(url), f".writable-{secrets.token_hex(6)}"
+    location.write_whole(name, b"may this place be written?")
+    location.remove(name)
 
 
 class Writer(Protocol):

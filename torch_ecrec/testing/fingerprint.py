@@ -39,14 +39,17 @@ IGNORED: Mapping[str, frozenset[str]] = {
     "Node": frozenset({"_lock", "_answers", "_outbox", "port"}),
     # pauses between attempts grow with failures, but time is not measured here
     "Exchange": frozenset({"node", "attempt", "failures"}),
+    # for whom it waits: told to people, and time is not measured here
+    "SlotReads": frozenset({"_waits", "_rounds", "awaited", "_stale"}),
+    "Round": frozenset({"out", "others", "since_s", "usual"}),
     "_Repair": frozenset({"attempt", "failures"}),
     "Rebuild": frozenset({"unpaid_bytes"}),
     # how far it has looked, and what was used since: words for people say so, nothing else
     "Scrubber": frozenset({"_used", "_kind", "_next", "scrubbed_bytes", "rounds", "damaged", "mended"}),
     # where it sends, what it announces, when it was called last, when it heard of a member last: leases end
     # when they are told to; which process a member is, its name says
-    "Coordinator": frozenset({"_send", "_announce"}),
-    "ClusterState": frozenset({"announce"}),
+    "Coordinator": frozenset({"_send", "_announce", "_gathering"}),
+    "ClusterState": frozenset({"announce", "slowness"}),
     "Members": frozenset({"send", "_ticked_s"}),
     "RunningJob": frozenset({"_announce"}),
     "World": frozenset({"_announce"}),

@@ -56,7 +56,7 @@ class VirtualProcess:
         generation, world, asked: the one joined, who is in it, and the highest that it was asked for.
         addresses: of who is in that.
         restored: the checkpoint that the cluster began with.
-        run: as it was told.
+        run, inexact: as it was told.
         restarted: a trainer: the cluster has trained before, as the coordinator said.
         dead: it has ended.
         led: since when the coordinator leads that it has looked for last; 0: there is one alone.
@@ -80,6 +80,7 @@ class VirtualProcess:
     restarted: bool = False
     restored: messages.Restored | None = None
     run: str = ""
+    inexact: list[tuple[int, str]] = field(default_factory=list)
     dead: bool = False
     led: int = 0
     connection: VirtualConnection | None = None
@@ -372,6 +373,7 @@ class ControlPlane:
             addresses=process.addresses,
             restored=process.restored,
             run=process.run,
+            inexact=process.inexact,
         )
         process.connection.say(rejoin)
 
@@ -427,6 +429,8 @@ class ControlPlane:
             process.strangers += 1
             process.connection = None
             self.clock.later(STRANGER_S, lambda: self.connect(process))
+        elif isinstance(word, messages.KnownInexact):
+            process.inexact = word.known
         elif isinstance(word, (messages.Fatal, messages.Refused)):
             self.handlers.on_fatal(process, message)
         else:

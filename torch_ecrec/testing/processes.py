@@ -114,6 +114,9 @@ class Process:
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self.timers.append(action)
 
+    def now_s(self) -> float:
+        return 0.0
+
     def tell(self, message: Mapping[str, Any]) -> None:
         self.out.append(("tell", dict(message)))
 

@@ -128,6 +128,7 @@ class Scenario:
         restore: the checkpoint that the cluster begins with, and the job that it is of.
         lease_s: who was silent for so long is lost. For clusters with heartbeats (`testing/links.py`).
         standstill_s: how long training stands for members that are silent; see `ClusterSettings`.
+        drain_slow: see `ClusterSettings`.
         coordinators: of several, one leads and the others stand by (`testing/standbys.py`); one is started again.
     """
 
@@ -166,6 +167,7 @@ class Scenario:
     lease_s: float = NO_LEASE_S
     standstill_s: float = 0.0
     coordinators: int = 1
+    drain_slow: bool = False
 
     @property
     def job(self) -> JobSpec:
@@ -184,6 +186,7 @@ class Scenario:
             self.standstill_s,
             checkpoint=self.checkpoint,
             restore=self.restore,
+            drain_slow=self.drain_slow,
         )
 
 

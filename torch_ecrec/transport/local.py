@@ -226,6 +226,9 @@ class LocalPort:
 
         self.network.clock.later(delay_s, unless_dead)
 
+    def now_s(self) -> float:
+        return self.network.clock.now_s
+
     def tell(self, message: dict[str, Any]) -> None:
         if self.name not in self.network.dead:
             self.to_coordinator(message)

@@ -32,6 +32,9 @@ class Port(Protocol):
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None: ...
 
+    def now_s(self) -> float:
+        """The time, of a clock that only goes forward."""
+
     def tell(self, message: dict[str, Any]) -> None:
         """Sends `message` to the coordinator."""
 

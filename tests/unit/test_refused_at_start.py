@@ -1,0 +1,198 @@
+"""What cannot be is refused at the start, by name, with what to do: settings, places, what is not installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.optim import Optimizer
+
+from torch_ecrec.cli.main import main
+from torch_ecrec.errors import CheckpointError
+from torch_ecrec.nn import no_parameters
+from torch_ecrec.processes.children import reasons, tail
+from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
+from torch_ecrec.spec.settings import Settings
+from torch_ecrec.storage.location import require_place, require_writable
+
+# settings -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [field.name.upper() for field in dataclasses.fields(Settings)])
+def test_every_setting_is_known_and_its_misspelling_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"JOIN": "127.0.0.1:1"}
+    default = {field.name.upper(): field.default for field in dataclasses.fields(Settings)}[name]
+    monkeypatch.setenv(f"TORCH_ECREC_{name}", values.get(name, str(default)))
+    Settings.from_environment()
+    monkeypatch.setenv(f"TORCH_ECREC_{name[:-1]}", "1")
+    with pytest.raises(ValueError, match=rf"TORCH_ECREC_{name[:-1]} is no setting .* did you mean TORCH_ECREC_\w+"):
+        Settings.from_environment()
+
+
+def test_a_word_that_is_like_none_gets_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_ECREC_QQQ", "1")
+    with pytest.raises(ValueError, match=r"there are TORCH_ECREC_JOIN, .*TORCH_ECREC_CHECKPOINT_MEMORY_BYTES"):
+        Settings.from_environment()
+
+
+def test_a_command_refuses_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCH_ECREC_JION", "127.0.0.1:1")
+    assert main(["status"]) == 2
+    assert "TORCH_ECREC_JION is no setting of torch_ecrec; did you mean TORCH_ECREC_JOIN?" in capsys.readouterr().err
+
+
+# places for checkpoints ---------------------------------------------------------------------------------------------
+
+BUCKETS = ["s3:/bucket/a", "s3:bucket/a", "s3/bucket", "gs:bucket", "GS:/b", "bucket/run1", "my-bucket/a/b", "az/b"]
+FOLDERS = ["/data/ckpt", "ckpt", "./new/ckpt", "~/ckpt", "there/ckpt", "s3://bucket/a", "file:///x", "memory://a"]
+
+
+@pytest.mark.parametrize("url", BUCKETS)
+def test_a_bucket_without_its_scheme_is_no_folder(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"a bucket is named with its scheme \(\w+://[^:/]") as refused:
+        require_place(url)
+    assert str(tmp_path) in str(refused.value), "and what it would have been"
+
+
+@pytest.mark.parametrize("url", FOLDERS)
+def test_folders_and_urls_are_places(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    require_place(url)
+
+
+@pytest.mark.parametrize("command", ["up", "coordinator", "demo"])
+def test_commands_refuse_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--checkpoint", "s3:/bucket/a", "--checkpoint-every", "5"]
+    assert main([command, *words]) == 2
+    assert "a bucket is named with its scheme (s3://bucket/a)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["up", "coordinator"])
+def test_a_place_that_cannot_be_written_ends_them_before_anything_is_started(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    words = ["--checkpoint", str(tmp_path / "file" / "ckpt"), "--checkpoint-every", "5"]
+    assert main([command, *words]) == CheckpointError.exit_code
+    assert f"cannot write {tmp_path / 'file' / 'ckpt'}" in capsys.readouterr().err
+
+
+def test_looking_leaves_nothing_behind(tmp_path: Path) -> None:
+    require_writable(str(tmp_path / "new" / "ckpt"))
+    assert os.listdir(tmp_path / "new" / "ckpt") == []
+
+
+# what is not installed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["torchrec", "fbgemm_gpu"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        ["-m", "torch_ecrec", "demo"],
+        ["-m", "torch_ecrec", "chaos", "--minutes", "1"],
+        ["-m", "torch_ecrec", "rehearse", "--", "train.py"],
+        ["-m", "torch_ecrec", "run", "--", "train.py"],
+        ["-c", "from torch_ecrec import DistributedModelParallel"],
+        ["-c", "import torch_ecrec.planner"],
+    ],
+    ids=lambda words: words[2] if words[0] == "-m" else words[1].split()[-1],
+)
+def test_what_is_not_installed_is_named_with_what_installs_it(what: list[str], missing: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{missing!r}] = None")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, *what],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    name = {"torchrec": "TorchRec", "fbgemm_gpu": "FBGEMM"}[missing]
+    assert done.returncode == 1 and f"{name} is not installed; on a CPU: pip install fbgemm-gpu-cpu" in done.stderr
+    assert sorted(os.listdir(tmp_path)) in (["sitecustomize.py"], ["__pycache__", "sitecustomize.py"]), "nothing began"
+
+
+# an optimizer without parameters ------------------------------------------------------------------------------------
+
+
+def test_tables_on_the_servers_are_named_where_an_optimizer_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(no_parameters, "_tables", [])
+    monkeypatch.setattr(Optimizer, "__init__", Optimizer.__init__)
+    no_parameters.explain_empty_optimizers(["t_cat_10"])
+    no_parameters.explain_empty_optimizers(["t_cat_11", "t_cat_10"])
+    for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam):
+        with pytest.raises(ValueError, match="optimizer got an empty parameter list") as refused:
+            kind([], lr=0.1)
+        [note] = refused.value.__notes__
+        assert "the tables t_cat_10, t_cat_11 are on its servers" in note
+        kind([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match="learning rate") as other:
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=-1.0)
+    assert not hasattr(other.value, "__notes__")
+
+
+# what a log says ----------------------------------------------------------------------------------------------------
+
+LOG = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "train.py", line 3, in <module>
+[rank0]:     import torchrec
+[rank0]: ModuleNotFoundError: No module named 'torchrec'
+W1 elastic: Sending process 2 closing signal
+Traceback (most recent call last):
+  File "run.py", line 905, in <module>
+    main()
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+
+
+def test_the_reason_is_the_trainers_and_not_torchruns(tmp_path: Path) -> None:
+    log = tmp_path / "trainers.log"
+    log.write_text(LOG + "\n".join(f"line {i}" for i in range(40)))
+    assert reasons(LOG.splitlines()) == ["ModuleNotFoundError: No module named 'torchrec'"]
+    assert tail(log).endswith("the last exception of a trainer:\n  ModuleNotFoundError: No module named 'torchrec'")
+    assert reasons(["nothing", "happened"]) == [] and "line" not in tail(tmp_path / "none")
+
+
+# jobs that differ ---------------------------------------------------------------------------------------------------
+
+TABLE = TableSpec("a", 30, 4, -1.0, 1.0, OptimizerSpec("adam", lr=0.1, eps=1e-3))
+CHANGES = {
+    "`rows` is 30 there, 31 here": {"rows": 31},
+    "`dim` is 4 there, 8 here": {"dim": 8},
+    "`low` is -1.0 there, -2.0 here": {"low": -2.0},
+    "`high` is 1.0 there, 3.0 here": {"high": 3.0},
+    "`weights` is 'float32' there, 'float16' here": {"weights": "float16"},
+    "`lr` of its optimizer is 0.1 there, 0.2 here": {"optimizer": OptimizerSpec("adam", lr=0.2, eps=1e-3)},
+    "`eps` of its optimizer is 0.001 there, 0.01 here": {"optimizer": OptimizerSpec("adam", lr=0.1, eps=1e-2)},
+    "`max_gradient` of its optimizer is None there, 2.0 here": {
+        "optimizer": OptimizerSpec("adam", lr=0.1, max_gradient=2.0, eps=1e-3)
+    },
+    "`kind` of its optimizer is 'adam' there, 'sgd' here": {"optimizer": OptimizerSpec("sgd", lr=0.1)},
+}
+
+
+@pytest.mark.parametrize("says", CHANGES)
+def test_what_differs_is_named_field_by_field(says: str) -> None:
+    other = dataclasses.replace(TABLE, **CHANGES[says])
+    told = JobSpec((TABLE,), CodeSpec(), 2).difference(JobSpec((other,), CodeSpec(), 2))
+    assert told.startswith("table a differs: ") and says in told
+    assert "TableSpec(" not in told and "OptimizerSpec(" not in told
+    changed = sum(getattr(TABLE, field.name) != getattr(other, field.name) for field in dataclasses.fields(TABLE))
+    assert changed > 1 or "kind" in says or told.count(" there, ") == 1, "and nothing else"
+
+
+def test_of_many_tables_that_differ_one_is_shown_and_the_others_are_counted() -> None:
+    tables = [tuple(dataclasses.replace(TABLE, name=f"t{i}", rows=rows) for i in range(5)) for rows in (30, 31)]
+    told = JobSpec(tables[0], CodeSpec(), 2).difference(JobSpec(tables[1], CodeSpec(), 2))
+    assert told == "table t0 differs: `rows` is 30 there, 31 here; 4 more tables differ"

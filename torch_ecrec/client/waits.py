@@ -1,0 +1,95 @@
+"""For which servers a trainer waits: the time in which an answer of one is still out, and most others have answered.
+
+Of a lookup that several servers answer, a server is *late* from the moment on at which half of the others have
+answered. What all wait for alike (another trainer's push, a busy trainer) is so no server's, and up to half of the
+servers may be late at once. Example: of three servers b answers after 2 ms, c after 3 ms, a after 500 ms: a is late for
+498 ms, and c for 1 ms; `usual_s` is 2 ms.
+
+Pure bookkeeping: the time is an argument, and nothing is averaged here. Time that passes while two lookups wait for the
+same server counts once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection
+
+from torch_ecrec.protocol.messages import WaitedFor
+
+
+class Round:
+    """One lookup: the servers whose answers are out, each with how many. `others`: half of them are to answer first."""
+
+    def __init__(self, servers: Collection[str], now_s: float) -> None:
+        self.out = Counter(servers)
+        self.others, self.since_s, self.usual = len(self.out) - 1, now_s, False
+
+
+class ServerWaits:
+    """Since it was asked last (`take`), for whom one trainer has waited.
+
+    Args:
+        now_s: of a clock that only goes forward, as everywhere here.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._since_s = now_s
+        self._rounds: dict[Round, None] = {}
+        self._late: Counter[str] = Counter()  # server -> rounds in which it is
+        self._late_since_s: dict[str, float] = {}
+        self._late_s: defaultdict[str, float] = defaultdict(float)
+        self._lookups, self._usual_s = 0, 0.0
+
+    def asked(self, servers: Collection[str], now_s: float) -> Round:
+        """A lookup has gone out. `servers`: the host of each slot that is asked."""
+        one = Round(servers, now_s)
+        if one.others:  # of one alone nobody can say that it is late
+            self._rounds[one] = None
+            self._lookups += 1
+        return one
+
+    def answered(self, one: Round, server: str, now_s: float) -> None:
+        """A slot of a server has answered."""
+        if one not in self._rounds or one.out[server] == 0:
+            return
+        one.out[server] -= 1
+        if one.out[server]:
+            return
+        del one.out[server]
+        if one.usual:
+            self._is_here(server, now_s)
+        elif 2 * (one.others + 1 - len(one.out)) >= one.others:
+            one.usual = True
+            self._usual_s += now_s - one.since_s
+            for late in one.out:
+                self._late_since_s.setdefault(late, now_s)
+                self._late[late] += 1
+        if not one.out:
+            del self._rounds[one]
+
+    def end(self, one: Round, now_s: float) -> None:
+        """Nobody waits for this lookup any more."""
+        if self._rounds.pop(one, self) is None and one.usual:
+            for server in one.out:
+                self._is_here(server, now_s)
+
+    def end_all(self, now_s: float) -> None:
+        """Slots are elsewhere: what is out is asked again there, and says nothing of those who were asked before."""
+        for one in list(self._rounds):
+            self.end(one, now_s)
+
+    def _is_here(self, server: str, now_s: float) -> None:
+        self._late[server] -= 1
+        if not self._late[server]:
+            del self._late[server]
+            self._late_s[server] += now_s - self._late_since_s.pop(server)
+
+    def take(self, now_s: float) -> WaitedFor:
+        """What was waited for since it was taken last."""
+        for server, since_s in self._late_since_s.items():
+            self._late_s[server] += now_s - since_s
+            self._late_since_s[server] = now_s
+        found = WaitedFor(now_s - self._since_s, self._lookups, self._usual_s, dict(self._late_s))
+        self._since_s, self._lookups, self._usual_s = now_s, 0, 0.0
+        self._late_s.clear()
+        return found

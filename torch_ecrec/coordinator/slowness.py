@@ -1,0 +1,159 @@
+"""Which servers limp: training waits for them, while most others have long answered. Pure: the time is an argument.
+
+Every trainer reports for whom it has waited (`client/waits.py`). What they say is added up over windows of `WINDOW_S`.
+A window speaks against a server if
+
+- of the time of the trainers that looked something up, on average, at least `SHARE` was waited for it, and
+- its answers came at least `LEAST_S` after those of most others, and `RATIO` times later than those took: as they took
+  at the trainer that waited least for all alike, since such a wait is one for another trainer.
+
+It is named after `WINDOWS` such windows in a row: no pause of less than `(WINDOWS - 2) * WINDOW_S` is taken for
+limping. It is cleared after as many in which nothing comes near that (`CALM` of each limit). A server that is
+*excused*, as it rebuilds, moves slots or writes a checkpoint, is neither named nor cleared meanwhile. Nor is anybody in
+a window in which no trainer looked anything up, or in which the coordinator itself stood still.
+
+Example: three servers, two trainers. c has 2 % of a core, and each step waits 0.5 s for it: late for 0.9 of the time,
+0.5 s for each lookup, and the others take 0.01 s. After 20 s it is named; nobody else ever has a window against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch_ecrec.coordinator.members import TICK_MOST_S
+from torch_ecrec.protocol.messages import WaitedFor
+
+WINDOW_S = 5.0
+WINDOWS = 4
+SHARE = 0.5
+LEAST_S = 0.05
+RATIO = 3.0
+CALM = 0.5
+
+
+@dataclass(frozen=True)
+class Late:
+    """How a server was waited for, in one window.
+
+    Attributes:
+        share: of the trainers' time, 0 to 1.
+        late_s: for each lookup, after most others had answered.
+        usual_s: for each lookup, until they had.
+    """
+
+    share: float
+    late_s: float
+    usual_s: float
+
+    def exceeds(self, of_limits: float) -> bool:
+        """Whether all limits are reached, or so much of each."""
+        least_s = max(LEAST_S, RATIO * self.usual_s)
+        return self.share >= of_limits * SHARE and self.late_s >= of_limits * least_s
+
+
+NOT_LATE = Late(0.0, 0.0, 0.0)
+
+
+@dataclass
+class _Sums:
+    over_s: float = 0.0
+    lookups: int = 0
+    usual_s: float = 0.0
+
+
+class Slowness:
+    """What trainers have said in this window, and who has been named.
+
+    Attributes:
+        named: servers that limp, and how they were waited for in the last window that counted.
+    """
+
+    def __init__(self) -> None:
+        self.named: dict[str, Late] = {}
+        self._trainers: dict[str, _Sums] = {}
+        self._late_s: dict[str, dict[str, float]] = {}  # server -> trainer -> seconds
+        self._against: dict[str, int] = {}  # windows, one after the other
+        self._calm: dict[str, int] = {}  # likewise
+        self._excused: set[str] = set()  # at some time of this window
+        self._ends_s: float | None = None
+        self._ticked_s = 0.0
+
+    def on_report(self, trainer: str, waits: WaitedFor) -> None:
+        """What one trainer has waited for since it said so last."""
+        sums = self._trainers.setdefault(trainer, _Sums())
+        sums.over_s += waits.over_s
+        sums.lookups += waits.lookups
+        sums.usual_s += waits.usual_s
+        for server, late_s in waits.late_s.items():
+            of = self._late_s.setdefault(server, {})
+            of[trainer] = of.get(trainer, 0.0) + late_s
+
+    def on_tick(self, servers: Collection[str], excused: Collection[str], now_s: float) -> tuple[list[str], list[str]]:
+        """Time passes.
+
+        Args:
+            servers: those that host slots.
+            excused: of these, who has other things to do.
+
+        Returns:
+            Who is named from now on, and who is no more.
+        """
+        still, self._ticked_s = now_s - self._ticked_s > TICK_MOST_S, now_s
+        self._excused.update(excused)
+        if self._ends_s is None or still:
+            self._begin(now_s, excused)
+            return [], []
+        if now_s < self._ends_s:
+            return [], []
+        found = self._close(set(servers))
+        self._begin(now_s, excused)
+        return found
+
+    def forget(self, present: Collection[str]) -> None:
+        """Who is gone is nobody's trouble any more."""
+        for known in (self.named, self._against, self._calm):
+            for server in [server for server in known if server not in present]:
+                del known[server]
+
+    def _begin(self, now_s: float, excused: Collection[str]) -> None:
+        self._ends_s = now_s + WINDOW_S
+        self._trainers, self._late_s, self._excused = {}, {}, set(excused)
+
+    def _close(self, servers: set[str]) -> tuple[list[str], list[str]]:
+        new, over = [], []
+        if (late := self._look()) is None:
+            return [], []
+        for server in sorted(servers - self._excused):
+            seen = late.get(server, NOT_LATE)
+            self._against[server] = self._against.get(server, 0) + 1 if seen.exceeds(1.0) else 0
+            self._calm[server] = self._calm.get(server, 0) + 1 if not seen.exceeds(CALM) else 0
+            if server in self.named and seen.exceeds(CALM):
+                self.named[server] = seen
+            if server not in self.named and self._against[server] >= WINDOWS:
+                self.named[server] = seen
+                new.append(server)
+            elif server in self.named and self._calm[server] >= WINDOWS:
+                del self.named[server]
+                over.append(server)
+        for server in self._excused:
+            self._against[server] = self._calm[server] = 0
+        return new, over
+
+    def _look(self) -> dict[str, Late] | None:
+        """How each server was waited for in this window; None: nobody can say."""
+        witnesses = {
+            name: sums
+            for name, sums in self._trainers.items()
+            if sums.over_s > 0 and (sums.lookups or any(name in of for of in self._late_s.values()))
+        }
+        if not witnesses:
+            return None
+        usual_s = min(sums.usual_s / max(sums.lookups, 1) for sums in witnesses.values())
+        found = {}
+        for server, of in self._late_s.items():
+            shares = [of.get(name, 0.0) / sums.over_s for name, sums in witnesses.items()]
+            each_s = [of.get(name, 0.0) / max(sums.lookups, 1) for name, sums in witnesses.items()]
+            share = min(sum(shares) / len(shares), 1.0)
+            found[server] = Late(share, sum(each_s) / len(each_s), usual_s)
+        return found
