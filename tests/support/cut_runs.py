@@ -20,9 +20,9 @@ from torch_ecrec.testing.links import COORDINATOR, Cut, Links
 from torch_ecrec.testing.scenario import Load
 from torch_ecrec.transport.local import CRASH_COORDINATOR
 
-LEASE_S = 3.0
+LEASE_S, STANDS_S = 3.0, 8.0
 BLIP_S, LONG_S = 0.4, 3.0  # before anybody complains; after somebody was fenced
-PLAIN = Scenario(code=TWO_ONE, steps=3, spares=1, lease_s=LEASE_S)
+PLAIN = Scenario(code=TWO_ONE, steps=3, spares=1, lease_s=LEASE_S, standstill_s=STANDS_S)
 OVERWRITES = ((0, True, Load(0, 0, 9, writers="rows")), (1, False, Load(0, 4, 12, change=True)))
 SITUATIONS = {
     "steps": PLAIN,
@@ -141,8 +141,8 @@ def run_at(point: Point) -> str:
 
 
 def is_beyond(point: Point, run: SimulationResult) -> bool:
-    """It stopped, and had to: a server that the coordinator does not hear of for a lease is lost, with another loss
-    more than one parity repairs. Raises AssertionError if it need not have."""
+    """It stopped, and had to: a server that the coordinator does not hear of is waited for, and lost in the end, with
+    another loss more than one parity repairs. Raises AssertionError if it need not have."""
     if run.fatal is None:
         return False
     lost = [event for event in run.events if event["event"] == "lost" and event["slots"]]

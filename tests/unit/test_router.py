@@ -556,7 +556,7 @@ def test_a_job_that_was_given_up_before_anything_was_made_pins_no_cluster(
     servers: int, trainers: int, other: str
 ) -> None:
     run = given_up(servers, trainers)
-    comes = run.join("trainer", 0, OTHER_JOBS[other])
+    comes = run.join("trainer", 0, job=OTHER_JOBS[other].to_json())
     assert comes.wire.told("welcome") and run.core.job is not None
     assert OTHER_JOBS[other].difference(run.core.job) == ""
     [event] = [event for event in run.events if event["event"] == "job_forgotten"]
@@ -570,7 +570,7 @@ def test_a_job_that_was_given_up_before_anything_was_made_pins_no_cluster(
 @pytest.mark.parametrize("other", OTHER_JOBS)
 def test_what_was_loaded_is_kept_and_the_refusal_says_what_to_do(other: str) -> None:
     run = given_up(4, 2, loaded=True)
-    refused = run.join("trainer", 0, OTHER_JOBS[other]).wire.told("refused")
+    refused = run.join("trainer", 0, job=OTHER_JOBS[other].to_json()).wire.told("refused")
     assert "this cluster trains another job" in refused[0]["reason"]
     assert "end that cluster (`torch-ecrec up`, or its coordinator) and start it anew" in refused[0]["reason"]
     assert run.join("trainer", 0).wire.told("welcome"), "and its own trainers come back"
@@ -579,7 +579,7 @@ def test_what_was_loaded_is_kept_and_the_refusal_says_what_to_do(other: str) -> 
 def test_who_still_waits_is_named_to_who_brings_another_job() -> None:
     run = Running()
     first = run.join("trainer", 0)
-    refused = run.join("trainer", 0, OTHER_JOBS["another number of trainers"]).wire.told("refused")
+    refused = run.join("trainer", 0, job=OTHER_JOBS["another number of trainers"].to_json()).wire.told("refused")
     assert f"end its trainers first, trainer-0 (pid {first.hello['pid']} at 127.0.0.1)" in refused[0]["reason"]
     assert not [event for event in run.events if event["event"] == "job_forgotten"]
 
