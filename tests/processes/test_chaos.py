@@ -406,6 +406,21 @@ def test_another_job_must_be_refused(
     assert one.not_effective() == ([] if felt else ["second-job at step 1: nobody felt it"])
 
 
+def test_another_job_that_training_did_not_wait_for_fails_the_run(
+    tmp_path: Path, sleepers: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disturbances, "another_job", lambda *_: ["sleep", "900"])
+    one = training(tmp_path, sleepers, "--events", "second-job,freeze-all")
+    one._cluster.join = "127.0.0.1:1"  # type: ignore[union-attr, misc]
+    one.logs.mkdir()
+    tell(one, sleepers)
+    one._perform(["second-job"], time.monotonic(), 3.5)
+    one._perform(["freeze-all"], time.monotonic(), 3.5)
+    one.release()
+    assert one._under_way == [] and one.schedule[1]["felt"] == disturbances.AT_END
+    assert one.not_effective() == ["second-job at step 1: nobody felt it"]
+
+
 def test_the_command_of_another_job_is_one_of_its_own() -> None:
     words = disturbances.another_job("host:1", 2, "host:2", sys.executable, ["-m", "script", "--seed", "6"])
     arguments = parser().parse_args(words[3:])

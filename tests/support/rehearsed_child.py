@@ -48,7 +48,8 @@ def main() -> None:
     )
     optimizer = torch.optim.Adam(model.module.over.parameters(), lr=0.01)
     batches = model.attach(optimizer=optimizer, reader=DataLoader(range(SIZE * BATCHES), SIZE, shuffle=True))
-    done, average = 0, model.module.over[1].weight.detach().clone()
+    done, keeps = 0, way in ("average", "saves")
+    average = model.module.over[1].weight.detach().clone() if keeps else torch.empty(0)
     if way == "speaks":
         print(f"begun {time.time()}")
         if model.session.restarted:
@@ -59,7 +60,7 @@ def main() -> None:
         if way == "early" and done >= steps:
             break
         for ids in batches:
-            done += 1
+            done += way in ("counts", "early")
             if way == "counts":
                 optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, done / 5)
             if way == "hangs" and model.session.restarted:
@@ -67,13 +68,13 @@ def main() -> None:
             optimizer.zero_grad()
             model(ids).backward()
             optimizer.step()
-            if way in ("average", "saves"):
+            if keeps:
                 average.lerp_(model.module.over[1].weight.detach(), 0.1)
     if way == "average":
         print("average", average.sum().item())
     if way == "saves":
         torch.save(average, "average.pt")
-    print("done", done if way in ("counts", "early") else "")
+    print("done", done)
     model.close()
     dist.destroy_process_group()
 

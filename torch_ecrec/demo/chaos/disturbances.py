@@ -20,6 +20,7 @@ QUIET_S = 0.7  # who was not heard of for so long, and heartbeats are 0.25 s apa
 QUIET_SHARE = 0.5  # ... and for so much of the time since it began
 FROZEN_S = (2.0, 5.0)  # all servers, so much longer than the lease
 REFUSED_LIMIT_S = 300.0  # for another job to be refused: it may wait for the end of the first one's trainers before
+AT_END = "training was over before"
 REFUSAL = "JoinRefused"  # what another job's trainers end with
 
 
@@ -34,6 +35,7 @@ class Disturbance:
         end: ends it.
         exact: it ends with its time, felt or not.
         limit_s: for it to be felt.
+        at_end: by what it was felt where training was over first; "": that fails the run.
     """
 
     entry: dict[str, Any]
@@ -43,6 +45,7 @@ class Disturbance:
     end: Callable[[], None]
     exact: bool = False
     limit_s: float = FELT_S
+    at_end: str = AT_END
     looked_s: float = 0.0
 
     def is_over(self, now_s: float) -> bool:

@@ -77,7 +77,8 @@ class PreemptedRun(DemoRun):
         """One life: to its end, or until it is told to end once it has come to a step; returns the step it saved."""
         self._life_log = self.logs / f"trainers-{life}.log"
         words = ["--nproc-per-node", str(self.arguments.trainers), "--max-restarts", "0", *self.script()]
-        with torchrun(words, self._life_log, self.environment, example()[1]) as job:
+        patient = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(GRACE_S))}  # torchrun kills after 30 s otherwise
+        with torchrun(words, self._life_log, {**self.environment, **patient}, example()[1]) as job:
             self.terminal.say(f"life {life}" + (f": told to end after step {until}" if until is not None else ""))
             limit_s = time.monotonic() + START_LIMIT_S + STEP_LIMIT_S * self.arguments.steps
             while job.poll() is None and (until is None or self._step() < until):

@@ -43,7 +43,6 @@ STOP_MARGIN_S = 2.0  # a process may be silent that much longer than it was stop
 SAMPLE_S = 0.5
 BEYOND_LIMIT_S = 300.0  # to be whole again after everybody began anew
 LAST_SHARE = 0.97  # of the steps; later there are no events
-AT_END = "training was over before"
 
 
 class ChaosRun(DemoRun):
@@ -267,7 +266,7 @@ class ChaosRun(DemoRun):
         with self._lock:
             self._begin(
                 kind, number, f"(pid {process.pid})", since_s, 0.0, felt, lambda: end_tree(process),
-                limit_s=disturbances.REFUSED_LIMIT_S,
+                limit_s=disturbances.REFUSED_LIMIT_S, at_end="",
             )  # fmt: skip
 
     def _launch(self, log: Path, script: Sequence[str]) -> subprocess.Popen[Any]:
@@ -365,7 +364,7 @@ class ChaosRun(DemoRun):
         """Lets everybody go on who is stopped: nobody can be ended politely otherwise. No more disturbances: of those
         that nobody has felt yet, the end of training came first."""
         for one in list(self._under_way):
-            one.entry["felt"] = one.entry["felt"] or AT_END
+            one.entry["felt"] = one.entry["felt"] or one.at_end
             self._end(one)
         for pid in self._stopped:
             send(pid, signal.SIGCONT)
