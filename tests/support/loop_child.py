@@ -5,8 +5,8 @@ WAY: `plain` (a loop over `DataLoader(shuffle=True)`), `workers` (with worker pr
 `rollback` (now and then, the model and the tables' optimizer are loaded: before a step, within one, after an epoch),
 `checkpoint` (at these places they are saved and loaded by DCP, which changes nothing of what `plain` does),
 `managed` (ids of the bags are remapped; rows are given to other ids all the time), `mixed` and `mixed-pipeline` (a plan
-leaves the sequences to TorchRec, by rows, and they are kept with the snapshots), `rates` (the optimizer of the dense part
-alone is attached; a scheduler of the tables alone and the loop itself move the tables' rates in every step).
+leaves the sequences to TorchRec, by rows, and they are kept with the snapshots), `rates` (the optimizer of the dense
+part alone is attached; a scheduler of the tables alone and the loop itself move the tables' rates in every step).
 Three epochs of 6 steps, a scheduler that steps with every epoch, a BatchNorm, dropout, an evaluation after each epoch.
 
 Trainer 1 kills itself after STEP in its first life, once OUT/go is there; OUT/STEP says that it waits for that. What a

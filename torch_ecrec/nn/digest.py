@@ -27,7 +27,7 @@ def digest_of(session: EmbeddingBackend, parameters: Mapping[str, Tensor], shard
         result.update(table.name.encode())
         portion = max(1, CHUNK_BYTES // session.job.slabs[slab].schema.nbytes)
         for begin in range(0, table.rows, portion):
-            rows = torch.arange(begin, min(begin + portion, table.rows))
+            rows = torch.arange(begin, min(begin + portion, table.rows), dtype=torch.int64, device="cpu")
             result.update(session.read(slab, first + rows).numpy().tobytes())
     for name, tensor in (*parameters.items(), *shards.items()):
         result.update(name.encode() + bytes_of(tensor.detach().cpu().contiguous()).numpy().tobytes())

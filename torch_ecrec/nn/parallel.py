@@ -211,7 +211,7 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         Weights are loaded before, not after: what `attach` brings back takes precedence over what is loaded.
 
         Args:
-            optimizer: all that step the dense parameters; TorchRec's wrappers and combinations as they are. Learning rates
+            optimizer: all that step the dense parameters; TorchRec's wrappers and combinations as they are. Rates
                 of tables come back whether `fused_optimizer` is among them or not.
             lr_scheduler: those of the learning rates, of tables or not.
             reader: where batches come from. With `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`
@@ -223,8 +223,8 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
             Iterates `reader`, and must be iterated in its place. Without one, it has nothing.
 
         Raises:
-            RuntimeError: called twice, or after the first step; the model has no tables; a scheduler's optimizer is none
-                of the tables' and is not attached.
+            RuntimeError: called twice, or after the first step; the model has no tables; a scheduler is attached, and
+                the optimizer whose rates it sets is neither the tables' nor attached.
             TypeError: something has a state that cannot be kept; the message names it.
             ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
         """
