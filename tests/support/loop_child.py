@@ -248,7 +248,7 @@ def main() -> None:
     result["maps"] = {name: values.tolist() for name, values in model.named_buffers() if "_mch_" in name}
     whole = model.full_state_dict() if mixed else {}
     result["whole"] = {name: [list(value.shape), float(value.double().sum())] for name, value in whole.items()}
-    result["digest"] = model.digest() if rank == 0 or mixed else None  # each trainer has shards of its own then
+    result["digest"] = model.digest(tables=rank == 0 or mixed)  # each trainer has shards of its own then
     (out / f"{rank}.json").write_text(json.dumps(result))
     model.close()
     dist.destroy_process_group()

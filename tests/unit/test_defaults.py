@@ -1,7 +1,7 @@
 """What a script may set for all tensors that are made without being told: torch's default dtype and default device.
 
-Ours are told, always: a kernel is given addresses, and believes what lies there. So nothing of what the servers keep and
-of what comes out of tables depends on either.
+Ours are told, always: a kernel is given addresses, and believes what lies there. So nothing of what the servers keep
+and of what comes out of tables depends on either.
 """
 
 from __future__ import annotations
