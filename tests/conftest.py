@@ -42,12 +42,8 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, 
 hypothesis.settings.load_profile("ci")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Ctrl-C counts, for the tests' children too, also where a shell that started this in the background ignores it."""
-    if dtype := config.getoption("--default-dtype"):
-        import torch
-
-        torch.set_default_dtype(getattr(torch, dtype))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -59,7 +55,6 @@ TURN_LIMIT_S = 1800.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--turn N`: of the slow tests, those whose turn it is; N is the day of the year, say."""
-    parser.addoption("--default-dtype", help="of torch, as a script may set it; `test_defaults.py` runs tests with it")
     parser.addoption("--turn", type=int, help=f"of the slow tests, every {TURNS}th, a different one for each N")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fake_session import FakeSession
+from loops import Loop, resumed, same, undisturbed
 from models import (
     CPU,
     META,
@@ -244,4 +245,23 @@ def test_addresses_are_of_what_the_caller_says() -> None:
             addresses([good, bad], 4, np.uint8, np.float32)
 
 
-# the tests of every day ----------------------------------------------------------------------------------
+# loops ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("torchs_own")
+@pytest.mark.parametrize("driver", ["plain", pytest.param("sparse", marks=pytest.mark.slow)])
+def test_a_loop_goes_on_bit_for_bit_in_float64(driver: str) -> None:
+    """Its dense model is of doubles then: snapshots, optimizers, loads, evaluations and all."""
+    torch.set_default_dtype(torch.float64)
+    loop = Loop(
+        reader="shuffled",
+        driver=driver,
+        optimizers=("adam", "strange"),
+        loads=frozenset({"after"}),
+        evals=frozenset({"pass"}),
+        pushes=frozenset({"all"}),
+    )
+    first = undisturbed(loop)
+    assert first.model.module.over.weight.dtype == torch.float64
+    for step in (0, 2, 4):
+        assert same(first, resumed(loop, first, step))
