@@ -301,7 +301,7 @@ def main() -> None:
         report["step_ended_s"] = ended
         if args.backend == "ecrec":
             model.flush()
-            report["digest"] = model.digest() if trainer == 0 else None
+            report["digest"] = model.digest(tables=trainer == 0)
         args.report.with_suffix(f".{trainer}{args.report.suffix}").write_text(json.dumps(report))
     if args.backend == "ecrec":
         model.close()

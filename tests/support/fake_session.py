@@ -43,12 +43,12 @@ class FakeSession:
         self.reports: list[dict[str, float]] = []
         self.group = dist.new_group() if self.trainers > 1 else None
         for slab in job.slabs:
-            numbers = torch.zeros(slab.rows, slab.schema.width)
+            numbers = torch.zeros(slab.rows, slab.schema.width, dtype=torch.float32, device="cpu")
             for table, first in zip(slab.tables, slab.first_rows, strict=True):
                 random = torch.Generator().manual_seed(job.seed + first + slab.dim)
-                numbers[first : first + table.rows, : slab.dim] = torch.empty(table.rows, slab.dim).uniform_(
-                    table.low, table.high, generator=random
-                )
+                made = torch.empty(table.rows, slab.dim, dtype=torch.float32, device="cpu")
+                made.uniform_(table.low, table.high, generator=random)
+                numbers[first : first + table.rows, : slab.dim] = made
             self.records.append(torch.from_numpy(records_of(numbers.numpy(), slab.schema)).view(torch.float32))
         if before is not None:
             self.step = step + 1
@@ -101,7 +101,8 @@ class FakeSession:
                 assert part_gradients[s].shape == (len(part_rows[s]), slab.dim)
                 assert len(part_rows[s].unique()) == len(part_rows[s])
             rows_U, inverse = torch.unique(torch.cat([part[0][s] for part in parts]), return_inverse=True)
-            gradient = torch.zeros(len(rows_U), slab.dim).index_add_(0, inverse, torch.cat([p[1][s] for p in parts]))
+            gradient = torch.zeros(len(rows_U), slab.dim, dtype=torch.float32, device="cpu")
+            gradient.index_add_(0, inverse, torch.cat([p[1][s] for p in parts]))
             one = Merged(rows_U.numpy(), [gradient.numpy()], np.arange(len(rows_U))[None, :])
             spec = slab.optimizer
             spec.optimizer.update_(records.numpy(), one, rates[s], self.step, dict(spec.fixed), weights=slab.weights)
@@ -186,4 +187,4 @@ class FakeSession:
     def weights(self, table: str) -> Tensor:
         slab, first = self.job.place_of_table[table]
         rows = next(t.rows for t in self.job.tables if t.name == table)
-        return self._weights(slab, torch.arange(first, first + rows))
+        return self._weights(slab, torch.arange(first, first + rows, device="cpu"))

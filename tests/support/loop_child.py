@@ -5,8 +5,8 @@ WAY: `plain` (a loop over `DataLoader(shuffle=True)`), `workers` (with worker pr
 `rollback` (now and then, the model and the tables' optimizer are loaded: before a step, within one, after an epoch),
 `checkpoint` (at these places they are saved and loaded by DCP, which changes nothing of what `plain` does),
 `managed` (ids of the bags are remapped; rows are given to other ids all the time), `mixed` and `mixed-pipeline` (a plan
-leaves the sequences to TorchRec, by rows, and they are kept with the snapshots), `rates` (the optimizer of the dense part
-alone is attached; a scheduler of the tables alone and the loop itself move the tables' rates in every step).
+leaves the sequences to TorchRec, by rows, and they are kept with the snapshots), `rates` (the optimizer of the dense
+part alone is attached; a scheduler of the tables alone and the loop itself move the tables' rates in every step).
 Three epochs of 6 steps, a scheduler that steps with every epoch, a BatchNorm, dropout, an evaluation after each epoch.
 
 Trainer 1 kills itself after STEP in its first life, once OUT/go is there; OUT/STEP says that it waits for that. What a
@@ -248,7 +248,7 @@ def main() -> None:
     result["maps"] = {name: values.tolist() for name, values in model.named_buffers() if "_mch_" in name}
     whole = model.full_state_dict() if mixed else {}
     result["whole"] = {name: [list(value.shape), float(value.double().sum())] for name, value in whole.items()}
-    result["digest"] = model.digest() if rank == 0 or mixed else None  # each trainer has shards of its own then
+    result["digest"] = model.digest(tables=rank == 0 or mixed)  # each trainer has shards of its own then
     (out / f"{rank}.json").write_text(json.dumps(result))
     model.close()
     dist.destroy_process_group()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attached import END, Passes, Trainer, attach, made, passes, unscheduled
-from models import (
-    batch_of,
-)
+from models import batch_of, dense_parameters
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torchrec.optim.keyed import CombinedOptimizer
@@ -241,3 +240,127 @@ def test_an_optimizer_of_parameters_outside_the_model_is_told_once(caplog: pytes
     told = caplog.text.count("SGD steps parameters outside the model, and was not attached")
     stranger.step()
     assert told and caplog.text.count("SGD steps parameters") == told
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps what it needs in attributes."""
+
+    def __init__(self, parameters: Any, kind: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.kind, self.same, self.model = kind, [1, torch.ones(3)], nn.BatchNorm1d(2)
+        self.parameters = [p for group in self.param_groups for p in group["params"]]
+        self.count, self.means, self._last = 0, {i: torch.zeros(1) for i in range(3)}, np.zeros(2)
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.model(torch.rand(4, 2))
+        if self.kind == "count":
+            self.count += 1
+        elif self.kind == "means":
+            self.means[1] += 1
+        elif self.kind == "_last":
+            self._last = self._last + 0.5
+
+
+class WithStateDict(Averaging):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict({"state": state_dict["state"], "param_groups": state_dict["param_groups"]})
+
+
+def with_dense(trainer: Trainer, make: Callable[[Any], Any]) -> Any:
+    """In place of its optimizer of dense parameters."""
+    unscheduled(trainer)
+    trainer.optimizer = make(list(dense_parameters(trainer.model).values()))
+    return trainer.model.attach(optimizer=trainer.optimizer, reader=Passes())
+
+
+def step(trainer: Trainer, batch: Any) -> None:
+    trainer.optimizer.zero_grad()
+    trainer.model(batch)[0].backward()
+    trainer.optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["nothing", "count", "means", "_last"])
+def test_what_an_attached_optimizer_keeps_in_attributes_is_refused_when_it_moves(kind: str) -> None:
+    """Not its parameters, or a model that it has, or what stays as it is."""
+    trainer = made()
+    batches = passes(with_dense(trainer, lambda parameters: Averaging(parameters, kind)))
+    step(trainer, next(batches))
+    step(trainer, next(batches))
+    if kind == "nothing":
+        step(trainer, next(batches))
+        return
+    with pytest.raises(RuntimeError, match=rf"`{kind}` of optimizer 0 \(Averaging\) moves .* would begin anew"):
+        next(batches)
+
+
+def test_a_state_dict_of_its_own_keeps_them() -> None:
+    trainer = made()
+    batches = passes(with_dense(trainer, lambda parameters: WithStateDict(parameters, "count")))
+    for _ in range(4):
+        step(trainer, next(batches))
+    again = made(trainer.session, 2, seed=2)
+    batches = passes(with_dense(again, lambda parameters: WithStateDict(parameters, "count")))
+    assert again.optimizer.count == 2
+    for _ in range(2):
+        step(again, next(batches))
+    assert again.optimizer.count == 4 and torch.equal(trainer.session.records[0], again.session.records[0])
+
+
+class Around:
+    """As apex's LARC: an optimizer around another, which is none of torch's, and calls no `__init__` of theirs."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim = optim
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optim, name)
+
+
+class AroundAsOptimizer(torch.optim.Optimizer):
+    """Likewise, by inheritance."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim = optim
+
+    param_groups = property(lambda self: self.optim.param_groups)
+    state = property(lambda self: self.optim.state)
+
+    def step(self, closure: Any = None) -> None:
+        self.optim.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none)
+
+
+class WithoutAll(torch.optim.Optimizer):
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim = optim
+
+
+def test_a_wrapper_that_is_no_optimizer_of_torchs_is_refused_by_name() -> None:
+    adam = torch.optim.Adam
+    with pytest.raises(TypeError, match=r"must be torch optimizers, got Around; attach the one in it, `optim`"):
+        with_dense(made(), lambda parameters: Around(adam(parameters)))
+    with pytest.raises(TypeError, match="must be torch optimizers, got int"):
+        with_dense(made(), lambda parameters: [3])
+    with pytest.raises(TypeError, match=r"WithoutAll has no param_groups and no state: was .*; attach the one in it"):
+        with_dense(made(), lambda parameters: WithoutAll(adam(parameters)))
+
+
+def test_a_wrapper_that_has_the_parts_of_an_optimizer_goes_on() -> None:
+    ends = []
+    for before, at in ((None, 0), ("first", 3)):
+        trainer = made(ends[0].session if before else None, at, seed=1 + at)
+        batches = passes(
+            with_dense(trainer, lambda parameters: AroundAsOptimizer(torch.optim.Adam(parameters, lr=0.1)))
+        )
+        while trainer.model.steps_done < 5:
+            step(trainer, next(batches))
+        ends.append(trainer)
+    assert torch.equal(ends[0].session.records[0], ends[1].session.records[0])
+    assert torch.equal(ends[0].model.module.over.weight, ends[1].model.module.over.weight)

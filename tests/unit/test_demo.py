@@ -312,7 +312,7 @@ def finished(tmp_path: Path) -> tuple[argparse.Namespace, DemoRun, DemoRun]:
         one.record = recorded()
         losses = [0.5 - 0.001 * step for step in range(40)]
         one.reports = [
-            {"losses": losses, "auc": math.nan, "samples_per_s": 1234.5, "digest": "abc" if trainer == 0 else None}
+            {"losses": losses, "auc": math.nan, "samples_per_s": 1234.5, "digest": f"abc{trainer}"}
             for trainer in range(2)
         ]
         runs.append(one)

@@ -280,3 +280,40 @@ def test_each_step_is_snapshotted_once_with_its_optimizer() -> None:
     for name, parameter in dense_parameters(other).items():
         assert torch.equal(parameter, dense_parameters(model)[name])
         assert torch.equal(fresh.state[parameter]["sum"], optimizer.state[dense_parameters(model)[name]]["sum"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, adam: model.norm.running_mean.add_(1),
+        lambda model, adam: model.over.bias.data.add_(1),
+        lambda model, adam: next(iter(adam.state.values()))["exp_avg_sq"].add_(1),
+        lambda model, adam: adam.param_groups[0].update(lr=0.5),
+        lambda model, adam: model.fused_optimizer.param_groups[0].update(lr=0.5),
+        lambda model, adam: model.session.records[0][3].add_(1),
+    ],
+    ids=["buffer", "weight", "optimizer state", "rate", "rate of tables", "record"],
+)
+def test_the_digest_changes_with_whatever_a_trainer_would_bring_back(change: Any) -> None:
+    model, _ = shard(WithBuffer(collection("adagrad")))
+    model.module.norm(torch.rand(4, 32)).sum()
+    adam = torch.optim.Adam(dense_parameters(model).values(), lr=LR)
+    for seed in range(2):
+        adam.zero_grad()
+        model(batch_of(6, seed)).backward()
+        adam.step()
+    before = model.digest(), model.digest(tables=False)
+    assert before == (model.digest(), model.digest(tables=False)) and before[0] != before[1]
+    model.norm, model.over = model.module.norm, model.module.over
+    with torch.no_grad():
+        change(model, adam)
+    assert model.digest() != before[0]
+
+
+class WithBuffer(nn.Module):
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables, self.norm, self.over = tables, nn.BatchNorm1d(32), nn.Linear(32, 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.over(self.norm(self.tables(batch.sparse_features).values())).tanh().sum()

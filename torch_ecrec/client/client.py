@@ -188,7 +188,7 @@ class Client(SlotReads):
         for slab, spec in enumerate(self.job.slabs if self.resume_step else ()):
             rows = max(1, LOAD_BYTES // spec.schema.nbytes)
             for first in range(0, spec.rows, rows):
-                yield slab, torch.arange(first, min(first + rows, spec.rows))
+                yield slab, torch.arange(first, min(first + rows, spec.rows), dtype=torch.int64, device="cpu")
 
     def load(self, slab: int, route: Route, records: Tensor | None, first_byte: int = 0) -> None:
         """A step that overwrites the routed rows. In training, and restoring, every other trainer calls it or `pass_`.

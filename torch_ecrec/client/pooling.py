@@ -25,7 +25,7 @@ from numba import carray  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
 from torch_ecrec.runtime.kernel_cache import kernel
-from torch_ecrec.runtime.kernels import AHEAD, addresses, as_float, pointer, prefetch, prefetch_row
+from torch_ecrec.runtime.kernels import AHEAD, addresses, as_float, check_memory, pointer, prefetch, prefetch_row
 from torch_ecrec.runtime.row_sums import row_address, sum_rows
 
 _AHEAD_BYTES = 8192  # of rows that are asked for early; fewer than AHEAD rows come too late
@@ -73,11 +73,19 @@ def pool(
         parts: (u, D) each, contiguous, at least one: the rows are these, one part behind the other.
         weighted: whether `per_id_N` counts.
         mean_F: which features divide by their length.
-        out_BFD: overwritten.
+        out_BFD: float32, overwritten.
+
+    Raises:
+        ValueError: the memory of an array that is handed over by address is not what the kernel takes it for.
     """
+    features, batch, dim = *lengths_FB.shape, out_BFD.shape[-1]
+    check_memory("out_BFD", out_BFD, (batch, features, dim), np.float32)
+    check_memory("parts[0]", parts[0], (len(parts[0]), dim), np.float32, np.uint16)
+    check_memory("inverse_N", inverse_N, (len(inverse_N),), np.int64)
+    check_memory("per_id_N", per_id_N, (len(inverse_N) if weighted else len(per_id_N),), np.float32)
     address_U = np.empty(sum(map(len, parts)), np.int64)
     rows_P = np.array([len(part) for part in parts], np.int64)
-    _row_addresses(addresses(parts), rows_P, parts[0].shape[1] * parts[0].itemsize, address_U)
+    _row_addresses(addresses(parts, dim, parts[0].dtype), rows_P, parts[0].shape[1] * parts[0].itemsize, address_U)
     _pool(address_U, parts[0][:0, 0], inverse_N, lengths_FB, per_id_N, weighted, mean_F, out_BFD)
 
 

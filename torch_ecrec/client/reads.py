@@ -124,7 +124,7 @@ class SlotReads(Node):
             if there.rank is not None or not parts:
                 dtype = torch.uint8 if int8 else torch.bfloat16 if self.bfloat16 else torch.float32
                 width = slab.dim + MORE_BYTES if int8 else slab.dim
-                out_UD = torch.empty((len(there.rows), width), dtype=dtype)
+                out_UD = torch.empty((len(there.rows), width), dtype=dtype, device="cpu")
                 parts = [there.join(parts, out_UD) if parts else out_UD]
             weights.append(parts)
         return weights
@@ -154,7 +154,7 @@ class SlotReads(Node):
         answers: dict[int, Tensor] = {}
 
         def finish() -> None:
-            out_UB = torch.empty((len(route.rows), self.job.slabs[slab].schema.nbytes), dtype=torch.uint8)
+            out_UB = torch.empty((len(route.rows), self.job.slabs[slab].schema.nbytes), dtype=torch.uint8, device="cpu")
             done(route.join([answers[s] for s in asked], out_UB) if asked else out_UB)
 
         def ask(slot: int) -> None:

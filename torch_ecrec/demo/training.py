@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -403,9 +404,17 @@ class DemoRun:
         losses = [list(step) for step in zip(*(r["losses"] for r in reports), strict=True)] if reports else []
         first = reports[0] if reports else {}
         return {
-            "digest": first.get("digest"),
+            "digest": _digest_of_all(report.get("digest") for report in reports),
             "losses": losses,
             "auc": first.get("auc"),
             "samples_per_s": first.get("samples_per_s"),
             "step_times_s": self.record.step_times,
         }
+
+
+def _digest_of_all(digests: Iterable[str | None]) -> str | None:
+    """SHA-256 of all trainers' digests, in their order; None if one is missing: nothing can be said then."""
+    found = list(digests)
+    if not found or None in found:
+        return None
+    return hashlib.sha256(" ".join(map(str, found)).encode()).hexdigest()

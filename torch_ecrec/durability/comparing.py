@@ -100,7 +100,7 @@ class Comparisons:
                 make: Callable[[int], wire.FetchSeals] = partial(self._ask_for, source, slab, at, rule.folded[source])
                 self.host.ask_once(source, make, partial(done, member))
             else:
-                answers[member] = wire.Seals(torch.empty(0, dtype=torch.int32))
+                answers[member] = wire.Seals(torch.empty(0, dtype=torch.int32, device="cpu"))
 
     def _ask_for(self, source: int, slab: int, at: torch.Tensor, step: int, incarnation: int) -> wire.FetchSeals:
         return wire.FetchSeals(source, incarnation, slab, at, step)

@@ -172,7 +172,7 @@ class Parity:
             self.owner.scrubber.look(slab, is_parity, positions)
             damaged = held.missing.damaged.get((slab, is_parity))
             if damaged and (places := [i for i, at in enumerate(positions.tolist()) if at in damaged]):
-                reply(wire.Damaged(torch.tensor(places)))
+                reply(wire.Damaged(torch.tensor(places, dtype=torch.int64, device="cpu")))
                 return
         if not self.owner.ready or held.missing.lacks(slab, is_parity, positions):
             reply(Refused("not rebuilt yet"))

@@ -303,7 +303,7 @@ class _Repair:
                 make = partial(self._fetch_of, holder, parity=parity, positions=at)
                 self.host.ask_once(holder, make, done)
             else:
-                done(wire.Records(torch.empty((0, self.width), dtype=torch.uint8)))
+                done(wire.Records(torch.empty((0, self.width), dtype=torch.uint8, device="cpu")))
 
     def _fetch_of(self, holder: int, incarnation: int, parity: bool, positions: torch.Tensor) -> wire.Fetch:
         return wire.Fetch(holder, incarnation, self.slab, parity, positions, self.vector)

@@ -216,5 +216,5 @@ def route(layout: Layout, rows_U: Tensor) -> Route:
 
 def warm() -> None:
     """Compiles or loads every kernel of this module."""
-    arrange(Layout(1, 1, 0, 1), torch.zeros(1, dtype=torch.int64))
+    arrange(Layout(1, 1, 0, 1), torch.zeros(1, dtype=torch.int64, device="cpu"))
     _place(np.zeros((1, 1), np.uint8), np.zeros(1, np.int64), np.zeros((1, 1), np.uint8))

@@ -103,6 +103,11 @@ class Attachment:
         self._gradients = WaitingGradients(self._state.dense_optimizers)
         self._checks = AttachmentChecks(model, self._state, self._settings, self._on_left_out)
 
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those that were attached."""
+        return self._state.attached
+
     def close(self) -> None:
         """Looks at optimizers no more. Twice is once."""
         if self.reader is not None and not self._closed:
@@ -266,6 +271,7 @@ class Attachment:
     def _keep(self, before: bytes, checksum: int | None) -> None:
         """Hands this trainer's part of the step before to the servers."""
         self._checks.check_groups()
+        self._checks.check_kept()
         parameters = list(dense_parameters(self._live_model))
         own = encode(
             {

@@ -5,6 +5,7 @@
     check_schedulers  a scheduler, or a warm-up, moves rates that are kept, and is not attached itself
     check_tracing     a pipeline that traced the model changed it
     check_groups      an optimizer was given parameters after `attach`
+    check_kept        an optimizer keeps in attributes what moves with its steps, and nothing brings them back
     (on every step)   an optimizer that is not attached steps parameters of the model
 
 All are found while training runs undisturbed, long before a restart needs it. `attachment.py` says when each is due.
@@ -24,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 from torch_ecrec.nn import optimizer_steps
+from torch_ecrec.nn.checksum import checksum_of_all
 from torch_ecrec.nn.dense import dense_parameters
 from torch_ecrec.nn.loop_variables import inside
 from torch_ecrec.nn.module_settings import ModuleSettings
@@ -33,6 +35,9 @@ log = logging.getLogger(__name__)
 
 SCHEDULERS = "lr_scheduler["  # what those are named that `attach` was given as such, before their number
 _BEGINS_ANEW = "it would begin anew after a restart. Name it in"
+_OF_TORCH = frozenset(  # attributes that torch gives an optimizer
+    {"defaults", "state", "param_groups", "step", "_opt_called", "_step_count", "grad_scale", "found_inf"}
+)
 _attached_somewhere: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # to any model of this process
 
 
@@ -58,6 +63,7 @@ class AttachmentChecks:
         optimizer_steps.watch(self._check_known)
         self._sealed = self._seal()
         self._groups = self._groups_now()
+        self._attributes: dict[str, int] | None = None  # as they were after the first step
 
     def close(self) -> None:
         """Looks at optimizers no more. Twice is once."""
@@ -175,6 +181,32 @@ class AttachmentChecks:
                 "an optimizer was given parameters after `attach`: it would not have them after a restart, where"
                 " `attach` comes first again. Add them before `attach`, with `requires_grad` False until they train"
             )
+
+    def check_kept(self) -> None:
+        """What moves with a step is in `state`, in `param_groups` or in a `state_dict`: else it would begin anew."""
+        now = self._attributes_now()
+        before, self._attributes = self._attributes, now
+        moved = [name for name, value in now.items() if before is not None and before.get(name, value) != value]
+        if moved:
+            raise RuntimeError(
+                f"{', '.join(moved)} moves with the steps of what is attached, and would begin anew after a restart:"
+                " nothing brings an attribute back. Keep it in the optimizer's `state` or `param_groups`, or give its"
+                " class `state_dict` and `load_state_dict`, which have it"
+            )
+
+    def _attributes_now(self) -> dict[str, int]:
+        """By name, of attached optimizers that are no library's and have no `state_dict` of their own."""
+        found = {}
+        for i, optimizer in enumerate(self._state.dense_optimizers):
+            kind = type(optimizer)
+            if kind.__module__.startswith(("torch.", "torchrec.")) or kind.state_dict is not Optimizer.state_dict:
+                continue
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for name, value in vars(optimizer).items():
+                looked = name not in _OF_TORCH and not name.startswith("_optimizer_")
+                if looked and not isinstance(value, (nn.Module, Optimizer, LRScheduler)):
+                    found[f"`{name}` of optimizer {i} ({kind.__name__})"] = checksum_of_all(value, stepped)
+        return found
 
     def _groups_now(self) -> list[list[int]]:
         return [[len(group["params"]) for group in o.param_groups] for o in self._state.dense_optimizers]

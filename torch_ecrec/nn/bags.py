@@ -76,7 +76,7 @@ class ErasureCodedEmbeddingBagCollection(ServedModule[KeyedTensor]):
         if len(set(self._outputs)) == len(output) == 1:
             values = output[0].flatten(1).to(self._outputs[0])
         else:
-            columns: list[Tensor] = [torch.empty(0)] * len(self._keys)
+            columns: list[Tensor] = [torch.empty(0, dtype=torch.float32, device="cpu")] * len(self._keys)
             for part, pooled_BFD in zip(self._slices, output, strict=True):
                 for column, pooled_BD in zip(part.columns, pooled_BFD.unbind(1), strict=True):
                     columns[column] = pooled_BD.to(self._outputs[column])

@@ -143,7 +143,7 @@ def _load_table(name: str, table: StreamedTable, metadata: Metadata, reader: Sto
     items = create_read_items_for_chunk_list(name, saved, [mine] if first < last else [])
 
     def read(item: ReadItem) -> Part:
-        values = torch.empty(item.lengths, dtype=saved.properties.dtype)
+        values = torch.empty(item.lengths, dtype=saved.properties.dtype, device="cpu")
         reader.read_data(LoadPlan([item]), _Into(values)).wait()
         row, column = first + item.dest_offsets[0], item.dest_offsets[1] if rest else 0
         return Part(row, column, values if rest else values.unsqueeze(1))

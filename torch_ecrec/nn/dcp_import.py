@@ -219,7 +219,7 @@ class Folder:
 
     def whole(self, name: str) -> Tensor:
         """A tensor, read as a whole."""
-        tensor = torch.empty(self.tensors[name].size, dtype=self.dtype_of(name))
+        tensor = torch.empty(self.tensors[name].size, dtype=self.dtype_of(name), device="cpu")
         for chunk in self.chunks(name):
             place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
             tensor[place] = chunk.tensor()
@@ -384,7 +384,7 @@ class DcpSource:
             low, high = max(first, chunk.offsets[0]), min(last, chunk.end)
             part = chunk.tensor()[low - chunk.offsets[0] : high - chunk.offsets[0]].reshape(high - low, -1)
             if out is None:
-                out = torch.empty(last - first, field.values, dtype=part.dtype)
+                out = torch.empty(last - first, field.values, dtype=part.dtype, device="cpu")
             column = chunk.offsets[1] if len(chunk.offsets) > 1 else 0
             out[low - first : high - first, column : column + part.shape[1]] = part
         assert out is not None, "chunks are all there is of a tensor"

@@ -184,9 +184,14 @@ class DenseSnapshot:
             TypeError: something cannot be kept; says what.
             RuntimeError: the model is gone.
         """
-        self._collect()
+        self.content()
 
-    def _collect(self) -> tuple[bytes, TensorsOut, bytes]:
+    def content(self) -> tuple[bytes, TensorsOut, bytes]:
+        """All that there is now: the index, the tensors behind it, and what this trainer keeps whole.
+
+        Raises:
+            TypeError, RuntimeError: as `check`.
+        """
         return _collect(self._the_model(), self.optimizers, self.shards, self.counters)
 
     def pack(self, step: int, own: bytes = b"") -> tuple[Tensor, list[int]]:
@@ -200,7 +205,7 @@ class DenseSnapshot:
             TypeError: something cannot be kept; says what.
             RuntimeError: the model is gone.
         """
-        index, out, whole = self._collect()
+        index, out, whole = self.content()
         self.last = step
         return part_of(step, (self.part, self.parts), (index, out, whole), own)
 

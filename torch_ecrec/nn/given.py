@@ -80,6 +80,8 @@ def _sum_of_part(values: Tensor) -> int:
 
 
 def _sum_of(values: Tensor) -> int:
+    if values.device.type != "cpu" or not values.is_contiguous():
+        raise ValueError(f"summed are contiguous tensors on the CPU, got one on {values.device}, {values.stride()}")
     return sum_of_bytes(values.data_ptr(), values.nbytes)
 
 

@@ -28,7 +28,9 @@ class WaitingGradients:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._used: dict[int, int] = {}  # parameter -> version of its gradient when it was stepped with
-        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
+        # A wrapper that calls no `Optimizer.__init__` has no hooks; the optimizer in it has.
+        hooked = [optimizer for optimizer in optimizers if hasattr(optimizer, "_optimizer_step_post_hooks")]
+        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in hooked]
         self._parameters = {id(p): p for o in optimizers for g in o.param_groups for p in g["params"]}
         me = weakref.ref(self)
         for parameter in self._parameters.values():

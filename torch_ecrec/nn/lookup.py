@@ -74,7 +74,7 @@ def _without(
         rows_U, gradient_UD = rows[slab], gradients[slab]
         if gradient_UD is None:
             continue
-        keep_U = torch.ones(len(rows_U), dtype=torch.bool)
+        keep_U = torch.ones(len(rows_U), dtype=torch.bool, device="cpu")
         for table in frozen:
             if table.slab == slab:
                 keep_U &= (rows_U < table.first_row) | (rows_U >= table.first_row + table.rows)

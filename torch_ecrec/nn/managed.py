@@ -140,7 +140,9 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
             RuntimeError: the trainers' maps differ.
         """
         checksum = self._remapping.checksum(evicted)
-        sums = self._step.gather(f"changes maps of {self._path}", torch.tensor([checksum]))
+        sums = self._step.gather(
+            f"changes maps of {self._path}", torch.tensor([checksum], dtype=torch.int64, device="cpu")
+        )
         if any(int(each) != checksum for each in sums):
             raise RuntimeError(
                 f"step {self._step.session.step}: the trainers' maps of {', '.join(evicted)} in {self._path} differ, so"
@@ -157,7 +159,7 @@ class ManagedModule(ShardedModule[KJTList, list[Tensor], Both, ManagedContext], 
                 numbers = torch.from_numpy(numbers_of(read.numpy(), table.schema)).clone()
                 if session.job.slabs[table.slab].optimizer.kind == "rowwise_adagrad":
                     numbers[:, table.dim :] = 0
-                weights = torch.empty(len(rows_N), table.dim, dtype=table.dtype)
+                weights = torch.empty(len(rows_N), table.dim, dtype=table.dtype, device="cpu")
                 weights[order_N.argsort()] = numbers[:, : table.dim].to(table.dtype)  # TorchRec's order of drawing
                 drawn = draw_weights(self._embedding_module.config_of(name), weights)[order_N]
                 numbers[:, : table.dim] = drawn.float()

@@ -15,6 +15,7 @@ is TorchRec's own, and a warning says that nothing of it is kept (`no_tables.py`
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 import threading
@@ -46,8 +47,8 @@ from torch_ecrec.nn.attachment_checks import SCHEDULERS
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.compiled import Compiled
 from torch_ecrec.nn.coverage import Coverage, check_sharders, coverage_of, is_inside
-from torch_ecrec.nn.dense import DenseSnapshot, dense_parameters
-from torch_ecrec.nn.digest import digest_of
+from torch_ecrec.nn.dense import DenseSnapshot
+from torch_ecrec.nn.digest import digest_of, parts_of_dense, parts_of_tables
 from torch_ecrec.nn.local_shards import LocalShards, data_parallel, shards_of
 from torch_ecrec.nn.lost_changes import check_lost_changes
 from torch_ecrec.nn.no_parameters import explain_empty_optimizers
@@ -61,6 +62,7 @@ from torch_ecrec.nn.served import show_tables
 from torch_ecrec.nn.sharder import all_table_specs, columns_of, job_names, output_dtypes, sharders_for
 from torch_ecrec.nn.state_dict_forms import StateDictForms
 from torch_ecrec.nn.step import SparseStep
+from torch_ecrec.nn.trainer_state import TrainerState, check_optimizers
 from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -214,7 +216,7 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         Weights are loaded before, not after: what `attach` brings back takes precedence over what is loaded.
 
         Args:
-            optimizer: all that step the dense parameters; TorchRec's wrappers and combinations as they are. Learning rates
+            optimizer: all that step the dense parameters; TorchRec's wrappers and combinations as they are. Rates
                 of tables come back whether `fused_optimizer` is among them or not.
             lr_scheduler: those of the learning rates, of tables or not.
             reader: where batches come from. With `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`
@@ -226,8 +228,8 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
             Iterates `reader`, and must be iterated in its place. Without one, it has nothing.
 
         Raises:
-            RuntimeError: called twice, or after the first step; the model has no tables; a scheduler's optimizer is none
-                of the tables' and is not attached.
+            RuntimeError: called twice, or after the first step; the model has no tables; a scheduler is attached, and
+                the optimizer whose rates it sets is neither the tables' nor attached.
             TypeError: something has a state that cannot be kept; the message names it.
             ValueError: other things are attached than when the snapshot was taken; nothing was changed then.
         """
@@ -236,7 +238,8 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         if self._attached is not None or self._trained:
             raise RuntimeError("`attach` is called once, before the first step")
         self._step.load_written()
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        check_optimizers(optimizers)
         schedulers = [lr_scheduler] if isinstance(lr_scheduler, Stateful) else list(lr_scheduler)
         named = {f"{SCHEDULERS}{i}]": scheduler for i, scheduler in enumerate(schedulers)}
         attached = Attachment(
@@ -343,14 +346,26 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
             if self._owns_session:
                 self.session.close()
 
-    def digest(self) -> str:
-        """SHA-256 of every record (weights and optimizer state) of every table in row order, then of the dense part.
+    def digest(self, tables: bool = True) -> str:
+        """SHA-256 of all that this trainer would bring back of the model. Equal exactly when that is, bit for bit.
 
-        And of what snapshots keep of TorchRec's tables, this trainer's. Equal exactly when the trained state is,
-        whatever the placement, the number of servers and the code. Reads all tables: for checks, on one trainer, after
-        `flush`.
+        Of every record (weights and optimizer state) of every table in row order; of what all trainers have alike
+        (dense parameters, all of their optimizers, maps of managed collisions, rates of the tables); and of what this
+        trainer has of its own (buffers, what snapshots keep of TorchRec's tables). So two runs have trained the same if
+        each trainer's is equal, whatever the placement, the number of servers and the code are. Not in it: what else is
+        attached, such as the reader's place or a counter.
+
+        Args:
+            tables: whether to read them, all of them: for checks, on one trainer, after `flush`. The others leave them
+                out: what they read is the same.
+
+        Raises:
+            TypeError: something of an optimizer cannot be kept, so that it has no bytes; says what.
         """
-        return digest_of(self.session, dict(dense_parameters(self)), self._dense.shards.tensors())
+        optimizers = [] if self._attached is None else self._attached.optimizers
+        numbers = TrainerState(optimizers, {}, self.fused_optimizer).encoded()
+        dense = parts_of_dense(*self._dense.content())
+        return digest_of(itertools.chain(numbers.values(), dense, parts_of_tables(self.session) if tables else ()))
 
     def _may_load(self) -> bool:
         """Whether a load counts: not between what `attach` has brought back and the first step that follows it."""

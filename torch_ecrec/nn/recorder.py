@@ -32,13 +32,14 @@ from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.checksum import checksum_of
 from torch_ecrec.nn.dense import Header, dense_parameters, own_of
 from torch_ecrec.nn.tensor_bytes import bytes_of
+from torch_ecrec.nn.trainer_state import COUNTERS, DIVISION, GROUPS
 from torch_ecrec.nn.values import decode
 from torch_ecrec.observe import trace
 from torch_ecrec.observe.trace import Ended, Held, Kept, Resumed, Trained, Warned, Writer
 from torch_ecrec.spec.settings import record_folder, restarts
 
 HOLD_LIMIT_S = 600.0
-PARTS_OF_STATE = {"groups": "hyperparameters of the tables' optimizers", "counters": "counts of the optimizers"}
+PARTS_OF_STATE = (GROUPS, DIVISION, COUNTERS)
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +188,6 @@ def _attached(state: Mapping[str, bytes]) -> dict[str, int]:
     """Of what `TrainerState.encoded` gave: name -> checksum."""
     found = {}
     for key, value in state.items():
-        name = PARTS_OF_STATE.get(key) or f"{trace.ATTACHED}`{key.removeprefix('stateful/')}`"
+        name = key if key in PARTS_OF_STATE else f"{trace.ATTACHED}`{key.removeprefix('stateful/')}`"
         found[name] = zlib.crc32(value)
     return found

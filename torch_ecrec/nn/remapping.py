@@ -122,7 +122,9 @@ class Remapping:
             mine = {table: modules[table].preprocess(part) for table, part in mine.items()}
         if self._collection.training:
             for table, ids_N in self._ids_of_all(features, mine).items():
-                everything = JaggedTensor(values=ids_N, lengths=torch.tensor([len(ids_N)]))
+                everything = JaggedTensor(
+                    values=ids_N, lengths=torch.tensor([len(ids_N)], dtype=torch.int64, device="cpu")
+                )
                 modules[table].profile({table: everything})
         rows = [modules[table].remap(part)[table].values() for table, part in mine.items()]
         return torch.cat(rows)
@@ -132,7 +134,12 @@ class Remapping:
     ) -> dict[str, Tensor]:
         """By table, feature by feature, the ids of all trainers in their order."""
         counts_F = features.length_per_key()
-        own = torch.cat([torch.tensor(counts_F), *(part[table].values() for table, part in mine.items())])
+        own = torch.cat(
+            [
+                torch.tensor(counts_F, dtype=torch.int64, device="cpu"),
+                *(part[table].values() for table, part in mine.items()),
+            ]
+        )
         of_trainers = []
         for message in self._gather(own):
             sizes = message[: len(counts_F)].tolist()
@@ -219,6 +226,6 @@ def _load_state(module: MCHManagedCollisionModule, state: Mapping[str, Any]) -> 
 
 
 def _extended(values_N: Tensor, size: int) -> Tensor:
-    whole = torch.zeros(size, dtype=torch.int64)
+    whole = torch.zeros(size, dtype=torch.int64, device="cpu")
     whole[: len(values_N)] = values_N
     return whole

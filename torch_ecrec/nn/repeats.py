@@ -121,7 +121,7 @@ def repeated(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     features = features.permute(order)
     keys, strides = features.keys(), features.stride_per_key()
     index_FN = torch.from_numpy(bag_of_sample(repeats, keys, strides))
-    first_F = torch.tensor([0, *strides[:-1]]).cumsum(0)
+    first_F = torch.tensor([0, *strides[:-1]], dtype=torch.int64, device="cpu").cumsum(0)
     bags = (index_FN + first_F.unsqueeze(1)).flatten().int().to(features.device())
     lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(bags, features.lengths(), features.values())
     return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, stride=index_FN.shape[1])

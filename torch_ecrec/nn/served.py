@@ -103,7 +103,8 @@ class ServedModule(
         self._step = step
         self._staging = Staging(device)
         self._weighted = weighted
-        self._anchor = torch.zeros((), requires_grad=True)  # makes autograd run the backward of a lookup
+        # Makes autograd run the backward of a lookup.
+        self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         job = step.session.job
         configs = configs_of(module)
         self._tables: dict[str, Table] = {}
@@ -226,7 +227,7 @@ class ServedModule(
         session = self._step.session
         features = ids.features if self._weighted else ids.wait()  # weights of ids have a graph
         check_lengths(features)
-        rows = [torch.empty(0, dtype=torch.int64) for _ in session.job.slabs]
+        rows = [torch.empty(0, dtype=torch.int64, device="cpu") for _ in session.job.slabs]
         bags = []
         for part in self._slices:
             order = [features.keys().index(name) for name in part.features]
@@ -313,7 +314,7 @@ class ServedModule(
                 continue
             weights = torch.empty(table.rows, table.dim, dtype=table.dtype, device="meta")
             if self._step.session.trainer == 0:
-                weights = draw_weights(config, torch.empty(table.rows, table.dim, dtype=table.dtype))
+                weights = draw_weights(config, torch.empty(table.rows, table.dim, dtype=table.dtype, device="cpu"))
             self._state.load(name, table.schema.fields[0], weights)
 
     # state dicts ------------------------------------------------------------------------------------
@@ -359,7 +360,7 @@ def show_tables(model: nn.Module) -> None:
 
 def _uniform(config: BaseEmbeddingConfig, dtype: torch.dtype, rows: int) -> Tensor:
     low, high = config.get_weight_init_min(), config.get_weight_init_max()
-    return torch.empty(rows, config.embedding_dim, dtype=dtype).uniform_(low, high)
+    return torch.empty(rows, config.embedding_dim, dtype=dtype, device="cpu").uniform_(low, high)
 
 
 def permuted(features: KeyedJaggedTensor, order: list[int]) -> KeyedJaggedTensor:

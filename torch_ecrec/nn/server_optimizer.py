@@ -22,7 +22,8 @@ class ServerOptimizer(FusedOptimizer):
     def __init__(self, state: TablesState) -> None:
         slabs, tables = state.step.session.job.slabs, state.tables
         params = {
-            state.key_of(table.name): torch.empty(table.rows, table.dim, device="meta") for table in tables.values()
+            state.key_of(table.name): torch.empty(table.rows, table.dim, dtype=torch.float32, device="meta")
+            for table in tables.values()
         }
         keyed = list(zip(tables.values(), params.values(), strict=True))
         fields = {

@@ -428,7 +428,7 @@ def _first_weights(config: BaseEmbeddingConfig, parameter: nn.Parameter, seed: i
     if config.init_fn is None or is_default(config):
         return None
     digest = hashlib.sha256(f"{seed}/{job_name}".encode()).digest()
-    weights = torch.empty(config.num_embeddings, config.embedding_dim, dtype=DTYPES[weights_of(config)])
+    weights = torch.empty(config.num_embeddings, config.embedding_dim, dtype=DTYPES[weights_of(config)], device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         config.init_fn(weights)

@@ -155,7 +155,10 @@ class Bags:
         """Pooled embeddings (B, F, D), repeated (N, F, D), of rows that were looked up, in memory of the crossing."""
         features, batch = self.lengths_FB.shape
         shape = (batch, features, self.dim)
-        out_BFD = crossing.empty(*shape) if self.index_FN is None else torch.empty(shape)
+        if self.index_FN is None:
+            out_BFD = crossing.empty(*shape)
+        else:
+            out_BFD = torch.empty(shape, dtype=torch.float32, device="cpu")
         weighted = self.per_id_N is not None
         pooling.pool(
             [as_array(part) for part in weights],
@@ -178,7 +181,7 @@ class Bags:
         if self.index_FN is None:
             return gradient
         features, batch = self.lengths_FB.shape
-        out_BFD = torch.zeros(batch, features, self.dim)
+        out_BFD = torch.zeros(batch, features, self.dim, dtype=torch.float32, device="cpu")
         pooling.sum_repeats(gradient.numpy(), self.index_FN, out_BFD.numpy())
         return out_BFD
 
@@ -204,7 +207,7 @@ class Bags:
         """Gradients (N,) of the weights of the ids; clamped where they would be if they were over `divisor`."""
         if self.limit < math.inf:
             gradient_BFD = gradient_BFD.clamp(-self.limit * divisor, self.limit * divisor)
-        out_N = torch.empty(len(self.inverse_N))
+        out_N = torch.empty(len(self.inverse_N), dtype=torch.float32, device="cpu")
         pooling.per_id_backward(
             gradient_BFD.numpy(),
             as_array(torch.cat(weights)),

@@ -95,8 +95,8 @@ class Crossing:
         self.arrived: torch.cuda.Event | None = None  # the gradient is on the host
 
     def empty(self, *shape: int) -> Tensor:
-        """Memory on the host for a tensor that will cross."""
-        return torch.empty(shape, pin_memory=self.staging.pins)
+        """Memory on the host for a float32 tensor that will cross."""
+        return torch.empty(shape, dtype=torch.float32, device="cpu", pin_memory=self.staging.pins)
 
     def over(self, tensor: Tensor) -> Tensor:
         """A tensor of `empty` on the device; differentiable once."""
@@ -139,5 +139,5 @@ class _Over(torch.autograd.Function):
 
 def _to_pinned(tensor: Tensor) -> Tensor:
     """A contiguous copy in pinned memory, made by the current stream."""
-    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    here = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return here.copy_(tensor, non_blocking=True)

@@ -64,7 +64,7 @@ def _gathered(value: Any) -> Any:
     elif isinstance(value, ShardedTensor):
         metadata = value.metadata()
         first = dist.get_rank(value._process_group) == 0
-        whole = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype) if first else None
+        whole = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device="cpu") if first else None
         value.gather(dst=0, out=whole)
         return whole
     return value

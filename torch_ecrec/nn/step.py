@@ -240,7 +240,7 @@ class SparseStep:
             return flags
         mark, wrote = zlib.crc32((what + alike).encode()) >> 1, asks and any(flags)
         while True:
-            all_flags = torch.tensor([mark, -mark, asks, -asks, wrote, *flags], dtype=torch.int32)
+            all_flags = torch.tensor([mark, -mark, asks, -asks, wrote, *flags], dtype=torch.int32, device="cpu")
             dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self._group)
             most, least, any_asks, none_asks, any_wrote, *found = all_flags.tolist()
             if most == -least:
@@ -263,7 +263,7 @@ class SparseStep:
         most, *_ = self._agree(what, [len(values_N), *[0] * (len(self.session.job.tables) - 1)])
         if self._group is None:
             return [values_N]
-        padded = torch.zeros(1 + most, dtype=torch.int64)
+        padded = torch.zeros(1 + most, dtype=torch.int64, device="cpu")
         padded[0], padded[1 : 1 + len(values_N)] = len(values_N), values_N
         found = [torch.empty_like(padded) for _ in range(self.session.trainers)]
         dist.all_gather(found, padded, group=self._group)
@@ -278,10 +278,11 @@ class SparseStep:
                 rows_U, gradient_UD = parts[0][0], parts[0][1].contiguous()
             elif parts:
                 rows_U, inverse_N = torch.unique(torch.cat([r for r, _ in parts]), return_inverse=True)
-                gradient_UD = torch.zeros(len(rows_U), slab.dim)
+                gradient_UD = torch.zeros(len(rows_U), slab.dim, dtype=torch.float32, device="cpu")
                 gradient_UD.index_add_(0, inverse_N, torch.cat([g for _, g in parts]))
             else:
-                rows_U, gradient_UD = torch.empty(0, dtype=torch.int64), torch.empty(0, slab.dim)
+                rows_U = torch.empty(0, dtype=torch.int64, device="cpu")
+                gradient_UD = torch.empty(0, slab.dim, dtype=torch.float32, device="cpu")
             rows.append(rows_U)
             gradients.append(gradient_UD)
         return rows, gradients
@@ -300,7 +301,8 @@ class SparseStep:
         for slab, rows_U, gradient_UD in zip(job.slabs, rows, gradients, strict=True):
             if not finite:
                 bad_rows = rows_U[~torch.isfinite(gradient_UD).all(dim=1)]
-                at = torch.bucketize(bad_rows, torch.tensor(slab.first_rows), right=True) - 1
+                first_rows_T = torch.tensor(slab.first_rows, dtype=torch.int64, device="cpu")
+                at = torch.bucketize(bad_rows, first_rows_T, right=True) - 1
                 for table in at.unique().tolist():
                     flags[slab.table_indices[table]] = 1
         frozen = sorted(table.job_name for tables in self.frozen for table in tables())

@@ -97,9 +97,11 @@ class TablesState:
         table, dtype = self.tables[name], dtype_of(field)
         begin_byte, end_byte = table.schema.bytes_of(field.name)
         with torch.inference_mode(False):  # a tensor of inference does not count what is written into it
-            out = torch.empty(last - first, field.values, dtype=dtype)
+            out = torch.empty(last - first, field.values, dtype=dtype, device="cpu")
         for begin, end in chunks(table, first, last):
-            records = self.step.session.read(table.slab, torch.arange(begin, end) + table.first_row)
+            records = self.step.session.read(
+                table.slab, torch.arange(begin, end, dtype=torch.int64, device="cpu") + table.first_row
+            )
             values_Ub = records.view(torch.uint8)[:, begin_byte:end_byte].contiguous()
             out[begin - first : end - first] = values_Ub.view(dtype)
         return out.squeeze(1) if field.per_row else out
@@ -194,20 +196,22 @@ class TablesState:
                 what = f"weights of table {name} are loaded that its {dtype} cannot hold: they become infinite"
                 warnings.warn(what, stacklevel=2)
                 session.not_exact(what)
-            rows = torch.arange(len(values)) + (table.first_row + part.row)
+            rows = torch.arange(len(values), dtype=torch.int64, device="cpu") + (table.first_row + part.row)
             session.overwrite(table.slab, rows, values.view(torch.uint8), first_byte + part.column * dtype.itemsize)
             del part, values  # their memory is free before the next portion is read
         for _ in range(most - count):
-            session.overwrite(table.slab, torch.empty(0, dtype=torch.int64), None)
+            session.overwrite(table.slab, torch.empty(0, dtype=torch.int64, device="cpu"), None)
 
     def load_initial(self, name: str, weights: Tensor) -> None:
         """Trainer 0: gives a table its first weights (rows, D), with fresh optimizer state."""
         table, session = self.tables[name], self.step.session
         for begin, end in chunks(table, 0, table.rows):
-            numbers = torch.zeros(end - begin, table.schema.width)
+            numbers = torch.zeros(end - begin, table.schema.width, dtype=torch.float32, device="cpu")
             numbers[:, : table.dim] = weights[begin:end]
             records = torch.from_numpy(records_of(numbers.numpy(), table.schema)).view(torch.float32)
-            session.load(table.slab, torch.arange(begin, end) + table.first_row, records)
+            session.load(
+                table.slab, torch.arange(begin, end, dtype=torch.int64, device="cpu") + table.first_row, records
+            )
 
     def load_weights(
         self,

@@ -81,7 +81,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def from_bytes(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A tensor of its own memory."""
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype, device="cpu")
     if out.nbytes:
         out.view(-1).view(torch.uint8).copy_(data)
     return out

@@ -27,17 +27,39 @@ from torch_ecrec.nn.values import decode, encode
 
 
 def unwrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Some optimizers, and those in TorchRec's wrappers, the innermost last; each once."""
+    """Some optimizers, and those in wrappers (TorchRec's and others), the innermost last; each once."""
     found: dict[int, Optimizer] = {}
     for optimizer in optimizers:
-        inside: list[Optimizer] = []
         if isinstance(optimizer, CombinedOptimizer):
-            inside = [inner for _, inner in optimizer.optimizers]
-        elif isinstance(inner := getattr(optimizer, "_optimizer", None), Optimizer):
-            inside = [inner]
+            inside: list[Optimizer] = [inner for _, inner in optimizer.optimizers]
+        else:
+            inside = [thing for thing in vars(optimizer).values() if isinstance(thing, Optimizer)]
         for one in (optimizer, *unwrapped(inside)):
             found.setdefault(id(one), one)
     return list(found.values())
+
+
+def check_optimizers(optimizers: Iterable[object]) -> None:
+    """Raises TypeError, by name, for what is no optimizer, or a wrapper that has not the parts of one."""
+    for given in optimizers:
+        name = type(given).__name__
+        within = [f"`{key}`" for key, thing in getattr(given, "__dict__", {}).items() if isinstance(thing, Optimizer)]
+        instead = f"; attach the one in it, {' and '.join(within)}" if within else ""
+        if not isinstance(given, Optimizer):
+            raise TypeError(
+                f"`optimizer` must be torch optimizers, got {name}{instead}. What {name} keeps itself is attached by a"
+                " name of its own, if it has state_dict and load_state_dict"
+            )
+        for inner in unwrapped([given]):
+            needed = ["param_groups", "state"]
+            if len(unwrapped([inner])) == 1 and not isinstance(inner, KeyedOptimizer):
+                needed.append("_optimizer_step_post_hooks")  # one in a wrapper is seen to step in its place
+            lacks = [part for part in needed if not hasattr(inner, part)]
+            if lacks:
+                raise TypeError(
+                    f"{type(inner).__name__} has no {' and no '.join(lacks)}: was `Optimizer.__init__` not called? What"
+                    f" it keeps cannot be brought back{instead}"
+                )
 
 
 def counters_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -49,7 +71,8 @@ def counters_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 # What `encoded` calls them, and what moves between `attach` and the first step is called.
-GROUPS, DIVISION, COUNTERS = "the tables' optimizers", "gradient division", "counts of optimizers"
+GROUPS, DIVISION = "hyperparameters of the tables' optimizers", "what gradients are divided by"
+COUNTERS = "counts of the optimizers"
 
 
 class _Generator:
@@ -73,6 +96,9 @@ class TrainerState:
         stateful: whatever else, by name: Stateful, or a random generator.
         tables: the optimizer of all of the model's tables; its hyperparameters are kept here, attached or not.
 
+    Attributes:
+        attached: the optimizers, and those in wrappers among them.
+
     Raises:
         TypeError: something of it has no state, or one that cannot be kept, by name.
     """
@@ -84,8 +110,8 @@ class TrainerState:
                     f"`{name}` must have state_dict and load_state_dict, or be a random generator of torch, NumPy or"
                     f" Python; got {type(thing).__name__}"
                 )
-        self._attached = unwrapped(optimizers)
-        self._kept = unwrapped([tables, *self._attached])
+        self.attached = unwrapped(optimizers)
+        self._kept = unwrapped([tables, *self.attached])
         self.stateful: dict[str, Stateful] = {
             name: _Generator(thing) if isinstance(thing, GENERATORS) else thing for name, thing in stateful.items()
         }
@@ -99,7 +125,7 @@ class TrainerState:
     @property
     def dense_optimizers(self) -> list[Optimizer]:
         """Those that are attached and that torch runs."""
-        return [o for o in self._attached if not isinstance(o, KeyedOptimizer)]
+        return [o for o in self.attached if not isinstance(o, KeyedOptimizer)]
 
     @property
     def _fused(self) -> list[Optimizer]:
@@ -180,7 +206,7 @@ class TrainerState:
             whose, parameter = counters[name]
             whose.state[parameter] = values
         loaded = [(group, dict(group)) for optimizer in self._kept for group in optimizer.param_groups]
-        for optimizer in self._attached:
+        for optimizer in self.attached:
             if isinstance(optimizer, KeyedOptimizer):
                 optimizer.post_load_state_dict()
         for group, values in loaded:  # a warm-up has set what follows from its count, and not what the loop made of it

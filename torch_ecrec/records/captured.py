@@ -206,7 +206,7 @@ class Captured:
         while len(self._pieces) * self._piece_rows < self._kept + count:
             self._pieces.append(np.empty((self._piece_rows, self._bytes + SEAL_BYTES), np.uint8))
         if len(self._pieces) != len(self._address_C):
-            self._address_C = addresses(self._pieces)
+            self._address_C = addresses(self._pieces, self._bytes + SEAL_BYTES, np.uint8)
 
     def portion(self, most: int) -> tuple[Positions, Bytes, Positions]:
         """The next records.

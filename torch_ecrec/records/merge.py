@@ -130,7 +130,11 @@ class Merged:
     def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """For kernels: address, rows, and whether it is bfloat16, of each part."""
         rows = np.array([len(part) for part in self.parts], np.int64)
-        return addresses(self.parts), rows, np.array([part.dtype == np.uint16 for part in self.parts])
+        return (
+            addresses(self.parts, self.dim, np.float32, np.uint16),
+            rows,
+            np.array([part.dtype == np.uint16 for part in self.parts]),
+        )
 
     def gradients(self) -> Floats:
         """(V, D) float32, the sums that an optimizer applies, ((g0 + g1) + g2)."""

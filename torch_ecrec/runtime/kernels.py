@@ -106,6 +106,16 @@ def first_outside(rows_U: Any, low: Any, limit: Any) -> Any:
 # --------------------------------------------------------------------------------------------------- arrays by address
 
 
+def check_memory(name: str, array: NDArray[Any], shape: tuple[int, ...], *dtypes: Any) -> None:
+    """Raises ValueError unless an array is contiguous and aligned, of a shape, and of one of some dtypes."""
+    if array.shape != shape or array.dtype not in dtypes or not (array.flags.c_contiguous and array.flags.aligned):
+        wanted = " or ".join(np.dtype(dtype).name for dtype in dtypes)
+        raise ValueError(
+            f"`{name}` must be contiguous {wanted} of shape {shape}, got {array.dtype.name} of shape {array.shape},"
+            f" strides {array.strides}"
+        )
+
+
 def _type_pointer(context: Any, address: Any) -> Any:
     """`pointer(address)` inside a kernel: for `numba.carray`."""
     tools: Any = cgutils  # untyped
@@ -119,11 +129,21 @@ def _type_pointer(context: Any, address: Any) -> Any:
 pointer: Any = intrinsic(_type_pointer)
 
 
-def addresses(arrays: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-    """Where some contiguous arrays begin, (A,) int64; the caller keeps them alive and knows their shapes.
+def addresses(arrays: Sequence[NDArray[Any]], width: int, *dtypes: Any) -> NDArray[np.int64]:
+    """Where some arrays begin, (A,) int64; the caller keeps them alive.
 
-    For kernels that work on any number of arrays: Numba compiles a tuple of arrays once per length.
+    For kernels that work on any number of arrays: Numba compiles a tuple of arrays once per length. Behind an address a
+    kernel believes what it is told, so that is looked at here.
+
+    Args:
+        arrays: (any, `width`) each.
+        dtypes: each array has one of them.
+
+    Raises:
+        ValueError: an array is not contiguous, of another width or dtype.
     """
+    for array in arrays:
+        check_memory("arrays", array, (len(array), width), *dtypes)
     return np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
 
 

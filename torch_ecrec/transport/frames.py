@@ -70,7 +70,7 @@ _Entry = tuple[int, ...]  # of the table: a tensor's
 _NUMBER_BYTES = 8  # of the table, which has nothing else
 PACKED_DTYPES = frozenset({torch.uint8, torch.int64, torch.int32})  # floats have no leading zeros
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-_NUMPY = [as_array(torch.empty(0, dtype=dtype)).dtype for dtype in DTYPES]
+_NUMPY = [as_array(torch.empty(0, dtype=dtype, device="cpu")).dtype for dtype in DTYPES]
 # as integers: members of an enum are slow to combine
 _NO_WAIT, _WAIT_ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # Linux, where alone files are sent
@@ -106,7 +106,7 @@ def _room(sizes: tuple[int, ...], code: int) -> tuple[Tensor, memoryview | None]
     if 0 < size <= SMALL_MOST_BYTES:
         array = np.empty(sizes, kind)
         return as_tensor(array), array.data.cast("B")
-    tensor = torch.empty(sizes, dtype=DTYPES[code])  # also of no bytes: NumPy's would have no strides
+    tensor = torch.empty(sizes, dtype=DTYPES[code], device="cpu")  # also of no bytes: NumPy's would have no strides
     return tensor, _memory(tensor) if size else None
 
 
@@ -280,7 +280,7 @@ class FrameReader:
                     raise ValueError("not a tensor")
                 place = places.get(len(tensors))
                 if is_packed:
-                    tensor = torch.empty(sizes, dtype=DTYPES[code])
+                    tensor = torch.empty(sizes, dtype=DTYPES[code], device="cpu")
                     memories.append(self._place_packed(table[begin - 1], tensor))
                 elif place is None:
                     tensor, memory = _room(sizes, code)
