@@ -19,7 +19,7 @@ from cluster_child import Orders
 from cluster_trainers import ENVIRONMENT, LIMIT_S, Child
 from conftest import ROOT, wait_until
 
-from torch_ecrec.errors import DataLoss, JoinRefused, OtherCluster
+from torch_ecrec.errors import ClusterError, DataLoss, JoinRefused, OtherCluster
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.spec.job import CodeSpec
 
@@ -63,6 +63,14 @@ def went_on(children: Sequence[Child]) -> dict[str, object]:
     return {"digest": results[0]["digest"], "lookups": [one["lookups"] for one in results]}
 
 
+def is_led(running: Supervisor) -> bool:
+    """A coordinator is there that knows where slots are."""
+    try:
+        return bool(running.status()["epoch"])
+    except (OSError, ClusterError):
+        return False
+
+
 @contextlib.contextmanager
 def coordinator(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as out:
@@ -91,6 +99,7 @@ def test_a_coordinator_with_a_wrong_line_of_shell_history(tmp_path: Path) -> Non
         assert "refuses to lead" in said and "Traceback" not in said
         (right,) = re.findall(r"torch-ecrec coordinator (.*) \.\.\.;", said)
         with coordinator(right.split(), tmp_path / "right.log") as child:
+            wait_until(lambda: is_led(running), LIMIT_S, "all are back")
             assert went_on(children) == wanted
             status = running.status()
             assert {one["pid"] for one in status["members"] if one["role"] == "server" and one["alive"]} == servers
