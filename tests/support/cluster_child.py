@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from held_lock import spin
 
 from torch_ecrec.client.session import Session
 from torch_ecrec.processes import launch
@@ -59,6 +60,8 @@ class Orders:
     load: bool = False
     hold_load: bool = False  # within each slab
     reads: int = 0
+    compute_step: int = 0  # in which the last trainer is in one call for `compute_s`, and holds the interpreter's lock
+    compute_s: float = 0.0
 
 
 class Channel:
@@ -153,6 +156,8 @@ def train(session: Session, orders: Orders, channel: Channel) -> dict[str, Any]:
         sent, header = weights[0].contiguous().view(torch.uint8).flatten().clone(), [step]
         session.snapshot(sent, header)
         session.report(step=step, loss=0.0)
+        if step == orders.compute_step and session.trainer == orders.trainers - 1:
+            spin(orders.compute_s)
         if step in orders.hold:
             channel.hold(f"step {step}")
         if orders.pause_s and not channel.fast.is_set():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from builds import BUILD
 
-from torch_ecrec.coordinator.away import PROBE_AGAIN_S
+from torch_ecrec.coordinator.asked import PROBE_AGAIN_S
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.router import UNKNOWN_YET, Router
@@ -16,7 +16,7 @@ from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
-from torch_ecrec.transport.liveness import ALIVE, GONE, UNREACHABLE
+from torch_ecrec.transport.liveness import ALIVE, COMPUTES, GONE, UNREACHABLE
 
 CODE = CodeSpec(3, 2, 1)
 JOB = JobSpec((TableSpec("a", 30, 4, -1.0, 1.0),), CODE, 2)
@@ -255,7 +255,7 @@ def test_one_that_lives_has_its_lease_and_is_asked_again() -> None:
     assert not running.names("lost")
     running.now_s += 1.0
     running.router.on_tick(running.now_s)
-    running.answer(GONE)  # killed after all
+    running.answer(GONE, "server-1")  # killed after all
     assert running.names("lost") == ["server-1"]
     assert running.rejoin(running.processes[1]).told("fatal")[0]["kind"] == "fenced"
 
@@ -581,3 +581,84 @@ def test_nobody_begins_anew_without_a_word(life: int) -> None:
     running.router.begin_with(None, life, running.now_s)
     assert server.name == ("server-3000" if life else "server-0")
     assert [one["event"] for one in running.events if one["event"] in ("began_anew", "went_beyond")] == ["began_anew"]
+
+
+def beats(running: Running, silent: Process, seconds: float, answer: str | None) -> None:
+    """Everybody beats but one, who answers that, or nothing, whenever it is asked."""
+    asked = len(running.probes)
+    for _ in range(round(seconds / 0.25)):
+        running.now_s += 0.25
+        for process in running.processes:
+            if process is not silent:
+                running.say(process, type="beat")
+        running.router.on_tick(running.now_s)
+        for name, number, address in running.probes[asked:]:
+            assert name == silent.name and list(address) == silent.hello["address"], "nobody else is silent"
+            if answer is not None:
+                running.router.on_probed(name, number, answer, running.now_s)
+        asked = len(running.probes)
+
+
+@pytest.mark.parametrize("who", [1, -1], ids=["server", "trainer"])
+def test_who_computes_when_it_is_asked_is_not_lost_however_long_it_is_silent(who: int) -> None:
+    running = Running(lease_s=4.0).start()
+    silent = running.processes[who]
+    beats(running, silent, 60.0, COMPUTES)
+    assert not running.names("lost") and running.core.members[silent.name].silent_s(running.now_s) <= 1.0
+    beats(running, silent, 6.0, ALIVE)  # it hangs after all
+    assert running.names("lost") == [silent.name]
+
+
+@pytest.mark.parametrize("who", [1, -1], ids=["server", "trainer"])
+@pytest.mark.parametrize("answer", [ALIVE, UNREACHABLE, GONE, None])
+def test_any_other_answer_says_nothing_of_one_that_has_a_connection(who: int, answer: str | None) -> None:
+    running = Running(lease_s=4.0).start()
+    silent = running.processes[who]
+    beats(running, silent, 3.5, answer)
+    assert not running.names("lost"), "its lease goes on"
+    beats(running, silent, 1.5, answer)
+    assert running.names("lost") == [silent.name], "and ends"
+
+
+def test_who_computes_while_it_is_away_is_waited_for() -> None:
+    running = Running(lease_s=4.0).start()
+    silent = running.processes[1]
+    running.close(silent.wire)
+    running.answer(COMPUTES)
+    beats(running, silent, 30.0, COMPUTES)
+    assert not running.names("lost")
+    running.now_s += 0.25
+    running.router.on_tick(running.now_s)
+    running.answer(GONE)
+    assert running.names("lost") == [silent.name]
+
+
+def test_whom_others_cannot_reach_while_it_computes_is_neither_silent_nor_cut_off() -> None:
+    """It accepts no connection meanwhile, and the backlog of its port is full in the end."""
+    running = Running(lease_s=60.0)
+    for number in range(6):
+        process = Process(*(("server",) if number < 4 else ("trainer", number - 4)))
+        process.hello["address"] = [f"10.0.0.{number}", process.hello["pid"]]
+        running.processes.append(process)
+        running.say(process, type="join", **process.hello)
+    running.enter()
+    silent = running.processes[1]
+
+    def complain(seconds: float, computes: bool) -> None:
+        for _ in range(round(seconds / 0.25)):
+            running.now_s += 0.25
+            for process in running.processes:
+                if process is not silent:
+                    running.say(process, type="beat", unreachable=[silent.name])
+                elif not computes:
+                    running.say(process, type="beat")
+            running.router.on_tick(running.now_s)
+            if computes and running.probes:
+                running.answer(COMPUTES, silent.name)
+
+    beats(running, silent, 10.0, COMPUTES)
+    complain(20.0, computes=True)
+    complain(1.25, computes=False)  # it has let go of the lock, and is about to accept them
+    assert not running.names("lost")
+    complain(3.0, computes=False)  # a cut
+    assert running.names("lost") == [silent.name]

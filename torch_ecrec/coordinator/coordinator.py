@@ -301,6 +301,13 @@ class Coordinator:
         """A sign of life, with figures for `status`."""
         self._state.members.heard(name, now_s, report)
 
+    def on_computing(self, name: str, now_s: float) -> None:
+        """It was silent, was asked, and computes: no thread of its can say so unasked."""
+        member = self.members.get(name)
+        if member is not None and member.present:
+            self.on_heard(name, now_s)
+            self._state.suspicion.on_computing(name, now_s)
+
     def _on_slot(self, name: str, word: OfSlot) -> None:
         """What the host of a slot says of its present incarnation; that of a host before is late."""
         table, eras = self._state.table, self._state.eras

@@ -56,6 +56,10 @@ class MemberRecord:
         """Neither lost nor done."""
         return self.alive and not self.left
 
+    def silent_s(self, now_s: float) -> float:
+        """How long it was not heard of."""
+        return now_s - self.heard_s
+
 
 class Members:
     """All members, in order of arrival.

@@ -6,6 +6,7 @@ simulated cluster run this very code.
 
 Terms: *stranger*: a connection of nobody who has joined. *held*: a `join` that waits until members of a coordinator
 before have had the time to come back. *away*: a member whose connection has ended and whose end is not known.
+*silent*: one that has a connection, and has said nothing for a while.
 
 Invariants.
 - Nothing is looked at that `messages.from_member` has not converted. What is refused changes nothing: its sender is
@@ -14,7 +15,9 @@ Invariants.
 - The end of a connection is not the end of a member: a switch, a proxy or a firewall ends connections of processes
   that are well. The process is asked (`probe`): nobody listens where it did, so it is gone, and is lost at once; it
   cannot be reached, lost likewise; somebody listens, then it has until the end of its lease to come back, and is asked
-  again every `away.PROBE_AGAIN_S`.
+  again every `asked.PROBE_AGAIN_S`.
+- Who is silent is asked, too, long before its lease ends: one that answers that it computes is heard of by that, though
+  it says nothing itself. Any other answer says nothing of a member that has a connection.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any, Protocol
 import msgspec
 
 from torch_ecrec.coordinator.admission import FENCED, WENT_BACK
-from torch_ecrec.coordinator.away import AwayMembers
+from torch_ecrec.coordinator.asked import SILENT_PART, SILENT_S, AskedMembers
 from torch_ecrec.coordinator.checkpointing import Ledger, Restorable
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.settings import ClusterSettings
@@ -35,7 +38,7 @@ from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import Address
 from torch_ecrec.protocol.messages import BadMessage, ForLeader, FromCoordinator, Join, OtherBuild, Rejoin
-from torch_ecrec.transport.liveness import GONE, UNREACHABLE
+from torch_ecrec.transport.liveness import COMPUTES, GONE, UNREACHABLE
 
 Message = dict[str, Any]
 REFUSED_SHOWN_S = 1.0  # refusals are told to the log once in so long at most, with how many there were
@@ -109,7 +112,7 @@ class Router:
         self._addresses: dict[str, Address | None] = {}  # of members: where they listen
         self._held: dict[Peer, Join] = {}
         self._watchers: dict[Peer, None] = {}
-        self._away = AwayMembers(probe)
+        self._asked = AskedMembers(probe)
         self._refusals, self._told_s = 0, -REFUSED_SHOWN_S  # that the log was not told of yet; when it was told last
 
     # out ----------------------------------------------------------------------------------------
@@ -259,7 +262,7 @@ class Router:
             member = before.members.get(name)  # trainers that were lost are forgotten, and still there to hear it
             kind = "trainers_lost" if member is None or member.role == "trainer" else "fenced"
             self._say(peer, messages.Fatal(kind, WENT_BACK))
-        for members in (self._connections, self._names, self._addresses, self._away):
+        for members in (self._connections, self._names, self._addresses, self._asked):
             members.clear()
 
     def on_closed(self, peer: Peer, now_s: float) -> None:
@@ -277,14 +280,33 @@ class Router:
         if member.left or address is None:
             self.core.on_lost(name, now_s, "its connection ended")
         else:
-            self._away.ask(name, address, now_s)
+            self._asked.go_away(name, address, now_s)
         self._let_in(now_s)
 
     def on_probed(self, name: str, number: int, found: str, now_s: float) -> None:
-        """The answer to a probe: GONE, UNREACHABLE or ALIVE. Nothing if the member is back, or was asked again."""
-        if self._away.take_answer(name, number, found):
+        """The answer to a probe (`transport/liveness.py`). Nothing if the member is back, or was asked again."""
+        away = self._asked.take_answer(name, number)
+        if away is not None and found == COMPUTES:
+            self.core.on_computing(name, now_s)
+        elif away and found in WHY_LOST:
+            self._asked.forget(name)
             self.core.on_lost(name, now_s, WHY_LOST[found])
             self._let_in(now_s)
+
+    def _silent(self, now_s: float) -> dict[str, Address]:
+        """Members that have a connection, and were not heard of for a while: where they listen."""
+        limit_s = min(SILENT_S, SILENT_PART * self._settings.lease_s)
+        found = {}
+        for name, member in self.core.members.items():
+            address = self._addresses.get(name)
+            if (
+                member.present
+                and member.silent_s(now_s) > limit_s
+                and name in self._connections
+                and address is not None
+            ):
+                found[name] = address
+        return found
 
     def _lives(self, name: str) -> bool:
         return (member := self.core.members.get(name)) is not None and member.alive
@@ -292,7 +314,7 @@ class Router:
     def on_tick(self, now_s: float) -> None:
         """Called about every quarter of a heartbeat."""
         self.core.on_tick(now_s)
-        self._away.ask_again(self._lives, now_s)
+        self._asked.look(self._silent(now_s), self._lives, now_s)
         self._addresses = {name: where for name, where in self._addresses.items() if name in self.core.members}
         self._let_in(now_s)
 
@@ -354,7 +376,7 @@ class Router:
             del self._names[before]
             before.close()
         self._connections[name], self._names[peer], self._addresses[name] = peer, name, address
-        self._away.come_back(name)
+        self._asked.forget(name)
         peer.admit()
 
     def status(self, now_s: float) -> Message:

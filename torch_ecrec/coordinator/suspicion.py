@@ -7,7 +7,8 @@ A *complaint* is a pair (who, whom) that `who` repeats with every heartbeat: it 
   (`transport/accrual.py`): its host is gone or cut off. Two witnesses, so nobody waits for the end of its lease; and
   somebody of a third host is heard, so it is not the coordinator that is cut off.
 - `cuts`: a fresh complaint that is `CUT_S` old, while both are heard all that time: the network between the two is cut.
-  If both are needed for training, one must go. `smallest_cover` says who.
+  If both are needed for training, one must go. `smallest_cover` says who. One that computes in a call that holds the
+  interpreter's lock accepts no connection, so that its kernel may answer nobody in the end: that is no cut.
 
 Example: slots 0, 1, 2 on a, b, c, with r = 1. a and b complain of each other: a is fenced (the first by name), and its
 slot goes to a spare. a joins again as d, and still cannot reach b; a spare is not needed, so that is no cut. Until
@@ -20,6 +21,7 @@ only choose whom it costs least.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from itertools import combinations
 
@@ -73,6 +75,7 @@ class Suspicion:
         self.learns = False
         self._since: dict[Pair, float] = {}
         self._beats: dict[str, tuple[float, Accrual]] = {}  # when the last one came, and how they come
+        self._computed: dict[str, float] = {}  # when one said last that it computes, and can say nothing else
         self._troubles: dict[frozenset[str], float] = {}  # two hosts -> until when it is remembered
         self._next_s = 0.0  # nobody is fenced before
         self._pause_s = PAUSE_LEAST_S
@@ -102,12 +105,19 @@ class Suspicion:
             self._since.setdefault((who, whom), now_s)
             self._troubles[_hosts(known[who], known[whom])] = now_s + REMEMBERED_S
 
+    def on_computing(self, who: str, now_s: float) -> None:
+        """It is heard of, by no heartbeat: the time until the next one says nothing of how they come."""
+        self._computed[who] = now_s
+        if who in self._beats:
+            self._beats[who] = now_s, self._beats[who][1]
+
     def forget_gone(self, known: dict[str, MemberRecord], now_s: float) -> bool:
         """What is over. Returns whether two hosts are taken for good neighbours again, or nothing is to be learned."""
         gone = [pair for pair in self._since if not all(name in known and known[name].present for name in pair)]
         for pair in gone:
             del self._since[pair]
         self._beats = {who: beats for who, beats in self._beats.items() if who in known and known[who].present}
+        self._computed = {who: at_s for who, at_s in self._computed.items() if now_s - at_s <= CUT_S}
         troubles = len(self._troubles)
         self._troubles = {hosts: until_s for hosts, until_s in self._troubles.items() if until_s > now_s}
         has_learned = self.learns and now_s >= self._learns_until_s
@@ -155,10 +165,13 @@ class Suspicion:
 
     def cuts(self, known: dict[str, MemberRecord], now_s: float, for_s: float = CUT_S) -> list[Pair]:
         """Pairs that are heard, both, and cannot reach each other, as has been said for so long."""
+
+        def heard(name: str) -> bool:
+            answers = now_s - self._computed.get(name, -math.inf) > CUT_S  # who connects
+            return answers and now_s - known[name].heard_s <= HEARD_S
+
         return sorted(
-            pair
-            for pair, since_s in self._since.items()
-            if now_s - since_s >= for_s and all(now_s - known[name].heard_s <= HEARD_S for name in pair)
+            pair for pair, since_s in self._since.items() if now_s - since_s >= for_s and all(map(heard, pair))
         )
 
     def troubles(self, server: str, needed: Collection[str], known: dict[str, MemberRecord]) -> int:

@@ -5,11 +5,15 @@ minute. So their coming says nothing of the node by itself. Before each, a *puls
 the node must be back; one that is not, while neither of the two computes, says that they hang: a deadlock, or a call
 that never returns. After a lease others go on without it. It cannot always hear that, as what the coordinator says
 waits for the node, too; so a while later its process ends: somebody starts another, who has the memory.
+
+No thread of Python's runs while a call in C holds the interpreter's lock. Then the coordinator asks, and one answers
+that needs no lock (`runtime/unlocked.py`); each turn of the heartbeats tells that one what it needs to know.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +22,7 @@ from torch_ecrec.errors import Fenced
 from torch_ecrec.runtime.cores import Idle, wanted_s
 from torch_ecrec.runtime.lifetime import end_with_stacks
 from torch_ecrec.spec.settings import Settings
+from torch_ecrec.transport.liveness import SignOfLife
 from torch_ecrec.transport.node import Node
 from torch_ecrec.transport.timers import Timers
 
@@ -26,6 +31,7 @@ log = logging.getLogger(__name__)
 BEAT_MOST_S = 0.25  # between two heartbeats; figures go with one in `heartbeat_s`
 HANGS_S = 1.0  # without a pulse, and without computing: a heartbeat less harms nothing, so it need not be certain
 ENDS_S = 30.0  # after a lease of hanging
+LATE_S = 5.0  # a turn that comes so much later is told to the log
 IDLE = 0.05  # of a core: a thread that uses less, and waits for less, does not compute
 
 
@@ -73,7 +79,7 @@ class Heartbeats:
         self.timers = Timers(on_error, "heartbeat")
         self.pause_s = min(settings.heartbeat_s, BEAT_MOST_S)
         self._heartbeat_s, self._ends_s = settings.heartbeat_s, settings.lease_s + ENDS_S
-        self._due_s = 0.0
+        self._due_s, self._next_s = 0.0, math.inf
         self._pulse, self._silent = Pulse(timers, node, self.pause_s), False
 
     def begin(
@@ -81,15 +87,35 @@ class Heartbeats:
         tell: Callable[[dict[str, Any]], None],
         unreachable: Callable[[], list[str]],
         figures: Callable[[], dict[str, Any]],
+        sign: SignOfLife | None,
     ) -> None:
-        """From now on they are told, until `timers` are closed. `unreachable`: whom this member cannot reach."""
+        """From now on they are told, until `timers` are closed.
+
+        Args:
+            tell: says something to the coordinator.
+            unreachable: whom this member cannot reach.
+            figures: for `status`.
+            sign: answers for this process while no Python runs here; None: nobody does.
+        """
+        if sign is not None:
+            sign.ends(self._ends_s, Fenced.exit_code)
 
         def beat() -> None:
-            if not self._is_silent():
+            silent = self._is_silent()
+            if sign is not None:
+                sign.turn(not silent)  # first: what follows may take long
+            self._note_turn()
+            if not silent:
                 tell(self._word(unreachable(), figures))
+            self._next_s = time.monotonic() + self.pause_s
             self.timers.later(self.pause_s, beat)
 
         self.timers.later(self._heartbeat_s, beat)
+
+    def _note_turn(self) -> None:
+        late_s = time.monotonic() - self._next_s
+        if late_s > LATE_S:
+            log.warning("nothing ran here for %.1f s: a call held the interpreter's lock, or it was stopped", late_s)
 
     def _is_silent(self) -> bool:
         silent = not self._pulse.beats()

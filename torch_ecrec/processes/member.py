@@ -135,7 +135,8 @@ class Member:
         generations.start()
         threading.Thread(target=self._stay_connected, name="rejoin", daemon=True).start()
         transport = cast(Transport, self.transport)  # there since the welcome
-        self._beats.begin(self.tell, transport.unreachable, lambda: {**report(), **figures_of(transport)})
+        figures = lambda: {**report(), **figures_of(transport)}  # noqa: E731
+        self._beats.begin(self.tell, transport.unreachable, figures, self._sign)
 
     def _join(self) -> GenerationFollower:
         """Asks until a coordinator answers: one that ends meanwhile is replaced, as for a member that has joined."""

@@ -2,8 +2,11 @@
 
     sign = SignOfLife("10.0.0.7")   # in the process; sign.address goes to whoever may ask
     await probe(sign.address)       # ALIVE; GONE as soon as the process has ended, however it did
+    sign.turn(well=True)            # with each heartbeat
+    await probe(sign.address)       # COMPUTES, if a call in C has held the interpreter's lock for a while, and computes
 
-A process that hangs counts as alive here: its kernel answers for it. That takes a lease.
+A process that hangs counts as alive here: its kernel answers for it. That takes a lease. What it says itself comes from
+a thread that needs no lock (`runtime/unlocked.py`).
 
 A child that is forked (a DataLoader's worker) lets go of it (`lifetime.py`): it would be its parent's sign of life.
 """
@@ -13,36 +16,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import signal
 import socket
 import threading
 import time
 
+from torch_ecrec.runtime import unlocked
 from torch_ecrec.runtime.lifetime import belongs_here
 
 Address = tuple[str, int]
-GONE, UNREACHABLE, ALIVE = "gone", "unreachable", "alive"
+GONE, UNREACHABLE, ALIVE, COMPUTES = "gone", "unreachable", "alive", "computes"
 PROBE_S = 1.0  # without an answer by then, the process cannot be reached
-PAUSE_S = 0.2  # after a failed accept: no more descriptors, for instance
 NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT}
 
 
 async def probe(address: Address) -> str:
-    """GONE: nobody listens there. UNREACHABLE: no answer within `PROBE_S`. ALIVE: somebody does, or nothing is known
-    since this process itself cannot connect (no more descriptors): never a reason to take another for lost."""
+    """What becomes of a process, within `PROBE_S`.
+
+    Returns:
+        GONE: nobody listens there. UNREACHABLE: no answer of its kernel. COMPUTES: its threads wait for the
+        interpreter's lock, and it computes. ALIVE: somebody listens, or nothing is known since this process itself
+        cannot connect (no more descriptors): never a reason to take another for lost.
+    """
+    until_s = time.monotonic() + PROBE_S
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(*address), PROBE_S)
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), PROBE_S)
     except TimeoutError:
         return UNREACHABLE
     except ConnectionError:
         return GONE
     except OSError as error:
         return UNREACHABLE if error.errno in NO_WAY else ALIVE
+    try:
+        said = await asyncio.wait_for(reader.read(1), max(until_s - time.monotonic(), 0.0))
+    except (OSError, TimeoutError):  # it ends, or was stopped: the next probe tells
+        said = b""
     writer.transport.abort()
-    return ALIVE
+    return COMPUTES if said == unlocked.COMPUTES else ALIVE
 
 
 class SignOfLife:
-    """Listens at `address`, and closes what it accepts.
+    """Listens at `address`, and closes what it accepts, after a word about itself.
 
     Raises:
         OSError: nobody can listen at `host`.
@@ -52,26 +66,29 @@ class SignOfLife:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=64)
         self.address: Address = self._listener.getsockname()[:2]
-        self._closed = False
+        self._answers = unlocked.Answers()
         belongs_here(self)
         threading.Thread(target=self._serve, name="sign of life", daemon=True).start()
 
+    def turn(self, well: bool) -> None:
+        """The thread of the heartbeats has its turn. `well`: as far as it sees, nothing here hangs."""
+        self._answers.turn(well)
+
+    def ends(self, limit_s: float, code: int) -> None:
+        """From now on this process ends, with this exit code, if it hangs so long with the interpreter's lock held."""
+        self._answers.ends(limit_s, code)
+
     def _serve(self) -> None:
-        while not self._closed:
-            try:
-                self._listener.accept()[0].close()
-            except OSError:
-                if not self._closed:
-                    time.sleep(PAUSE_S)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for threads that run Python
+        self._answers.run(self._listener.fileno())
         self._listener.close()
 
     def on_forked(self) -> None:
         """In a forked child."""
-        self._closed = True
         self._listener.close()
 
     def close(self) -> None:
         """Nobody listens there any more. May be called again."""
-        self._closed = True
+        self._answers.end()
         with contextlib.suppress(OSError):  # closed already
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -2,14 +2,19 @@
 
 ECREC_TEST_STOP is "HOLDER SOURCE STEP": the process that hosts slot HOLDER stops itself (SIGSTOP) once it has folded
 the first of the parts that slot SOURCE sent it of STEP.
-Its first host: not the one that takes its place. With ECREC_TEST_STOP_HOW=hang only its node stops, for ever.
+Its first host: not the one that takes its place. With ECREC_TEST_STOP_HOW=hang only its node stops, for ever; with
+"spin SECONDS" or "wait SECONDS" it computes or waits in one call, which holds the interpreter's lock.
 """
 
 import os
 import signal
+import sys
 import threading
 
 if os.environ.get("ECREC_TEST_STOP"):
+    sys.path.append(os.path.dirname(os.path.dirname(__file__)))
+    import held_lock
+
     from torch_ecrec.durability import folding
 
     holder, source, step = map(int, os.environ["ECREC_TEST_STOP"].split())
@@ -20,8 +25,11 @@ if os.environ.get("ECREC_TEST_STOP"):
 
         def __iter__(self):  # type: ignore[no-untyped-def]
             for number, part in enumerate(super().__iter__()):
-                if number == 1 and os.environ.get("ECREC_TEST_STOP_HOW") == "hang":
+                how = os.environ.get("ECREC_TEST_STOP_HOW", "").split()
+                if number == 1 and how[:1] == ["hang"]:
                     threading.Event().wait()
+                elif number == 1 and how:
+                    getattr(held_lock, how[0])(float(how[1]))
                 elif number == 1:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 yield part
