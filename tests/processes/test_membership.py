@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import socket
 import struct
 import threading
@@ -24,6 +22,7 @@ from cluster_trainers import ENVIRONMENT, LEASE_S, LIMIT_S, Child
 from test_cluster import STEPS, Cluster
 
 from torch_ecrec.processes.launch import Supervisor
+from torch_ecrec.runtime.lifetime import tell_to_end
 from torch_ecrec.spec.job import CodeSpec
 
 undisturbed = test_cluster.undisturbed
@@ -169,7 +168,10 @@ def test_a_server_told_to_end_between_two_trainings_leaves_its_slot_to_another(t
             child.end()
         status = running.wait_for("the servers have gone back", lambda s: s["era"] > 0 and not s["going_back"])
         host = status["slots"][1]["server"]
-        os.kill(next(m["pid"] for m in status["members"] if m["name"] == host), signal.SIGTERM)
+        pid = next(m["pid"] for m in status["members"] if m["name"] == host)
+        (stdin,) = [child.stdin for child in running.supervisor.children if child.pid == pid]
+        assert stdin is not None
+        tell_to_end(stdin.fileno())
         status = running.wait_for(
             "the slot has another host, and is whole",
             lambda s: s["slots"][1]["server"] not in ("", host) and all(place["healthy"] for place in s["slots"]),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
-from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy, CheckpointSaver, new_run
+from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy, CheckpointSaver, Settings, new_run
 
 if TYPE_CHECKING:  # it loads torch: not to read a command line
     from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
@@ -217,6 +217,30 @@ def add_join(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_end_with_parent(parser: argparse.ArgumentParser) -> None:
-    """For a process that runs until it is told to end: a supervisor starts it with this (`main` looks for it)."""
+def add_grace(parser: argparse.ArgumentParser) -> None:
+    """For who serves trainers, and may be told to end when they are."""
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=float,
+        help="told to end by SIGTERM, it waits so long for trainers that are there, which may save (default:"
+        " $TORCH_ECREC_GRACE_S, or 25); a second signal, or Ctrl-C, ends it at once",
+    )
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """The environment's, with what the command line says of the same (`add_join`, `add_grace`)."""
+    join, grace_s = getattr(arguments, "join", None), getattr(arguments, "grace", None)
+    overrides: dict[str, Any] = {"join": join} if join else {}
+    return Settings.from_environment(**overrides, **({} if grace_s is None else {"grace_s": grace_s}))
+
+
+def add_end_with_parent(parser: argparse.ArgumentParser, tells: bool) -> None:
+    """For a process that runs until it is told to end: a supervisor starts it with this (`main` looks for it).
+
+    Args:
+        parser: gets it.
+        tells: then the supervisor tells it, and no signal does.
+    """
     parser.add_argument("--end-with-parent", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(parent_tells=tells)

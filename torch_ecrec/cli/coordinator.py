@@ -6,10 +6,18 @@ import argparse
 import json
 import sys
 
-from torch_ecrec.cli.arguments import add_checkpoints, add_code, add_end_with_parent, checkpoints_of, code_of, port
+from torch_ecrec.cli.arguments import (
+    add_checkpoints,
+    add_code,
+    add_end_with_parent,
+    add_grace,
+    checkpoints_of,
+    code_of,
+    port,
+    settings_of,
+)
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.runtime.checks import require, require_int
-from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.etcd import parse_place
 
 HELP = "the coordinator alone"
@@ -35,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="so long after a leader is silent another leads (default 2, the least that etcd grants)",
     )
     add_checkpoints(parser)
-    add_end_with_parent(parser)
+    add_grace(parser)
+    add_end_with_parent(parser, tells=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         code=code,
         spares=arguments.spares,
         without_spare=arguments.without_spare,
-        settings=Settings.from_environment(),
+        settings=settings_of(arguments),
         checkpoint=checkpoint,
         restore=arguments.restore,
         began_with=arguments.began_with,

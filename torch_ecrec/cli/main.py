@@ -85,10 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         keep_exit_code()
         ask_name_servers_briefly()
+    if getattr(arguments, "end_with_parent", False):
+        end_with_parent(arguments.parent_tells)
     if argv is None and hasattr(arguments, "end_with_parent"):
         on_signals(end_at_once)  # until they have something to leave in order: loading torch alone takes seconds
-    if getattr(arguments, "end_with_parent", False):
-        end_with_parent()
     try:
         return COMMANDS[arguments.command].run(arguments)
     except KeyboardInterrupt:

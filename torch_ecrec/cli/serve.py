@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import dataclasses
 
-from torch_ecrec.cli.arguments import add_end_with_parent, add_join
-from torch_ecrec.spec.settings import Settings
+from torch_ecrec.cli.arguments import add_end_with_parent, add_grace, add_join, settings_of
 
 HELP = "one server process"
 
@@ -22,15 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="what it is lost together with, the widest first, e.g. row1/rack3/host17 (default: the host's name)",
     )
-    add_end_with_parent(parser)
+    add_grace(parser)
+    add_end_with_parent(parser, tells=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs a server in this process."""
     from torch_ecrec.processes.launch import run_server
 
-    overrides: dict[str, Any] = {"join": arguments.join} if arguments.join else {}
+    settings = settings_of(arguments)
     if arguments.failure_domain is not None:
-        overrides["failure_domain"] = arguments.failure_domain
+        settings = dataclasses.replace(settings, failure_domain=arguments.failure_domain)
     wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}
-    return run_server(Settings.from_environment(**overrides), wanted)
+    return run_server(settings, wanted)

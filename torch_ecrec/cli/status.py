@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from torch_ecrec.cli.arguments import add_join
 from torch_ecrec.spec.settings import Settings
@@ -21,17 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the coordinator's answer."""
     from torch_ecrec.observe.text import format_status
-    from torch_ecrec.transport.control import request
-    from torch_ecrec.transport.etcd import Leader
-    from torch_ecrec.transport.whereabouts import reach, whereabouts
+    from torch_ecrec.transport.whereabouts import status_of
 
     settings = Settings.from_environment(**({"join": arguments.join} if arguments.join else {}))
     if settings.join is None:
         raise ValueError("name the coordinator: --join HOST:PORT, or --join etcd://HOST:PORT/NAME")
-
-    def ask(leader: Leader, seconds: float) -> dict[str, Any]:
-        return request(*leader.address, {"type": "status"}, seconds)
-
-    answer, _ = reach(whereabouts(settings.join), min(10.0, settings.give_up_s), ask)
+    answer = status_of(settings.join, settings.give_up_s)
     print(json.dumps(answer, indent=2) if arguments.json else format_status(answer))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,9 +13,11 @@ from torch_ecrec.cli.arguments import (
     add_checkpoints,
     add_code,
     add_end_with_parent,
+    add_grace,
     checkpoint_arguments,
     code_of,
     port,
+    settings_of,
 )
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import on_signals
@@ -31,19 +34,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="folder for the processes' logs (default: to the terminal)"
     )
+    add_grace(parser)
     add_checkpoints(parser)
-    add_end_with_parent(parser)
+    add_end_with_parent(parser, tells=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Supervises a cluster until told to end (0), or until its coordinator is gone for good (4)."""
+    """Supervises a cluster until told to end (0), or until its coordinator is gone for good (4).
+
+    Told by SIGTERM, it first waits for its trainers.
+    """
     from torch_ecrec.processes.launch import warm
-    from torch_ecrec.processes.supervisor import Supervisor, prepare_logs
+    from torch_ecrec.processes.supervisor import Supervisor, await_trainers, prepare_logs
 
     told: list[int] = []  # to end: the signals
     code = code_of(arguments)
     require_int("spares", arguments.spares, 0)
     checkpoints = checkpoint_arguments(arguments)  # complains before anything is started
+    grace_s = settings_of(arguments).grace_s
     if arguments.logs is not None:
         prepare_logs(arguments.logs)
     warm()
@@ -70,4 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
         if not told:
             print(f"torch-ecrec: the coordinator ended with {cluster.ended}", file=sys.stderr)
             return 4
+        if told == [signal.SIGTERM]:
+            await_trainers(cluster.status, grace_s, lambda: len(told) > 1 or cluster.ended is not None)
     return 0

@@ -25,9 +25,9 @@ from torch_ecrec.processes.leadership import Acting, Office
 from torch_ecrec.processes.restoring import NEWEST, NONE, find_again
 from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger
-from torch_ecrec.processes.supervisor import START_S
+from torch_ecrec.processes.supervisor import POLL_S, START_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
-from torch_ecrec.runtime.lifetime import freeze
+from torch_ecrec.runtime.lifetime import freeze, on_signals
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.storage.looks import LIMIT_S, Looks
@@ -41,7 +41,6 @@ EXPECTED_S = 10.0  # members of a coordinator before, by one that cannot begin w
 JOINS_HELD_S = 1.0  # after the coordinator's start: less than what a server's takes
 HANGS_S = 5.0  # without a tick
 LOUD = "recovered_partly", "began_anew"  # events
-SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class _Coordinator:
 
     def __init__(self, told: Coordination, out: IO[str], known: Last, ends: _Ends) -> None:
         self._told, self._out, self._ends = told, out, ends
-        self._fenced = self._over = False
+        self._fenced = self._over = self._told_to_end = False
         self._turned_away, self._told_s = (
             0,
             -math.inf,
@@ -176,8 +175,7 @@ class _Coordinator:
         def end() -> None:
             self._ends.told = True
 
-        for number in SIGNALS:
-            signal.signal(number, lambda *_: end())
+        on_signals(lambda *_: end())
         print(json.dumps({"stands_by": list(self._server.address)}), file=self._out, flush=True)
         freeze()  # now: it takes a tenth of a second of a core, and members wait for who leads
         standing = office.stand(self._turn_away, lambda: self._ends.told)
@@ -314,8 +312,30 @@ class _Coordinator:
         if self._ledger is not None:
             self._ledger.end(self._router.core.run)
 
-    def _end(self) -> None:
-        """This process is told to."""
+    def _end(self, number: int) -> None:
+        """This process is told to, by a signal: at once, unless trainers are there, which may have been told, too."""
+        first, self._told_to_end = not self._told_to_end, True
+        waits_for = ", ".join(self._trainers())
+        if first and number == signal.SIGTERM and self._office is None and waits_for:
+            log.info(STAYS, waits_for, self._told.settings.grace_s)
+            self._end_alone(time.monotonic() + self._told.settings.grace_s)
+        else:
+            self._end_now()
+
+    def _trainers(self) -> list[str]:
+        """That are there, and may need the cluster."""
+        core = self._router.core
+        there = [one.name for one in core.members.values() if one.role == "trainer" and one.present]
+        return there if core.fatal is None else []
+
+    def _end_alone(self, until_s: float) -> None:
+        """Once no trainer is there; `until_s` at most."""
+        if self._trainers() and time.monotonic() < until_s:
+            self._server.call_later(POLL_S, lambda: self._end_alone(until_s))
+        else:
+            self._end_now()
+
+    def _end_now(self) -> None:
         if self._router.core.fatal is not None:
             self._over = True
         elif self._office is None:
@@ -331,14 +351,13 @@ class _Coordinator:
                 self._router.on_tick(time.monotonic())
             server.call_later(self._told.settings.heartbeat_s / 4, tick)
 
-        def end() -> None:
+        def end(number: int) -> None:
             self._ends.told = True  # also where the server has closed meanwhile, and does nothing any more
-            server.call_soon(self._end)
+            server.call_soon(lambda: self._end(number))
 
-        for number in SIGNALS:
-            signal.signal(number, lambda *_: end())
+        on_signals(lambda number, _: end(number))
         if self._ends.told:  # before it listened
-            server.call_soon(self._end)
+            server.call_soon(self._end_now)
         said = {"address": list(server.address), "began_with": self._began_with}
         print(json.dumps(said), file=self._out, flush=True)
         if self._office is None:

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import IO, ClassVar, NoReturn
 
 from torch_ecrec.runtime.cores import Idle, process_wanted_s
-from torch_ecrec.runtime.lifetime import belongs_here, freeze
+from torch_ecrec.runtime.lifetime import SIGNALS, belongs_here, freeze
 
 UNKNOWN = 255  # exit code of a process whose fork server is gone
 START_S, ANSWER_S = 60.0, 10.0  # without computing: until the first answer, for which all is loaded; until others
@@ -423,6 +423,8 @@ def _serve(sock: socket.socket) -> list[int]:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 sock.close()
                 os.close(woken)
                 os.close(wake)
@@ -478,6 +480,8 @@ def _show(words: Sequence[str]) -> None:
 
 def main() -> NoReturn:
     """`python -m torch_ecrec.processes.fork_server FILE PRELOAD ... ROOM`: the fork server."""
+    for number in SIGNALS:  # sent to every process of a job: it ends when whoever asks is gone
+        signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     _load(sys.argv[2:-1])

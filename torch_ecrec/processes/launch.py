@@ -34,14 +34,15 @@ from torch_ecrec.processes.member import Member, exit_code_of
 from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import StoredCheckpoint
 from torch_ecrec.processes.scribe import FileScribe
-from torch_ecrec.processes.supervisor import Supervisor
-from torch_ecrec.runtime import allocator, byte_sums
+from torch_ecrec.processes.supervisor import Supervisor, await_trainers, trainers_in
+from torch_ecrec.runtime import allocator, byte_sums, unlocked
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_within, freeze, on_signals
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings, restarts
 from torch_ecrec.storage import quantised, row_ids, seen
 from torch_ecrec.transport.node import Node
+from torch_ecrec.transport.whereabouts import status_of
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ def warm() -> None:
     row_ids.warm()
     seen.warm()
     byte_sums.warm()
+    unlocked.warm()
 
 
 # server -----------------------------------------------------------------------------------------------
@@ -96,7 +98,8 @@ def run_server(settings: Settings, code: dict[str, int | None] | None = None) ->
 def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseException:
     """One membership, from joining to its end; returns why it ended.
 
-    Told to end (SIGTERM, SIGINT) before it has joined, and the second time, the process ends at once.
+    Told to end by SIGTERM, it stays for trainers that are there, for `grace_s`. Told before it has joined, the second
+    time, or by SIGINT, it ends at once.
     """
     ends: queue.SimpleQueue[BaseException] = queue.SimpleQueue()  # its `put` may come in the middle of a `get`
     hosts: list[Host] = []
@@ -117,7 +120,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         report=lambda: hosts[0].status() if hosts else {},
         known=lambda: hosts[0].known(),
     )
-    on_signals(lambda *_: ends.put(KeyboardInterrupt()))
+    on_signals(lambda number, _: ends.put(KeyboardInterrupt(number)))
     log.info("%s joined %s (pid %d)", member.name, settings.join, os.getpid())
     for host in hosts:
         host.start_scrubbing()
@@ -125,6 +128,9 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         signal.signal(signal.SIGUSR1, lambda *_: hosts[0].flip(parity=False))
         signal.signal(signal.SIGUSR2, lambda *_: hosts[0].flip(parity=True))
     reason = _first_of(ends)
+    if isinstance(reason, KeyboardInterrupt) and reason.args == (signal.SIGTERM,):
+        join = settings.join or ""  # `Member` has seen that it is there
+        await_trainers(lambda: status_of(join, settings.give_up_s), settings.grace_s, lambda: not ends.empty())
     on_signals(end_at_once)
     while not ends.empty():  # told to end just before, when the reason was another
         reason = later if isinstance(later := ends.get(), KeyboardInterrupt) else reason
@@ -338,9 +344,12 @@ def _wait_for_trainers(cluster: Supervisor, limit_s: float) -> None:
     while time.monotonic() < deadline_s:
         try:
             status = cluster.status()
-        except OSError:
-            return
-        there = [m["name"] for m in status["members"] if m["role"] == "trainer" and m["alive"] and not m["left"]]
+        except ClusterError:  # another coordinator is being started
+            if cluster.ended is not None:
+                return
+            time.sleep(0.1)
+            continue
+        there = trainers_in(status)
         if not there:
             return
         sent = [m["report"].get("bytes_sent") for m in status["members"]]

@@ -1,7 +1,9 @@
 """A local cluster as child processes: starts a coordinator and servers, starts again what dies, ends them all.
 
 A child holds the read end of a pipe to this process (its standard input): when this process is gone, however it ended,
-the pipe closes and the child ends. So nothing is left behind, whatever happens here.
+the pipe closes and the child ends. So nothing is left behind, whatever happens here. A word on the pipe tells it to end
+in order; SIGTERM and SIGINT do not, which schedulers send to every process of a job: who serves outlives whom it
+serves. Who is told itself waits for its trainers first (`await_trainers`).
 
 Which ends are final is told from the exit code, or the signal (then it is negative):
 
@@ -32,7 +34,7 @@ from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.processes.children import Child, await_end
 from torch_ecrec.processes.fork_server import ForkServer, is_available
 from torch_ecrec.runtime.checks import require_int
-from torch_ecrec.runtime.lifetime import belongs_here
+from torch_ecrec.runtime.lifetime import belongs_here, tell_to_end
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import new_run
 from torch_ecrec.transport.control import request
@@ -45,6 +47,7 @@ POLL_S = 0.2
 QUICK_S = 10.0  # a process that lived for less has ended soon after its start
 PAUSES_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next start, by how many have ended soon
 COORDINATOR_TRIES = 7
+STAYS = "told to end: waits until %s have ended, for %g s at most; told again, or by SIGINT, it ends at once"
 NO_ROOM = (OSError, MemoryError, RuntimeError)  # the last: no thread can be started
 FINAL = (0, 2, 3)  # exit codes of a server
 LOADED = ("torch_ecrec.processes.launch:warm", "torch_ecrec.processes.coordination")  # before processes are forked
@@ -302,8 +305,8 @@ class Supervisor:
             self._supervising.join()  # else it might start another one behind our back
         children = self.children
         for child in children:
-            if child.poll() is None:
-                child.terminate()
+            if child.poll() is None and child.stdin is not None:
+                tell_to_end(child.stdin.fileno())
         await_end(children, STOP_S)
         for child in children:
             _close_pipes(child)
@@ -326,6 +329,34 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def trainers_in(status: dict[str, Any]) -> list[str]:
+    """Those that are there: neither lost nor done."""
+    return [one["name"] for one in status["members"] if one["role"] == "trainer" and one["alive"] and not one["left"]]
+
+
+def await_trainers(status: Callable[[], dict[str, Any]], limit_s: float, over: Callable[[], bool]) -> None:
+    """Returns once no trainer is there, or `over`, or after `limit_s`.
+
+    For who serves and was told to end, as the trainers were, perhaps: what they save then they save from who serves.
+
+    Args:
+        status: asks the coordinator; may raise ClusterError: another one is being started, perhaps.
+        limit_s: at most.
+        over: whether there is nothing to wait for any more.
+    """
+    deadline_s = time.monotonic() + limit_s
+    waits_for: list[str] = []
+    while not over() and time.monotonic() < deadline_s:
+        with contextlib.suppress(ClusterError):
+            there = trainers_in(status())
+            if not there:
+                return
+            if there != waits_for:
+                log.info(STAYS, ", ".join(there), limit_s)
+                waits_for = there
+        time.sleep(POLL_S)
 
 
 def _close_pipes(child: Child) -> None:

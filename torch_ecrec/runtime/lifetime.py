@@ -1,6 +1,6 @@
 """The ends of a process that others wait for, and what its forked children must not keep.
 
-    end_with_parent    ends this process when the supervisor that started it is gone, however that ended
+    end_with_parent    ends this process when the supervisor that started it is gone, however that ended, or says so
     end_at_once        handles SIGTERM and SIGINT while there is nothing to be left in order
     keep_exit_code     whoever is told to end once more while the interpreter ends has the exit code that it had
     belongs_here       what a forked child lets go of
@@ -40,20 +40,59 @@ IDLE = 0.05  # of a core: a thread that uses less does not compute
 # the parent, and being told to end --------------------------------------------------------------------
 
 
-def end_with_parent() -> None:
-    """Ends this process when its standard input closes: the supervisor that holds the other end is gone."""
+Handler = Callable[[int, FrameType | None], object]
+SIGNALS = signal.SIGTERM, signal.SIGINT
+_parent_tells = False
+_handler: Handler | signal.Handlers = signal.SIG_IGN  # of the parent's word, where that tells
+
+
+def end_with_parent(tells: bool) -> None:
+    """Ends this process when its standard input closes: the supervisor that holds the other end is gone.
+
+    Args:
+        tells: the supervisor's word (`tell_to_end`) is what tells this process to end, and signals do not. Who sends
+            them to every process of a job (scancel, systemd, an init that forwards them) does not mean that those who
+            serve end before those whom they serve: the supervisor knows when.
+    """
+    global _parent_tells
+    if tells:
+        _parent_tells = True
+        for number in SIGNALS:
+            signal.signal(number, _say_whose_it_is)
 
     def watch() -> None:
-        while os.read(0, 4096):  # not sys.stdin: its lock is taken when the interpreter ends
-            pass
+        while words := os.read(0, 4096):  # not sys.stdin: its lock is taken when the interpreter ends
+            for _ in words:
+                if callable(_handler):
+                    _handler(signal.SIGINT, None)  # at once: it has waited for whoever is to be waited for
         os._exit(0)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def on_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-    """Handles what tells a process to end: SIGTERM and SIGINT. On the main thread only."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+def _say_whose_it_is(number: int, frame: FrameType | None) -> None:
+    """A handler. (The log may be in use in this very thread.)"""
+    name = signal.Signals(number).name
+    with contextlib.suppress(OSError):
+        os.write(2, f"torch-ecrec: {name} does not end process {os.getpid()}: who has started it does\n".encode())
+
+
+def tell_to_end(parents_end: int) -> None:
+    """A supervisor's word to a process that ends with it. `parents_end`: of the pipe to its standard input."""
+    with contextlib.suppress(OSError):  # it has ended
+        os.write(parents_end, b"\n")
+
+
+def on_signals(handler: Handler | signal.Handlers) -> None:
+    """Handles what tells this process to end: SIGTERM and SIGINT; or its parent's word, on another thread then.
+
+    On the main thread only.
+    """
+    global _handler
+    if _parent_tells:
+        _handler = handler
+        return
+    for number in SIGNALS:
         signal.signal(number, handler)
 
 

@@ -86,6 +86,9 @@ class Settings:
         heartbeat_s, lease_s: a member that the coordinator has not heard of for `lease_s` is taken for lost (earlier
             where others cannot reach its host). Figures for `status` come every `heartbeat_s`. When it wakes up,
             nothing that it did since counts; a server comes back as a spare.
+        grace_s: who serves (`torch-ecrec up`, `serve`, `coordinator`) and is told to end by SIGTERM goes on for so long
+            at most while trainers are there: they may have been told, too, and save. Who ends a job by force waits for
+            longer, 30 s as a rule.
         failure_domain: of a server, what it is lost together with, the widest first: "row1/rack3/host17". "": the name
             of its host. Slots of one coding group are kept in different ones, where there are enough.
         shared_memory_bytes: most of the memory that this process shares with others of its host, which then read large
@@ -118,6 +121,7 @@ class Settings:
     evaluation_wire: str = "wire"
     heartbeat_s: float = 1.0
     lease_s: float = 10.0
+    grace_s: float = 25.0
     failure_domain: str = ""
     shared_memory_bytes: int = 2 << 30
     keep_freed_bytes: int = 1 << 30
@@ -145,6 +149,7 @@ class Settings:
         )
         for name in ("call_timeout_s", "give_up_s", "heartbeat_s", "lease_s"):
             require(getattr(self, name) > 0, f"`{name}` must be positive, got {getattr(self, name)}")
+        require(self.grace_s >= 0, f"`grace_s` must not be negative, got {self.grace_s}")
         levels = self.failure_domain.split("/") if self.failure_domain else ["host"]
         require(
             all(levels) and len(levels) <= DOMAIN_LEVELS_MOST and len(self.failure_domain) <= DOMAIN_MOST,

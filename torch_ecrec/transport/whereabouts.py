@@ -12,14 +12,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.transport.control import parse_address
+from torch_ecrec.transport.control import parse_address, request
 from torch_ecrec.transport.etcd import FORM, EtcdKeys, EtcdUnavailable, Leader, parse_place
 
 C = TypeVar("C")
 LOOK_S = 0.25  # between two looks at who leads
+STATUS_S = 10.0  # for an answer
 ATTEMPT_S = 1.0  # for a connection, where another may lead meanwhile
 ASK_S = 1.0  # of each address of etcd
 PATIENT_S = 5.0  # of all of them together, where etcd is slow: coordinators are as patient
@@ -145,6 +146,15 @@ def reach(where: Whereabouts, limit_s: float, connect: Callable[[Leader, float],
         except ClusterUnavailable:
             if not where.changes or time.monotonic() > deadline_s:
                 raise
+
+
+def status_of(join: str, limit_s: float) -> dict[str, Any]:
+    """What the coordinator says of its cluster. Raises ClusterUnavailable: not within `limit_s`, nor 10 s."""
+
+    def ask(leader: Leader, seconds: float) -> dict[str, Any]:
+        return request(*leader.address, {"type": "status"}, seconds)
+
+    return reach(whereabouts(join), min(STATUS_S, limit_s), ask)[0]
 
 
 def is_followed(mine: Leader | None, leads: Leader | None) -> bool:
