@@ -10,7 +10,7 @@ thread is in compiled code all its life (`_answer`). It accepts who connects, an
   or the process read from a disk (pages of a mapped file, or of swapped memory, too). Whoever only waits for the lock
   asks for it every 5 ms, which takes 0.2 % of a core.
 
-Otherwise it says `THERE`. A process that is stopped or frozen says nothing, for this thread is, too; its kernel accepts.
+Otherwise it says `THERE`. A process that is stopped or frozen says nothing, as this thread is, too; its kernel accepts.
 
 Who waits with the lock held, and does not compute, hangs, and no Python of its own can end it. So this thread does,
 once it has seen that for long enough (`Answers.ends`).
