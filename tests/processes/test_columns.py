@@ -6,6 +6,7 @@ predicts, bit for bit, with its checkpoint and the plan, or with its checkpoint 
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -34,12 +35,13 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from torch_ecrec import checkpoint
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn.columns import Columns
+from torch_ecrec.nn.dense import DenseSnapshot
+from torch_ecrec.nn.dense import load_ as load_snapshot
 
 pytestmark = pytest.mark.usefixtures("process_group")
 warnings.filterwarnings("ignore")
@@ -60,11 +62,8 @@ PLANS: dict[str, list[Any]] = {
     "some data-parallel": [data_parallel(), table_wise(1), data_parallel(), table_wise(0), row_wise()],
     "all data-parallel": [data_parallel()] * TABLES,
 }
+BY_ROWS = {"by rows", "by hosts", "mixed", "some data-parallel"}  # TorchRec averages over the ids + 1e-6
 GUESSED = {"all data-parallel", "all columns on one"}  # DCP's metadata is also that of another plan
-SEQUENCE_PLANS = {
-    "in turns": PLANS["in turns"],
-    "mixed": [row_wise(), table_wise(1), row_wise(), table_wise(0), row_wise()],
-}
 
 
 class Model(nn.Module):
@@ -173,21 +172,27 @@ def follow_torchrec(trainer: int, folder: str, name: str) -> None:
             model, back = ours(trainer, given), place / f"back {given} {i}"
             assert keys(model) == (keys(unplanned) if given is None else order)
             way(model, place / "a")
-            assert keys(model) == order and torch.equal(predicted(model, trainer), wanted), (given, way)
+            assert keys(model) == order and same(predicted(model, trainer), wanted, name), (given, way)
             save(model, back)
             checkpoint.save(model, place / f"streamed {given} {i}")
             for saved in (back, place / f"streamed {given} {i}"):
                 for other in (theirs(name), ours(trainer, name), ours(trainer, None)):
                     load(other, saved)
-                    assert torch.equal(predicted(other, trainer), wanted), "the order that it was saved in"
-            refused(ours(trainer, others[0]), place / "a", "as the plan has it", way)
+                    assert same(predicted(other, trainer), wanted, name), "the order that it was saved in"
+            if name not in GUESSED:
+                refused(ours(trainer, others[0]), place / "a", "as the plan has it", way)
             refused(ours(trainer, others[0]), back, "as the plan has it")
             train(model, range(3, 5), trainer)
             load(model, back)
-            assert torch.equal(predicted(model, trainer), wanted), "of the same order: at any time"
+            assert same(predicted(model, trainer), wanted, name), "of the same order: at any time"
             if order != keys(unplanned):
                 refused(model, place / "of the module", "as the plan has it" if given else "as it was trained so far")
     dist.destroy_process_group()
+
+
+def same(found: Tensor, wanted: Tensor, name: str) -> bool:
+    """Bit for bit, where TorchRec's sums are."""
+    return torch.allclose(found, wanted, rtol=1e-5, atol=1e-5) if name in BY_ROWS else torch.equal(found, wanted)
 
 
 def ways_of(name: str) -> list[Callable[[Any, Path], None]]:
@@ -210,3 +215,118 @@ def local_bytes(model: Any) -> list[bytes]:
 @pytest.mark.parametrize("name", PLANS)
 def test_the_order_is_torchrecs_of_the_plan_and_of_its_checkpoint(tmp_path: Path, name: str) -> None:
     forked.call(follow_torchrec, TRAINERS, str(tmp_path), name)
+
+
+def follow_sequences(trainer: int, folder: str) -> None:
+    """A dict has an order, too: `torch.cat(list(found.values()))`."""
+    start(trainer, folder)
+    for per_table in ([table_wise(i % 2) for i in range(4)], [row_wise(), table_wise(1), row_wise(), table_wise(0)]):
+        made = []
+        for _ in range(3):
+            configs = [
+                EmbeddingConfig(name=f"t{i}", num_embeddings=10, embedding_dim=DIM, feature_names=[f"f{i}"])
+                for i in range(4)
+            ]
+            made.append(nn.ModuleDict({"tables": EmbeddingCollection(tables=configs, device=META)}))
+            apply_optimizer_in_backward(torch.optim.SGD, made[-1].parameters(), {"lr": 0.1})
+        sharder = EmbeddingCollectionSharder()
+        plan = plan_of(made[0]["tables"], sharder, per_table)
+        stock = torchrec.distributed.DistributedModelParallel(made[0], device=CPU, plan=plan, sharders=[sharder])
+        order = list(stock.module["tables"](batch(0)).wait())
+        assert order != sorted(order)
+        with_plan, _ = shard(made[1], TRAINERS, trainer, plan=plan)
+        assert list(with_plan.module["tables"](batch(0)).wait()) == order
+        without, _ = shard(made[2], TRAINERS, trainer)
+        assert list(without.module["tables"](batch(0)).wait()) == sorted(order)
+        dcp.save(state_of(stock), checkpoint_id=Path(folder) / str(order))
+        load(without, Path(folder) / str(order))
+        found = without.module["tables"](batch(0)).wait()
+        assert list(found) == order
+        for key, right in stock.module["tables"](batch(0)).wait().items():
+            assert torch.equal(found[key].values(), right.values())
+    dist.destroy_process_group()
+
+
+def test_the_order_of_sequences(tmp_path: Path) -> None:
+    forked.call(follow_sequences, TRAINERS, str(tmp_path))
+
+
+# one trainer ----------------------------------------------------------------------------------------
+
+
+def follow_alone(trainer: int, folder: str) -> None:
+    """Two trainers of TorchRec, and then none: what they have saved is for one of ours, below."""
+    start(trainer, folder)
+    stock = theirs("in turns")
+    train(stock, range(3), trainer)
+    save(stock, Path(folder) / "a")
+    torch.save((predicted(stock, 0), stock.module.tables._embedding_names), Path(folder) / f"wanted {trainer}")
+    dist.destroy_process_group()
+
+
+def test_one_trainer_takes_over_what_several_have_saved(tmp_path: Path) -> None:
+    """Plain tensors say it, too, and stay what users take them for: pickled, copied, added to."""
+    forked.call(follow_alone, TRAINERS, str(tmp_path))
+    wanted, order = torch.load(tmp_path / "wanted 0")
+    model = ours(0, None, trainers=1)
+    load(model, tmp_path / "a")
+    assert keys(model) == order and torch.equal(predicted(model, 0), wanted)
+    save(model, tmp_path / "back")
+    again = ours(0, None, trainers=1)
+    load(again, tmp_path / "back")
+    assert keys(again) == order and torch.equal(predicted(again, 0), wanted)
+    first = model.state_dict()["tables.embedding_bags.t0.weight"]
+    torch.save(model.state_dict(), tmp_path / "whole")
+    loaded = torch.load(tmp_path / "whole", weights_only=True)["tables.embedding_bags.t0.weight"]
+    for plain in (loaded, copy.deepcopy(first), first + 0, first.clone()):
+        assert type(plain) is Tensor and torch.equal(plain, first)
+    assert repr(first) == repr(loaded)
+
+
+def test_what_a_snapshot_has_and_a_plan_has_otherwise(tmp_path: Path) -> None:
+    """Features come back in the order that they were trained in; a plan of another one is refused by name."""
+    forked.call(follow_alone, TRAINERS, str(tmp_path))
+    model = ours(0, None, trainers=1)
+    load(model, tmp_path / "a")
+    snapshot = [DenseSnapshot(model, 0, 1).pack(3)]
+    again = ours(0, None, trainers=1)
+    load_snapshot(again, [], snapshot, 0)
+    assert keys(again) == keys(model) != keys(ours(0, None, trainers=1))
+    planned = Model()
+    plan = plan_of(planned.tables, EmbeddingBagCollectionSharder(), PLANS["all on the last"])
+    other, _ = shard(planned, plan=plan)
+    with pytest.raises(CheckpointError, match=r"order f0, f2, f3, .* as the plan has it"):
+        load_snapshot(other, [], snapshot, 0)
+
+
+# what cannot be known -------------------------------------------------------------------------------
+
+
+def test_a_plan_that_torchrec_would_not_take_is_told() -> None:
+    model = Model()
+    plan = plan_of(model.tables, EmbeddingBagCollectionSharder(), PLANS["in turns"])
+    plan.plan["tables"]["t0"].sharding_spec = None
+    with pytest.warns(UserWarning, match="tables: TorchRec shards nothing as this plan has it"):
+        sharded, _ = shard(model, plan=plan)
+    assert keys(sharded) == keys(ours(0, None, trainers=1))
+
+
+def test_an_unsharded_models_order_is_the_modules_and_told_to_be_a_guess(tmp_path: Path) -> None:
+    plain = Model(CPU)
+    dcp.save({"model": plain.state_dict()}, checkpoint_id=tmp_path / "plain")
+    model = ours(0, None, trainers=1)
+    with pytest.warns(UserWarning, match="does not say for sure in which order its features come"):
+        load(model, tmp_path / "plain")
+    with torch.no_grad():
+        assert torch.equal(model(batch(0)), plain(batch(0)))
+    with pytest.raises(BaseException, match="as the plan has it"):
+        load(ours(0, "in turns", trainers=1), tmp_path / "plain")
+
+
+def test_to_ask_torchrec_changes_nothing_that_is_the_users() -> None:
+    model = Model()
+    plan = plan_of(model.tables, EmbeddingBagCollectionSharder(), PLANS["in turns"])
+    parameter = model.tables.embedding_bags["t0"].weight
+    before, entry = copy.deepcopy(parameter._optimizer_kwargs), copy.deepcopy(plan.plan["tables"]["t0"])
+    Columns(model.tables, "tables", plan.plan["tables"], {"learning_rate": 0.1})
+    assert parameter._optimizer_kwargs == before and plan.plan["tables"]["t0"] == entry

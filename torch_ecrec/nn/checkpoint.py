@@ -84,8 +84,8 @@ def load(
     Raises:
         ValueError: a name in `more` is taken, the checkpoint lacks a table or has another size of it. Nothing was
             loaded then.
-        CheckpointError: features come in another order than the model's plan has them (`columns.py`). Nothing was loaded
-            either.
+        CheckpointError: features come in another order than the model's plan has them (`columns.py`). Nothing was
+            loaded either.
     """
     if (checkpoint_id is None) == (storage_reader is None):
         raise ValueError("one of `checkpoint_id` and `storage_reader` says where the checkpoint is")

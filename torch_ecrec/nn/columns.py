@@ -28,7 +28,8 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -66,8 +67,8 @@ class Placed:
     """How a checkpoint has a table, or how a plan would have it.
 
     Args:
-        kind: "whole" in one part, in "rows", "columns" or a "grid"; "plain" where TorchRec's fused optimizer has none of
-            its state, as it has of others: a table that is data-parallel.
+        kind: "whole" in one part, in "rows", "columns" or a "grid"; "plain" where TorchRec's fused optimizer has no
+            state of it, as it has of others: a table that is data-parallel.
         trainers: who has written the parts, in their order.
         parts: of each its first row and column, and its rows and columns.
     """

@@ -297,7 +297,8 @@ def unpack(parts: Sequence[tuple[Tensor, Sequence[int]]]) -> State:
     tensors = TensorsIn(stream[first.index_bytes :])
     content = values.decode(index, tensors, "cpu")
     whole = [payload[size : size + header.whole_bytes].numpy().tobytes() for header, payload, size in spans]
-    if type(content) is not dict or content.keys() - {"columns"} != {"parameters", "replicated", "optimizers", "tables"}:
+    wanted = {"parameters", "replicated", "optimizers", "tables"}
+    if type(content) is not dict or content.keys() - {"columns"} != wanted:
         raise ValueError(f"step {step}: the index is not one of a dense state")
     try:
         columns = {path: Found.of_plain(found) for path, found in content.pop("columns", {}).items()}

@@ -42,8 +42,8 @@ class ErasureCodedEmbeddingCollection(ServedModule[dict[str, JaggedTensor]]):
     """An `EmbeddingCollection` whose tables are served by erasure-coded servers. Made by `ErasureCodedSequenceSharder`.
 
     Returns a `JaggedTensor` for each feature, with the keys and values of the unsharded module, in the order of
-    `columns.py`. Arguments as of `ServedModule`. Where features have batch sizes of their own, each sample gets its rows, as in TorchRec's sharded
-    module; the unsharded one leaves them as they come (`repeats.py`).
+    `columns.py`. Arguments as of `ServedModule`. Where features have batch sizes of their own, each sample gets its
+    rows, as in TorchRec's sharded module; the unsharded one leaves them as they come (`repeats.py`).
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class TableTensor(Tensor):
     """The weights of the first table of a collection, where one trainer has all rows. What is made of it is plain."""
 
     tie: Tie
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(values: Tensor, tie: Tie) -> TableTensor:
