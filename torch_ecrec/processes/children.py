@@ -22,6 +22,18 @@ TAIL_LINES = 15
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
+def with_own_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which an interpreter (`python -P`) finds modules where this process does, in the same order.
+
+    Left to itself, `python -m` looks first in the folder where it is started: a user's `queue.py` there would take the
+    place of Python's, which a script in another folder does not see.
+    """
+    seen = [os.path.abspath(folder or ".") for folder in sys.path if isinstance(folder, str)]
+    given = [os.path.abspath(folder) for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    more = [folder for folder in given if folder not in seen]  # that who starts it wants there
+    return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*more, *seen]))}
+
+
 class Child(Protocol):
     """A process that this one has had started: what is used of `subprocess.Popen`."""
 
@@ -74,7 +86,7 @@ def torchrun(
     """
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+            [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -135,5 +147,9 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 
 def tail(path: Path) -> str:
     """The end of a log."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return "\n".join([f"the end of {path}:", *(f"  {line}" for line in lines[-TAIL_LINES:])])
+    return end_of(path.read_text(errors="replace") if path.exists() else "", str(path))
+
+
+def end_of(text: str, name: str) -> str:
+    """The last lines of a text, under its name."""
+    return "\n".join([f"the end of {name}:", *(f"  {line}" for line in text.splitlines()[-TAIL_LINES:])])

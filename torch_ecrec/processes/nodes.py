@@ -56,7 +56,7 @@ class Nodes:
 
     def command(self, script: Sequence[str]) -> list[str]:
         """The command line of torchrun. Raises OSError where the host to meet at cannot be reached."""
-        words = [sys.executable, "-m", "torch.distributed.run"]
+        words = [sys.executable, "-P", "-m", "torch.distributed.run"]
         if not self.meet:
             words += ["--standalone"]
         else:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
-from torch_ecrec.processes.children import Child, await_end
+from torch_ecrec.processes.children import Child, await_end, tail, with_own_path
 from torch_ecrec.processes.fork_server import ForkServer, is_available
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import belongs_here
@@ -165,11 +165,11 @@ class Supervisor:
             look = self._raise_if_told
             return self._forks.start("torch_ecrec", arguments, self.environment, stdout, stderr, look)
         return subprocess.Popen(
-            [sys.executable, "-m", "torch_ecrec", *arguments],
+            [sys.executable, "-P", "-m", "torch_ecrec", *arguments],
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,
-            env=self.environment,
+            env=with_own_path(self.environment),
             start_new_session=True,  # Ctrl-C reaches us, and we end them
         )
 
@@ -211,7 +211,7 @@ class Supervisor:
         except (ValueError, TypeError, LookupError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.coordinator.wait(STOP_S)
-            where = f"; see {self._log_of('coordinator')}" if self.logs is not None else ""
+            where = f"; {tail(self._log_of('coordinator'))}" if self.logs is not None else ""
             code = self.coordinator.returncode
             raise ClusterUnavailable(f"the coordinator did not start (exit code {code}){where}") from error
 
