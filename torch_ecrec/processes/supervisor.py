@@ -31,6 +31,7 @@ from typing import IO, Any
 from torch_ecrec.errors import ClusterError, ClusterUnavailable
 from torch_ecrec.processes.children import Child, await_end, tail, with_own_path
 from torch_ecrec.processes.fork_server import ForkServer, is_available
+from torch_ecrec.runtime.addresses import parse_host, text_of
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.spec.job import CodeSpec
@@ -98,6 +99,7 @@ class Supervisor:
         coordinator: Sequence[str] = (),
     ) -> None:
         require_int("spares", spares, 0)
+        host = parse_host(host)
         self.code, self.spares, self.restart, self.logs = code, spares, restart, logs
         # a peer that dies is routine here: RPC's own complaints would drown what matters
         self.environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(environment or {})}
@@ -130,7 +132,7 @@ class Supervisor:
     @property
     def join(self) -> str:
         """HOST:PORT of the coordinator."""
-        return f"{self.address[0]}:{self.address[1]}"
+        return text_of(self.address)
 
     @property
     def children(self) -> list[Child]:
