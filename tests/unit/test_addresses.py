@@ -66,7 +66,7 @@ GIVEN: dict[str, Callable[[str], object]] = {
 @pytest.mark.parametrize("where", GIVEN)
 @pytest.mark.parametrize("host", NOBODY)
 def test_where_nobody_can_be_reached_is_refused_where_it_is_given(where: str, host: str) -> None:
-    with pytest.raises(ValueError, match="no address that others can reach|trainers meet over IPv4"):
+    with pytest.raises(ValueError, match=r"no address that others can reach"):
         GIVEN[where](host)
 
 

@@ -78,7 +78,7 @@ class Nodes:
     @property
     def meeting(self) -> tuple[str, int]:
         """Host and port where they meet."""
-        host, port = parse_address(self.meet if ":" in self.meet else f"{self.meet}:{MEETING_PORT}")
+        host, port = parse_address(self.meet if ":" in self.meet.rpartition("]")[2] else f"{self.meet}:{MEETING_PORT}")
         require(":" not in host, f"trainers meet over IPv4: --meet must be such an address or a name, got {self.meet}")
         return host, port
 

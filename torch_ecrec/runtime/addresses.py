@@ -55,8 +55,12 @@ def parse_address(text: str) -> tuple[str, int]:
 
 def text_of(address: tuple[str, int]) -> str:
     """The inverse of `parse_address`."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{in_url(address[0])}:{address[1]}"
+
+
+def in_url(host: str) -> str:
+    """With the brackets that an address of IPv6 has there."""
+    return f"[{host}]" if ":" in host else host
 
 
 def family_of(host: str) -> socket.AddressFamily:

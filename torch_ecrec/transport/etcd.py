@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl
 
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.runtime.addresses import parse_address
+from torch_ecrec.runtime.addresses import in_url, parse_address
 from torch_ecrec.runtime.checks import require
 
 if TYPE_CHECKING:
@@ -167,16 +167,7 @@ class EtcdKeys:
             raise ClusterError("etcd needs a package: pip install torch-ecrec[etcd]") from error
         authority, certificate, key = place.tls
         self._clients = [
-            Etcd3Client(
-                f"[{host}]" if ":" in host else host,
-                port,
-                place.protocol,
-                authority,
-                key,
-                certificate,
-                timeout_s,
-                "/v3/",
-            )
+            Etcd3Client(in_url(host), port, place.protocol, authority, key, certificate, timeout_s, "/v3/")
             for host, port in place.addresses
         ]
         for client in self._clients:  # else REQUESTS_CA_BUNDLE, where it is set, would count instead of what was named
