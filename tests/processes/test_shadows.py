@@ -28,7 +28,7 @@ import json, os, subprocess, sys
 sys.path.append(sys.argv[1])
 from torch_ecrec.processes.fork_server import ForkServer
 from torch_ecrec.processes.supervisor import LOADED
-server = ForkServer(LOADED, dict(os.environ))
+server = ForkServer([one.partition(":")[0] for one in LOADED], dict(os.environ))  # imported, not compiled
 child = server.start("seen", (), dict(os.environ), subprocess.PIPE)
 found = json.loads(child.stdout.read())
 assert child.wait(60) == 0
