@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torch_ecrec.cli.arguments import add_join
+from torch_ecrec.spec.settings import Settings
 
 HELP = "trainers of a script, on one host or on several"
 
@@ -52,5 +53,5 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.max_restarts,
         arguments.job,
     )
-    become_torchrun(nodes, arguments.join or "", script)
+    become_torchrun(nodes, arguments.join or Settings.from_environment().join or "", script)
     return 0
