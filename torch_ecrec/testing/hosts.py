@@ -52,7 +52,7 @@ class HostsError(RuntimeError):
 
 def _found(command: str) -> str | None:
     """Where a command is: in PATH, or where those of root are; None: nowhere."""
-    return shutil.which(command, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_FOLDERS]))
+    return shutil.which(command) or shutil.which(command, path=os.pathsep.join(SYSTEM_FOLDERS))
 
 
 def unavailable() -> str:
