@@ -149,7 +149,7 @@ class _Nowhere(_Elsewhere):
 class _Places(CompileResultCacheImpl):
     """Numba's search for a folder, with more places."""
 
-    _locator_classes = [  # noqa: RUF012: Numba declares it
+    _locator_classes = [  # noqa: RUF012 (Numba declares it)
         *(_InHome if one is UserWideCacheLocator else one for one in CompileResultCacheImpl._locator_classes),
         _InTemporary,
         _Nowhere,
