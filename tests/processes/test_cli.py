@@ -174,7 +174,7 @@ def test_no_coordinator(command: str, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert main([command]) == 2
     assert "HOST:PORT" in capsys.readouterr().err
     for bad in ("nonsense", "127.0.0.1:", ":80", "127.0.0.1:99999"):
-        refused([command, "--join", bad], f"an address must be HOST:PORT, got {bad!r}", capsys)
+        refused([command, "--join", bad], f"an address must be HOST:PORT, or [HOST]:PORT of IPv6, got {bad!r}", capsys)
     with socket.socket() as nobody:  # bound, but nobody listens
         nobody.bind(("127.0.0.1", 0))
         join = f"127.0.0.1:{nobody.getsockname()[1]}"

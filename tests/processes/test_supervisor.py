@@ -178,7 +178,7 @@ def test_a_coordinator_that_does_not_come_up_again(tmp_path: Path, monkeypatch: 
 def test_a_coordinator_that_ends_at_its_start(tmp_path: Path) -> None:
     others = {child.pid for child in psutil.Process().children()}  # multiprocessing's own tracker, after other tests
     logs = tmp_path / "logs"
-    expected = rf"the coordinator did not start \(exit code 7\); see {logs}/coordinator.log"
+    expected = rf"the coordinator did not start \(exit code 7\); the end of {logs}/coordinator.log:"
     with pytest.raises(ClusterUnavailable, match=expected), cluster(logs, fakes="coordinator 7 100"):
         pass
     assert not {child.pid for child in psutil.Process().children()} - others

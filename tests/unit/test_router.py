@@ -7,11 +7,10 @@ from builds import BUILD
 from router_harness import CODE, JOB, Message, Process, Running, Wire
 
 from torch_ecrec.coordinator.asked import PROBE_AGAIN_S
-from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.router import UNKNOWN_YET
 from torch_ecrec.protocol.messages import Restored
-from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
+from torch_ecrec.spec.job import JobSpec, TableSpec
 from torch_ecrec.transport.liveness import ALIVE, COMPUTES, GONE, UNREACHABLE
 
 

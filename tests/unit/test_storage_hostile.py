@@ -3,8 +3,10 @@ traceback, hides what else is there, or harms what is somebody else's."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +25,10 @@ from torch_ecrec.errors import CheckpointError
 from torch_ecrec.processes import restoring
 from torch_ecrec.processes.part_reader import slot_records
 from torch_ecrec.protocol.messages import Restored
+from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.storage.catalog import Catalog
 from torch_ecrec.storage.location import Location
+from torch_ecrec.storage.restoring import check_rows
 from torch_ecrec.storage.saves import Saves
 
 
@@ -273,3 +277,66 @@ def test_a_local_folder_may_have_such_a_name(tmp_path: Path) -> None:
 def test_a_wrong_url_is_an_error_with_its_name(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", url]) == CheckpointError.exit_code
     assert url in capsys.readouterr().err
+
+
+# --- a number is compared before anything of its size is made ---------------------------------------------------------
+
+
+def numbers(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where every whole number of a manifest is."""
+    if isinstance(value, dict):
+        return [found for key, inner in value.items() for found in numbers(inner, (*path, key))]
+    if isinstance(value, list):
+        return [found for key, inner in enumerate(value) for found in numbers(inner, (*path, key))]
+    return [path] if isinstance(value, int) and not isinstance(value, bool) else []
+
+
+def forge(value: Any, path: tuple[Any, ...], number: int) -> None:
+    for key in path[:-1]:
+        value = value[key]
+    value[path[-1]] = number
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("zstd", [0, 3])
+def test_no_number_of_a_manifest_has_whoever_lists_it_make_something_of_its_size(zstd: int, tmp_path: Path) -> None:
+    """Every number, each of several sizes, with a right hash; all together in one process with little memory."""
+    url, records = str(tmp_path / "place"), random_records(JOB, 3)
+    order, answer = order_of(url, 40, **({"zstd": zstd} if zstd else {})), Answer()
+    ledger = ledger_of(url, encoding=(("zstd", zstd),) if zstd else ())
+    ledger.commit(Finished(order.folder, order.step, 40, "", write(url, order, records), 0), answer)
+    assert answer.wait() == (None, True)
+    source = Path(url) / order.folder
+    said = json.loads((source / "manifest.json").read_bytes())["manifest"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    tried = 0
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), hard))
+    try:
+        for path in numbers(said):
+            for number in (10**9, 2**31 - 1, 2**47, 2**50, 2**53, 2**62):
+                forged = json.loads(json.dumps(said))
+                forge(forged, path, number)
+                if path[-1] == "rows" and number < 2**48:  # the parts say so, too
+                    for part in forged["parts"]:
+                        part["rows"] = [number, *part["rows"][1:]] if part is forged["parts"][0] else part["rows"]
+                altered(**forged)(source / "manifest.json")
+                listing = Catalog(url).listing()
+                assert len(listing.whole) + len(listing.broken) == 1
+                for one in listing.whole:
+                    with contextlib.suppress(CheckpointError):
+                        check_rows(Catalog(url), one)
+                tried += 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert tried > 100
+
+
+@pytest.mark.parametrize("what", ["trainers", "slots", "rows", "dim"])
+def test_a_job_has_numbers_that_some_job_can_have(what: str) -> None:
+    """Descriptions, joins and manifests are read by the same words."""
+    value = JOB.to_json()
+    value = json.loads(json.dumps(value))
+    forge(value, {"trainers": ("trainers",), "slots": ("code", "slots")}.get(what, ("tables", 0, what)), 2**50)
+    with pytest.raises(ValueError, match="must be at most"):
+        JobSpec.from_json(value)

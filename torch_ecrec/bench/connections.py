@@ -169,6 +169,7 @@ class Pair:
                 rank,
                 [
                     sys.executable,
+                    "-P",
                     "-m",
                     "torch_ecrec.bench.connections",
                     name,

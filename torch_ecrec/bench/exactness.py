@@ -85,6 +85,7 @@ def run_case(case: Case, arguments: argparse.Namespace, references: dict[str, di
     out = arguments.out / "".join(c if c.isalnum() else "-" for c in case.name)
     command = [
         sys.executable,
+        "-P",
         "-m",
         "torch_ecrec",
         "demo",

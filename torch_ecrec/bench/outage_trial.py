@@ -254,7 +254,7 @@ class Trial:
         """Runs `torch-ecrec` beside the watch, until it ends. Raises `Stopped` if it fails, or takes too long."""
         said = self.logs / "commands.log"
         with said.open("ab") as out:
-            command = [sys.executable, "-m", "torch_ecrec", *words, "--join", self.cluster.join]
+            command = [sys.executable, "-P", "-m", "torch_ecrec", *words, "--join", self.cluster.join]
             process = self.watches_from.start(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
             self.watch.until(

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import psutil
 
-from torch_ecrec.processes.children import Child, free_port
+from torch_ecrec.processes.children import Child, free_port, with_own_path
 from torch_ecrec.processes.nodes import INTERFACE_VARIABLES
 from torch_ecrec.processes.supervisor import Supervisor
 from torch_ecrec.runtime.checks import require
@@ -138,9 +138,9 @@ class _Spread(Supervisor):
         number = 0 if name == "coordinator" else -next(self._servers) % len(self._hosts)
         if self._forks is not None:
             return self._hosts[number].fork(self._forks, "torch_ecrec", arguments, self.environment, stdout, stderr)
-        command = [sys.executable, "-m", "torch_ecrec", *arguments]
+        command = [sys.executable, "-P", "-m", "torch_ecrec", *arguments]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": stdout, "stderr": stderr}
-        return self._hosts[number].start(command, env=self.environment, start_new_session=True, **pipes)
+        return self._hosts[number].start(command, env=with_own_path(self.environment), start_new_session=True, **pipes)
 
     def status(self) -> dict[str, Any]:
         return self._hosts[0].within(lambda: request(*self.address, {"type": "status"}, timeout_s=STATUS_S))

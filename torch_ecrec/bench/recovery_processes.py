@@ -65,7 +65,7 @@ class Workers:
         self._on_line = on_line
         self._processes: list[subprocess.Popen[str]] = []
         place = place or Here()
-        command = [sys.executable, "-m", "torch_ecrec.bench.recovery_worker", "--backend", backend, *more]
+        command = [sys.executable, "-P", "-m", "torch_ecrec.bench.recovery_worker", "--backend", backend, *more]
         command += ["--trainers", str(arguments.trainers), "--rows", str(rows)]
         command += ["--batch-size", str(arguments.batch_size), "--seed", str(seed)]
         command += ["--zipf", str(arguments.zipf)]

@@ -280,7 +280,11 @@ def _targets() -> tuple[Target, ...]:
         ]
         for system, wanted in (("k2r1", (1.1, 1.1, 1.0)), ("k2r1:bf16", (1.3, 1.3, 1.05))):
             for shape, least in zip(AGAINST_TORCHREC, wanted, strict=True):
-                found.append(_of_training("samples/s", rate, f"{shape}{host}", system, "torchrec", least=least))
+                at = f"{shape}{host}"
+                found += [  # what counts is the better TorchRec, which a user has by one variable of malloc's
+                    _of_training("samples/s", rate, at, system, "torchrec:tuned", least=least),
+                    _of_training("samples/s", rate, at, system, "torchrec"),
+                ]
     found += [
         _of_training("samples/s", rate, "embedding-heavy-codes", "k4r2", "k2r1", least=0.85),
         _of_training("samples/s", rate, "embedding-heavy-servers", "k4r2", "k2r1@6", least=0.85),

@@ -182,7 +182,7 @@ class Group:
             with open(self.folder / f"trainer-{rank}.log", "ab") as log:
                 worker = self.place.start_trainer(
                     rank,
-                    [sys.executable, "-m", "torch_ecrec.bench.worker"],
+                    [sys.executable, "-P", "-m", "torch_ecrec.bench.worker"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

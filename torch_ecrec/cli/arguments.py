@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from torch_ecrec.records.optimizers import NAMES as OPTIMIZERS
+from torch_ecrec.runtime.addresses import parse_host
 from torch_ecrec.runtime.checks import require
 from torch_ecrec.spec.job import PROTECTIONS, CodeSpec
 from torch_ecrec.spec.settings import WITHOUT_SPARE, Beyond, CheckpointPolicy, CheckpointSaver, Settings, new_run
@@ -23,6 +24,14 @@ def port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"a port is a number up to 65535, got {text!r}")
     return int(text)
+
+
+def host(text: str) -> str:
+    """Where this host can be reached by others."""
+    try:
+        return parse_host(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_code(parser: argparse.ArgumentParser) -> None:

@@ -14,12 +14,13 @@ from torch_ecrec.cli.arguments import (
     add_grace,
     checkpoints_of,
     code_of,
+    host,
     port,
     require_store,
     settings_of,
 )
 from torch_ecrec.errors import CheckpointError
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.transport.etcd import parse_place
 
 HELP = "the coordinator alone"
@@ -29,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `coordinator`."""
     add_code(parser)
     add_drain_slow(parser)
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument(
+        "--host",
+        type=host,
+        default="127.0.0.1",
+        help="address of this host to listen on, which is told to others (default 127.0.0.1)",
+    )
     parser.add_argument("--port", type=port, default=0)
     parser.add_argument(
         "--elect",
@@ -57,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
     code, checkpoint = code_of(arguments), checkpoints_of(arguments)
     require_int("spares", arguments.spares, 0)
     if arguments.elect:
-        _require_address(arguments.host)
         parse_place(arguments.elect)
         require_int("leader-lease", arguments.leader_lease, 2)
     if not arguments.end_with_parent:  # else a supervisor has looked
@@ -86,9 +91,3 @@ def run(arguments: argparse.Namespace) -> int:
             raise type(error)(reason) from error
         print(json.dumps({"error": reason}), flush=True)  # for the supervisor, which says it
         return 2
-
-
-def _require_address(host: str) -> None:
-    """What is told to others must be an address that they reach."""
-    everywhere = host in ("", "0.0.0.0", "::")
-    require(not everywhere, f"--elect tells members where the coordinator is: --host must be its address, got {host!r}")

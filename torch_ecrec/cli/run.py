@@ -6,6 +6,7 @@ import argparse
 
 from torch_ecrec.cli.arguments import add_join
 from torch_ecrec.runtime.installed import require_torchrec
+from torch_ecrec.spec.settings import Settings
 
 HELP = "trainers of a script, on one host or on several"
 
@@ -57,4 +58,5 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.max_restarts,
         arguments.job,
     )
-    return run_torchrun(nodes, arguments.join or "", script, arguments.again)
+    join = arguments.join or Settings.from_environment().join or ""
+    return run_torchrun(nodes, join, script, arguments.again)

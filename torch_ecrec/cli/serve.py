@@ -28,9 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs a server in this process."""
     from torch_ecrec.processes.launch import run_server
+    from torch_ecrec.transport.whereabouts import require_whereabouts
 
     settings = settings_of(arguments)
     if arguments.failure_domain is not None:
         settings = dataclasses.replace(settings, failure_domain=arguments.failure_domain)
     wanted = {"k": arguments.k, "r": arguments.r, "slots": arguments.servers}
+    if settings.join is not None:
+        require_whereabouts(settings.join)  # before the kernels are loaded
     return run_server(settings, wanted)

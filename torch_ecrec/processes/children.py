@@ -25,6 +25,18 @@ _RANK = re.compile(r"^\[(rank|default)?\d+\]:\s?")  # before each line of a trai
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
+def with_own_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which an interpreter (`python -P`) finds modules where this process does, in the same order.
+
+    Left to itself, `python -m` looks first in the folder where it is started: a user's `queue.py` there would take the
+    place of Python's, which a script in another folder does not see.
+    """
+    seen = [os.path.abspath(folder or ".") for folder in sys.path if isinstance(folder, str)]
+    given = [os.path.abspath(folder) for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    more = [folder for folder in given if folder not in seen]  # that who starts it wants there
+    return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*more, *seen]))}
+
+
 class Child(Protocol):
     """A process that this one has had started: what is used of `subprocess.Popen`."""
 
@@ -77,7 +89,7 @@ def torchrun(
     """
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+            [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -139,12 +151,14 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 def tail(path: Path) -> str:
     """The end of a log; and the last exception in it that is not torchrun's own, which says no more than that a child
     has failed."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    said, found = lines[-TAIL_LINES:], reasons(lines)
-    told = [f"the end of {path}:", *(f"  {line}" for line in said)]
-    if found and found[-1] not in "\n".join(said):
-        told += ["the last exception of a trainer:", f"  {found[-1]}"]
-    return "\n".join(told)
+    text = path.read_text(errors="replace") if path.exists() else ""
+    told, found = end_of(text, str(path)), reasons(text.splitlines())
+    return told if not found or found[-1] in told else f"{told}\nthe last exception of a trainer:\n  {found[-1]}"
+
+
+def end_of(text: str, name: str) -> str:
+    """The last lines of a text, under its name."""
+    return "\n".join([f"the end of {name}:", *(f"  {line}" for line in text.splitlines()[-TAIL_LINES:])])
 
 
 def reasons(lines: Sequence[str]) -> list[str]:

@@ -28,6 +28,7 @@ from torch_ecrec.processes.restoring import find as find_checkpoint
 from torch_ecrec.processes.scribe import FileLedger
 from torch_ecrec.processes.supervisor import POLL_S, START_S, STAYS
 from torch_ecrec.protocol.bounds import TransportName
+from torch_ecrec.runtime.addresses import family_of
 from torch_ecrec.runtime.lifetime import freeze, on_signals
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
@@ -426,7 +427,7 @@ def _store_on(host: str) -> Any:
     """A TCPStore that listens at `host`. Left to itself, torch's listens on every interface."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    listener = socket.create_server((host, 0), backlog=1024)
+    listener = socket.create_server((host, 0), family=family_of(host), backlog=1024)
     port = listener.getsockname()[1]
     return TCPStore(
         host,

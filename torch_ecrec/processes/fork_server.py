@@ -39,6 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, ClassVar, NoReturn
 
+from torch_ecrec.processes.children import end_of, with_own_path
 from torch_ecrec.runtime.cores import Idle, process_wanted_s
 from torch_ecrec.runtime.lifetime import SIGNALS, belongs_here, freeze
 
@@ -154,6 +155,7 @@ class ForkServer:
         self._starting, self._receiving = threading.Lock(), threading.Lock()
         self._children: dict[int, Forked] = {}  # that live, as far as is known
         self._reply: Forked | OSError | None = None
+        self._words = -1  # a file with what the fork server has said
         self._number, self._answered = 0, False  # of the last request; whether this fork server has answered one
         belongs_here(self)
 
@@ -261,12 +263,18 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+        if self._words >= 0:
+            os.close(self._words)
+            self._words = -1
         atexit.unregister(self._end)
 
     def on_forked(self) -> None:
         """In a forked child: all this is its parent's."""
         if self._sock is not None:
             self._sock.close()
+        if self._words >= 0:
+            os.close(self._words)
+            self._words = -1
         for child in self._children.values():
             child.let_go()
         self._children, self._process, self._sock = {}, None, None
@@ -289,12 +297,21 @@ class ForkServer:
             if reply is not None:
                 return reply
             if self._sock is not sock:
-                raise OSError("the process that starts others has died")
+                raise OSError(f"the process that starts others has died{self._last_words()}")
             if idle.look() > (limit_s := ANSWER_S if self._answered else START_S):
                 self._end()  # the next start makes another
                 raise OSError(f"the process that starts others hangs: no answer, nor work, for {limit_s:g} s")
             look()
             _is_readable(sock.fileno(), LOOK_S)
+
+    def _last_words(self) -> str:
+        """Of the fork server that has died."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(ANSWER_S)
+        said = os.pread(self._words, os.fstat(self._words).st_size, 0).decode(errors="replace")
+        code = self._process.poll()
+        return f" (exit code {code}); {end_of(said, 'what it said')}" if said.strip() else f" (exit code {code})"
 
     def _answer(self) -> Forked | OSError | None:
         with self._receiving:
@@ -303,16 +320,23 @@ class ForkServer:
 
     def _begin(self) -> socket.socket:
         self._end()
+        self._words = os.memfd_create("torch-ecrec-words")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            words = [sys.executable, "-m", "torch_ecrec.processes.fork_server", str(theirs.fileno()), *self._preload]
+            words = [
+                sys.executable,
+                "-P",
+                "-m",
+                "torch_ecrec.processes.fork_server",
+                str(theirs.fileno()),
+                *self._preload,
+            ]
             self._process = subprocess.Popen(
                 [*words, " " * TITLE_BYTES],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # without any, no child would have one, whatever file it is given
-                stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
-                env=self._environment,
+                stderr=self._words,
+                env=with_own_path(self._environment),
                 pass_fds=[theirs.fileno()],
                 # Ctrl-C reaches us, not it. In our session: when we are gone, the kernel ends it even if it is stopped
                 # (a process group that becomes orphaned gets SIGHUP and SIGCONT, if a process of it is stopped).
@@ -338,13 +362,22 @@ class ForkServer:
             for file in files:
                 os.set_inheritable(file, False)
             kind, number, more = _REPLY.unpack(data)
-            self._answered = True
+            if not self._answered:
+                self._answered = True
+                self._repeat()
             if kind == _STARTED:
                 self._take(number, files, more == self._number)
             elif kind == _FAILED and more == self._number:
                 self._reply = OSError(number, os.strerror(number))
             elif number in self._children:
                 self._children.pop(number).end_with(os.waitstatus_to_exitcode(more))
+
+    def _repeat(self) -> None:
+        """Says what the fork server has said while it loaded."""
+        said = os.pread(self._words, os.fstat(self._words).st_size, 0)
+        if said and sys.__stderr__ is not None:
+            with contextlib.suppress(OSError):  # ours may be full, or closed
+                os.write(2, said)
 
     def _take(self, pid: int, files: list[int], asked: bool) -> None:
         """A child. `asked`: by the last request; else nobody waits for it any more."""

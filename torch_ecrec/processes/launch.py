@@ -17,6 +17,7 @@ import queue
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -55,7 +56,8 @@ REASON_S = 1.0  # for the reason to arrive, once an all-reduce has failed
 WAKE_S = 1.0  # a signal may come to another thread than the one that waits, and does not wake it
 LEAVE_S = 30.0  # for the last acknowledgements, where nobody has waited for them
 WAITS_S = 5.0  # before it is told that other trainers are waited for
-LOGS = "torch-ecrec-"  # folders with logs of local clusters, where temporary files are
+LOGS = "torch-ecrec-logs-"  # folders with logs of local clusters, where temporary files are; then who has made it
+LOGS_KEPT = 3  # of trainers that were interrupted
 LET_GO_S = 30.0  # of slots, once a membership is over: one that was taken for lost may hang, and its memory is wanted
 ABORT_S = 5.0  # for which a trainer may wait for others in vain, once the cluster has ended
 
@@ -352,7 +354,7 @@ def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings)
         )
     own: Supervisor | None = None
     if trainer == 0:
-        logs = Path(tempfile.mkdtemp(prefix=LOGS))
+        logs = _logs_folder()
         print(f"torch-ecrec: a cluster of this process's own; what its processes say: {logs}", file=sys.stderr)
         own = Supervisor(code, spares=1, restart=True, logs=logs, environment=settings.environment())
         atexit.register(own.close)
@@ -360,6 +362,20 @@ def _start_local(job: JobSpec, trainer: int, code: CodeSpec, settings: Settings)
     if job.trainers > 1:
         dist.broadcast_object_list(address, src=0)
     return own, address[0]
+
+
+def _logs_folder() -> Path:
+    """A new one. Trainers that were interrupted leave theirs, for who looks for a reason: the newest few stay."""
+    left = []
+    for one in Path(tempfile.gettempdir()).glob(f"{LOGS}[0-9]*-*"):
+        with contextlib.suppress(OSError):  # another process was first
+            found, maker = one.lstat(), one.name.removeprefix(LOGS).partition("-")[0]
+            mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if mine and not Path(f"/proc/{maker}").exists():
+                left.append((found.st_mtime, one))
+    for _, one in sorted(left, reverse=True)[LOGS_KEPT:]:
+        shutil.rmtree(one, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{LOGS}{os.getpid()}-"))
 
 
 def _wait_for_trainers(cluster: Supervisor, limit_s: float) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from torch_ecrec.coordinator.election import RETRY_S, Candidate, Standing
 from torch_ecrec.errors import ClusterError
+from torch_ecrec.runtime.addresses import text_of
 from torch_ecrec.spec.settings import new_run
 from torch_ecrec.transport.etcd import EtcdKeys, EtcdUnavailable, Last, Leader, parse_place
 
@@ -131,13 +132,13 @@ class Office:
             if self._candidate.standing is Standing.STANDBY and leads is not None:
                 if leads.ttl_s not in (0, self._lease_s):
                     self._refuse(leads)
-                self._tell(f"stands by at {self._elect}: {leads.address[0]}:{leads.address[1]} leads")
+                self._tell(f"stands by at {self._elect}: {text_of(leads.address)} leads")
             if self._candidate.standing is Standing.STANDBY:
                 time.sleep(wait_s)  # until its next look, at most `POLL_S`
         return self._candidate.standing
 
     def _refuse(self, leads: Leader) -> None:
-        who = f"{leads.address[0]}:{leads.address[1]}, which leads at {self._elect}"
+        who = f"{text_of(leads.address)}, which leads at {self._elect}"
         raise ClusterError(
             f"all coordinators of a cluster need the same lease: {who}, has --leader-lease {leads.ttl_s},"
             f" and this one {self._lease_s}"

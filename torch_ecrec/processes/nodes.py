@@ -21,9 +21,8 @@ from pathlib import Path
 
 from torch_ecrec.errors import DataLoss
 from torch_ecrec.processes.children import FRESH_STORE
-from torch_ecrec.runtime.addresses import interface_of, interfaces
+from torch_ecrec.runtime.addresses import interface_of, interfaces, parse_address, parse_host
 from torch_ecrec.runtime.checks import require, require_int
-from torch_ecrec.transport.control import parse_address
 from torch_ecrec.transport.whereabouts import require_whereabouts
 
 MEETING_PORT = 29500
@@ -65,7 +64,7 @@ class Nodes:
 
     def command(self, script: Sequence[str]) -> list[str]:
         """The command line of torchrun. Raises OSError where the host to meet at cannot be reached."""
-        words = [sys.executable, "-m", "torch.distributed.run"]
+        words = [sys.executable, "-P", "-m", "torch.distributed.run"]
         if not self.meet:
             words += ["--standalone"]
         else:
@@ -89,12 +88,14 @@ class Nodes:
     @property
     def meeting(self) -> tuple[str, int]:
         """Host and port where they meet."""
-        return parse_address(self.meet if ":" in self.meet else f"{self.meet}:{MEETING_PORT}")
+        host, port = parse_address(self.meet if ":" in self.meet.rpartition("]")[2] else f"{self.meet}:{MEETING_PORT}")
+        require(":" not in host, f"trainers meet over IPv4: --meet must be such an address or a name, got {self.meet}")
+        return host, port
 
     @property
     def own_address(self) -> str:
         """Of this host."""
-        return self.address or address_towards(self.meeting[0])
+        return parse_host(self.address) if self.address else address_towards(self.meeting[0])
 
 
 def address_towards(host: str) -> str:

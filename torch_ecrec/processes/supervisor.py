@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, OtherCluster
-from torch_ecrec.processes.children import Child, await_end
+from torch_ecrec.processes.children import Child, await_end, tail, with_own_path
 from torch_ecrec.processes.fork_server import ForkServer, is_available
+from torch_ecrec.runtime.addresses import parse_host, text_of
 from torch_ecrec.runtime.checks import require_int
 from torch_ecrec.runtime.lifetime import belongs_here, tell_to_end
 from torch_ecrec.spec.job import CodeSpec
@@ -103,6 +104,7 @@ class Supervisor:
         coordinator: Sequence[str] = (),
     ) -> None:
         require_int("spares", spares, 0)
+        host = parse_host(host)
         self.code, self.spares, self.restart, self.logs = code, spares, restart, logs
         # a peer that dies is routine here: RPC's own complaints would drown what matters
         self.environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **(environment or {})}
@@ -135,7 +137,7 @@ class Supervisor:
     @property
     def join(self) -> str:
         """HOST:PORT of the coordinator."""
-        return f"{self.address[0]}:{self.address[1]}"
+        return text_of(self.address)
 
     @property
     def children(self) -> list[Child]:
@@ -170,11 +172,11 @@ class Supervisor:
             look = self._raise_if_told
             return self._forks.start("torch_ecrec", arguments, self.environment, stdout, stderr, look)
         return subprocess.Popen(
-            [sys.executable, "-m", "torch_ecrec", *arguments],
+            [sys.executable, "-P", "-m", "torch_ecrec", *arguments],
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,
-            env=self.environment,
+            env=with_own_path(self.environment),
             start_new_session=True,  # Ctrl-C reaches us, and we end them
         )
 
@@ -218,7 +220,7 @@ class Supervisor:
         except (ValueError, TypeError, LookupError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.coordinator.wait(STOP_S)
-            where = f"; see {self._log_of('coordinator')}" if self.logs is not None else ""
+            where = f"; {tail(self._log_of('coordinator'))}" if self.logs is not None else ""
             code = self.coordinator.returncode
             raise ClusterUnavailable(f"the coordinator did not start (exit code {code}){where}") from error
 

@@ -1,13 +1,66 @@
-"""Addresses of this host, and its interfaces."""
+"""Addresses: as text, `HOST:PORT`, or `[HOST]:PORT` of IPv6; of this host; its interfaces.
+
+An address that is told to others is one that they can reach. `0.0.0.0` and `::` mean all of a host's own addresses to
+who listens there, and to who connects there himself: they are refused where they are given.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import socket
 import struct
 from collections.abc import Iterable
 
+from torch_ecrec.runtime.checks import require
+
 SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address; Linux
+
+
+def parse_host(text: str) -> str:
+    """A name or an address, of IPv6 with or without brackets, that others can reach; without them.
+
+    Raises ValueError for any other.
+    """
+    bracketed = text.startswith("[") and text.endswith("]")
+    host = text[1:-1] if bracketed else text
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        require(bool(host) and not bracketed and ":" not in host, f"a host must be a name or an address, got {text!r}")
+        try:
+            nobody = not any(socket.inet_aton(host))  # "0", say
+        except OSError:
+            nobody = False
+    else:
+        require(found.version == 6 or not bracketed, f"brackets are for addresses of IPv6, got {text!r}")
+        mapped = getattr(found, "ipv4_mapped", None)
+        nobody = found.is_unspecified or (mapped is not None and mapped.is_unspecified)
+    require(
+        not nobody,
+        f"{text!r} is no address that others can reach: who connects there reaches itself. Name one of this host's"
+        " (`ip address` lists them), or its name",
+    )
+    return host
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """ "HOST:PORT" -> (HOST, PORT). Raises ValueError where it is no such thing, or nobody can be reached there."""
+    host, colon, port = text.rpartition(":")
+    said = f"an address must be HOST:PORT, or [HOST]:PORT of IPv6, got {text!r}"
+    require(bool(colon and host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536, said)
+    require(":" not in host or host.startswith("["), said)
+    return parse_host(host), int(port)
+
+
+def text_of(address: tuple[str, int]) -> str:
+    """The inverse of `parse_address`."""
+    return f"{in_url(address[0])}:{address[1]}"
+
+
+def in_url(host: str) -> str:
+    """With the brackets that an address of IPv6 has there."""
+    return f"[{host}]" if ":" in host else host
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -38,7 +38,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserWideCacheLocator
@@ -149,7 +149,7 @@ class _Nowhere(_Elsewhere):
 class _Places(CompileResultCacheImpl):
     """Numba's search for a folder, with more places."""
 
-    _locator_classes: ClassVar[list[Any]] = [
+    _locator_classes = [  # noqa: RUF012 (Numba declares it)
         *(_InHome if one is UserWideCacheLocator else one for one in CompileResultCacheImpl._locator_classes),
         _InTemporary,
         _Nowhere,

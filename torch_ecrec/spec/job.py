@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # they load Numba, which takes a second: not to read a comman
 
 FIELD_SIZE = 256  # elements of the code's field, so members of a stripe at most; `codec.field` has its own
 PROTECTIONS = ("parity", "none")
+# More than any job has: a number that is read somewhere is compared before anything of its size is made.
+ROWS_MOST, DIM_MOST, SLOTS_MOST, TRAINERS_MOST = 1 << 48, 1 << 24, 1 << 20, 1 << 20
 
 
 @dataclass(frozen=True, init=False)
@@ -88,8 +90,8 @@ class TableSpec:
     def __post_init__(self) -> None:
         require(bool(self.name), "`name` of a table must not be empty")
         require(self.weights in ITEM_BYTES, f"`weights` must be one of {', '.join(ITEM_BYTES)}, got {self.weights!r}")
-        require_int(f"rows of table {self.name}", self.rows, 1)
-        require_int(f"dim of table {self.name}", self.dim, 1)
+        require_int(f"rows of table {self.name}", self.rows, 1, ROWS_MOST)
+        require_int(f"dim of table {self.name}", self.dim, 1, DIM_MOST)
         require(
             self.low <= self.high, f"table {self.name}: `low` must not exceed `high`, got {self.low} and {self.high}"
         )
@@ -114,7 +116,7 @@ class CodeSpec:
         )
         require_int("k", self.k, 1)
         require_int("r", self.r, 1)
-        require_int("slots", self.slots, 1)
+        require_int("slots", self.slots, 1, SLOTS_MOST)
         require(self.k + self.r <= FIELD_SIZE, f"`k + r` must be at most {FIELD_SIZE}, got {self.k + self.r}")
         if self.protection == "parity":
             require(
@@ -179,7 +181,7 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         require(len(self.tables) > 0, "a job needs at least one table")
-        require_int("trainers", self.trainers, 1)
+        require_int("trainers", self.trainers, 1, TRAINERS_MOST)
         require_int("seed", self.seed, 0)
         times = Counter(table.name for table in self.tables)
         twice = sorted(name for name in times if times[name] > 1)

@@ -9,6 +9,7 @@ a place: newest is what was written last, also where training went back to an ea
 Invariants
 - The hash is of the manifest's bytes, and the file is the one encoding of what it says: any other byte is refused.
 - Every number, name and list is checked as it is read. Names of files are single words: no path leaves its folder.
+- A number is compared with what is there before anything of its size is made: a file whose hash is right may say any.
 - A newer format is refused by its number, before anything else of it is looked at; so an older program never guesses.
 """
 
@@ -114,6 +115,10 @@ class PartEntry(Struct, frozen=True, forbid_unknown_fields=True):
     dense: list[DenseEntry] = []
     errors: list[TableError] = []
 
+    def __post_init__(self) -> None:
+        if any(place.offset + place.bytes > self.bytes for place in self.dense):
+            raise ValueError(f"{self.name} has parts of the dense model beyond its {self.bytes:,} bytes")
+
     @staticmethod
     def of(said: Any) -> PartEntry:
         """Of builtins, as they come from another process. Raises CheckpointError for anything else."""
@@ -163,13 +168,14 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         slabs = len(job.slabs)
         names = [part.name for part in self.parts]
         trainers = sorted(dense.trainer for part in self.parts for dense in part.dense)
+        dense_of_each = len(trainers) == job.trainers and trainers == [*range(job.trainers)]
         wrong = {
             "an incremental checkpoint has a base, a full one has none": (self.kind == "full") != (self.base is None),
             "it builds on itself": self.base == self.id,
             "two parts have one name": len(set(names)) != len(names),
             f"a part is the manifest, {MANIFEST}": MANIFEST in names,
             f"a part has not {slabs} slabs, as the job has": any(len(part.rows) != slabs for part in self.parts),
-            f"dense parts are of trainers {trainers}, the job has {job.trainers}": trainers != [*range(job.trainers)],
+            f"dense parts are of trainers {trainers}, the job has {job.trainers}": not dense_of_each,
             "its name says another step": int(self.id[:12]) != self.done,
         }
         for reason, holds in wrong.items():

@@ -29,6 +29,7 @@ import zstandard
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from torch_ecrec.errors import CheckpointError
 from torch_ecrec.records.halves import numbers_of, records_of
 from torch_ecrec.records.positions import Bytes, Floats, Positions
 from torch_ecrec.records.schema import Schema
@@ -40,6 +41,7 @@ from torch_ecrec.storage.manifest import Count, DenseEntry, Encoding, PartEntry,
 from torch_ecrec.storage.row_ids import RowIds
 
 BLOCK_BYTES = 4 << 20  # of records; what a reader has in memory at a time, twice where it is compressed
+UNPACKED_BYTES = 1 << 20  # at a time: how many there are in all is known at the end
 
 Block = tuple[int, Positions, Bytes]  # slab, rows (N,), records (N, B)
 Wanted = Callable[[int, Positions], NDArray[np.bool_] | None]
@@ -340,9 +342,11 @@ class PartReader:
         """The records of a block; None: none is wanted. Raises ValueError for what no writer has written."""
         require(header.slab < len(self._schemas), f"there is no slab {header.slab}")
         schema, count = self._schemas[header.slab], header.count
-        body = _unpacked(body, header.packed)
         size = schema.nbytes if not header.bits else _quantised_bytes(schema, header.bits)
         begin = header.ids.nbytes(count)
+        told = header.packed or len(body)
+        require(told == begin + count * size, f"{told} bytes for {count} rows of {size}")
+        body = _unpacked(body, header.packed)
         require(len(body) == begin + count * size, f"{len(body)} bytes for {count} rows of {size}")
         rows_N = row_ids.decode(header.ids, count, body[:begin])
         mask_N = wanted(header.slab, rows_N) if wanted is not None else None
@@ -364,6 +368,7 @@ class PartReader:
             CheckpointError: as for `blocks`.
         """
         found = {}
+        self.check_size()
         for place in self._entry.dense:
             data = self._location.read_range(self._entry.name, place.offset, place.bytes)
             end = place.offset + place.bytes
@@ -376,6 +381,12 @@ class PartReader:
             except (ValueError, zstandard.ZstdError) as error:
                 raise frames.fault(f"it cannot be: {error}") from error
         return found
+
+    def check_size(self) -> None:
+        """Before memory for it is made. Raises CheckpointError: the file has not the bytes that the manifest says."""
+        size, said = self._location.size(self._entry.name), self._entry.bytes
+        if size != said:
+            raise CheckpointError(f"{self._where} was cut off or altered: it has {size:,} bytes, {said:,} were written")
 
     def check(self) -> None:
         """Reads all, and gives nothing. Raises CheckpointError."""
@@ -405,11 +416,12 @@ def _unpacked(body: Bytes, size: int) -> Bytes:
     """A body without zstd, writable."""
     if not size:
         return body
-    whole = np.empty(size, np.uint8)
-    decompressed = zstandard.ZstdDecompressor().decompress(body.data, max_output_size=size)
-    require(len(decompressed) == size, f"zstd gives {len(decompressed)} bytes, not {size}")
-    whole[:] = np.frombuffer(decompressed, np.uint8)
-    return whole
+    whole = bytearray()
+    with zstandard.ZstdDecompressor().stream_reader(body.data) as reader:
+        while len(whole) <= size and (piece := reader.read(min(UNPACKED_BYTES, size + 1 - len(whole)))):
+            whole += piece
+    require(len(whole) == size, f"zstd gives other bytes than {size}")
+    return np.frombuffer(whole, np.uint8)
 
 
 def _restored(body: Bytes, count: int, schema: Schema, bits: int) -> Bytes:

@@ -32,6 +32,8 @@ from torch_ecrec.storage.parts import Block, PartReader
 from torch_ecrec.storage.saves import Save, Saves
 from torch_ecrec.storage.seen import mark_
 
+MANY_ROWS = 1 << 24  # 2 MiB of bits: of fewer, it need not be asked how large files are
+
 Mine = Callable[[int, Positions], NDArray[np.bool_]]
 Ranges = Sequence[tuple[int, int]]  # of each slab: the first row that is wanted, and the end
 
@@ -117,6 +119,8 @@ def records_of(
     slabs = manifest.spec.slabs
     ranges = wanted if wanted is not None else [(0, slab.rows) for slab in slabs]
     require(len(ranges) == len(slabs), f"`wanted` must have a range for each of {len(slabs)} slabs, got {len(ranges)}")
+    if slots is None:
+        _require_possible(catalog, chain)
     coverage = [_Coverage(slab, i, *ranges[i]) for i, slab in enumerate(slabs)]
     newest_first: list[Manifest | Save] = [*reversed(saves), *reversed(chain)]
     for one in newest_first:
@@ -134,6 +138,28 @@ def records_of(
                 of_slab.finish(where, slots is None)
             else:
                 of_slab.next_older()
+
+
+def _require_possible(catalog: Catalog, chain: Sequence[Manifest]) -> None:
+    """Raises CheckpointError for more rows than the files can have, before there is a bit for each.
+
+    A record has 4 bytes at least, and zstd makes 2^15 of one at most.
+    """
+    (full,) = (one for one in chain if one.base is None)
+    for index, slab in enumerate(full.spec.slabs):
+        if slab.rows < MANY_ROWS:
+            continue
+        said = sum(part.rows[index] for part in full.parts)
+        if said != slab.rows:
+            where = catalog.folder(full.id).url
+            raise CheckpointError(f"{where} has {said:,} rows of slab {index}, the job {slab.rows:,}; {ADVICE}")
+        for part in full.parts:
+            PartReader(catalog.folder(full.id), part, [one.schema for one in full.spec.slabs]).check_size()
+            if part.rows[index] > part.bytes << 13:
+                raise CheckpointError(
+                    f"{catalog.folder(full.id).url}/{part.name} cannot have {part.rows[index]:,} rows in"
+                    f" {part.bytes:,} bytes; {ADVICE}"
+                )
 
 
 def _folder(catalog: Catalog, one: Manifest | Save) -> Location:

@@ -52,7 +52,7 @@ class HostsError(RuntimeError):
 
 def _found(command: str) -> str | None:
     """Where a command is: in PATH, or where those of root are; None: nowhere."""
-    return shutil.which(command, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_FOLDERS]))
+    return shutil.which(command) or shutil.which(command, path=os.pathsep.join(SYSTEM_FOLDERS))
 
 
 def unavailable() -> str:
@@ -82,7 +82,7 @@ class _Namespace:
         self.name = name
         init = Path(__file__).with_name("host_init.py")
         self._init = subprocess.Popen(
-            [sys.executable, "-S", "-E", str(init), name],
+            [sys.executable, "-P", "-S", "-E", str(init), name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -325,7 +325,9 @@ class _Relay:
         switch.run("ip", "link", "set", port, "promisc", "on")
         options = {"interfaces": [port, inner], **how}
         self._process = subprocess.Popen(
-            switch.enter([sys.executable, "-S", "-E", str(Path(__file__).with_name("relay.py")), json.dumps(options)]),
+            switch.enter(
+                [sys.executable, "-P", "-S", "-E", str(Path(__file__).with_name("relay.py")), json.dumps(options)]
+            ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -44,6 +44,7 @@ from typing import Any
 import msgspec
 
 from torch_ecrec.errors import ClusterUnavailable
+from torch_ecrec.runtime.addresses import family_of, text_of
 from torch_ecrec.runtime.lifetime import belongs_here
 from torch_ecrec.transport.liveness import NO_WAY, Address, probe
 
@@ -184,7 +185,7 @@ class LineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self.peer = "{}:{}".format(*transport.get_extra_info("peername")[:2])
+        self.peer = text_of(transport.get_extra_info("peername")[:2])
         tune(transport.get_extra_info("socket"))
         self._server._connections.add(self)
         self._server._take_in(self)
@@ -264,7 +265,7 @@ class ControlServer:
         self._probing: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None  # what a callback raised
         try:
-            self._listener = socket.create_server((host, port), backlog=1024)
+            self._listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise OSError(error.errno, f"port {port} on {host} is in use") from error
@@ -434,7 +435,7 @@ def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
             if time.monotonic() + pause_s > deadline_s:
                 reason = error.strerror or str(error)
                 kind = NoAnswer if isinstance(error, TimeoutError) or error.errno in NO_WAY else ClusterUnavailable
-                raise kind(f"no coordinator at {host}:{port} within {timeout_s:g} s: {reason}") from error
+                raise kind(f"no coordinator at {text_of((host, port))} within {timeout_s:g} s: {reason}") from error
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, RETRY_MOST_S)
 
@@ -530,14 +531,6 @@ class ControlClient:
             self._on_closed(reason or self._reason)
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """ "host:port" -> (host, port). Raises ValueError where it is no such thing."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"an address must be HOST:PORT, got {text!r}")
-    return host, int(port)
-
-
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
     """Asks one question on a connection of its own and returns the answer.
 
@@ -545,7 +538,7 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
         ClusterUnavailable: no answer within `timeout_s`.
     """
     deadline_s = time.monotonic() + timeout_s
-    where = f"the coordinator at {host}:{port}"
+    where = f"the coordinator at {text_of((host, port))}"
     lines = Lines()
     with _connect(host, port, timeout_s) as sock:
         try:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl
 
 from torch_ecrec.errors import ClusterError
+from torch_ecrec.runtime.addresses import in_url, parse_address
 from torch_ecrec.runtime.checks import require
 
 if TYPE_CHECKING:
@@ -76,10 +77,10 @@ def parse_place(text: str) -> Place:
     require(not more or (found[1] == "etcds" and more.keys() <= set(_TLS)), wanted)
     addresses = []
     for one in found[2].split(","):
-        host, colon, port = one.rpartition(":")
-        host, port = (host, port) if colon else (one, str(PORT))
-        require(bool(host) and port.isdigit() and 0 < int(port) < 65536, wanted)
-        addresses.append((host, int(port)))
+        try:
+            addresses.append(parse_address(one if ":" in one.rpartition("]")[2] else f"{one}:{PORT}"))
+        except ValueError as error:
+            raise ValueError(f"{wanted}: {error}") from None
     protocol, tls = "https" if found[1] == "etcds" else "http", tuple(more.get(name) for name in _TLS)
     return Place(protocol, tuple(addresses), found[3], tls)
 
@@ -166,7 +167,7 @@ class EtcdKeys:
             raise ClusterError("etcd needs a package: pip install torch-ecrec[etcd]") from error
         authority, certificate, key = place.tls
         self._clients = [
-            Etcd3Client(host, port, place.protocol, authority, key, certificate, timeout_s, "/v3/")
+            Etcd3Client(in_url(host), port, place.protocol, authority, key, certificate, timeout_s, "/v3/")
             for host, port in place.addresses
         ]
         for client in self._clients:  # else REQUESTS_CA_BUNDLE, where it is set, would count instead of what was named

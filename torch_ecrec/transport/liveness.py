@@ -22,6 +22,7 @@ import threading
 import time
 
 from torch_ecrec.runtime import unlocked
+from torch_ecrec.runtime.addresses import family_of
 from torch_ecrec.runtime.lifetime import belongs_here
 
 Address = tuple[str, int]
@@ -63,8 +64,7 @@ class SignOfLife:
     """
 
     def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=64)
+        self._listener = socket.create_server((host, 0), family=family_of(host), backlog=64)
         self.address: Address = self._listener.getsockname()[:2]
         self._answers = unlocked.Answers()
         belongs_here(self)

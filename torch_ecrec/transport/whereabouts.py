@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from torch_ecrec.errors import ClusterUnavailable
-from torch_ecrec.transport.control import parse_address, request
+from torch_ecrec.runtime.addresses import parse_address, text_of
+from torch_ecrec.transport.control import request
 from torch_ecrec.transport.etcd import FORM, EtcdKeys, EtcdUnavailable, Leader, parse_place
 
 C = TypeVar("C")
@@ -178,7 +179,7 @@ def follow(
             leads = where.look()
             if is_followed(connected(), leads):
                 assert leads is not None
-                on_other(f"the coordinator at {leads.address[0]}:{leads.address[1]} leads now")
+                on_other(f"the coordinator at {text_of(leads.address)} leads now")
 
     if where.changes:
         threading.Thread(target=watch, name="leader", daemon=True).start()

@@ -311,7 +311,7 @@ class HostedCluster:
         self.close()
 
 
-_OURS = [sys.executable, "-m", "torch_ecrec"]
+_OURS = [sys.executable, "-P", "-m", "torch_ecrec"]
 
 
 class Runs:
