@@ -19,6 +19,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torch_ecrec.nn.random_states import random_states, set_random_states
 from torch_ecrec.nn.trainer_state import TrainerState, unwrapped
+from torch_ecrec.nn.values import encode
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -140,6 +141,21 @@ def test_rates_of_the_tables_come_back_attached_or_not(attached: tuple[bool, boo
     second.load_(saved)
     assert rates(after) == [0.5, 1 / 3]
     assert all(group["params"] is mine for group, mine in zip(after.param_groups, owned, strict=True))
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_what_the_build_before_kept_is_read(attached: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It kept rates of tables whose optimizer was attached, under other names."""
+    before, after = (shard(collection("adagrad"))[0].fused_optimizer for _ in range(2))
+    for group in before.param_groups:
+        group["lr"] = 0.25
+    values, own = kept_by([before], tables=before).values(), rates(after)
+    old = {"groups": values["groups"] if attached else [], "counters": values["counters"]}
+    state = kept_by([], tables=after)
+    state.check(saved := state.decoded({name: encode(value, name) for name, value in old.items()}))
+    state.load_(saved)
+    assert rates(after) == (rates(before) if attached else own)
+    assert ("NOT EXACT" in caplog.text) is not attached
 
 
 def test_what_gradients_are_divided_by_comes_back() -> None:

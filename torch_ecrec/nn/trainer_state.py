@@ -13,6 +13,7 @@ Does not hold the dense model (`dense.py` does) or the place in the reader (`rea
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torch_ecrec.nn.random_states import GENERATORS, set_state_of, state_of
 from torch_ecrec.nn.reader import Stateful
 from torch_ecrec.nn.values import decode, encode
+
+log = logging.getLogger(__name__)
 
 
 def unwrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
@@ -178,12 +181,14 @@ class TrainerState:
 
     @staticmethod
     def decoded(saved: Mapping[str, bytes]) -> dict[str, Any]:
-        """`values`, from `encoded`."""
+        """`values`, from `encoded`. Without what the build before did not keep: rates of tables whose optimizer was not
+        attached ("groups" is empty), and what gradients are divided by."""
         prefix = "stateful/"
+        before = GROUPS not in saved
         return {
-            "groups": decode(saved[GROUPS]),
-            "gradient division": decode(saved[DIVISION]),
-            "counters": decode(saved[COUNTERS]),
+            "groups": decode(saved["groups" if before else GROUPS]),
+            "gradient division": get_gradient_division() if before else decode(saved[DIVISION]),
+            "counters": decode(saved["counters" if before else COUNTERS]),
             "stateful": {n.removeprefix(prefix): decode(v) for n, v in saved.items() if n.startswith(prefix)},
         }
 
@@ -192,13 +197,18 @@ class TrainerState:
         names = sorted([*(saved["stateful"].keys() ^ self.stateful.keys()), *others])
         if names:
             raise ValueError(f"attached now but not when the snapshot was taken, or the other way: {', '.join(names)}")
-        if len(saved["groups"]) != len(self._fused) or not saved["counters"].keys() <= self._counters().keys():
+        if len(saved["groups"]) not in (0, len(self._fused)) or not saved["counters"].keys() <= self._counters().keys():
             raise ValueError("other optimizers are attached than when the snapshot was taken")
 
     def load_(self, saved: Mapping[str, Any]) -> None:
         """Puts `values` back, after the dense model's. Not checked: that they fit; `check` does."""
-        for optimizer, groups in zip(self._fused, saved["groups"], strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
+        if self._fused and not saved["groups"]:
+            log.warning(
+                "NOT EXACT: learning rates of the tables are not in this checkpoint, which a build before has written;"
+                " they are as the script has set them"
+            )
+        for optimizer, groups in zip(self._fused, saved["groups"] or [[]] * len(self._fused), strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=bool(groups)):
                 group.update(values)
         set_gradient_division(saved["gradient division"])
         counters = self._counters()
