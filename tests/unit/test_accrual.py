@@ -135,7 +135,7 @@ def test_a_host_whose_answers_come_at_once_is_unreachable_soon() -> None:
 
 
 def test_a_member_that_was_regular_is_missed_soon_and_another_is_not() -> None:
-    known = {name: MemberRecord(name, "server", -1, 1, name, 0.0, 0.0, host=name) for name in ("a", "b", "c")}
+    known = {name: MemberRecord(name, "server", -1, 1, name, 0.0, 0.0, address=(name, 1)) for name in ("a", "b", "c")}
     suspicion, rng = Suspicion(), random.Random(3)
     now_s, due = 0.0, {"a": 0.0, "b": 0.0, "c": 0.0}
     while now_s < 60.0:
@@ -146,7 +146,7 @@ def test_a_member_that_was_regular_is_missed_soon_and_another_is_not() -> None:
         now_s += 0.05
     assert suspicion.limit_s("c") == LEAST_S and suspicion.limit_s("b") > 1.0 and suspicion.limit_s("?") == SILENT_S
     suspicion.on_beat("a", ["b", "c"], known, now_s)
-    known["d"] = MemberRecord("d", "server", -1, 1, "d", 0.0, 0.0, host="d")
+    known["d"] = MemberRecord("d", "server", -1, 1, "d", 0.0, 0.0, address=("d", 1))
     known["b"].heard_s = known["c"].heard_s = now_s
     known["a"].heard_s = known["d"].heard_s = now_s + 0.6
     assert suspicion.silent(known, now_s + 0.7) == {}

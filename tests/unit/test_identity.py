@@ -14,7 +14,7 @@ import pytest
 from router_harness import CODE, JOB, Process, Running, Wire
 
 from torch_ecrec.coordinator.launches import RESTART_S
-from torch_ecrec.coordinator.regathering import BEYOND_MOST_S
+from torch_ecrec.coordinator.regathering import LATE_MOST_S
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.transport.liveness import ALIVE, GONE
@@ -144,7 +144,7 @@ def test_a_coordinator_that_knows_nothing_takes_the_identity_of_those_who_find_i
     for process in before.processes:
         after.processes.append(process)
         assert after.rejoin(process, **knows(before, process)).admitted
-    after.now_s = BEYOND_MOST_S
+    after.now_s = LATE_MOST_S
     after.router.on_tick(after.now_s)
     assert after.core.run == ANOTHER and after.core.epoch > 0
     for process in before.processes:
@@ -166,7 +166,7 @@ def test_members_of_two_clusters_at_one_address() -> None:
     for process in one.processes[2:]:
         after.processes.append(process)
         assert after.rejoin(process, **knows(one, process)).admitted
-    after.now_s = BEYOND_MOST_S
+    after.now_s = LATE_MOST_S
     after.router.on_tick(after.now_s)
     assert after.core.run == OWN and not after.names("lost") and not after.refusals and after.core.fatal is None
     assert len(after.names("turned_away")) == 6, "each is told of once"
@@ -351,7 +351,7 @@ def test_a_job_that_has_ended_is_not_trained_on_silently(start: str, coordinator
             running.processes.append(process)
             left = process.wire.told("left")[-1]["trainers"]
             running.rejoin(process, **knows(before, process), left=left)
-        running.now_s = BEYOND_MOST_S
+        running.now_s = LATE_MOST_S
         running.router.on_tick(running.now_s)
         assert running.core.epoch > 0 and running.core.era == 0
     newcomer = running.join("trainer", 0, **second)

@@ -226,7 +226,9 @@ def test_what_is_no_place_is_refused(said: str) -> None:
 
 
 def members(*names: str, heard_s: float = 0.0) -> dict[str, MemberRecord]:
-    return {name: MemberRecord(name, "server", -1, 1, name, 0.0, heard_s, host=f"host of {name}") for name in names}
+    return {
+        name: MemberRecord(name, "server", -1, 1, name, 0.0, heard_s, address=(f"host of {name}", 1)) for name in names
+    }
 
 
 def test_silence_needs_two_witnesses() -> None:
@@ -273,7 +275,7 @@ def test_a_cut_is_one_when_it_lasts_and_both_are_heard() -> None:
 def test_troubles_outlive_names_and_end() -> None:
     known, suspicion = members("a", "b", "c"), Suspicion()
     suspicion.on_beat("a", ["b"], known, 0.0)
-    known["d"] = MemberRecord("d", "server", -1, 1, "d", 1.0, 1.0, host="host of a")
+    known["d"] = MemberRecord("d", "server", -1, 1, "d", 1.0, 1.0, address=("host of a", 1))
     assert suspicion.troubles("d", ["b", "c", "d"], known) == 1 == suspicion.troubles("b", ["a", "c"], known)
     assert suspicion.troubles("d", ["c"], known) == 0
     suspicion.forget_gone(known, REMEMBERED_S)

@@ -19,7 +19,7 @@ _tables: list[str] = []  # of this process's models, on the servers
 
 def explain_empty_optimizers(tables: Sequence[str]) -> None:
     """From now on the error of an optimizer without parameters names these tables, in a note."""
-    if not _tables:
+    if not hasattr(Optimizer.__init__, "names_tables"):
         Optimizer.__init__ = _explained(Optimizer.__init__)  # type: ignore[method-assign]
     _tables.extend(table for table in tables if table not in _tables)
 
@@ -39,4 +39,5 @@ def _explained(init: Any) -> Any:
                 )
             raise
 
+    explained.names_tables = True  # type: ignore[attr-defined]
     return explained

@@ -36,6 +36,7 @@ from torch_ecrec.runtime.cores import ran_s
 INTERRUPTED = 130  # the exit code
 LOOK_S = 0.25
 IDLE = 0.05  # of a core: a thread that uses less does not compute
+THERE, COMPUTES = b".", b"c"  # what a process says of itself to who asks (`unlocked.py`)
 
 # the parent, and being told to end --------------------------------------------------------------------
 

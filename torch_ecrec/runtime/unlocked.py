@@ -27,8 +27,9 @@ from numba.core import typing as numba_typing
 
 from torch_ecrec.runtime.kernel_cache import kernel
 from torch_ecrec.runtime.kernels import pointer
+from torch_ecrec.runtime.lifetime import COMPUTES as COMPUTES
+from torch_ecrec.runtime.lifetime import THERE as THERE
 
-THERE, COMPUTES = b".", b"c"
 OVERDUE_S = 0.5
 RECENT_S = 2.0
 SHARE = 0.01  # of a core: a limit of 2 % for the whole process is enough to be seen
