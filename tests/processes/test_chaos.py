@@ -5,7 +5,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -422,8 +421,8 @@ def test_another_job_that_training_did_not_wait_for_fails_the_run(
 
 
 def test_the_command_of_another_job_is_one_of_its_own() -> None:
-    words = disturbances.another_job("host:1", 2, "host:2", sys.executable, ["-m", "script", "--seed", "6"])
-    arguments = parser().parse_args(words[3:])
+    words = disturbances.another_job("host:1", 2, "host:2", ["-m", "script", "--seed", "6"])
+    arguments = parser().parse_args(words[4:])
     assert (arguments.join, arguments.nproc_per_node, arguments.meet) == ("host:1", 2, "host:2")
     assert arguments.max_restarts == 0 and arguments.script == ["--", "-m", "script", "--seed", "6"]
 

@@ -166,7 +166,7 @@ def test_whoever_looks_may_stop_the_start(server: ForkServer) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(KeyboardInterrupt):
         server.start("forked_child", ("wait",), ENVIRONMENT, look=stop)
-    assert len(os.listdir("/proc/self/fd")) == before + 1, "the fork server's socket"
+    assert len(os.listdir("/proc/self/fd")) == before + 2, "the fork server's socket, and what it has said"
     server.close()
 
 

@@ -204,6 +204,7 @@ def test_a_server_told_to_end_at_any_line(monkeypatch: pytest.MonkeyPatch, reaso
     """Its handler waits for nothing that the line may hold, and the word counts: it would join again else."""
     monkeypatch.setattr(launch, "Member", JoinedMember)
     monkeypatch.setattr(launch, "WAKE_S", 0.01)
+    monkeypatch.setattr(launch, "status_of", lambda *_: {"members": []})  # no trainers that it would wait for
     monkeypatch.setattr(JoinedMember, "reason", reason)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     functions: set[str] = set()

@@ -6,6 +6,7 @@ its time and no longer, where more of it would be another event (`exact`). What 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -82,15 +83,14 @@ def felt_as_refusal(code: int | None, log: Path) -> str:
     return next((line.strip() for line in lines if REFUSAL in line), "")
 
 
-def another_job(join: str, trainers: int, meet: str, python: str, script: Sequence[str]) -> list[str]:
+def another_job(join: str, trainers: int, meet: str, script: Sequence[str]) -> list[str]:
     """The command line of another launch that names the same cluster.
 
     Args:
         join: the cluster.
         trainers: of the job, as many as the first one has.
         meet: HOST:PORT of torchrun's store.
-        python: the interpreter.
         script: with arguments, other than the first one's.
     """
-    words = [python, "-m", "torch_ecrec", "run", "--join", join, "--nproc-per-node", str(trainers), "--meet", meet]
-    return [*words, "--job", "another", "--max-restarts", "0", "--", *script]
+    words = [sys.executable, "-P", "-m", "torch_ecrec", "run", "--join", join, "--nproc-per-node", str(trainers)]
+    return [*words, "--meet", meet, "--job", "another", "--max-restarts", "0", "--", *script]

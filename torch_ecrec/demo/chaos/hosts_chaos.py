@@ -7,7 +7,6 @@ import math
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -230,7 +229,7 @@ class HostsChaos(HostsRun):
         """On the host from which it is watched: what is there is nobody else's."""
         host = self._watches_from
         meet = f"{host.address}:{MEETING_PORT}"
-        words = disturbances.another_job(self._hosted.join, self.arguments.trainers, meet, sys.executable, script)
+        words = disturbances.another_job(self._hosted.join, self.arguments.trainers, meet, script)
         with log.open("wb") as out:
             return host.start(
                 words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=example()[1], env=self._hosted.environment

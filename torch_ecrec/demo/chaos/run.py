@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -273,7 +272,7 @@ class ChaosRun(DemoRun):
         """Starts another job in this cluster."""
         assert self._cluster is not None
         meet = f"127.0.0.1:{free_port()}"
-        words = disturbances.another_job(self._cluster.join, self.arguments.trainers, meet, sys.executable, script)
+        words = disturbances.another_job(self._cluster.join, self.arguments.trainers, meet, script)
         with log.open("wb") as out:
             return subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=example()[1],
