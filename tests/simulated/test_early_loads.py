@@ -8,6 +8,7 @@ undisturbed run, bit by bit: what is read before each portion, every lookup, los
 import dataclasses
 import functools
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -157,9 +158,9 @@ def test_two_servers_are_lost_and_the_trainers_with_them(every):
     wide = dataclasses.replace(EARLY, code=THREE_TWO, spares=4, overwrites=portions(FEW))
     sent, ends = messages_before_training(wide), Counter()
     loads = [number for number, (sender, _, name) in sent if name == "Load" and sender.startswith("trainer")]
-    for number in loads[:: 1 if every == 1 else 6]:
-        faults = Fault("crash_receiver", number), Fault("crash_after", number + 1), Fault("crash_sender", number + 7)
-        run = check(wide, *faults)
+    for number, later in product(loads[:: 1 if every == 1 else 6], (7, 9)):
+        servers = Fault("crash_receiver", number), Fault("crash_after", number + 1)
+        run = check(wide, *servers, Fault("crash_sender", number + later))
         ends[run.kills, run.trainer_kills, run.loaded_again] += 1
     print(dict(ends))
     assert sum(count for (kills, _, anew), count in ends.items() if kills == 2 and anew) >= 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn import no_parameters
 from torch_ecrec.processes.children import reasons, tail
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
-from torch_ecrec.spec.settings import Settings
+from torch_ecrec.spec.settings import Settings, _require_known
 from torch_ecrec.storage.location import require_place, require_writable
 
 # settings -----------------------------------------------------------------------------------------------------------
@@ -33,6 +34,15 @@ def test_every_setting_is_known_and_its_misspelling_is_not(name: str, monkeypatc
     monkeypatch.setenv(f"TORCH_ECREC_{name[:-1]}", "1")
     with pytest.raises(ValueError, match=rf"TORCH_ECREC_{name[:-1]} is no setting .* did you mean TORCH_ECREC_\w+"):
         Settings.from_environment()
+
+
+def test_what_the_package_sets_or_reads_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is started by us with a variable of ours takes it."""
+    written = re.compile(r"\bTORCH_ECREC_[A-Z][A-Z_]*[A-Z]\b")
+    sources = [*(ROOT / "torch_ecrec").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    names = {name for path in sources for name in written.findall(path.read_text(encoding="utf-8"))}
+    assert len(names) >= 8 and "TORCH_ECREC_LOSS_MARK" in names
+    _require_known(names)
 
 
 def test_a_word_that_is_like_none_gets_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

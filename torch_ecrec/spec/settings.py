@@ -40,7 +40,10 @@ EVALUATION_WIRES = ("wire", "int8")  # how rows travel that get no gradients
 
 
 PREFIX = "TORCH_ECREC_"
-OTHERS = ("RECORD",)  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
+OTHERS = (
+    "RECORD",
+    "LOSS_MARK",
+)  # read elsewhere here; a test of this package has its own names, which begin with `TEST_`
 
 
 def new_run() -> str:
