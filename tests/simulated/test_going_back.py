@@ -161,7 +161,7 @@ def test_trainers_that_left_are_done_and_new_ones_go_on_from_there() -> None:
         h.say(name, type="leave")
         h.lose(name)
     assert h.core.fatal is None and h.core.era == 0
-    h.trainer(0)
+    h.trainer(0, again=True)
     assert h.core.era == 1 and h.core.going_back is not None
 
 
@@ -229,5 +229,5 @@ def test_a_server_that_left_after_training_is_missing_when_training_goes_on() ->
         h.say(name, type="leave")
         h.lose(name)
     assert h.places[1] == "server-1" and not [e for e in h.events if e["event"] == "lost"], "a clean end is quiet"
-    h.trainer(0)
+    h.trainer(0, again=True)
     assert h.places == ["server-0", "server-3", "server-2"] and h.core.going_back is not None

@@ -68,8 +68,8 @@ class Harness:
     def server(self) -> str:
         return self.join(role="server")
 
-    def trainer(self, rank: int) -> str:
-        return self.join(role="trainer", rank=rank, job=self.job.to_json())
+    def trainer(self, rank: int, **fields: Any) -> str:
+        return self.join(role="trainer", rank=rank, job=self.job.to_json(), **fields)
 
     def enter(self) -> None:
         """Everybody who is told of a generation enters it."""
