@@ -261,6 +261,6 @@ def test_when_all_is_lost_before_the_first_own_checkpoint_all_go_back_to_the_imp
 
 
 def test_once_there_is_an_own_one_they_go_back_to_that() -> None:
-    fired = sweep_beyond(17, own_after=2)
+    fired = sweep_beyond(11, own_after=2)
     print(fired)
     assert fired["to the imported one"] > 2 and fired["to its own"] > 2

@@ -40,7 +40,7 @@ def test_each_cause_is_told_everywhere(cause: str, caplog: pytest.LogCaptureFixt
     assert event["step"] == 7 and what in event["what"]
     assert f"NOT EXACT from step 7 on: {event['what']}" in shown(h)
     with caplog.at_level(logging.WARNING):
-        coordination._announce(event)
+        coordination.log_event(event)
     assert what in caplog.text, "it is a warning"
     for member in ("server-0", "trainer-0"):
         assert told(h, member, "known_inexact")[-1]["known"] == [(7, event["what"])]

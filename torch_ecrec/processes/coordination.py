@@ -333,9 +333,8 @@ class _Coordinator:
         self._server.call_later(TOLD_END_S, self._server.close)
 
     def _announce(self, event: dict[str, Any]) -> None:
-        """To the log: louder what is not exact, and what has lost all that was trained. And to the supervisor, which
-        starts the next coordinator, whose members these are."""
-        log.log(logging.WARNING if event["event"] in LOUD else logging.INFO, "%s", json.dumps(event))
+        """To the log, and to the supervisor, which starts the next coordinator, whose members these are."""
+        log_event(event)
         if event["event"] == "regathered" and not self._told.alone:
             print(json.dumps({"run": self._router.core.run}), file=self._out, flush=True)
 
@@ -421,6 +420,11 @@ class _Coordinator:
         # Those who wait are let in.
         server.call_later(JOINS_HELD_S, lambda: self._do(lambda: self._router.on_tick(time.monotonic())))
         server.serve_forever()
+
+
+def log_event(event: dict[str, Any]) -> None:
+    """Louder what is not exact, what has lost all that was trained, and what training waits for."""
+    log.log(logging.WARNING if event["event"] in LOUD else logging.INFO, "%s", json.dumps(event))
 
 
 def _store_on(host: str) -> Any:
