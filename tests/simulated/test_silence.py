@@ -21,7 +21,7 @@ from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.testing import SimulatedCluster
 from torch_ecrec.testing.links import COORDINATOR, Links, Outage
 
-SOME, MORE = 49_999, 997  # one point in so many; primes: nothing is met in step
+SOME, MORE = 49_999, 9_973  # one point in so many; primes: nothing is met in step
 
 
 def sweep(situation: str, numbers: Iterable[int]) -> Counter[str]:
