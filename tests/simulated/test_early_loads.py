@@ -350,6 +350,9 @@ def test_who_was_told_that_values_are_there_knows_whether_they_count(welcomed, s
 class NoPort:
     """Of a trainer that asks nobody."""
 
+    def now_s(self) -> float:
+        return 0.0
+
 
 # mutations ----------------------------------------------------------------------------------------
 
