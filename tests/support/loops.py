@@ -605,7 +605,7 @@ def _move_pushes(run: Run) -> None:
     if "exponential" in ways:
         run.schedulers["exponential"].step()
     if "plateau" in ways:
-        run.schedulers["plateau"].step(1.0 + number % 3)
+        run.schedulers["plateau"].step(1.0 + number)
     for i, group in enumerate(groups):
         if "all" in ways or ("one" in ways and i == 0):
             group["lr"] = group["lr"] * 0.9
