@@ -34,6 +34,16 @@ def host(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def add_host(parser: argparse.ArgumentParser) -> None:
+    """Where a coordinator listens."""
+    parser.add_argument(
+        "--host",
+        type=host,
+        default="127.0.0.1",
+        help="address of this host to listen on, which is told to others (default 127.0.0.1)",
+    )
+
+
 def add_code(parser: argparse.ArgumentParser) -> None:
     """How many servers there are, and the code that protects their records; `code_of` reads it."""
     parser.add_argument("--servers", type=int, default=3, metavar="S", help="slots, one server each (default 3)")

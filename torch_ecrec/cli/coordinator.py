@@ -12,9 +12,9 @@ from torch_ecrec.cli.arguments import (
     add_drain_slow,
     add_end_with_parent,
     add_grace,
+    add_host,
     checkpoints_of,
     code_of,
-    host,
     port,
     require_store,
     settings_of,
@@ -30,12 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `coordinator`."""
     add_code(parser)
     add_drain_slow(parser)
-    parser.add_argument(
-        "--host",
-        type=host,
-        default="127.0.0.1",
-        help="address of this host to listen on, which is told to others (default 127.0.0.1)",
-    )
+    add_host(parser)
     parser.add_argument("--port", type=port, default=0)
     parser.add_argument(
         "--elect",

@@ -15,9 +15,9 @@ from torch_ecrec.cli.arguments import (
     add_drain_slow,
     add_end_with_parent,
     add_grace,
+    add_host,
     checkpoint_arguments,
     code_of,
-    host,
     port,
     require_store,
     settings_of,
@@ -36,12 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `up`."""
     add_code(parser)
     add_drain_slow(parser)
-    parser.add_argument(
-        "--host",
-        type=host,
-        default="127.0.0.1",
-        help="address of this host to listen on, which is told to others (default 127.0.0.1)",
-    )
+    add_host(parser)
     parser.add_argument("--port", type=port, default=0, help="the coordinator's port (default: a free one)")
     parser.add_argument("--no-restart", action="store_true", help="do not start killed servers again")
     parser.add_argument(

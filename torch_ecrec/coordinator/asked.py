@@ -52,7 +52,7 @@ class AskedMembers:
 
         Args:
             silent: where these listen.
-            lives: of a member that does not, the lease has ended.
+            lives: whether it is a member still; one that is not was given up.
         """
         for name, one in list(self._asked.items()):
             if not lives(name) or not (one.away or name in silent):
