@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from coordinator_harness import Harness
 
-from torch_ecrec.client.waits import ServerWaits
-from torch_ecrec.coordinator.slowness import WINDOW_S, WINDOWS
+from torch_ecrec.coordinator.slowness import WINDOW_S, WINDOWS, Slowness
 from torch_ecrec.observe.text import format_status
 from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.waits import ServerWaits
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import Scenario, SimulatedCluster
 
@@ -67,8 +67,11 @@ class Watched(SimulatedCluster):
     def _beat(self) -> None:
         for name, client in self.clients.items():
             if name not in self.network.dead:
-                waits = messages.json_of(client.waits())
+                waits = messages.json_of(client.waits.take())
                 self.plane.tell(self.process_of[name], {"type": "beat", "report": {"waits": waits}})
+        for name, host in self.hosts.items():
+            if name not in self.network.dead:
+                self.plane.tell(self.process_of[name], {"type": "beat", "report": host.status()})
         self.network.clock.later(BEAT_S, self._beat)
 
     def go_for(self, seconds: float) -> Watched:
@@ -177,6 +180,44 @@ def test_who_is_not_waited_for_most_of_the_time_is_not_named(late_s: float) -> N
     h = Judged()
     h.start()
     assert not h.seconds(3 * ENOUGH, server_1=late_s).named()
+
+
+@pytest.mark.parametrize(
+    ("held_s", "late_s", "named"),
+    [
+        (0.6, {"server-0": 0.9, "server-2": 0.8}, True),
+        (0.6, {"server-0": 0.9, "server-2": 0.1}, False),  # the way between the two is slow
+        (0.6, {"server-1": 0.9}, False),  # it does not judge itself
+        (0.05, {"server-0": 0.9, "server-2": 0.9}, False),  # hardly anything waits for acknowledgments
+        (0.6, {}, False),  # all are as slow
+    ],
+)
+def test_trainers_that_wait_for_acknowledgments_wait_for_whom_servers_name(
+    held_s: float, late_s: dict[str, float], named: bool
+) -> None:
+    h = Judged()
+    h.start()
+    for _ in range(ENOUGH):
+        for rank in range(h.job.trainers):
+            late = {"server-1": 0.1}
+            waits = {"over_s": 1.0, "lookups": 1, "usual_s": 0.01, "late_s": late, "held_s": held_s}
+            h.say(f"trainer-{rank}", type="beat", report={"waits": waits})
+        for rank in range(3):
+            late = {"server-1": late_s.get(f"server-{rank}", 0.0)}
+            waits = {"over_s": 1.0, "lookups": 1, "usual_s": 0.01, "late_s": late}
+            h.say(f"server-{rank}", type="beat", report={"waits": waits})
+        h.second()
+    assert h.named() == ["server-1"] * named
+
+
+def test_windows_in_which_it_is_quiet_do_not_clear_it() -> None:
+    """A server that hardly runs is not heard of now and then."""
+    slowness, named = Slowness(), list[str]()
+    for tick in range(2 * ENOUGH * 4):
+        slowness.on_report("trainer-0", True, messages.WaitedFor(0.25, 1, 0.01, {"server-1": 0.2}))
+        quiet = {"server-1"} if tick % 40 == 10 else set()
+        named += slowness.on_tick({"server-0", "server-1", "server-2"}, (), quiet, 0.25 * tick)[0]
+    assert named == ["server-1"]
 
 
 @pytest.mark.parametrize("wanted", [False, True])

@@ -72,7 +72,7 @@ PURE = {
     "torch_ecrec.records.savers",
     "torch_ecrec.client.client",
     "torch_ecrec.client.reads",
-    "torch_ecrec.client.waits",
+    "torch_ecrec.protocol.waits",
     "torch_ecrec.protocol.pieces",
     "torch_ecrec.layout.repair",
     "torch_ecrec.protocol.step_rule",

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ecrec.client.waits import Round, ServerWaits
 from torch_ecrec.layout.routing import Parts, Route, route
 from torch_ecrec.layout.stripes import layout_of
-from torch_ecrec.protocol import messages, wire
+from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.protocol.pieces import Gathering
+from torch_ecrec.protocol.waits import Round, SlotWaits
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer, Placement
 from torch_ecrec.records.quantised import MORE_BYTES
@@ -55,7 +55,8 @@ class SlotReads(Node):
         self.bfloat16 = settings.wire == "bfloat16"
         self.step = 1  # the one being worked on, as the messages count
         self._lookups: list[Exchange[Any]] = []  # of this step
-        self._waits, self._rounds = ServerWaits(port.now_s()), list[Round]()  # likewise
+        self.waits = SlotWaits(port.now_s, self.host_of)
+        self._rounds: list[Round] = []  # of this step
         self.on_error: Callable[[BaseException], None] = _raise  # called, inside run, with what cannot be answered
 
     def fault_of_answer(self, request: wire.Request[Any], answer: Answer) -> str | None:
@@ -90,8 +91,7 @@ class SlotReads(Node):
         step = self.step
         asked = [slot for slot in range(self.slots) if any(len(route.positions[slot]) for route in routes)]
         answers: dict[int, wire.Rows] = {}
-        host = [place.server for place in self.placement.slots] if self.placement is not None else []
-        begun = self._waits.asked([host[slot] for slot in asked if host], self.port.now_s())
+        begun = self.waits.begin(asked)
         self._rounds.append(begun)
 
         def ask(slot: int) -> None:
@@ -103,8 +103,7 @@ class SlotReads(Node):
                         self.on_error(LookupError(answer.reason))
                     return
                 answers[slot] = answer
-                if host:
-                    self._waits.answered(begun, host[slot], self.port.now_s())
+                self.waits.answered(begun, slot)
                 if len(answers) == len(asked):
                     done(self._in_order(routes, answers, int8))
 
@@ -134,18 +133,14 @@ class SlotReads(Node):
         for lookup in self._lookups:
             lookup.cancel()
         for one in self._rounds:
-            self._waits.end(one, self.port.now_s())
+            self.waits.end(one)
         self._lookups, self._rounds = [], []
 
     def place(self, placement: Placement) -> bool:
         newer = super().place(placement)
         if newer:
-            self._waits.end_all(self.port.now_s())
+            self.waits.end_all()
         return newer
-
-    def waits(self) -> messages.WaitedFor:
-        """For whom this trainer has waited since it was asked last."""
-        return self._waits.take(self.port.now_s())
 
     def read(self, slab: int, route: Route, done: Callable[[Tensor], None]) -> None:
         """(U, B) record bytes of the routed rows after step - 1, to `done`."""

@@ -97,7 +97,7 @@ class Session:
     def figures(self) -> dict[str, Any]:
         """For the coordinator, with heartbeats: for whom this trainer waits, and has waited."""
         found: dict[str, Any] = {}
-        self.client.run_if_idle(lambda: found.update(waits=messages.json_of(self.client.waits())))
+        self.client.run_if_idle(lambda: found.update(waits=messages.json_of(self.client.waits.take())))
         return {**found, "awaits": self.client.awaited}
 
     def fail(self, error: BaseException) -> None:
@@ -262,7 +262,10 @@ class Session:
         self._check_training()
         routes = self._route(rows)
         self.client.run(self.client.without_snapshot)
-        self._wait(self.client.may_push, f"push of step {self.step}: earlier steps are not acknowledged")
+        if not self.client.may_push():
+            self.client.run(self.client.waits.held, True)
+            self._wait(self.client.may_push, f"push of step {self.step}: earlier steps are not acknowledged")
+            self.client.run(self.client.waits.held, False)
         self.client.run(self.client.push, routes, list(gradients), list(rates))
         self._routes.clear()
         self._ahead.clear()

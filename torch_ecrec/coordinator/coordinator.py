@@ -316,7 +316,7 @@ class Coordinator:
         self.on_heard(name, now_s, word.report if isinstance(word, (messages.Beat, messages.Leave)) else None)
         if isinstance(word, messages.Beat):
             if word.report.waits is not None:
-                self._state.slowness.on_report(name, word.report.waits)
+                self._state.slowness.on_report(name, self.members[name].role == "trainer", word.report.waits)
             succession.on_beat(self._state, name, word, now_s)
         elif isinstance(word, messages.OfMove):
             self._state.table.moves.on_word(name, word)
@@ -425,9 +425,8 @@ class Coordinator:
         slowness.forget({member.name for member in state.members.present("server")})
         writing = state.checkpointing.writing()
         excused = {place.server for i, place in enumerate(table.slots) if not place.healthy or i in writing}
-        excused |= state.silence.quiet  # it is not slow, it says nothing at all
         excused |= set() if move is None else {move.server, table.slots[move.slot].server}
-        new, over = slowness.on_tick({place.server for place in table.slots}, excused, now_s)
+        new, over = slowness.on_tick({place.server for place in table.slots}, excused, state.silence.quiet, now_s)
         for name in new:
             late = slowness.named[name]
             self._announce(events.Slow(name, *(round(number, 4) for number in (late.share, late.late_s, late.usual_s))))

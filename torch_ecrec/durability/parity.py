@@ -23,6 +23,7 @@ from torch_ecrec.durability.policy import Owner, PeerRequest, Peers, Reply
 from torch_ecrec.durability.rebuild import Rebuild
 from torch_ecrec.durability.streams import FoldStream
 from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.waits import Round
 from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.spec.settings import Settings
@@ -34,8 +35,9 @@ class Parity:
     def __init__(self, owner: Owner, peers: Peers, held: Holdings, settings: Settings) -> None:
         self.owner, self.peers, self.held = owner, peers, held
         self.streams = {
-            holder: FoldStream(held, peers, holder, owner.ready, owner.on_settled) for holder in held.rule.holders
+            holder: FoldStream(held, peers, holder, owner.ready, self._on_folded) for holder in held.rule.holders
         }
+        self._rounds: dict[int, Round] = {}  # of steps that not all holders have folded
         self.folds = Folds(owner, peers, held)
         self.adoption = Adoption(owner, peers, held)
         self.comparisons = Comparisons(owner, peers, held)
@@ -60,9 +62,25 @@ class Parity:
     # the slot's own steps -------------------------------------------------------------------------
 
     def on_applied(self, step: int) -> None:
+        self._rounds[step] = self.peers.waits.begin(self.streams)
         for stream in self.streams.values():
             stream.pump()
         self.owner.on_settled(self.held.rule.settled)
+
+    def _on_folded(self, holder: int, before: int, through: int) -> None:
+        settled = self.held.rule.settled
+        for step in range(before + 1, through + 1):
+            if (one := self._rounds.get(step)) is not None:
+                self.peers.waits.answered(one, holder)
+                if step <= settled:
+                    del self._rounds[step]
+        self.owner.on_settled(settled)
+
+    def _stop_streams(self) -> None:
+        for stream in self.streams.values():
+            stream.stop()
+        while self._rounds:
+            self.peers.waits.end(self._rounds.popitem()[1])
 
     # the slot's life ------------------------------------------------------------------------------
 
@@ -92,16 +110,14 @@ class Parity:
         """Nothing is sent any more, and what waits for its turn will not get it: those steps may be taken back."""
         if self.adoption.begun and not self.owner.ready and not self.owner.hopeless:
             self.adopt()
-        for stream in self.streams.values():
-            stream.stop()
+        self._stop_streams()
         self.folds.drop_all_early()
 
     def go_back(self, step: int) -> None:
         self.folds.undo_all_after(step)
 
     def stop(self) -> None:
-        for stream in self.streams.values():
-            stream.stop()
+        self._stop_streams()
         self.folds.drop_all_early()
 
     def folds_kept(self) -> tuple[dict[int, DeltaLog], dict[int, int]]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.protocol import wire
+from torch_ecrec.protocol.waits import SlotWaits
 from torch_ecrec.protocol.wire import A, Answer, Refused, Request
 from torch_ecrec.records.delta_log import DeltaLog
 from torch_ecrec.spec.settings import Settings
@@ -66,6 +67,10 @@ class Peers(Asks, AsksOnce, Protocol):
     @property
     def frozen(self) -> bool:
         """The trainers were lost, and where they start again is not known yet."""
+
+    @property
+    def waits(self) -> SlotWaits:
+        """Notes for whom this process waits."""
 
     @property
     def history(self) -> tuple[int, bool]:

@@ -29,13 +29,13 @@ class FoldStream:
         peers: reaches the holder.
         holder: which slot.
         attached: true at the start of a job, when both know all there is.
-        settled: called with the last step that all holders have folded, whenever this one has confirmed some.
+        folded: called with the holder, and the last steps that it had folded before and has now, whenever it says so.
     """
 
     def __init__(
-        self, held: Holdings, peers: Asks, holder: int, attached: bool, settled: Callable[[int], None]
+        self, held: Holdings, peers: Asks, holder: int, attached: bool, folded: Callable[[int, int, int], None]
     ) -> None:
-        self.held, self.peers, self.holder, self.attached, self.settled = held, peers, holder, attached, settled
+        self.held, self.peers, self.holder, self.attached, self.folded = held, peers, holder, attached, folded
         self.sent = 0
         self.under_way: dict[int, Pending] = {}
         self.attaching: Pending | None = None
@@ -101,5 +101,7 @@ class FoldStream:
     def _on_folded(self, incarnation: int, step: int) -> None:
         for done in [t for t in self.under_way if t <= step]:
             self.under_way.pop(done).cancel()
-        self.held.rule.on_confirmed(self.holder, incarnation, step)
-        self.settled(self.held.rule.settled)
+        rule = self.held.rule
+        before = rule.confirmed[self.holder]
+        rule.on_confirmed(self.holder, incarnation, step)
+        self.folded(self.holder, before, rule.confirmed[self.holder])

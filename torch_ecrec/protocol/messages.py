@@ -94,19 +94,21 @@ class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WaitedFor(Struct, frozen=True, forbid_unknown_fields=True):
-    """For whom a trainer has waited since it said so last; see `client/waits.py`.
+    """For whom a process has waited since it said so last; see `protocol/waits.py`.
 
     Attributes:
         over_s: since then.
-        lookups: that were made, of several servers.
+        lookups: that a trainer made, of several servers; steps of which a server sent folds to several.
         usual_s: summed over them, until most servers had answered.
         late_s: of each server, for how long its answer was out and those of most others were there.
+        held_s: for how long a trainer could not go on, since earlier steps were not acknowledged.
     """
 
     over_s: Annotated[float, Meta(ge=0)]
     lookups: Count
     usual_s: Annotated[float, Meta(ge=0)]
     late_s: Annotated[dict[Name, Annotated[float, Meta(ge=0)]], Meta(max_length=MEMBERS_MOST)]
+    held_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -116,7 +118,7 @@ class Report(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     bytes_sent: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None
     connections: Annotated[dict[Text, Version], Meta(max_length=FIGURES_MOST)] | None = None  # `Transport.connections`
     refused_messages: Version | None = None  # of the data plane, with connections that were not let in
-    waits: WaitedFor | None = None  # of a trainer
+    waits: WaitedFor | None = None
     awaits: Ranks | None = None  # of a trainer: those without whom it does not go on
 
 

@@ -15,6 +15,7 @@ from torch_ecrec.durability import POLICIES
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol import messages, wire
+from torch_ecrec.protocol.waits import SlotWaits
 from torch_ecrec.protocol.wellformed import Judge
 from torch_ecrec.protocol.wire import Answer, Malformed, Placement, Refused
 from torch_ecrec.server.arriving import Arrival
@@ -57,6 +58,7 @@ class Host(Node):
         self.saves = messages.Saves()  # prioritised ones that count
         self._life: int | None = None  # of the coordinator
         self.job: JobSpec | None = None
+        self.waits = SlotWaits(port.now_s, self.host_of)
         self.slots: dict[int, Slot] = {}
         self.arrivals: dict[int, Arrival] = {}  # slots on their way here
         self.frozen = False  # the trainers were lost, and where they start again is not known yet
@@ -210,6 +212,7 @@ class Host(Node):
     def _take_placement(self, placement: Placement) -> None:
         if self.job is None or not self.place(placement):
             return
+        self.waits.end_all()
         incarnations = [p.incarnation for p in placement.slots]
         for slot in self.slots.values():
             for other, incarnation in enumerate(incarnations):
@@ -334,5 +337,11 @@ class Host(Node):
     def status(self) -> dict[str, object]:
         """Figures of every slot; nothing while the host is busy, so that a heartbeat never waits for it."""
         report: dict[str, object] = {}
-        self.run_if_idle(lambda: report.update(slots=[slot.reports.status() for slot in self.slots.values()]))
+
+        def look() -> None:
+            report.update(slots=[slot.reports.status() for slot in self.slots.values()])
+            if self.slots:
+                report.update(waits=messages.json_of(self.waits.take()))
+
+        self.run_if_idle(look)
         return report

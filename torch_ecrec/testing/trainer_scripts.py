@@ -101,7 +101,10 @@ class TrainerScripts:
             loss = loss_of(weights, self._dense_of[i])
             self._same(self._result.losses, (step, i), loss)
             gradients = gradients_of(weights, step, i, self._dense_of[i])
-            yield client.may_push
+            if not client.may_push():
+                client.run(client.waits.held, True)
+                yield client.may_push
+                client.run(client.waits.held, False)
             client.run(client.push, routes, gradients, [slab.optimizer.lr for slab in job.slabs])
             self._contributions.setdefault(step, {})[i] = loss
             yield lambda step=step: len(self._contributions[step]) == scenario.trainers  # type: ignore[misc]

@@ -225,6 +225,10 @@ class Node:
         request.era = self.era
         self.call(place.server, request, on_outcome)
 
+    def host_of(self, slot: int) -> str | None:
+        """The server that has a slot; None: not known yet."""
+        return None if self.placement is None else self.placement.slots[slot].server
+
     def place(self, placement: Placement) -> bool:
         """Takes a newer placement; what was under way to slots that moved is sent again. True if it was newer."""
         old = self.placement
