@@ -20,7 +20,7 @@ from torch_ecrec.demo.chaos.hosted import HostedCluster, Runs, Service
 from torch_ecrec.demo.chaos.hosts_chaos import HostsChaos
 from torch_ecrec.demo.terminal import Terminal
 from torch_ecrec.spec.job import CodeSpec
-from torch_ecrec.spec.settings import HOST_EVENTS, LEADER_EVENTS
+from torch_ecrec.spec.settings import HOST_EVENTS, LEADER_EVENTS, WORLD_EVENTS
 from torch_ecrec.testing import hosts as kit
 from torch_ecrec.testing.hosts import Hosts
 
@@ -192,6 +192,7 @@ RUNS = [
     pytest.param("sockets", ["--events", "kill-host,cut,slow-link"], id="hosts"),
     pytest.param("rpc", ["--events", "cut-trainers,lossy-link,kill-host"], id="hosts over rpc"),
     pytest.param("sockets", ["--elect", "--events", "kill-leader,stop-leader,kill-etcd,stop-etcd"], id="leaders"),
+    pytest.param("sockets", ["--events", "blip,unplug-coordinator,freeze-all,wrong-coordinator"], id="only silent"),
 ]
 
 
@@ -207,7 +208,7 @@ def test_a_short_run(transport: str, words: list[str], tmp_path: Path, monkeypat
     assert result["differences"] == [] and result["unexpected"] == [] and result["processes_left"] == []
     late = [text for text in result["not_effective"] if "never came" in text]  # how many come is up to the machine
     assert result["not_effective"] == late and (code == 0) == (not late)
-    felt = [entry for entry in result["schedule"] if entry["event"] in HOST_EVENTS + LEADER_EVENTS]
+    felt = [entry for entry in result["schedule"] if entry["event"] in HOST_EVENTS + LEADER_EVENTS + WORLD_EVENTS]
     assert felt and all(entry["felt"] for entry in felt)
     assert not wait_for_none(lambda: leftover(os.getpid(), os.environ[MARK]), LIMIT_S)
     assert not list((tmp_path / "logs" / "run").glob("etcd-?")), "what etcd wrote is gone"

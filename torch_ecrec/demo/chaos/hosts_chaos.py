@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import signal
 import socket
@@ -156,11 +157,18 @@ class HostsChaos(HostsRun):
     # nobody dies -----------------------------------------------------------------------------------
 
     def _blip(self, kind: str, now_s: float, since_s: float) -> None:
-        """Some hosts, more than the code repairs, have no network for a moment."""
+        """Some hosts, with more slots than the code repairs, have no network for a moment."""
         with self._lock:
             hosts = [number for number in self._alive if number != self._hosted.leader.host]
-            least = min(self.code.parities + 1, len(hosts))
-            chosen = sorted(self._random.sample(hosts, self._random.randint(least, len(hosts))))
+            sets = [
+                chosen
+                for count in range(1, len(hosts) + 1)
+                for chosen in itertools.combinations(hosts, count)
+                if sum(len(self._world.slots_on(host)) for host in chosen) > self.code.parities
+            ]
+            if not sets:
+                return
+            chosen = self._random.choice(sets)
             length_s = self._random.choice(host_events.BLIP_S)
             self._unplug(kind, chosen, [name for host in chosen for name in self._world.on(host)], since_s, length_s)
 
