@@ -32,7 +32,7 @@ from transport_child import (
 )
 
 from torch_ecrec.processes.member import TRANSPORTS
-from torch_ecrec.protocol import wire
+from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE
 from torch_ecrec.transport.rpc import _compact
@@ -182,7 +182,7 @@ def test_messages_are_written_and_read(cls: type) -> None:
 
 def test_only_messages_are_encoded_and_decoded() -> None:
     with pytest.raises(TypeError, match="SlotPlace"):
-        WIRE.encode(wire.SlotPlace("a", 1, True))  # type: ignore[arg-type]
+        WIRE.encode(messages.SlotPlace("a", 1, True))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="plain values and tensors, got object"):
         WIRE.encode(wire.Records(object()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown message 'Placement'"):

@@ -13,8 +13,9 @@ from virtual_session import VirtualSession
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.errors import ClusterUnavailable, TrainersLost
-from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.wire import Malformed, Ok, Placement, Refused, SlotPlace, Unknown
+from torch_ecrec.protocol import messages, wire
+from torch_ecrec.protocol.messages import Placement, SlotPlace
+from torch_ecrec.protocol.wire import Malformed, Ok, Refused, Unknown
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import Scenario, SimulatedCluster, check_parity, small_tables
@@ -303,7 +304,7 @@ class Waiting:
             self.outcome.put(error)
 
     def until_it_has_waited(self, caplog, times):
-        self.session.on_control({"type": "resume", "era": 0, "step": 0, "origin": None, "done": 0})
+        self.session.on_control(messages.Resume(0, 0, None, 0))
         self.thread.start()
         told = "waiting for trainer 0 to load initial values: for"
         wait_until(lambda: caplog.text.count(told) >= times, 60.0, "it says that it waits")
@@ -314,7 +315,7 @@ def test_trainer_0_may_load_for_longer_than_give_up_s(caplog):
     """Its script reads a checkpoint, say: nobody hears of it meanwhile."""
     waiting = Waiting(give_up_s=0.05)
     waiting.until_it_has_waited(caplog, times=2)
-    waiting.session.on_control({"type": "loaded", "origin": 3})
+    waiting.session.on_control(messages.Loaded(3))
     assert waiting.outcome.get(timeout=60.0) is None and waiting.session.client.origin == 3
 
 

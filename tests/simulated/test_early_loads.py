@@ -35,6 +35,7 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
 from torch_ecrec.coordinator import going_back
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
+from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import Restored
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
@@ -343,7 +344,7 @@ def test_sessions_of_trainers_that_are_lost(who, restored, every):
 def test_who_was_told_that_values_are_there_knows_whether_they_count(welcomed, step, origin, counts):
     """A trainer that joined before they were loaded is never told that they count, however late it hears of them."""
     session = Session(Client("trainer-1", NoPort(), JOB, 1, Settings()), print, print, restarted=welcomed)
-    session.on_control({"type": "resume", "era": 1, "step": step, "origin": origin, "done": 0})
+    session.on_control(messages.Resume(1, step, origin, 0))
     assert session.restarted is (welcomed and counts)
 
 

@@ -33,10 +33,11 @@ from junk import mutated, read, same
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.client.session import Session
-from torch_ecrec.protocol import wire
+from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.build import own_build
 from torch_ecrec.protocol.encoding import WIRE
-from torch_ecrec.protocol.wire import Placement, Refused, SlotPlace
+from torch_ecrec.protocol.messages import Placement, SlotPlace
+from torch_ecrec.protocol.wire import Refused
 from torch_ecrec.runtime import shared
 from torch_ecrec.server.service import Host
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -244,15 +245,13 @@ class Live:
                 join.result(WAIT_S)
         placement = Placement(1, tuple(SlotPlace(name, 0, True) for name in names))
         for host in self.hosts:
-            host.on_control({"type": "job", "job": self.job.to_json()})
-            host.on_control({"type": "placement", "placement": placement.to_json()})
+            host.on_control(messages.Job(self.job, "run"))
+            host.on_control(messages.Placed(placement))
         self.client.run(self.client.place, placement)
         self.session = Session(self.client, lambda message: None, lambda: None)
         for node in [*self.hosts, self.session]:  # what a coordinator would say
-            node.on_control(
-                {"type": "era" if node is not self.session else "resume", "era": 0, "step": 0, "origin": 0, "done": 0}
-            )
-            node.on_control({"type": "loaded", "origin": 0})
+            node.on_control((messages.Era if node is not self.session else messages.Resume)(0, 0, 0, 0))
+            node.on_control(messages.Loaded(0))
         self.session.loaded()
 
     def step(self) -> None:

@@ -107,9 +107,9 @@ class Late(LedRun):
     def settled(self) -> bool:
         return self.run.fenced > 0 and super().settled()
 
-    def on_control(self, process: VirtualProcess, message: dict[str, Any]) -> None:
-        super().on_control(process, message)
-        if message["type"] == "rejoined":
+    def on_control(self, process: VirtualProcess, word: messages.FromCoordinator) -> None:
+        super().on_control(process, word)
+        if isinstance(word, messages.Rejoined):
             self.regathered_s = self.network.clock.now_s
 
 

@@ -23,7 +23,7 @@ from virtual_session import VirtualSession
 from torch_ecrec.client import client as client_module
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import table_specs
-from torch_ecrec.protocol import step_rule
+from torch_ecrec.protocol import messages, step_rule
 from torch_ecrec.server import apply, snapshots
 from torch_ecrec.server import slot as slot_module
 from torch_ecrec.spec.job import CodeSpec, JobSpec
@@ -414,9 +414,9 @@ def not_said_again(patch):
     """A new coordinator is not told that all is loaded."""
     on_control = client_module.Client.on_control
 
-    def deaf(self, message):
-        if message["type"] != "rejoined":
-            on_control(self, message)
+    def deaf(self, word):
+        if not isinstance(word, messages.Rejoined):
+            on_control(self, word)
 
     patch.setattr(client_module.Client, "on_control", deaf)
 

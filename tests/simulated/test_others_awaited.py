@@ -10,6 +10,7 @@ from coordinator_harness import Harness
 
 from torch_ecrec.client.client import LOOK_MOST_S
 from torch_ecrec.observe.text import format_status
+from torch_ecrec.protocol import messages
 from torch_ecrec.testing import Scenario, SimulatedCluster, simulate
 from torch_ecrec.testing.membership import VirtualProcess
 
@@ -95,7 +96,7 @@ def test_nobody_is_patient_with_a_trainer_that_is_done() -> None:
     cluster.elsewhere.add(1)
     cluster.pass_time(3 * LOOK_MOST_S)
     assert cluster.clients["trainer-0"].awaited == [1]
-    cluster.plane.tell(cluster.process_of["trainer-1"], {"type": "leave", "report": {}})
+    cluster.plane.tell(cluster.process_of["trainer-1"], messages.Leave())
     cluster.pass_time(3 * LOOK_MOST_S)
     begun_s = cluster.pass_time(3 * LOOK_MOST_S)
     assert cluster.clients["trainer-0"].awaited == []

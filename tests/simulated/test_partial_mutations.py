@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -130,7 +129,7 @@ def survivors_count_as_healthy(patch: pytest.MonkeyPatch) -> None:
         anew = {slot for one in self._partial.renewals for slot, _, _ in one.lives}
         for i, place in enumerate(self.slots):
             if i not in anew and healthy[i]:
-                self.slots[i] = dataclasses.replace(place, healthy=True)
+                self.slots[i] = msgspec.structs.replace(place, healthy=True)
 
     patch.setattr(placement.SlotTable, "renew", renew)
 

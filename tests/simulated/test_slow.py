@@ -67,11 +67,11 @@ class Watched(SimulatedCluster):
     def _beat(self) -> None:
         for name, client in self.clients.items():
             if name not in self.network.dead:
-                waits = messages.json_of(client.waits.take())
-                self.plane.tell(self.process_of[name], {"type": "beat", "report": {"waits": waits}})
+                report = messages.Report(waits=client.waits.take())
+                self.plane.tell(self.process_of[name], messages.Beat(report))
         for name, host in self.hosts.items():
             if name not in self.network.dead:
-                self.plane.tell(self.process_of[name], {"type": "beat", "report": host.status()})
+                self.plane.tell(self.process_of[name], messages.Beat(host.report()))
         self.network.clock.later(BEAT_S, self._beat)
 
     def go_for(self, seconds: float) -> Watched:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from coordinator_harness import MEMBERS, Harness, known, rejoin, taken_over, told, word_of
+from msgspec.structs import replace
 
 from torch_ecrec.coordinator.admission import FENCED
 from torch_ecrec.coordinator.regathering import REGATHER_S
 from torch_ecrec.coordinator.suspicion import LEARNS_S
-from torch_ecrec.protocol.wire import Placement
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import Placement
 
 
 def test_members_tell_a_new_coordinator_what_they_know() -> None:
@@ -130,7 +131,7 @@ def test_a_slot_that_was_rebuilt_meanwhile_is_whole() -> None:
     stale = Placement(before.core.epoch, tuple(replace(p, healthy=i != 1) for i, p in enumerate(before.core.slots)))
     for name in MEMBERS:
         if name != "server-2":
-            rejoin(after, known(before, name, placement=stale.to_json()))
+            rejoin(after, known(before, name, placement=messages.json_of(stale)))
     after.now_s += REGATHER_S + 0.1
     after.core.on_tick(after.now_s)
     assert after.core.fatal is None and after.places == ["server-0", "server-1", "server-3"]
@@ -143,7 +144,7 @@ def test_a_slot_that_waits_for_a_host_gets_one_of_a_new_coordinator() -> None:
     slots = [
         replace(p, server="", incarnation=1, healthy=False) if p.server == "server-1" else p for p in before.core.slots
     ]
-    waiting = Placement(before.core.epoch + 1, tuple(slots)).to_json()
+    waiting = messages.json_of(Placement(before.core.epoch + 1, tuple(slots)))
     for name in MEMBERS:
         rejoin(after, known(before, name, placement=waiting, whole=[], incarnations=[]))
     assert "" not in after.places and after.core.slots[1].incarnation == 1 and after.core.fatal is None

@@ -13,7 +13,8 @@ from junk import plain
 from torch_ecrec.client.client import Client
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE
-from torch_ecrec.protocol.wire import Ok, Placement, Refused, SlotPlace, Unknown
+from torch_ecrec.protocol.messages import Placement, SlotPlace
+from torch_ecrec.protocol.wire import Ok, Refused, Unknown
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.testing import Scenario, SimulatedCluster

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from builds import BUILD
+from msgspec.structs import replace
 
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.coordinator.settings import ClusterSettings
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.messages import BadMessage, Join, Rejoin
-from torch_ecrec.protocol.wire import Placement
+from torch_ecrec.protocol.messages import BadMessage, Join, Placement, Rejoin
 from torch_ecrec.spec.job import CodeSpec, JobSpec, OptimizerSpec, TableSpec
 
 TABLES = (TableSpec("a", 30, 4, -1.0, 1.0), TableSpec("b", 20, 8, -1.0, 1.0, OptimizerSpec("adagrad")))
@@ -138,7 +138,7 @@ def told(h: Harness, name: str, kind: str) -> list[dict[str, Any]]:
 def known(h: Harness, name: str, **fields: Any) -> dict[str, Any]:
     """What a member of `h` tells another coordinator."""
     member = h.core.members[name]
-    placement = Placement(h.core.epoch, tuple(h.core.slots)).to_json() if h.core.slots else None
+    placement = messages.json_of(Placement(h.core.epoch, tuple(h.core.slots))) if h.core.slots else None
     message = {"type": "rejoin", "name": name, "role": member.role, "rank": member.rank, "code": asdict(h.code)}
     message |= {"generation": member.generation, "newest": member.generation, "world": h.core.world}
     message |= {
@@ -179,7 +179,7 @@ def taken_over(without: tuple[str, ...] = ()) -> Harness:
         replace(place, server="server-0", incarnation=1) if i == 1 else place
         for i, place in enumerate(before.core.slots)
     ]
-    placement = Placement(before.core.epoch + 2, tuple(slots)).to_json()
+    placement = messages.json_of(Placement(before.core.epoch + 2, tuple(slots)))
     members = [name for name in MEMBERS if name not in ("server-1", *without)]
     for name in members:
         rejoin(after, known(before, name, placement=placement, world=members))

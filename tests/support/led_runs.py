@@ -18,6 +18,7 @@ from typing import Any
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.succession import UNKNOWN_HOST
 from torch_ecrec.coordinator.suspicion import SILENT_LEAST_S
+from torch_ecrec.protocol import messages
 from torch_ecrec.testing import Scenario, SimulatedCluster, SimulationResult
 from torch_ecrec.testing.links import BEAT_S
 from torch_ecrec.testing.membership import VirtualConnection, VirtualProcess
@@ -210,7 +211,7 @@ class LedRun(SimulatedCluster):
         """All others have noticed that they cannot reach who is on that host, and say so in every heartbeat."""
         for process in self.plane.processes:
             if process.name and not process.dead:
-                self.plane.tell(process, {"type": "beat", "unreachable": self._vanished})
+                self.plane.tell(process, messages.Beat(unreachable=self._vanished))
         self.network.clock.later(BEAT_S / FASTER, self._beat)
 
     def _ask(self) -> None:
@@ -222,13 +223,13 @@ class LedRun(SimulatedCluster):
 
     # what must hold -----------------------------------------------------------------------------
 
-    def on_control(self, process: VirtualProcess, message: dict[str, Any]) -> None:
+    def on_control(self, process: VirtualProcess, word: messages.FromCoordinator) -> None:
         """Nobody is told a placement by one that leads which is older than what he knows."""
         node = self.hosts.get(process.name) or self.clients.get(process.name)
-        if message["type"] == "placement" and node is not None and node.placement is not None:
-            told, known = message["placement"]["epoch"], node.placement.epoch
+        if isinstance(word, messages.Placed) and node is not None and node.placement is not None:
+            told, known = word.placement.epoch, node.placement.epoch
             assert told >= known, f"{process.name} knows placement {known}, and is told {told}"
-        super().on_control(process, message)
+        super().on_control(process, word)
 
     def verify(self) -> None:
         super().verify()

@@ -6,7 +6,7 @@ from torch_ecrec.client import client as client_module
 from torch_ecrec.durability import adoption, folding, rebuild, streams
 from torch_ecrec.durability.parity import Parity
 from torch_ecrec.layout import repair
-from torch_ecrec.protocol import step_rule
+from torch_ecrec.protocol import messages, step_rule
 from torch_ecrec.records import delta_log, merge
 from torch_ecrec.runtime.tensors import as_array
 from torch_ecrec.server import apply, service, slot, snapshots
@@ -241,8 +241,7 @@ def not_made_durable(patch):
     def check_durable(self):
         if self.going_back_to is not None:
             self.going_back_to = None
-            message = {"type": "durable", "era": self.host.era, "slot": self.index, "incarnation": self.incarnation}
-            self.host.tell(message)
+            self.host.tell(messages.Durable(*self.life, self.host.era))
 
     patch.setattr(slot.Slot, "check_durable", check_durable)
     patch.setattr(snapshots.SnapshotStore, "_copy", lambda self: None)

@@ -35,7 +35,7 @@ from torch_ecrec.client.reads import SlotReads
 from torch_ecrec.layout.routing import Route
 from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.bounds import TEXT_MOST
-from torch_ecrec.protocol.wire import Placement
+from torch_ecrec.protocol.messages import Placement
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings
 from torch_ecrec.transport.node import Exchange, Port
@@ -96,22 +96,21 @@ class Client(SlotReads):
 
     # from the coordinator -----------------------------------------------------------------------
 
-    def on_control(self, message: dict[str, Any]) -> None:
-        """A message of the coordinator: placement, resume, loaded, left, rejoined; others are not for the protocol."""
-        if message["type"] == "placement":
-            self.run(self.place, Placement.from_json(message["placement"]))
-        elif message["type"] == "resume":
-            self.run(self.resume, message["era"], message["step"], message["origin"], message["done"])
-        elif message["type"] == "renewed":
-            word = messages.from_coordinator(message)
-            assert isinstance(word, messages.Renewed)
-            self.run(self.renew, word)
-        elif message["type"] == "loaded":
-            self.run(self.begin_training, message["origin"])
-        elif message["type"] == "left":
-            self.left = message["trainers"]
-        elif message["type"] == "rejoined":
-            self.run(self._tell_again)
+    def on_control(self, word: messages.FromCoordinator) -> None:
+        """The coordinator says something; what is about membership is not for the protocol."""
+        match word:
+            case messages.Placed():
+                self.run(self.place, word.placement)
+            case messages.Resume():
+                self.run(self.resume, word.era, word.step, word.origin, word.done)
+            case messages.Renewed():
+                self.run(self.renew, word)
+            case messages.Loaded():
+                self.run(self.begin_training, word.origin)
+            case messages.Left():
+                self.left = word.trainers
+            case messages.Rejoined():
+                self.run(self._tell_again)
 
     def place(self, placement: Placement) -> bool:
         newer = super().place(placement)
@@ -166,7 +165,7 @@ class Client(SlotReads):
         """What a coordinator that was started again must know."""
         return {
             "job": self.job.to_json(),
-            "placement": self.placement.to_json() if self.placement is not None else None,
+            "placement": messages.json_of(self.placement) if self.placement is not None else None,
             "era": self.era,
             "frozen": False,
             "resume_step": self.resume_step,
@@ -239,19 +238,19 @@ class Client(SlotReads):
     def end_loading(self) -> None:
         """Tells the coordinator that everything is loaded, once all is acknowledged; that one tells everybody."""
         self.ended_loading = True
-        self.tell({"type": "loaded", "origin": self.step - 1 if self.origin is None else self.origin})
+        self.tell(messages.Loaded(self.step - 1 if self.origin is None else self.origin))
 
     def not_exact(self, what: str) -> None:
         """Tells the coordinator what makes this run another than one that nothing has happened to."""
         self.inexact.append((self.done, what[:TEXT_MOST]))
-        self.tell({"type": "not_exact", "step": self.done, "what": what[:TEXT_MOST]})
+        self.tell(messages.NotExact(self.done, what[:TEXT_MOST]))
 
     def _tell_again(self) -> None:
         """In case the coordinator before did not hear it."""
         if self.ended_loading:
             self.end_loading()
         for step, what in self.inexact:
-            self.tell({"type": "not_exact", "step": step, "what": what})
+            self.tell(messages.NotExact(step, what))
 
     # others -------------------------------------------------------------------------------------
 

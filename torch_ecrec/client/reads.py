@@ -23,10 +23,11 @@ from torch_ecrec.layout.routing import Parts, Route, route
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.protocol import wire
 from torch_ecrec.protocol.encoding import WIRE
+from torch_ecrec.protocol.messages import Placement
 from torch_ecrec.protocol.pieces import Gathering
 from torch_ecrec.protocol.waits import Round, SlotWaits
 from torch_ecrec.protocol.wellformed import Judge
-from torch_ecrec.protocol.wire import Answer, Placement
+from torch_ecrec.protocol.wire import Answer
 from torch_ecrec.records.quantised import MORE_BYTES
 from torch_ecrec.spec.job import JobSpec
 from torch_ecrec.spec.settings import Settings

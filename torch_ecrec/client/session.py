@@ -70,7 +70,7 @@ class Session:
     def __init__(
         self,
         client: Client,
-        tell: Callable[[dict[str, Any]], None],
+        tell: Callable[[messages.Progress], None],
         on_close: Callable[[], None],
         restarted: bool = False,
         checkpoint: Checkpoint | None = None,
@@ -94,11 +94,11 @@ class Session:
         """What a coordinator that was started again must know."""
         return self.client.known()
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> messages.Report:
         """For the coordinator, with heartbeats: for whom this trainer waits, and has waited."""
-        found: dict[str, Any] = {}
-        self.client.run_if_idle(lambda: found.update(waits=messages.json_of(self.client.waits.take())))
-        return {**found, "awaits": self.client.awaited}
+        found: list[messages.WaitedFor] = []
+        self.client.run_if_idle(lambda: found.append(self.client.waits.take()))
+        return messages.Report(waits=found[0] if found else None, awaits=self.client.awaited)
 
     def fail(self, error: BaseException) -> None:
         """Something went wrong in the background: the next or present wait raises it."""
@@ -109,18 +109,17 @@ class Session:
         """What went wrong in the background has been raised to the user."""
         return self._waiting.told
 
-    def on_control(self, message: dict[str, Any]) -> None:
-        """A message of the coordinator to this trainer."""
-        if message["type"] == "stands":
-            self._waiting.stand(message["names"], message["left_s"])
-            return
-        if message["type"] == "gathering":
-            lacking = format_gathering(message, self.client.settings.join or "")
+    def on_control(self, word: messages.FromCoordinator) -> None:
+        """The coordinator says something to this trainer."""
+        if isinstance(word, messages.Stands):
+            self._waiting.stand(word.names, word.left_s)
+        elif isinstance(word, messages.Gathering):
+            lacking = format_gathering(word.servers, word.trainers, self.client.settings.join or "")
             self._waiting.hint = lacking
             log.warning("the cluster has not begun%s", lacking)
-        elif message["type"] == "placement":
+        elif isinstance(word, messages.Placed):
             self._waiting.hint = ""
-        self.client.on_control(message)
+        self.client.on_control(word)
 
     def look_out(self) -> None:
         """From now on others that are waited for are named: see `Client.look_out`. Once, where there is a clock."""
@@ -383,7 +382,7 @@ class Session:
 
     def report(self, **figures: Any) -> None:
         """Tells the coordinator how training goes (step, loss, samples_per_s ...), for status and progress lines."""
-        self._tell({"type": "progress", "trainer": self.trainer, **figures})
+        self._tell(messages.Progress(self.trainer, figures.pop("step", 0), figures))
 
     def close(self) -> None:
         """Leaves the cluster. Idempotent."""

@@ -51,8 +51,7 @@ from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import Address
-from torch_ecrec.protocol.messages import FromCoordinator, Join, OfMember, OfSlot, Rejoin
-from torch_ecrec.protocol.wire import SlotPlace
+from torch_ecrec.protocol.messages import FromCoordinator, Join, OfMember, OfSlot, Rejoin, SlotPlace
 from torch_ecrec.spec.job import JobSpec
 
 GATHERING_SAID_S = 5.0  # between two words of it to who waits

@@ -23,7 +23,7 @@ from torch_ecrec.coordinator.members import Members
 from torch_ecrec.coordinator.suspicion import Suspicion
 from torch_ecrec.observe import events
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.wire import SlotPlace
+from torch_ecrec.protocol.messages import SlotPlace
 
 
 @dataclass

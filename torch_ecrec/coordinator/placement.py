@@ -25,7 +25,7 @@ from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.observe import events
 from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.wire import NO_HOST, SlotPlace
+from torch_ecrec.protocol.messages import NO_HOST, SlotPlace
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 
 
@@ -313,8 +313,7 @@ class SlotTable:
         self._eras.send_to(name)  # before anything can be asked for
         send = self._members.send
         send(name, messages.Job(self._job.spec, self._job.run, self._job.done_at_origin))
-        slots = [(place.server, place.incarnation, place.healthy) for place in self.slots]
-        send(name, messages.Placed(messages.Placement(self.epoch, slots)))
+        send(name, messages.Placed(messages.Placement(self.epoch, tuple(self.slots))))
         if self._job.origin is not None:
             send(name, messages.Loaded(self._job.origin))
         self._checkpointing.send_to(name)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import Address
-from torch_ecrec.protocol.messages import Rejoin
-from torch_ecrec.protocol.wire import NO_HOST, SlotPlace
+from torch_ecrec.protocol.messages import NO_HOST, Rejoin, SlotPlace
 from torch_ecrec.spec.job import JobSpec
 
 REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for the others
@@ -67,7 +66,7 @@ class Knowledge:
     def hosts(self) -> set[str]:
         """Servers that host slots in the newest placement."""
         placement = self.placement
-        return set() if placement is None else {server for server, _, _ in placement.slots if server != NO_HOST}
+        return set() if placement is None else {place.server for place in placement.slots if place.server != NO_HOST}
 
     @property
     def renewals(self) -> list[messages.Renewal]:
@@ -102,7 +101,7 @@ class Knowledge:
             The slots, and which of them are lost like that: their host is not known.
         """
         placement = self.placement
-        found = [] if placement is None else [SlotPlace(*place) for place in placement.slots]
+        found = [] if placement is None else list(placement.slots)
         most = len(self.renewals)
         for one in self.said.values():  # who has not heard of the last slots that began anew may lack parity
             for i, incarnation in one.whole if len(one.renewals) == most else ():

@@ -11,7 +11,7 @@ from torch_ecrec.coordinator.regathering import Knowledge
 from torch_ecrec.coordinator.state import ClusterState
 from torch_ecrec.observe import events
 from torch_ecrec.protocol import messages
-from torch_ecrec.protocol.wire import NO_HOST
+from torch_ecrec.protocol.messages import NO_HOST
 
 UNKNOWN_HOST = "nobody"  # in the event of a loss: the slot's host is not known any more
 

@@ -96,7 +96,7 @@ def format_status(status: Message) -> str:
         rows.append(cells)
     if status.get("move"):
         lines.append(f"slot {status['move']['slot']} moves to {status['move']['server']}, and goes on where it is")
-    lines += table(rows) if status["slots"] else [f"  no slots placed yet{format_gathering(status.get('gathering'))}"]
+    lines += table(rows) if status["slots"] else [f"  no slots placed yet{_lacking(status)}"]
     rows = [["member", "role", "pid", "state", "silent", "connections"]]
     for member in status["members"]:
         state = "spare" if member["spare"] else "serving" if member["role"] == "server" else "training"
@@ -119,16 +119,19 @@ def trainers_named(ranks: Sequence[int]) -> str:
     return f"trainer{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def format_gathering(lacking: Message | None, join: str = "HOST:PORT") -> str:
-    """What a cluster lacks to begin, and what starts it; "" where that is nothing.
+def _lacking(status: Message) -> str:
+    lacking = status.get("gathering")
+    return format_gathering(lacking["servers"], lacking["trainers"]) if lacking else ""
+
+
+def format_gathering(of_servers: Sequence[int], of_trainers: Sequence[int], join: str = "HOST:PORT") -> str:
+    """What a cluster lacks to begin, and what starts it.
 
     Args:
-        lacking: (those that are there, those that it takes) of servers and trainers.
+        of_servers, of_trainers: those that are there, and those that it takes.
         join: the address of its coordinator.
     """
-    if not lacking:
-        return ""
-    (servers, slots), (trainers, of) = lacking["servers"], lacking["trainers"]
+    (servers, slots), (trainers, of) = of_servers, of_trainers
     said = [f"{servers} of {slots} servers", f"{trainers} of {of} trainers" if of else f"{trainers} trainers"]
     hints = [f"a server is started by: torch-ecrec serve --join {join}"] if servers < slots else []
     if trainers < max(of, 1):

@@ -16,9 +16,9 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 from torch_ecrec.errors import Fenced
+from torch_ecrec.protocol import messages
 from torch_ecrec.runtime.cores import Idle, wanted_s
 from torch_ecrec.runtime.lifetime import end_with_stacks
 from torch_ecrec.spec.settings import Settings
@@ -84,9 +84,9 @@ class Heartbeats:
 
     def begin(
         self,
-        tell: Callable[[dict[str, Any]], None],
+        tell: Callable[[messages.Beat], None],
         unreachable: Callable[[], list[str]],
-        figures: Callable[[], dict[str, Any]],
+        figures: Callable[[], messages.Report],
         sign: SignOfLife | None,
     ) -> None:
         """From now on they are told, until `timers` are closed.
@@ -126,9 +126,9 @@ class Heartbeats:
             end_with_stacks(f"torch-ecrec: this process has hung for {self._ends_s:g} s", Fenced.exit_code)
         return silent
 
-    def _word(self, unreachable: list[str], figures: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        word, now_s = {"type": "beat", "unreachable": unreachable}, time.monotonic()
+    def _word(self, unreachable: list[str], figures: Callable[[], messages.Report]) -> messages.Beat:
+        now_s = time.monotonic()
         if now_s < self._due_s:
-            return word
+            return messages.Beat(unreachable=unreachable)
         self._due_s = now_s + self._heartbeat_s
-        return {**word, "report": figures()}
+        return messages.Beat(figures(), unreachable)

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch_ecrec import codec, records
 from torch_ecrec.client import pooling
@@ -39,6 +38,7 @@ from torch_ecrec.processes.part_reader import FileReader
 from torch_ecrec.processes.restoring import StoredCheckpoint
 from torch_ecrec.processes.scribe import FileScribe
 from torch_ecrec.processes.supervisor import Supervisor, await_trainers, trainers_in
+from torch_ecrec.protocol import messages
 from torch_ecrec.runtime import allocator, byte_sums, unlocked
 from torch_ecrec.runtime.lifetime import end_at_once, end_if_it_hangs, ends_within, freeze, on_signals
 from torch_ecrec.server.service import Host
@@ -116,10 +116,10 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         hosts.append(Host(name, member, settings, FileScribe(run), FileReader(run)))
         return hosts[0]
 
-    def on_control(message: dict[str, Any]) -> None:
-        if message["type"] == "gathering":
-            log.info("the cluster has not begun%s", format_gathering(message, settings.join or ""))
-        hosts[0].on_control(message)
+    def on_control(word: messages.FromCoordinator) -> None:
+        if isinstance(word, messages.Gathering):
+            log.info("the cluster has not begun%s", format_gathering(word.servers, word.trainers, settings.join or ""))
+        hosts[0].on_control(word)
 
     member = Member(
         settings,
@@ -127,7 +127,7 @@ def _serve_once(settings: Settings, code: dict[str, int | None] | None) -> BaseE
         make,
         on_control=on_control,
         on_end=ends.put,
-        report=lambda: hosts[0].status() if hosts else {},
+        report=lambda: hosts[0].report() if hosts else messages.Report(),
         known=lambda: hosts[0].known(),
     )
     on_signals(lambda number, _: ends.put(KeyboardInterrupt(number)))
@@ -243,7 +243,7 @@ class _Trainer:
             self._settings,
             {"role": "trainer", "rank": self._trainer, "job": self._job.to_json(), **_start_of(self._settings)},
             self._make,
-            on_control=lambda message: self._sessions[0].on_control(message),
+            on_control=lambda word: self._sessions[0].on_control(word),
             on_end=self._on_end,
             report=lambda: self._sessions[0].figures(),
             known=lambda: self._sessions[0].known(),

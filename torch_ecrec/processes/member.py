@@ -21,6 +21,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from torch_ecrec.errors import ClusterError, ClusterUnavailable, DataLoss, Fenced, JoinRefused, TrainersLost
 from torch_ecrec.processes.heartbeats import Heartbeats
 from torch_ecrec.protocol import messages
@@ -98,9 +100,9 @@ class Member:
         settings: Settings,
         hello: dict[str, Any],
         make_node: Callable[[str, Member, CodeSpec], Node],
-        on_control: Callable[[dict[str, Any]], None],
+        on_control: Callable[[messages.FromCoordinator], None],
         on_end: Callable[[BaseException], None],
-        report: Callable[[], dict[str, Any]] = dict,
+        report: Callable[[], messages.Report] = messages.Report,
         known: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         if settings.join is None:
@@ -142,7 +144,7 @@ class Member:
         generations.start()
         threading.Thread(target=self._stay_connected, name="rejoin", daemon=True).start()
         transport = cast(Transport, self.transport)  # there since the welcome
-        figures = lambda: {**report(), **figures_of(transport)}  # noqa: E731
+        figures = lambda: figures_of(transport, report())  # noqa: E731
         self._beats.begin(self.tell, transport.unreachable, figures, self._sign)
 
     def _join(self) -> GenerationFollower:
@@ -164,7 +166,7 @@ class Member:
             if self._sign is None:
                 self._sign = _sign_of_life(control.local_host)
                 self._hello["address"] = list(self._sign.address) if self._sign is not None else None
-            self.tell(join_message(**self._hello))
+            control.send(join_message(**self._hello))
             if not self._answered.wait(max(deadline_s - time.monotonic(), 0.0)):
                 raise ClusterUnavailable(f"{where} did not answer in {limit_s:g} s{self._waits}")
             if self._failure is not None:
@@ -219,10 +221,10 @@ class Member:
     def now_s(self) -> float:
         return time.monotonic()
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, word: messages.OfMember) -> None:
         with self._telling:
             assert self._control is not None
-            self._control.send(message)
+            self._control.send(messages.json_of(word))
 
     # the coordinator ----------------------------------------------------------------------------
 
@@ -239,13 +241,13 @@ class Member:
 
     def _on_message(self, message: dict[str, Any]) -> None:
         try:
-            self._take(messages.from_coordinator(message), message)
+            self._take(messages.from_coordinator(message))
         except BadMessage as error:
             self._on_nonsense(f"the coordinator sent what cannot be: {error}")
         except Exception as error:  # the seam: it is raised where the process joins, or ends its membership
             (self.on_error if self._answered.is_set() else self._fail_to_join)(error)
 
-    def _take(self, word: messages.FromCoordinator, message: dict[str, Any]) -> None:
+    def _take(self, word: messages.FromCoordinator) -> None:
         if isinstance(word, messages.Welcome):
             self._take_welcome(word)
         elif isinstance(word, messages.Refused):
@@ -264,12 +266,12 @@ class Member:
             error = ENDS.get(word.kind, ClusterUnavailable)(word.reason)
             self.end(error) if self._answered.is_set() else self._fail_to_join(error)
         elif self._generations is None:
-            raise BadMessage(f"{message['type']}: before a welcome")
+            raise BadMessage(f"{type(word).__name__}: before a welcome")
         elif isinstance(word, messages.KnownInexact):
             self._inexact = word.known
         elif isinstance(word, messages.Generation):
             self._addresses = word.addresses
-            self._generations.take(word, message)
+            self._generations.take(word)
         elif isinstance(word, messages.OtherCluster):
             self._turn_away(word)
         else:
@@ -281,7 +283,7 @@ class Member:
                     self._say_leave()
             elif isinstance(word, messages.Left) and self._leaving and self._hello.get("rank") in word.trainers:
                 self._parted.set()
-            self._on_control(message)
+            self._on_control(word)
 
     def _take_welcome(self, word: messages.Welcome) -> None:
         if self.transport is not None:
@@ -441,18 +443,19 @@ class Member:
                 one.close()
 
     def _say_leave(self) -> None:
-        self.tell({"type": "leave", "report": figures_of(self.transport)})
+        self.tell(messages.Leave(figures_of(self.transport)))
 
 
-def figures_of(transport: Transport | None) -> dict[str, Any]:
-    """What every member reports."""
+def figures_of(transport: Transport | None, report: messages.Report | None = None) -> messages.Report:
+    """What every member reports, beside figures of its own."""
     assert transport is not None
     refused = sum(transport.complaints.counts.values()) + sum(COMPLAINTS.counts.values())
-    return {
-        "bytes_sent": by_kind(transport.bytes_sent),
-        "connections": transport.connections(),
-        "refused_messages": refused,
-    }
+    return replace(
+        report or messages.Report(),
+        bytes_sent=by_kind(transport.bytes_sent),
+        connections=transport.connections(),
+        refused_messages=refused,
+    )
 
 
 def by_kind(bytes_sent: Mapping[str, int]) -> dict[str, int]:
@@ -480,28 +483,28 @@ class GenerationFollower:
         self,
         name: str,
         transport: Transport,
-        tell: Callable[[dict[str, Any]], None],
+        tell: Callable[[messages.InGeneration], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
         self._name, self._transport, self._tell, self._on_error = name, transport, tell, on_error
         self.asked = 0
         self._changed = threading.Event()
         self._lock = threading.Lock()  # guards _wanted and _ended
-        self._wanted: dict[str, Any] | None = None
+        self._wanted: messages.Generation | None = None
         self._ended = False
 
     def start(self) -> None:
         """From now on it joins what it was asked to, also what came before."""
         threading.Thread(target=self._follow, name="generations", daemon=True).start()
 
-    def take(self, word: messages.Generation, message: dict[str, Any]) -> None:
+    def take(self, word: messages.Generation) -> None:
         """The coordinator asks for a generation. Raises BadMessage: this member is not in it, or somebody is twice."""
         if self._name not in word.members or len(set(word.members)) != len(word.members):
             raise BadMessage(f"generation: `members` must be different, {self._name} among them, got {word.members}")
         if word.generation <= self.asked:
             return  # it was asked for before: formed, which `rejoin` says, or on the way
         with self._lock:
-            self._wanted, self.asked = message, word.generation
+            self._wanted, self.asked = word, word.generation
         self._transport.overtake(word.generation)
         self._changed.set()
 
@@ -522,10 +525,8 @@ class GenerationFollower:
             if wanted is None:
                 continue
             try:
-                self._transport.join(
-                    wanted["generation"], wanted["members"], tuple(wanted["store"]), wanted["timeout_s"]
-                )
-                self._tell({"type": "in_generation", "generation": wanted["generation"]})
+                self._transport.join(wanted.generation, wanted.members, wanted.store, wanted.timeout_s)
+                self._tell(messages.InGeneration(wanted.generation))
             except ClusterUnavailable as error:
                 log.warning("%s: %s", self._name, error)  # the coordinator forms the next one
             except Exception as error:  # the seam: this thread has no caller

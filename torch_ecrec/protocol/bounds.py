@@ -23,7 +23,7 @@ Count = Annotated[int, Meta(ge=0, le=COUNT_MOST)]
 Version = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # what a coordinator says: above what members have told it
 Rank = Annotated[int, Meta(ge=-1, lt=MEMBERS_MOST)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]
-Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]  # "" (`wire.NO_HOST`): the slot waits for one
+Host = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")]  # "" (`NO_HOST`): the slot waits for one
 Text = Annotated[str, Meta(max_length=TEXT_MOST)]
 Inexact = Annotated[list[tuple[Count, Text]], Meta(max_length=INEXACT_MOST)]  # (steps of training until then, why)
 Folder = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,100}\Z")]  # of one checkpoint, which is its name
@@ -40,6 +40,5 @@ Ranks = Annotated[list[Annotated[int, Meta(ge=0, lt=MEMBERS_MOST)]], Meta(max_le
 Snapshots = Annotated[  # (step, steps of training, trainers whose parts of the dense model are kept)
     list[tuple[Count, Count, Annotated[list[Count], Meta(max_length=MEMBERS_MOST)]]], Meta(max_length=1_000_000)
 ]
-Place = tuple[Host, Version, bool]  # server, incarnation, healthy
 Address = tuple[Annotated[str, Meta(max_length=64)], Annotated[int, Meta(ge=1, lt=1 << 16)]]
 Addresses = Annotated[dict[Name, Address], Meta(max_length=MEMBERS_MOST)]

@@ -42,10 +42,10 @@ from torch_ecrec.protocol.bounds import (
     Count,
     Folder,
     FolderOrNone,
+    Host,
     Inexact,
     Name,
     Names,
-    Place,
     Portion,
     Rank,
     Ranks,
@@ -80,9 +80,23 @@ class Said(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     """Base: a message."""
 
 
+NO_HOST = ""  # of a slot that waits for one
+
+
+class SlotPlace(Struct, frozen=True, array_like=True):
+    """Where a slot lives: on a server, or `NO_HOST`. `healthy`: all its records are there; otherwise a rebuild is under
+    way."""
+
+    server: Host
+    incarnation: Version
+    healthy: bool
+
+
 class Placement(Struct, frozen=True, forbid_unknown_fields=True):
+    """Slot -> server, as of an epoch. Newer epochs replace older ones."""
+
     epoch: Version
-    slots: Annotated[list[Place], Meta(min_length=1, max_length=SLOTS_MOST)]
+    slots: Annotated[tuple[SlotPlace, ...], Meta(min_length=1, max_length=SLOTS_MOST)]
 
 
 class WantedCode(Struct, frozen=True, forbid_unknown_fields=True):
@@ -228,7 +242,7 @@ class Rejoin(Entering, frozen=True, kw_only=True, tag="rejoin"):
         if self.placement is not None:
             require(len(self.placement.slots) == slots, f"{len(self.placement.slots)} of {slots} slots are placed")
             require(self.job is not None, "a placement without a job")
-            versions = [self.placement.epoch, *(incarnation for _, incarnation, _ in self.placement.slots)]
+            versions = [self.placement.epoch, *(place.incarnation for place in self.placement.slots)]
             require(max(versions) <= COUNT_MOST, f"version {max(versions)} of a placement")
 
 
@@ -397,10 +411,14 @@ class NotExact(Said, frozen=True, tag="not_exact"):
 
 
 class Progress(Struct, frozen=True, tag_field="type", tag="progress"):
-    """How training goes, for who watches. Users may add figures of their own: scalars, `FIGURES_MOST` at most."""
+    """How training goes, for who watches.
+
+    `figures`: of users, beside these in the same object of JSON: numbers or short texts, `FIGURES_MOST` at most.
+    """
 
     trainer: Count
     step: Count = 0
+    figures: dict[str, Any] = {}
 
 
 # from the coordinator to members ----------------------------------------------------------------------
@@ -660,12 +678,19 @@ def from_member(message: Mapping[str, Any]) -> FromMember:
     """What arrived at the coordinator. Raises BadMessage if it is not exactly one of the messages above."""
     if message.get("type") in ("join", "rejoin"):
         _check_build(message)
+    if message.get("type") == "progress":
+        return _progress(message)
     word: FromMember = _convert(message, FromMember)
-    if isinstance(word, Progress):
-        figures = [value for key, value in message.items() if key != "type"]
-        scalars = all(value is None or isinstance(value, (bool, int, float, str)) for value in figures)
-        if not scalars or len(figures) > FIGURES_MOST or len(repr(figures)) > FIGURES_MOST * TEXT_MOST:
-            raise BadMessage(f"progress: figures must be at most {FIGURES_MOST} numbers or short texts")
+    return word
+
+
+def _progress(message: Mapping[str, Any]) -> Progress:
+    known = {key: value for key, value in message.items() if key in ("type", "trainer", "step")}
+    figures = {key: value for key, value in message.items() if key not in known}
+    scalars = all(value is None or isinstance(value, (bool, int, float, str)) for value in figures.values())
+    if not scalars or len(message) > FIGURES_MOST or len(repr(figures)) > FIGURES_MOST * TEXT_MOST:
+        raise BadMessage(f"progress: figures must be at most {FIGURES_MOST} numbers or short texts")
+    word: Progress = _convert({**known, "figures": figures}, Progress)
     return word
 
 
@@ -692,4 +717,6 @@ def _convert(message: Mapping[str, Any], wanted: Any) -> Any:
 def json_of(message: Struct) -> dict[str, Any]:
     """A message, or a part of one, as an object of JSON: the inverse of `from_member` and `from_coordinator`."""
     found: dict[str, Any] = msgspec.to_builtins(message)
+    if isinstance(message, Progress):
+        found |= found.pop("figures")
     return found

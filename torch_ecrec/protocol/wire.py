@@ -28,7 +28,7 @@ steps of training are *done* does not follow from a step here; pushes and snapsh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, TypeAlias, TypeVar
 
 import torch
 from msgspec import Meta, Struct, field
@@ -401,31 +401,3 @@ class HandOver(Request[Handed]):
 
 
 # placement ----------------------------------------------------------------------------------------
-
-
-NO_HOST = ""  # the server of a slot that waits for one
-
-
-@dataclass(frozen=True)
-class SlotPlace:
-    """Where a slot lives: on a server, or `NO_HOST`. `healthy`: all its records are there; otherwise a rebuild is under
-    way."""
-
-    server: str
-    incarnation: int
-    healthy: bool
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Slot -> server, as of an epoch. Newer epochs replace older ones."""
-
-    epoch: int
-    slots: tuple[SlotPlace, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "slots": [[p.server, p.incarnation, p.healthy] for p in self.slots]}
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> Placement:
-        return Placement(value["epoch"], tuple(SlotPlace(*p) for p in value["slots"]))

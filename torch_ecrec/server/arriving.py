@@ -47,7 +47,7 @@ class ArrivalHost(Asks, Protocol):
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Runs `action` after so many seconds."""
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, word: messages.OfMember) -> None:
         """Sends `message` to the coordinator."""
 
 
@@ -84,17 +84,16 @@ class Arrival:
     def on_word(self, word: messages.Move) -> None:
         """The coordinator says it (once more)."""
         if self.arrived:
-            self._tell("arrived")
+            self._tell(messages.Arrived)
         elif self.level and not word.now:
-            self._tell("level")
+            self._tell(messages.Level)
         elif self.level and word.now and not self._handing:
             self._handing = True
             self._ask(lambda life: wire.HandOver(self.word.slot, life, epoch=self.word.epoch), self._on_handed)
 
-    def _tell(self, kind: str) -> None:
+    def _tell(self, kind: type[messages.Level | messages.Arrived]) -> None:
         word = self.word
-        of = {"slot": word.slot, "incarnation": word.incarnation, "epoch": word.epoch, "era": word.era}
-        self.host.tell({"type": kind, **of})
+        self.host.tell(kind(word.slot, word.incarnation, word.epoch, word.era))
 
     def _ask(self, make: Callable[[int], wire.Request[Any]], done: Callable[[Any], None]) -> None:
         def answered(answer: wire.Answer) -> None:
@@ -148,7 +147,7 @@ class Arrival:
             return
         if self._turn > TURNS_MOST or (self._turn > 1 and self._last_bytes <= LITTLE_BYTES):
             self.level = True
-            self._tell("level")
+            self._tell(messages.Level)
         else:
             self._next_turn()
 
@@ -201,7 +200,7 @@ class Arrival:
             if all_here:
                 self.snapshots, self.arrived = got.parts, True
                 logger.info("slot %d: all of it is here, after %d turns", self.word.slot, self._turn)
-                self._tell("arrived")
+                self._tell(messages.Arrived)
             else:
                 self._gather(got)
 

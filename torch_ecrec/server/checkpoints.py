@@ -93,7 +93,11 @@ class CheckpointedSlot(Protocol):
     def scrubber(self) -> Looks:
         """Looks for damage; tells `on_damage` of it."""
 
-    def tell(self, kind: str, **more: object) -> None:
+    @property
+    def life(self) -> tuple[int, int]:
+        """Its index and incarnation: how each message about it begins."""
+
+    def tell(self, word: messages.OfMember) -> None:
         """Tells the coordinator something of this incarnation."""
 
 
@@ -123,7 +127,7 @@ class SlotCheckpoints:
         self._writing: Writing | None = None
         self._marks: Marks | None = None  # what has changed since `_since`
         self._since = ""  # a checkpoint that counts; "": there is none
-        self._said: tuple[str, dict[str, Any]] | None = None  # of the checkpoint that is under way, last
+        self._said: messages.OfCheckpoint | None = None  # of the checkpoint that is under way, last
         self._taken: tuple[Marks, str] | None = None  # marks that the capture has, until it is known whether it counts
         self._savers: SlotSavers | None = None
 
@@ -177,7 +181,7 @@ class SlotCheckpoints:
     def on_snapshot(self, done: int, whole: bool) -> None:
         """A trainer's part of a dense snapshot is here; `done`: steps of training; `whole`: all parts of it are."""
         if self._held.index == 0 and whole and done and self._is_due(done):
-            self._slot.tell("due", done=done)
+            self._slot.tell(messages.Due(*self._slot.life, done))
 
     def on_going_back(self, step: int) -> None:
         """Every step after `step` is about to be taken back, here and everywhere."""
@@ -213,8 +217,8 @@ class SlotCheckpoints:
         found: dict[int, tuple[int, list[int]]] = {}
         for (step, trainer), (header, _) in sorted(self._snapshots.parts.items()):
             found.setdefault(step, (header[0], []))[1].append(trainer)
-        kept = [[step, *told] for step, told in found.items()]
-        self._say("shown", checkpoint=checkpoint, applied=rule.applied, floor=floor, snapshots=kept)
+        kept = [(step, *told) for step, told in found.items()]
+        self._say(messages.Shown(*self._slot.life, checkpoint, rule.applied, floor, kept))
 
     def on_capture(self, order: messages.Capture) -> None:
         """Begins to write the slot's records as of a step."""
@@ -305,15 +309,14 @@ class SlotCheckpoints:
         if not same:
             self.abandon()
         elif self._said is not None:
-            kind, more = self._said
-            self._slot.tell(kind, **more)
+            self._slot.tell(self._said)
 
     # ends ---------------------------------------------------------------------------------------
 
     def _on_written(self, checkpoint: int, part: dict[str, Any]) -> None:
         if checkpoint == self._surveyed and self._capture is not None:
             self._capture = self._writing = None
-            self._say("written", checkpoint=checkpoint, part=part)
+            self._say(messages.Written(*self._slot.life, checkpoint, part))
 
     def _on_broken(self, slab: int, positions_U: Positions) -> None:
         """What the capture gave of these records does not fit their seals: as it was kept, or as they are."""
@@ -337,11 +340,11 @@ class SlotCheckpoints:
         self._tell_unwritten(checkpoint, reason)
 
     def _tell_unwritten(self, checkpoint: int, reason: str) -> None:
-        self._say("unwritten", checkpoint=checkpoint, reason=reason[:TEXT_MOST])
+        self._say(messages.Unwritten(*self._slot.life, checkpoint, reason[:TEXT_MOST]))
 
-    def _say(self, kind: str, **more: Any) -> None:
-        self._said = (kind, more)
-        self._slot.tell(kind, **more)
+    def _say(self, word: messages.OfCheckpoint) -> None:
+        self._said = word
+        self._slot.tell(word)
 
     def _stop(self) -> None:
         if self._writing is not None:

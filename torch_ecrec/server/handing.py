@@ -22,7 +22,8 @@ import torch
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Durability, Looks, Reply
 from torch_ecrec.protocol import wire
-from torch_ecrec.protocol.wire import Placement, Refused
+from torch_ecrec.protocol.messages import Placement
+from torch_ecrec.protocol.wire import Refused
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.records.touched import Touched
 from torch_ecrec.server.arriving import Arrival

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch_ecrec.durability.holdings import Missing
 from torch_ecrec.durability.policy import Durability
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.bounds import Scalar
 from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.protocol.step_rule import StepRule
 from torch_ecrec.records.delta_log import DeltaLog
@@ -81,7 +83,11 @@ class ReportedSlot(Protocol):
     def log(self) -> DeltaLog:
         """The deltas of its recent steps."""
 
-    def tell(self, kind: str, **more: object) -> None:
+    @property
+    def life(self) -> tuple[int, int]:
+        """Its index and incarnation: how each message about it begins."""
+
+    def tell(self, word: messages.OfMember) -> None:
         """Tells the coordinator something of this incarnation."""
 
     def give_up(self, reason: str = "") -> None:
@@ -97,20 +103,20 @@ class Reports:
     def ready(self) -> None:
         """It serves."""
         renewing = self._slot.renewing
-        self._slot.tell("ready", at=None if renewing is None else renewing.at)
+        self._slot.tell(messages.Ready(*self._slot.life, None if renewing is None else renewing.at))
 
     def rebuilt(self) -> None:
         """Nothing is missing, as far as this host knows of slots that began anew."""
-        self._slot.tell("rebuilt", renewals=len(self._slot.host.renewals))
+        self._slot.tell(messages.Rebuilt(*self._slot.life, len(self._slot.host.renewals)))
 
     def reach(self) -> None:
         """Which steps it can go back to, if that is asked for."""
         slot = self._slot
         if slot.host.frozen and slot.ready:
-            kept = [[step, *found] for step, found in slot.snapshots.found().items()]
+            kept = [(step, *found) for step, found in slot.snapshots.found().items()]
             applied, floor = slot.rule.applied, slot.log.floor
             done = None if slot.not_trained is None else applied - slot.not_trained
-            slot.tell("reach", era=slot.host.era, applied=applied, floor=floor, snapshots=kept, done=done)
+            slot.tell(messages.Reach(*slot.life, slot.host.era, applied, floor, kept, done))
 
     def again(self) -> None:
         """Everything the coordinator should know of this incarnation."""
@@ -122,7 +128,7 @@ class Reports:
                 self.rebuilt()
             self.reach()
             if not slot.host.frozen and slot.going_back_to is None:
-                slot.tell("durable", era=slot.host.era)
+                slot.tell(messages.Durable(*slot.life, slot.host.era))
         elif slot.hopeless:
             slot.give_up(slot.renewing.failed if slot.renewing is not None else "")
 
@@ -132,7 +138,7 @@ class Reports:
         others = slot.host.origin if slot.not_trained is None else slot.not_trained
         return 0 if others is None else max(0, step - others)
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> dict[str, Scalar]:
         """Figures for `torch-ecrec status`."""
         slot, rule = self._slot, self._slot.rule
         return {

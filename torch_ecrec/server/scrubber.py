@@ -26,6 +26,7 @@ import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import Durability
+from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.bounds import PLACES_MOST, TEXT_MOST
 from torch_ecrec.records.positions import Positions
 from torch_ecrec.server.checkpoints import SlotCheckpoints
@@ -45,7 +46,11 @@ class ScrubbedSlot(Protocol):
     ready: bool
     dead: bool
 
-    def tell(self, kind: str, **more: object) -> None:
+    @property
+    def life(self) -> tuple[int, int]:
+        """Its index and incarnation: how each message about it begins."""
+
+    def tell(self, word: messages.OfMember) -> None:
         """Tells the coordinator something of this incarnation."""
 
 
@@ -163,7 +168,7 @@ class Scrubber:
     def on_mended(self, count: int) -> None:
         """So many of what was damaged are what they should be."""
         self.mended += count
-        self._slot.tell("mended", count=count)
+        self._slot.tell(messages.Mended(*self._slot.life, count))
 
     def on_mismatch(self, slab: int, positions_M: Positions) -> None:
         """These parities are not the code of their stripes, whose records fit their seals: they are encoded again."""
@@ -180,7 +185,7 @@ class Scrubber:
     def _tell_damaged(self, what: str, reason: str) -> None:
         log.warning("slot %d: damaged: %s: %s", self._held.index, what, reason)
         step = self._slot.reports.trained(self._held.rule.applied)
-        self._slot.tell("damaged", what=what, places=[], count=1, used=0, step=step, reason=reason[:TEXT_MOST])
+        self._slot.tell(messages.Damaged(*self._slot.life, what, [], 1, 0, step, reason[:TEXT_MOST]))
 
     def on_beyond(self, slab: int, parity: bool, positions_M: Positions) -> None:
         """Nobody can give these back, which were damaged, or lost."""
@@ -198,7 +203,7 @@ class Scrubber:
     def tell_beyond(self) -> None:
         """Says that the slot has given up, if it has."""
         if self.beyond:
-            self._slot.tell("unrecoverable", reason=self.beyond)
+            self._slot.tell(messages.Unrecoverable(*self._slot.life, self.beyond))
 
     def _say(self, slab: int, parity: bool, positions_M: Positions, used: int, reason: str, what: str = "") -> None:
         what, index = what or ("parity" if parity else "record"), self._held.index
@@ -208,9 +213,7 @@ class Scrubber:
         more = f"; {used} of them were used since they were last seen whole" if used else ""
         first = f"first member {member} of the stripe of row {row} of table {table}"
         log.warning("slot %d, step %d: damaged: %d (%s), %s%s", index, step, many, what, first, more)
-        self._slot.tell(
-            "damaged", what=what, places=places, count=many, used=used, step=step, reason=reason[:TEXT_MOST]
-        )
+        self._slot.tell(messages.Damaged(*self._slot.life, what, places, many, used, step, reason[:TEXT_MOST]))
 
     def places(self, slab: int, parity: bool, positions_U: Positions) -> list[Place]:
         """The names of some records or parities, (U,) int64, for people."""

@@ -15,9 +15,10 @@ from torch_ecrec.durability import POLICIES
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.layout.stripes import Layout, layout_of
 from torch_ecrec.protocol import messages, wire
+from torch_ecrec.protocol.messages import Placement
 from torch_ecrec.protocol.waits import SlotWaits
 from torch_ecrec.protocol.wellformed import Judge
-from torch_ecrec.protocol.wire import Answer, Malformed, Placement, Refused
+from torch_ecrec.protocol.wire import Answer, Malformed, Refused
 from torch_ecrec.server.arriving import Arrival
 from torch_ecrec.server.checkpoints import Scribe
 from torch_ecrec.server.flipping import flip
@@ -74,24 +75,25 @@ class Host(Node):
 
     # from the coordinator -----------------------------------------------------------------------
 
-    def on_control(self, message: dict[str, Any]) -> None:
-        """A message of the coordinator; those of membership are not for the data plane."""
-        if message["type"] == "job":
-            self.run(self._take_job, JobSpec.from_json(message["job"]), message.get("begins", 0))
-        elif message["type"] == "placement":
-            self.run(self._take_placement, Placement.from_json(message["placement"]))
-        elif message["type"] == "era":
-            self.run(self._take_era, messages.from_coordinator(message))
-        elif message["type"] == "loaded":
-            self.origin = message["origin"]
-        elif message["type"] == "left":
-            self.left = message["trainers"]
-        elif message["type"] == "rejoined":
-            self.run(self._tell_again, message["life"])
-        elif message["type"] == "move":
-            self.run(self._on_move, messages.from_coordinator(message))
-        elif message["type"] in ("checkpointing", "survey", "capture", "release"):
-            self.run(self._on_checkpoint, messages.from_coordinator(message))
+    def on_control(self, word: messages.FromCoordinator) -> None:
+        """The coordinator says something; what is about membership is not for the data plane."""
+        match word:
+            case messages.Job():
+                self.run(self._take_job, word.job, word.begins)
+            case messages.Placed():
+                self.run(self._take_placement, word.placement)
+            case messages.Era():
+                self.run(self._take_era, word)
+            case messages.Loaded():
+                self.origin = word.origin
+            case messages.Left():
+                self.left = word.trainers
+            case messages.Rejoined():
+                self.run(self._tell_again, word.life)
+            case messages.Move():
+                self.run(self._on_move, word)
+            case messages.Checkpointing() | messages.Survey() | messages.Capture() | messages.Release():
+                self.run(self._on_checkpoint, word)
 
     def known(self) -> dict[str, Any]:
         """What a coordinator that was started again must know."""
@@ -101,7 +103,7 @@ class Host(Node):
             known = [slot.known_incarnations() for slot in self.slots.values()]
             found.update(
                 job=self.job.to_json() if self.job is not None else None,
-                placement=self.placement.to_json() if self.placement is not None else None,
+                placement=messages.json_of(self.placement) if self.placement is not None else None,
                 era=self.era,
                 frozen=self.frozen,
                 resume_step=self.resume_step,
@@ -202,7 +204,7 @@ class Host(Node):
         return lives.get((index, incarnation))
 
     def _take_job(self, job: JobSpec, begins: int) -> None:
-        if self.job is not None and self.job.digest != job.digest:
+        if self.job is not None and self.job != job:
             raise ValueError("this server already serves another job; start the cluster anew")
         self.job = job
         self.code = LinearCode(job.code.k, job.code.parities)
@@ -244,7 +246,7 @@ class Host(Node):
             for other, life in enumerate(incarnations):
                 if other != index:
                     slot.meet(other, life)
-            slot.tell("ready")
+            slot.tell(messages.Ready(*slot.life))
             slot.reports.reach()
 
     def _holdings(self, job: JobSpec, index: int, incarnation: int, incarnations: list[int], fresh: bool) -> Holdings:
@@ -334,14 +336,13 @@ class Host(Node):
     def unhealthy_slots(self) -> list[int]:
         return [i for i, place in enumerate(self.placement.slots) if not place.healthy] if self.placement else []
 
-    def status(self) -> dict[str, object]:
+    def report(self) -> messages.Report:
         """Figures of every slot; nothing while the host is busy, so that a heartbeat never waits for it."""
-        report: dict[str, object] = {}
+        found = [messages.Report()]
 
         def look() -> None:
-            report.update(slots=[slot.reports.status() for slot in self.slots.values()])
-            if self.slots:
-                report.update(waits=messages.json_of(self.waits.take()))
+            slots = [slot.reports.status() for slot in self.slots.values()]
+            found.append(messages.Report(slots=slots, waits=self.waits.take() if slots else None))
 
         self.run_if_idle(look)
-        return report
+        return found[-1]

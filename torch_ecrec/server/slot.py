@@ -32,7 +32,7 @@ import numpy as np
 
 from torch_ecrec.durability.holdings import Holdings
 from torch_ecrec.durability.policy import PeerRequest, Peers, Policy, Reply
-from torch_ecrec.protocol import wire
+from torch_ecrec.protocol import messages, wire
 from torch_ecrec.protocol.messages import Renewal
 from torch_ecrec.protocol.wire import Answer, Refused
 from torch_ecrec.records.delta_log import DeltaLog
@@ -57,7 +57,7 @@ class SlotHost(Peers, SnapshotHost, CheckpointHost, RenewingHost, HandingHost, P
     def era(self) -> int:
         """Which life of the trainers it is."""
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, word: messages.OfMember) -> None:
         """Sends `message` to the coordinator."""
 
 
@@ -267,7 +267,7 @@ class Slot:
     def give_up(self, reason: str = "") -> None:
         """No holder that has caught up knows this slot: more is lost than the code repairs."""
         self.hopeless = True
-        self.tell("unrecoverable", reason=reason)
+        self.tell(messages.Unrecoverable(*self.life, reason))
 
     def check_rebuilt(self) -> None:
         """Rebuilt: nothing missing, and caught up with all that the sources have acknowledged (rule 5)."""
@@ -361,13 +361,18 @@ class Slot:
         if step is None or self.host.frozen or self.rule.settled < step or not self.snapshots.complete:
             return
         self.going_back_to = None
-        self.tell("durable", era=self.host.era)
+        self.tell(messages.Durable(*self.life, self.host.era))
 
     # reports ------------------------------------------------------------------------------------
 
-    def tell(self, kind: str, **more: object) -> None:
+    @property
+    def life(self) -> tuple[int, int]:
+        """Index and incarnation: how each message about this slot begins."""
+        return self.index, self.incarnation
+
+    def tell(self, word: messages.OfMember) -> None:
         """Tells the coordinator something of this incarnation."""
-        self.host.tell({"type": kind, "slot": self.index, "incarnation": self.incarnation, **more})
+        self.host.tell(word)
 
 
 def _not_trained(before: int | None, step: int, iteration: int | None) -> int | None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.records.schema import ITEM_BYTES, Schema
 from torch_ecrec.runtime.checks import require, require_int
@@ -213,7 +215,8 @@ class JobSpec:
         }
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> JobSpec:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch_ecrec.protocol import messages
 from torch_ecrec.testing.membership import VirtualProcess
 from torch_ecrec.testing.result import SimulationResult
 from torch_ecrec.testing.simulation import SimulatedCluster
@@ -214,6 +215,5 @@ class Links:
     def _beat(self) -> None:
         for process in self.cluster.plane.processes:
             if process.name and not process.dead and process.host not in self.frozen:
-                word = {"type": "beat", "unreachable": self._unreachable(process)}
-                self.cluster.plane.tell(process, word)
+                self.cluster.plane.tell(process, messages.Beat(unreachable=self._unreachable(process)))
         self.cluster.network.clock.later(BEAT_S, self._beat)

@@ -123,10 +123,10 @@ class Handlers(Protocol):
     def on_welcome(self, process: VirtualProcess) -> None:
         """It has a name: its node can be built."""
 
-    def on_control(self, process: VirtualProcess, message: Message) -> None:
+    def on_control(self, process: VirtualProcess, word: messages.FromCoordinator) -> None:
         """For its node."""
 
-    def on_fatal(self, process: VirtualProcess, message: Message) -> None:
+    def on_fatal(self, process: VirtualProcess, word: messages.Fatal | messages.Refused) -> None:
         """It is told to end, and why."""
 
     def known(self, process: VirtualProcess) -> Message:
@@ -390,10 +390,10 @@ class ControlPlane:
         """Both ways: what a connection needs to begin."""
         return self.passes(process, True) and self.passes(process, False)
 
-    def tell(self, process: VirtualProcess, message: Message) -> None:
+    def tell(self, process: VirtualProcess, word: messages.OfMember) -> None:
         """What a process wants to say is lost while it has no connection."""
         if process.connection is not None and not process.dead:
-            process.connection.say(message)
+            process.connection.say(messages.json_of(word))
 
     def end(self, process: VirtualProcess) -> None:
         """It is gone, however that came."""
@@ -404,7 +404,7 @@ class ControlPlane:
 
     def leave(self, process: VirtualProcess) -> None:
         """It is told to end, says so, and ends."""
-        self.tell(process, {"type": "leave", "report": {}})
+        self.tell(process, messages.Leave())
         self.end(process)
 
     def deliver(self, connection: VirtualConnection, message: Message) -> None:
@@ -422,7 +422,7 @@ class ControlPlane:
             if word.generation > process.asked:
                 process.generation = process.asked = word.generation
                 process.world, process.addresses = word.members, word.addresses
-                self.tell(process, {"type": "in_generation", "generation": word.generation})
+                self.tell(process, messages.InGeneration(word.generation))
         elif isinstance(word, messages.Waits):
             process.waits.append(word.reason)
         elif isinstance(word, messages.OtherCluster):
@@ -432,13 +432,13 @@ class ControlPlane:
         elif isinstance(word, messages.KnownInexact):
             process.inexact = word.known
         elif isinstance(word, (messages.Fatal, messages.Refused)):
-            self.handlers.on_fatal(process, message)
+            self.handlers.on_fatal(process, word)
         else:
             if isinstance(word, messages.Rejoined):
                 process.life = word.life
             elif isinstance(word, messages.Job):
                 process.run = word.run
-            self.handlers.on_control(process, message)
+            self.handlers.on_control(process, word)
 
     # faults -------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ message), and of the coordinator ("send", name, message), ("born", rank, name), 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
 from typing import Any
@@ -117,8 +117,8 @@ class Process:
     def now_s(self) -> float:
         return 0.0
 
-    def tell(self, message: Mapping[str, Any]) -> None:
-        self.out.append(("tell", dict(message)))
+    def tell(self, word: messages.OfMember) -> None:
+        self.out.append(("tell", messages.json_of(word)))
 
     # events
     def on(self, kind: str, what: Any) -> None:
@@ -143,36 +143,37 @@ class Process:
             action()
 
     def on_told(self, message: dict[str, Any]) -> None:
-        if message["type"] in ("welcome", "rejoined"):
-            self.life = message["life"]
-            self.code = message.get("code", self.code)
-        if message["type"] == "generation":
-            self.world = message["generation"], message["members"]
-            self.tell({"type": "in_generation", "generation": message["generation"]})
+        word = messages.from_coordinator(message)
+        if isinstance(word, (messages.Welcome, messages.Rejoined)):
+            self.life = word.life
+        if isinstance(word, messages.Welcome):
+            self.code = message["code"]
+        if isinstance(word, messages.Generation):
+            self.world = word.generation, word.members
+            self.tell(messages.InGeneration(word.generation))
         else:
-            self.on_control(message)
+            self.on_control(word)
 
-    def on_control(self, message: dict[str, Any]) -> None:
+    def on_control(self, word: messages.FromCoordinator) -> None:
         raise NotImplementedError
 
     def on_rejoin(self, _: None) -> None:
         """Tells a coordinator that was started again what it knows."""
         generation, world = self.world
-        self.tell(
-            rejoin_message(
-                self.known(),
-                hello={"role": self.role, "rank": self.rank, "birth": self.name},
-                name=self.name,
-                code=self.code,
-                life=self.life,
-                generation=generation,
-                newest=generation,
-                world=list(world),
-                addresses={},
-                restored=None,
-                run="run",
-            )
+        rejoin = rejoin_message(
+            self.known(),
+            hello={"role": self.role, "rank": self.rank, "birth": self.name},
+            name=self.name,
+            code=self.code,
+            life=self.life,
+            generation=generation,
+            newest=generation,
+            world=list(world),
+            addresses={},
+            restored=None,
+            run="run",
         )
+        self.out.append(("tell", rejoin))
 
     def known(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -192,9 +193,9 @@ class Server(Process):
         self._oracle = oracle
         self.ended = False
 
-    def on_control(self, message: dict[str, Any]) -> None:
-        self.ended |= message["type"] == "fatal"
-        self.node.on_control(message)
+    def on_control(self, word: messages.FromCoordinator) -> None:
+        self.ended |= isinstance(word, messages.Fatal)
+        self.node.on_control(word)
 
     def known(self) -> dict[str, Any]:
         return self.node.known()
@@ -268,9 +269,9 @@ class Trainer(Process):
             except StopIteration:
                 self.phase = "done", self._scenario.steps
 
-    def on_control(self, message: dict[str, Any]) -> None:
-        self.ended |= message["type"] == "fatal"
-        self.node.on_control(message)
+    def on_control(self, word: messages.FromCoordinator) -> None:
+        self.ended |= isinstance(word, messages.Fatal)
+        self.node.on_control(word)
 
     def on_loss(self, what: tuple[int, int, float]) -> None:
         step, trainer, loss = what

@@ -28,7 +28,8 @@ from torch_ecrec.client.client import Client
 from torch_ecrec.coordinator.coordinator import Coordinator
 from torch_ecrec.layout import repair
 from torch_ecrec.layout.stripes import layout_of
-from torch_ecrec.protocol.wire import SlotPlace
+from torch_ecrec.protocol import messages
+from torch_ecrec.protocol.messages import SlotPlace
 from torch_ecrec.server.service import Host
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.settings import Settings
@@ -146,7 +147,7 @@ class SimulatedCluster:
         self.process_of[name] = process
         # A coordinator that nobody left has heard of may have given that name before: births tell the two apart.
         self.network.dead.discard(name)
-        port = self.network.port(name, lambda message: self.plane.tell(process, message))
+        port = self.network.port(name, lambda word: self.plane.tell(process, word))
         if process.role == "server":
             host = self.hosts[name] = Host(name, port, self.settings)
             host.reader = self.shelf.reader(host, lambda: name not in self.network.dead)
@@ -156,17 +157,17 @@ class SimulatedCluster:
         self.clients[name] = Client(name, port, self.scenario.job, rank, self.settings, self.scenario.snapshot_every)
         self.scripts.on_welcome(rank, self.clients[name])
 
-    def on_control(self, process: VirtualProcess, message: dict[str, Any]) -> None:
-        """A message of the coordinator for a node."""
+    def on_control(self, process: VirtualProcess, word: messages.FromCoordinator) -> None:
+        """The coordinator says something to a node."""
         name = process.name
         if name in self.hosts:
-            self.hosts[name].on_control(message)
+            self.hosts[name].on_control(word)
         elif name in self.clients:
-            self.clients[name].on_control(message)
+            self.clients[name].on_control(word)
 
-    def on_fatal(self, process: VirtualProcess, message: dict[str, Any]) -> None:
+    def on_fatal(self, process: VirtualProcess, word: messages.Fatal | messages.Refused) -> None:
         """It is told to end. Who came too late, and has been taken for lost, joins as another."""
-        if message["kind"] == "fenced":
+        if word.kind == "fenced":
             self.run.fenced += 1
             self.plane.end(process)
             self.network.dead.add(process.name)
@@ -174,10 +175,10 @@ class SimulatedCluster:
                 self.start_server(process)
             else:
                 self._on_trainer_crash()
-        elif message["kind"] == "trainers_lost":
+        elif word.kind == "trainers_lost":
             self.kill(process)
         else:
-            self.run.fatal = message["reason"]
+            self.run.fatal = word.reason
 
     def on_sent(self, number: int, connection: VirtualConnection) -> None:
         """Message `number` of the control channel is on its way: nothing happens, unless a test says so."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_ecrec.client.client import Client
 from torch_ecrec.layout.stripes import StripeGroup
-from torch_ecrec.protocol.wire import SlotPlace
+from torch_ecrec.protocol.messages import SlotPlace
 from torch_ecrec.server.checkpoints import PINNED_STEPS
 from torch_ecrec.server.slot import Slot
 from torch_ecrec.spec.settings import Settings

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_ecrec.protocol.messages import OfMember
 from torch_ecrec.protocol.wire import A, Answer, Ok, Outcome, Request, Unknown
 
 CRASHES = ("crash_sender", "crash_receiver", "crash_after")
@@ -138,7 +139,7 @@ class LocalNetwork:
     def delay_s(self, late: bool = False) -> float:
         return self.random.uniform(*(LATE_S if late or self.random.random() < self.late else DELAY_S))
 
-    def port(self, name: str, tell: Callable[[dict[str, Any]], None]) -> LocalPort:
+    def port(self, name: str, tell: Callable[[OfMember], None]) -> LocalPort:
         return LocalPort(self, name, tell)
 
     def kill(self, name: str) -> None:
@@ -214,7 +215,7 @@ class LocalPort:
 
     network: LocalNetwork
     name: str
-    to_coordinator: Callable[[dict[str, Any]], None]
+    to_coordinator: Callable[[OfMember], None]
 
     def call(self, peer: str, request: Request[A], timeout_s: float, done: Callable[[Outcome[A]], None]) -> None:
         self.network.send(self.name, peer, request, timeout_s, done)
@@ -229,6 +230,6 @@ class LocalPort:
     def now_s(self) -> float:
         return self.network.clock.now_s
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, word: OfMember) -> None:
         if self.name not in self.network.dead:
-            self.to_coordinator(message)
+            self.to_coordinator(word)

@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol
 
-from torch_ecrec.protocol.wire import A, Answer, Malformed, Ok, Outcome, Placement, Refused, Request, Unknown
+from torch_ecrec.protocol.messages import OfMember, Placement
+from torch_ecrec.protocol.wire import A, Answer, Malformed, Ok, Outcome, Refused, Request, Unknown
 from torch_ecrec.transport.complaints import Complaints
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ class Port(Protocol):
     def now_s(self) -> float:
         """The time, of a clock that only goes forward."""
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Sends `message` to the coordinator."""
+    def tell(self, word: OfMember) -> None:
+        """Says something to the coordinator."""
 
 
 class Exchange(Generic[A]):
@@ -187,8 +188,8 @@ class Node:
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         self.emit(lambda: self.port.later(delay_s, lambda: self.run(action)))
 
-    def tell(self, message: dict[str, Any]) -> None:
-        self.emit(lambda: self.port.tell(message))
+    def tell(self, word: OfMember) -> None:
+        self.emit(lambda: self.port.tell(word))
 
     def ask(
         self,
