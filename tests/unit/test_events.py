@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -21,6 +22,22 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
         {"event": "cut", "pairs": [["server-0", "server-1"]], "fenced": ["server-0"], "why": ""},
     ),
     (events.AtRisk(["row1/rack3"]), {"event": "at_risk", "domains": ["row1/rack3"]}),
+    (
+        events.TurnedAway("server-0", "b07004c3", 7, "it is of another", False),
+        {
+            "event": "turned_away",
+            "member": "server-0",
+            "run": "b07004c3",
+            "pid": 7,
+            "why": "it is of another",
+            "refuses": False,
+        },
+    ),
+    (
+        events.StandsStill(["server-0"], "not heard of for 10 s", None),
+        {"event": "stands_still", "members": ["server-0"], "why": "not heard of for 10 s", "left_s": None},
+    ),
+    (events.GoesOn(), {"event": "goes_on"}),
     (events.Left("server-0"), {"event": "left", "member": "server-0"}),
     (
         events.Slow("server-0", 0.9, 0.5, 0.01),
@@ -117,8 +134,15 @@ EXAMPLES: tuple[tuple[Event, dict[str, Any]], ...] = (
 )
 
 
-def test_every_event_has_an_example() -> None:
-    assert {type(event) for event, _ in EXAMPLES} == set(get_args(AnyEvent))
+def leaves(kind: type[Event]) -> Iterator[type[Event]]:
+    """Those that are announced: the others are bases."""
+    below = kind.__subclasses__()
+    yield from [kind] if not below else [leaf for one in below for leaf in leaves(one)]
+
+
+def test_every_event_can_be_read_and_has_an_example() -> None:
+    """One that is announced and cannot be read ends the connection of whoever watches."""
+    assert {type(event) for event, _ in EXAMPLES} == set(get_args(AnyEvent)) == set(leaves(Event))
 
 
 @pytest.mark.parametrize(("event", "shown"), EXAMPLES)

@@ -369,9 +369,12 @@ class Refused(Event, frozen=True, tag="refused"):
 AnyEvent = (
     Joined
     | Back
+    | TurnedAway
     | Left
     | Lost
     | Cut
+    | StandsStill
+    | GoesOn
     | Slow
     | NotSlow
     | GenerationFormed

@@ -22,7 +22,7 @@ from torch_ecrec.transport.whereabouts import follow, reach, whereabouts
 
 CONNECT_S = 180.0  # for a coordinator that is started again where its host has come back
 START_S = 480.0  # for the first step: all these processes start on one machine
-STALL_S = 300.0  # for a step: trainers whose host was lost start again
+STALL_S = 450.0  # for a step: trainers whose host was lost start again
 WHOLE_S = 300.0
 
 

@@ -21,7 +21,7 @@ from torch_ecrec.demo.chaos.disturbances import Disturbance
 from torch_ecrec.demo.chaos.schedule import MUST_COME, at_one_instant, role_of
 from torch_ecrec.demo.chaos.store import FELT_LIMIT_S, Trouble
 from torch_ecrec.demo.terminal import Terminal
-from torch_ecrec.demo.training import DemoRun, example
+from torch_ecrec.demo.training import STALL_LIMIT_S, DemoRun, example
 from torch_ecrec.demo.troubled_store import TroubledStore
 from torch_ecrec.errors import ClusterUnavailable
 from torch_ecrec.processes.children import descendants, end_tree, free_port
@@ -37,6 +37,7 @@ FLIPPED = {  # the settings of servers whose bits flip
 STOPS_S = (1.0, 5.0, 20.0)
 PAUSE_S = (0.3, 4.0)  # between two instants, at least and at most, once the cluster is whole
 WHOLE_LIMIT_S = 120.0  # to be whole again after an event
+GIVE_UP_S = 300.0  # for a process that was killed to be started again, on a machine that has much else to do
 FRUITLESS_MOST = 3  # instants without a completed step between them; then none comes before one is
 STOP_MARGIN_S = 2.0  # a process may be silent that much longer than it was stopped
 SAMPLE_S = 0.5
@@ -66,6 +67,8 @@ class ChaosRun(DemoRun):
             self.environment.update(FLIPPED)
         self._store = store
         self._trouble: Trouble | None = None
+        self.environment["TORCH_ECREC_GIVE_UP_S"] = f"{GIVE_UP_S:g}"
+        self.stall_limit_s = max(self.stall_limit_s, GIVE_UP_S + STALL_LIMIT_S)
         self._lease_s = Settings.from_environment().lease_s
         self.schedule: list[dict[str, Any]] = []
         self.samples: list[dict[str, Any]] = []
