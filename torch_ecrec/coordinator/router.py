@@ -114,7 +114,6 @@ class Router:
         self._joins_from_s, self._led = joins_from_s, led
         self._connections: dict[str, Peer] = {}
         self._names: dict[Peer, str] = {}
-        self._addresses: dict[str, Address | None] = {}  # of members: where they listen
         self._held: dict[Peer, Join] = {}
         self._blocked: dict[Peer, float] = {}  # of these, who waits for other trainers' end: since when
         self.told_fatal_s = 0.0  # when somebody was told last that the cluster has stopped
@@ -269,7 +268,7 @@ class Router:
             member = before.members.get(name)  # trainers that were lost are forgotten, and still there to hear it
             kind = "trainers_lost" if member is None or member.role == "trainer" else "fenced"
             self._say(peer, messages.Fatal(kind, why))
-        for members in (self._connections, self._names, self._addresses, self._asked):
+        for members in (self._connections, self._names, self._asked):
             members.clear()
 
     def on_closed(self, peer: Peer, now_s: float) -> None:
@@ -284,11 +283,10 @@ class Router:
         member = self.core.members.get(name)
         if member is None or not member.alive:
             return
-        address = self._addresses.get(name)
-        if member.left or address is None:
+        if member.left or member.address is None:
             self.core.on_lost(name, now_s, "its connection ended")
         else:
-            self._asked.go_away(name, address, now_s)
+            self._asked.go_away(name, member.address, now_s)
         self._let_in(now_s)
 
     def on_probed(self, name: str, number: int, found: str, now_s: float) -> None:
@@ -310,14 +308,9 @@ class Router:
         limit_s = min(SILENT_S, SILENT_PART * self._settings.lease_s)
         found = {}
         for name, member in self.core.members.items():
-            address = self._addresses.get(name)
-            if (
-                member.present
-                and member.silent_s(now_s) > limit_s
-                and name in self._connections
-                and address is not None
-            ):
-                found[name] = address
+            is_silent = member.present and member.silent_s(now_s) > limit_s and name in self._connections
+            if is_silent and member.address is not None:
+                found[name] = member.address
         return found
 
     def _lives(self, name: str) -> bool:
@@ -329,7 +322,6 @@ class Router:
         missing = self.core.missing()
         asked = {**self._silent(now_s), **missing}
         self._asked.look(asked, lambda name: name in missing or self._lives(name), now_s)
-        self._addresses = {name: where for name, where in self._addresses.items() if name in self.core.members}
         self._let_in(now_s)
 
     # joining ------------------------------------------------------------------------------------
@@ -388,11 +380,11 @@ class Router:
             return
         name = self.core.born_as(join.birth)
         if name is not None:
-            self._bind(name, peer, join.address)
+            self._bind(name, peer)
             self.core.on_join_again(name, now_s)
         else:
             name = self.core.name_for(join)
-            self._bind(name, peer, join.address)
+            self._bind(name, peer)
             self.core.on_join(name, join, now_s)
 
     def _rejoin(self, peer: Peer, rejoin: Rejoin, now_s: float) -> None:
@@ -407,7 +399,7 @@ class Router:
         name, member = rejoin.name, self.core.members.get(rejoin.name)
         if member is not None and member.birth != rejoin.birth and name in self._connections:
             self._send(name, messages.Fatal("fenced", FENCED))  # it joins again as another
-        self._bind(name, peer, rejoin.address)
+        self._bind(name, peer)
         self.core.on_rejoin(rejoin, now_s)
 
     def _note_fatal(self, now_s: float) -> None:
@@ -427,13 +419,13 @@ class Router:
             who = f"{rejoin.name} (pid {rejoin.pid}) of cluster {rejoin.run} looks for its coordinator here"
             self._refuse_to_lead(f"{who}: {why}", rejoin.code)
 
-    def _bind(self, name: str, peer: Peer, address: Address | None) -> None:
+    def _bind(self, name: str, peer: Peer) -> None:
         """From now on this is the member's connection; one that it had before is closed."""
         before = self._connections.pop(name, None)
         if before is not None:
             del self._names[before]
             before.close()
-        self._connections[name], self._names[peer], self._addresses[name] = peer, name, address
+        self._connections[name], self._names[peer] = peer, name
         self._asked.forget(name)
         peer.admit()
 
