@@ -18,6 +18,7 @@ from thinned import in_turns
 
 from torch_ecrec.coordinator.router import Router
 from torch_ecrec.coordinator.settings import ClusterSettings
+from torch_ecrec.protocol import messages
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing.membership import HELD_S, Center, VirtualProcess
 
@@ -105,14 +106,14 @@ class Disturbed(Lives):
         assert process not in self.intruders, "the second launch trains"
         super().on_welcome(process)
 
-    def on_fatal(self, process: VirtualProcess, message: dict[str, Any]) -> None:
+    def on_fatal(self, process: VirtualProcess, word: messages.Fatal | messages.Refused) -> None:
         if process in self.intruders:
-            self.refusals.append(message["reason"])
+            self.refusals.append(word.reason)
             self.plane.end(process)
-        elif message["type"] == "refused" and process.role == "trainer":
+        elif isinstance(word, messages.Refused) and process.role == "trainer":
             self.kill(process)  # torchrun starts it again
         else:
-            super().on_fatal(process, message)
+            super().on_fatal(process, word)
 
     @property
     def strangers(self) -> int:
