@@ -513,7 +513,7 @@ def _show(words: Sequence[str]) -> None:
 
 def main() -> NoReturn:
     """`python -m torch_ecrec.processes.fork_server FILE PRELOAD ... ROOM`: the fork server."""
-    for number in (*SIGNALS, *TO_SCRIPTS, signal.SIGHUP):  # sent to every process of a job: it ends when who asks is gone
+    for number in (*SIGNALS, *TO_SCRIPTS, signal.SIGHUP):  # sent to all of a job: it ends when whoever asks is gone
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
