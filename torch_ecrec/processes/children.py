@@ -19,8 +19,8 @@ from typing import IO, Any, Protocol
 
 TAIL_LINES = 15
 TRACEBACK, ELASTIC = "Traceback (most recent call last)", "torch.distributed.elastic."
-# How trainers of one host meet. Left to itself, torchrun tells them the host's name. A container's need not resolve: they
-# would ask for it in vain, and say nothing but torch's warnings.
+# How trainers of one host meet. Left to itself, torchrun tells them the host's name. A container's need not resolve:
+# they would ask for it in vain, and say nothing but torch's warnings.
 STANDALONE = ("--standalone", "--local-addr", "127.0.0.1")
 _RANK = re.compile(r"^\[(rank|default)?\d+\]:\s?")  # before each line of a trainer's
 # Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of
