@@ -48,6 +48,7 @@ REFUSED_SHOWN_S = 1.0  # refusals are told to the log once in so long at most, w
 UNKNOWN_YET = "it is not known yet whether there is a checkpoint to begin with"
 GIVEN_UP = "the job of this cluster was given up before anything was trained, and another one has come"
 NOBODY_LEFT = "the coordinator was started again, and nobody who knows what was trained came back"
+FOLLOW_S = 1.0  # members look for a coordinator once a second
 WHY_LOST = "its connection ended, and its process is gone"
 
 
@@ -155,6 +156,8 @@ class Router:
             if name is not None or peer in self._held:
                 self.refuse(peer, f"{message['type']}: said before on this connection", now_s)
             elif isinstance(word, Join):
+                if self._looks and not self._held:  # this one may have been cut off until now, and others come behind
+                    self._joins_from_s = max(self._joins_from_s, now_s + FOLLOW_S)
                 self._held[peer] = word
                 peer.admit()  # it may have to be silent for a while
                 self._say_trouble([peer])
