@@ -48,7 +48,6 @@ REFUSED_SHOWN_S = 1.0  # refusals are told to the log once in so long at most, w
 UNKNOWN_YET = "it is not known yet whether there is a checkpoint to begin with"
 GIVEN_UP = "the job of this cluster was given up before anything was trained, and another one has come"
 NOBODY_LEFT = "the coordinator was started again, and nobody who knows what was trained came back"
-FOLLOW_S = 1.0  # members look for a coordinator once a second
 WHY_LOST = "its connection ended, and its process is gone"
 
 
@@ -80,6 +79,8 @@ class Router:
         refuse_to_lead: it is to end, soon, so that one of the code that it is given can take its place; and why.
         stamp: adds the time of day to what people see.
         joins_from_s: until then, joins are held.
+        first_held_s: with `looks`, the first that comes is held for so long: members of before look for a coordinator
+            once a second, and may come behind it.
         looks: what the cluster begins with is not known yet: joins are held until `begin_with` says, or until members
             of before have rejoined who know what is trained.
         ledger: writes manifests of checkpoints; None: nobody does.
@@ -98,6 +99,7 @@ class Router:
         refuse_to_lead: Callable[[str, CodeSpec], None] = lambda why, code: None,
         stamp: Callable[[Message], Message] = lambda message: message,
         joins_from_s: float = 0.0,
+        first_held_s: float = 0.0,
         looks: bool = False,
         ledger: Ledger | None = None,
         led: int = 0,
@@ -112,7 +114,7 @@ class Router:
         self._announce, self._stop, self._stamp = announce, stop, stamp
         self._refuse_to_lead, self._refuses = refuse_to_lead, False
         self._turned_away: set[str] = set()  # births of members of other clusters
-        self._joins_from_s, self._led = joins_from_s, led
+        self._joins_from_s, self._first_held_s, self._led = joins_from_s, first_held_s, led
         self._connections: dict[str, Peer] = {}
         self._names: dict[Peer, str] = {}
         self._addresses: dict[str, Address | None] = {}  # of members: where they listen
@@ -157,7 +159,7 @@ class Router:
                 self.refuse(peer, f"{message['type']}: said before on this connection", now_s)
             elif isinstance(word, Join):
                 if self._looks and not self._held:  # this one may have been cut off until now, and others come behind
-                    self._joins_from_s = max(self._joins_from_s, now_s + FOLLOW_S)
+                    self._joins_from_s = max(self._joins_from_s, now_s + self._first_held_s)
                 self._held[peer] = word
                 peer.admit()  # it may have to be silent for a while
                 self._say_trouble([peer])
