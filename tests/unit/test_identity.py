@@ -155,14 +155,41 @@ def test_a_coordinator_that_knows_nothing_takes_the_identity_of_those_who_find_i
     assert later.wire.told("welcome")[0]["run"] == ANOTHER and later.wire.told("job")[0]["run"] == ANOTHER
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_those_of_a_cluster_of_before_give_way_to_more_of_another(known: bool) -> None:
+    """A server that stood still until now comes first to a coordinator that is just started, and others died long ago."""
+    one, two, after = Running().start(), Running().start(), Running(run_is_known=known)
+    two.router.core._state.job.run = ANOTHER
+    stale = one.processes[1]
+    addresses = {process.name: process.hello["address"] for process in one.processes}
+    wire = after.rejoin(stale, **knows(one, stale), addresses=addresses)
+    assert wire.admitted and after.core.regathering
+    first = after.rejoin(two.processes[0], **knows(two, two.processes[0]))
+    assert first.told("other_cluster") and first.closed, "as many are no reason"
+    for process in two.processes[1:]:
+        after.now_s += 0.1
+        after.processes.append(process)
+        came = after.rejoin(process, **knows(two, process))
+        assert bool(came.told("other_cluster")) is known
+    if not known:
+        assert wire.told("other_cluster")[0]["run"] == ANOTHER and wire.closed
+        after.processes.append(two.processes[0])
+        after.rejoin(two.processes[0], **knows(two, two.processes[0]))
+    assert after.rejoin(stale, **knows(one, stale)).admitted is known
+    after.now_s = LATE_MOST_S
+    after.router.on_tick(after.now_s)
+    assert not after.names("lost") and after.core.fatal is None and not after.refusals
+    assert after.core.regathering is known and (known or after.core.run == ANOTHER)
+
+
 def test_members_of_two_clusters_at_one_address() -> None:
-    """Who comes first is led. The others keep what they have, however often they come."""
+    """Who comes first is led, if as many come. The others keep what they have, however often they come."""
     one, two, after = Running().start(), Running().start(), Running()
     two.router.core._state.job.run = ANOTHER
     for process in one.processes[:2]:
         after.processes.append(process)
         after.rejoin(process, **knows(one, process))
-    for process in two.processes * 3:
+    for process in two.processes[:2] * 3:
         assert after.rejoin(process, **knows(two, process)).told("other_cluster")
     for process in one.processes[2:]:
         after.processes.append(process)
@@ -170,7 +197,7 @@ def test_members_of_two_clusters_at_one_address() -> None:
     after.now_s = LATE_MOST_S
     after.router.on_tick(after.now_s)
     assert after.core.run == OWN and not after.names("lost") and not after.refusals and after.core.fatal is None
-    assert len(after.names("turned_away")) == 6, "each is told of once"
+    assert len(after.names("turned_away")) == 2, "each is told of once"
 
 
 # launches ---------------------------------------------------------------------------------------------

@@ -274,8 +274,7 @@ class Router:
             member = before.members.get(name)  # trainers that were lost are forgotten, and still there to hear it
             kind = "trainers_lost" if member is None or member.role == "trainer" else "fenced"
             self._say(peer, messages.Fatal(kind, why))
-        for members in (self._connections, self._names, self._addresses, self._asked):
-            members.clear()
+        self._forget_members()
 
     def on_closed(self, peer: Peer, now_s: float) -> None:
         """A connection has ended."""
@@ -402,8 +401,10 @@ class Router:
 
     def _rejoin(self, peer: Peer, rejoin: Rejoin, now_s: float) -> None:
         if other := self.core.other_cluster(rejoin):
-            self._turn_away(peer, rejoin, other, now_s)
-            return
+            if not self.core.gives_way(rejoin, now_s):
+                self._turn_away(peer, rejoin, other, now_s)
+                return
+            self._lead_another(rejoin.run)
         why = self.core.rejoin_refusal(rejoin)
         if why is not None:
             self._note_fatal(now_s)
@@ -431,6 +432,22 @@ class Router:
             self._refuses = True
             who = f"{rejoin.name} (pid {rejoin.pid}) of cluster {rejoin.run} looks for its coordinator here"
             self._refuse_to_lead(f"{who}: {why}", rejoin.code)
+
+    def _lead_another(self, run: str) -> None:
+        """More members of another cluster are there: whoever was back of the first looks on."""
+        why = f"more members of {run} look for their coordinator here"
+        for peer in list(self._names):
+            self._say(peer, messages.OtherCluster(run, self._settings.code, why))
+            peer.close()
+        for one in self.core.said:
+            self._turned_away.add(one.birth)
+            self._tell_watchers(events.TurnedAway(one.name, one.run, one.pid, why, False))
+        self.core = Coordinator(self._settings, self._send, self._tell_watchers, self._ledger)
+        self._forget_members()
+
+    def _forget_members(self) -> None:
+        for members in (self._connections, self._names, self._addresses, self._asked):
+            members.clear()
 
     def _bind(self, name: str, peer: Peer, address: Address | None) -> None:
         """From now on this is the member's connection; one that it had before is closed."""
