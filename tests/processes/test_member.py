@@ -349,3 +349,25 @@ def test_time_in_which_nothing_comes_back_is_no_time_in_which_there_is_no_coordi
     assert ends.empty()
     member.close()
     coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_coordinator_of_another_cluster_is_looked_at_for_so_long_and_no_longer() -> None:
+    ends: queue.Queue[BaseException] = queue.Queue()
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME))
+    member = join(coordinator, 1.5, on_end=ends.put)
+    coordinator.end()
+    on_message = coordinator._on_message
+    other = messages.OtherCluster("another", CodeSpec(4, 2, 2), "as ordered")
+
+    def turn_away(connection: LineConnection, message: dict[str, Any]) -> None:
+        on_message(connection, message)
+        connection.send(messages.json_of(other))
+        connection.close()
+
+    coordinator._on_message = turn_away  # type: ignore[method-assign]
+    coordinator.start()
+    error = ends.get(timeout=LIMIT_S)
+    assert isinstance(error, ClusterUnavailable) and "is of another cluster: as ordered" in str(error)
+    member.close()
+    coordinator.end()

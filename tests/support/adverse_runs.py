@@ -15,7 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cut_runs import Patient
+import torch
+from captured import with_checkpoints
+from cut_runs import OVERWRITES, Patient
 from faults import THREE_TWO, TWO_ONE, oracle
 from router_harness import Process
 
@@ -24,7 +26,8 @@ from torch_ecrec.layout import repair
 from torch_ecrec.spec.job import CodeSpec
 from torch_ecrec.testing import Scenario
 from torch_ecrec.testing.links import BEAT_S, COORDINATOR, ENDS_S, MEMBER_ENDS_S
-from torch_ecrec.testing.membership import HELD_S, Center, VirtualConnection, VirtualProcess
+from torch_ecrec.testing.membership import HELD_S, Center, VirtualProcess
+from torch_ecrec.testing.scenario import Load
 from torch_ecrec.transport.reachability import SILENT_S
 
 LEASE_S, STANDS_S = 3.0, 1000.0
@@ -47,6 +50,9 @@ SITUATIONS = {
     "no parity": dataclasses.replace(PLAIN, code=dataclasses.replace(TWO_ONE, protection="none"), spares=1),
     "slow rebuilds": dataclasses.replace(PLAIN, rebuild_chunk_bytes=64, rebuild_bytes_per_s=400.0),
     "wait for a host": dataclasses.replace(PLAIN, without_spare="wait"),
+    "checkpoints": with_checkpoints(PLAIN, every_steps=2),
+    "loads in training": dataclasses.replace(PLAIN, steps=6, overwrites=OVERWRITES),
+    "values are loaded": dataclasses.replace(PLAIN, steps=4, loads=(Load(0, 0, 9), Load(0, 4, 12, change=True))),
 }
 # around two heartbeats, a complaint, what is usual, the lease, the end of a connection for members and coordinator
 SECONDS = (0.3, 0.8, 1.2, 1.6, 2.2, 2.9, 3.3, 4.2, 5.5, 8.0, 16.0)
@@ -105,6 +111,7 @@ KINDS = {
     ANOTHER_CLUSTER: 1,
     "second launch": 3,
     "kill host": 2,
+    "a member of before": 2,
 }
 
 
@@ -121,7 +128,9 @@ def draw(seed: int) -> Schedule:
         seconds = r.choice(DOWN_S if kind in ("kill coordinator", ANOTHER_CODE, ANOTHER_CLUSTER) else SECONDS)
         after_s = r.choice((0.0, 0.1, 0.3, 0.6, 1.0, 1.7, 2.5, 3.2, 4.5, 6.0))
         troubles.append(Trouble(after_s, kind, who, round(seconds * r.uniform(0.9, 1.1), 2)))
-    return Schedule(r.choice(list(SITUATIONS)), r.random() < 0.3, r.choice((20, 60, 150, 150, 300)), tuple(troubles), seed % 7)
+    return Schedule(
+        r.choice(list(SITUATIONS)), r.random() < 0.3, r.choice((20, 60, 150, 150, 300)), tuple(troubles), seed % 7
+    )
 
 
 class Adverse(Patient):
@@ -138,11 +147,13 @@ class Adverse(Patient):
         self.down_s, self.wrong, self.wrong_s = 0.1, "", 0.0
         self.intruders: list[VirtualProcess] = []
         self.refusals: list[str] = []
+        self.before: dict[VirtualProcess, dict[str, Any]] = {}  # members of an earlier cluster, and what they know
         self.namesakes: set[VirtualProcess] = set()  # of members that a coordinator did not know yet
         self.started, self.seen, self.violations = False, 0, []  # type: ignore[var-annotated]
         self.log: list[str] = []
         self.may_restart = True
-        super().__init__(dataclasses.replace(SITUATIONS[schedule.situation], network_seed=schedule.seed))
+        scenario = SITUATIONS[schedule.situation]
+        super().__init__(dataclasses.replace(scenario, network_seed=schedule.seed))
         self.network.passes, self.network.held = self._passes, self._hold
         self.plane.passes = lambda process, _: self._open(process.machine, COORDINATOR)
         self.plane.held = lambda process, _, arrive: self._wait(process.machine, COORDINATOR, arrive)
@@ -159,8 +170,12 @@ class Adverse(Patient):
         return self.network.clock.now_s
 
     def hosts_now(self) -> list[int]:
-        """Machines, of processes that live."""
-        return sorted({one.machine for one in self.plane.processes if not one.dead and one not in self.intruders})
+        """Machines, of processes of this cluster that live."""
+        return sorted({one.machine for one in self.plane.processes if one in self._own()})
+
+    def _own(self) -> list[VirtualProcess]:
+        others = {*self.intruders, *self.before}
+        return [one for one in self.plane.processes if not one.dead and one not in others]
 
     def _open(self, one: int | str, other: int | str) -> bool:
         if {one, other} & self.frozen.keys():
@@ -226,7 +241,7 @@ class Adverse(Patient):
         own_s = self.off.get(process.machine)
         found = []
         for other in self.plane.processes:
-            if not other.name or other.machine == process.machine:
+            if not other.name or other.machine == process.machine or other in self.before:
                 continue
             since = [s for s in (own_s, self.off.get(other.machine)) if s is not None]
             if since and min(since) <= self.now_s - SILENT_S:
@@ -235,9 +250,12 @@ class Adverse(Patient):
 
     def _beat(self) -> None:
         for process in self.plane.processes:
-            if process.name and not process.dead and process.machine not in self.frozen:
-                self.plane.tell(process, {"type": "beat", "unreachable": self._unreachable(process)})
+            self._say_beat(process)
         self.network.clock.later(BEAT_S, self._beat)
+
+    def _say_beat(self, process: VirtualProcess) -> None:
+        if process.name and not process.dead and process.machine not in self.frozen:
+            self.plane.tell(process, {"type": "beat", "unreachable": self._unreachable(process)})
 
     # what happens -------------------------------------------------------------------------------
 
@@ -256,7 +274,7 @@ class Adverse(Patient):
         kind, here = trouble.kind, self.hosts_now()
         hosts: list[int | str] = [COORDINATOR if one < 0 else here[one % len(here)] for one in trouble.who]
         hosts = sorted(set(hosts), key=str)
-        lives = [one for one in self.plane.processes if not one.dead and one.machine in hosts]
+        lives = [one for one in self._own() if one.machine in hosts]
         if kind == "unplug":
             self._fail(self.off, hosts, trouble.seconds)
         elif kind == "freeze":
@@ -299,6 +317,8 @@ class Adverse(Patient):
                 return "may not"
             for rank in range(self.scenario.trainers):
                 self._intrude(rank)
+        elif kind == "a member of before":
+            self._come_from_before(trouble.who[0] % self.scenario.code.slots)
         elif kind == "reset":
             self.plane.reset([one.connection for one in self.plane.processes if not one.dead])
         elif kind == "late probes":
@@ -309,6 +329,19 @@ class Adverse(Patient):
         again = any(one.rank == rank for one in self.intruders)
         self.intruders.append(self.plane.start("trainer", rank, self.scenario.job, launch="another", relaunched=again))
 
+    def _come_from_before(self, slot: int) -> None:
+        """A server of an earlier cluster of the same job, which stood still as that ended, looks for its coordinator."""
+        servers, names = range(self.scenario.code.slots), (f"server-{i}" for i in range(self.scenario.code.slots))
+        there = [[name, 0, True] for name in names]
+        one = VirtualProcess("server", -1, len(self.plane.processes), None, name=f"server-{slot}", run="of before")
+        one.code, one.generation, one.asked = dataclasses.asdict(self.scenario.code), 1, 1
+        one.world = [f"server-{i}" for i in servers]
+        job, epoch = self.scenario.job.to_json(), {"epoch": 1, "slots": there}
+        self.before[one] = {**NOTHING, "job": job, "placement": epoch, "origin": 0, "whole": [[slot, 0]]}
+        self.before[one]["incarnations"] = [0 for _ in servers]
+        self.plane.processes.append(one)
+        self.plane.connect(one)
+
     def silent(self, since_s: float = 0.0) -> set[int | str]:
         return {one for one, s in [*self.off.items(), *self.frozen.items()] if self.now_s - s >= since_s}
 
@@ -317,7 +350,13 @@ class Adverse(Patient):
         found = set()
         for i, place in enumerate(self.slots_known):
             process = self.process_of.get(place.server)
-            if not place.healthy or process is None or process.dead or process.machine in silent or process.name in names:
+            if (
+                not place.healthy
+                or process is None
+                or process.dead
+                or process.machine in silent
+                or process.name in names
+            ):
                 found.add(i)
         return found
 
@@ -330,7 +369,7 @@ class Adverse(Patient):
         every = set(self.off) | set(self.frozen) | {one for one, s in self.back_s.items() if self.now_s - s < 6.0}
         if not self._repairs(self.gone_slots(servers, every)):
             return False
-        left = [one for one in self.plane.processes if one.role == "server" and not one.dead and one not in servers]
+        left = [one for one in self._own() if one.role == "server" and one not in servers]
         return bool(left)
 
     def may_crash(self, name: str) -> bool:
@@ -341,7 +380,7 @@ class Adverse(Patient):
     @property
     def _all_know(self) -> bool:
         nodes = [*self.hosts.items(), *self.clients.items()]
-        named = all(one.name or one in self.intruders for one in self.plane.processes if not one.dead)
+        named = all(one.name for one in self._own())
         return named and bool(nodes) and all(node.placement for name, node in nodes if name not in self.network.dead)
 
     def _end_coordinator(self, down_s: float) -> None:
@@ -419,10 +458,15 @@ class Adverse(Patient):
     def on_control(self, process: VirtualProcess, message: dict[str, Any]) -> None:
         if process in self.intruders:
             assert message["type"] != "placement", "the second launch trains"
+        elif process in self.before:
+            assert message["type"] != "placement", "a cluster of before goes on"
         elif process not in self.namesakes:
             super().on_control(process, message)
 
     def known(self, process: VirtualProcess) -> dict[str, Any]:
+        self.network.clock.later(0.0, lambda: self._say_beat(process))  # with a rejoin
+        if process in self.before:
+            return self.before[process]
         return NOTHING if process in self.namesakes or process in self.intruders else super().known(process)
 
     def on_fatal(self, process: VirtualProcess, message: dict[str, Any]) -> None:
@@ -432,6 +476,8 @@ class Adverse(Patient):
                 self.refusals.append(message["reason"])
             else:
                 self._intrude(process.rank)
+        elif process in self.before:
+            self.plane.end(process)
         elif process in self.namesakes:
             self.plane.end(process)
             if process.role == "server":
@@ -489,6 +535,10 @@ def run_schedule(schedule: Schedule) -> Adverse:
         run = cluster.go()
         assert run.fatal is None, f"ended: {run.fatal}"
         run.check_against(oracle(cluster.scenario))
+        for finished in cluster.shelf.counts:
+            there = oracle(dataclasses.replace(cluster.scenario, steps=finished.done))
+            for got, right in zip(cluster.shelf.records(cluster.scenario.job, finished), there.records, strict=True):
+                assert torch.equal(got.view(torch.float32), right), f"{finished.folder} is not as of its step"
         assert not cluster.violations, cluster.violations
     except Exception as error:
         cluster.note()

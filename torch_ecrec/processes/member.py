@@ -255,6 +255,8 @@ class Member:
             if self._answered.is_set() and word.kind == "other_build":  # of a coordinator started in place of ours
                 self.end(JoinRefused(f"the coordinator at {self.settings.join} takes it for no member: {word.reason}"))
                 return
+            if self._over.is_set():
+                return
             if self._answered.is_set():  # a message, not the membership
                 log.error("%s: the coordinator refused a message: %s", self.name, word.reason)
                 return
@@ -348,19 +350,21 @@ class Member:
             self._over.wait(REJOIN_MOST_S if self._stranger else REJOIN_LEAST_S)
         give_up_s, stands_s = self.settings.give_up_s, self.settings.standstill_s or STANDS_S
         while True:
+            for_s, silent = time.monotonic() - self._sought_s, False
             try:
-                control = self._connect(min(LOOK_S, LOOK_PART * give_up_s))
-                break
+                if for_s < self._sought_for_s:
+                    control = self._connect(min(LOOK_S, LOOK_PART * give_up_s))
+                    break
             except ClusterUnavailable as error:
                 for_s, silent = time.monotonic() - self._sought_s, isinstance(error, NoAnswer)
-                self._note_silence(silent and for_s < stands_s, stands_s - for_s)
-                if self._hears_nothing:
-                    self._sought_for_s = for_s + give_up_s
-                elif for_s >= (give_up_s if silent else self._sought_for_s):
-                    why = f"the coordinator is gone ({self._stranger or reason}), and none came within {give_up_s:g} s"
-                    self.end(ClusterUnavailable(why))
-                if self._over.is_set():
-                    return
+            self._note_silence(silent and for_s < stands_s, stands_s - for_s)
+            if self._hears_nothing:
+                self._sought_for_s = for_s + give_up_s
+            elif for_s >= (give_up_s if silent else self._sought_for_s):
+                why = f"the coordinator is gone ({self._stranger or reason}), and none came within {give_up_s:g} s"
+                self.end(ClusterUnavailable(why))
+            if self._over.is_set():
+                return
         self._note_silence(False, 0.0)
         assert self.transport is not None and self._generations is not None
         with self._telling:  # what is told from now on follows on the new connection, what was told before is known
@@ -384,6 +388,7 @@ class Member:
                 ended = self._ended
             if not ended:
                 control.send(message)
+                control.send({"type": "beat", "unreachable": self.transport.unreachable()})  # there are heartbeats
         if before is not None:
             before.close()
         if ended:
