@@ -3,7 +3,7 @@
 A `Schedule` says what happens and when: hosts lose their network or stand still, the coordinator's among them; servers,
 trainers and coordinators die, or are told to end; a coordinator with another code, or of another cluster, comes at the
 address of the right one; trainers of another launch come. Two promises make every run end well: nobody is killed whose
-loss the code does not repair together with all that are silent at that moment, and all that is silent is back in the end.
+loss the code does not repair together with all that are silent at that moment, and all that is silent comes back.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ class Adverse(Patient):
         self.intruders.append(self.plane.start("trainer", rank, self.scenario.job, launch="another", relaunched=again))
 
     def _come_from_before(self, slot: int) -> None:
-        """A server of an earlier cluster of the same job, which stood still as that ended, looks for its coordinator."""
+        """A server of an earlier cluster of this job, which stood still as that ended, looks for its coordinator."""
         servers, names = range(self.scenario.code.slots), (f"server-{i}" for i in range(self.scenario.code.slots))
         there = [[name, 0, True] for name in names]
         one = VirtualProcess("server", -1, len(self.plane.processes), None, name=f"server-{slot}", run="of before")
@@ -371,9 +371,6 @@ class Adverse(Patient):
             return False
         left = [one for one in self._own() if one.role == "server" and one not in servers]
         return bool(left)
-
-    def may_crash(self, name: str) -> bool:
-        return super().may_crash(name)
 
     # coordinators -------------------------------------------------------------------------------
 

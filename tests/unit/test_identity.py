@@ -157,7 +157,7 @@ def test_a_coordinator_that_knows_nothing_takes_the_identity_of_those_who_find_i
 
 @pytest.mark.parametrize("known", [False, True])
 def test_those_of_a_cluster_of_before_give_way_to_more_of_another(known: bool) -> None:
-    """A server that stood still until now comes first to a coordinator that is just started, and others died long ago."""
+    """A server that stood still until now comes first to a coordinator that was just started."""
     one, two, after = Running().start(), Running().start(), Running(run_is_known=known)
     two.router.core._state.job.run = ANOTHER
     stale = one.processes[1]
@@ -387,7 +387,7 @@ def test_trainers_that_were_given_up_in_silence_keep_their_place_for_a_while(sil
 
 
 def started_again(back: int) -> tuple[Running, Running]:
-    """The coordinator before, and the one in its place, to which so many have come back: four servers, then trainers."""
+    """The coordinator before, and the next, to which so many have come back: four servers, then trainers."""
     before, after = first_launch("training", {"launch": "a"}), Running()
     addresses = {one.name: one.hello["address"] for one in before.processes}
     for process in before.processes[:back]:

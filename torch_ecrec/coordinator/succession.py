@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.admission import WENT_BACK
@@ -54,7 +54,7 @@ def go_on(state: ClusterState, now_s: float) -> None:
 
 
 def _send_rivals_away(state: ClusterState, known: Knowledge) -> None:
-    """Trainers of another launch were let in before anybody was back of that which trains: they come again, and wait."""
+    """Trainers of another launch were let in before anybody of the one that trains was back: they wait."""
     launches = {one.launch for one in known.said.values() if one.role == "trainer"}
     for one in state.members.trainers:
         if launches and one.name not in known.said and one.launch not in launches:
@@ -62,7 +62,7 @@ def _send_rivals_away(state: ClusterState, known: Knowledge) -> None:
             del state.members.by_name[one.name]
 
 
-def _dismiss(state: ClusterState, known: Knowledge, dead: Collection[str], now_s: float) -> None:
+def _dismiss(state: ClusterState, known: Knowledge, dead: Set[str], now_s: float) -> None:
     """Trainers are missing: they are given up, and may live."""
     missing = sorted(known.world - known.said.keys() - known.hosts - dead)
     launches = {one.launch for one in known.said.values() if one.role == "trainer"}
