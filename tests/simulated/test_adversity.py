@@ -11,6 +11,8 @@ from collections import Counter
 import pytest
 from adverse_runs import Schedule, Trouble, draw, run_schedule
 
+from torch_ecrec.coordinator.launches import Launches
+
 SOME, MORE, SEED = 5, 1500, 20261126
 
 FOUND = {
@@ -65,6 +67,12 @@ def explore(seeds: range) -> Counter[str]:
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found(name: str) -> None:
     run_schedule(FOUND[name])
+
+
+def test_without_the_rule_a_second_launch_takes_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launches, "dismiss", lambda *_: None)
+    with pytest.raises(AssertionError, match="the second launch is let in"):
+        run_schedule(FOUND["a second launch comes as trainers do not come back to the next coordinator"])
 
 
 def test_some_schedules() -> None:
