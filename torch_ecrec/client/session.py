@@ -114,6 +114,8 @@ class Session:
         if message["type"] == "stands":
             self._waiting.stand(message["names"], message["left_s"])
             return
+        if message["type"] == "rejoined":  # whoever is there now says it again, if it is so
+            self._waiting.stand([], None)
         if message["type"] == "gathering":
             lacking = format_gathering(message, self.client.settings.join or "")
             self._waiting.hint = lacking
