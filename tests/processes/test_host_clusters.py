@@ -193,6 +193,35 @@ def test_nobody_is_lost_who_is_only_silent(undisturbed: list[dict[str, Any]], tm
     assert not events_of(found[0], "lost") and not events_of(found[0], "cut")
 
 
+GIVE_UP_S = 12.0
+
+
+@pytest.mark.slow  # test_member.py has the rule
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_nobody_is_lost_who_hears_nothing_for_longer_than_anybody_waits(
+    undisturbed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The coordinator's host without network: nobody can tell the trainer elsewhere that training stands."""
+
+    def during(running: Cluster) -> None:
+        wait_until(lambda: "step 20 " in running.said("trainer-on-0"), LIMIT_S, "training")
+        running.hosts[0].unplug()
+        time.sleep(1.5 * GIVE_UP_S + LEASE_S)  # the length of the outage, as above
+        assert all(process.poll() is None for process in running.trainers), "training was over before"
+        running.hosts[0].plug_in()
+
+    found: list[Cluster] = []
+    environment = {"TORCH_ECREC_LEASE_S": str(LEASE_S), "TORCH_ECREC_GIVE_UP_S": str(GIVE_UP_S)}
+    disturbed = trained(
+        tmp_path / "deaf",
+        "sockets",
+        lambda running: (found.append(running), during(running))[1],
+        environment=environment,
+    )
+    assert disturbed == undisturbed and not events_of(found[0], "lost")
+    assert "nothing comes back from there" in found[0].said("trainer-on-4")
+
+
 LOAD = 8  # at least: processes that compute and nothing else are added to what the machine does anyway
 DELAY_S, LOSS = 0.05, 0.01  # of each host's link: a way from one to another has two
 CALM_STEPS = int(os.environ.get("TORCH_ECREC_TEST_CALM_STEPS", "200"))  # more: a longer look

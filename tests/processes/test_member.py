@@ -1,6 +1,8 @@
 """Joining: a member asks until a coordinator answers, whatever ends meanwhile."""
 
+import contextlib
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +67,7 @@ def join(
     give_up_s: float = LIMIT_S,
     make: Callable[..., Node] | None = None,
     on_end: Callable[[BaseException], None] = lambda error: None,
+    on_control: Callable[[messages.FromCoordinator], None] = lambda word: None,
     **hello: Any,
 ) -> Member:
     settings = Settings(join=f"127.0.0.1:{coordinator.port}", give_up_s=give_up_s, shared_memory_bytes=0)
@@ -73,7 +76,7 @@ def join(
         return Node(name, member, 1.0)
 
     hello = hello or {"role": "server", "code": {}}
-    return Member(settings, hello, make or node, on_control=lambda message: None, on_end=on_end)
+    return Member(settings, hello, make or node, on_control=on_control, on_end=on_end)
 
 
 @pytest.fixture
@@ -294,4 +297,79 @@ def test_a_trainer_that_is_done_ends_in_the_end(how: str, caplog: pytest.LogCapt
     closing.join(LIMIT_S)
     assert not closing.is_alive() and ends.empty(), "one that is done is told of no end"
     assert ("no coordinator has heard within 0.5 s" in caplog.text) == (how == "nobody answers")
+    coordinator.end()
+
+
+@contextlib.contextmanager
+def nothing_comes_back(port: int) -> Iterator[None]:
+    """From that port: nobody accepts, and the kernel drops who asks, once those that may wait do."""
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(0)
+        waiting = [sockets.enter_context(socket.socket()) for _ in range(8)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+        yield
+
+
+@pytest.mark.usefixtures("threads")
+def test_time_in_which_nothing_comes_back_is_no_time_in_which_there_is_no_coordinator() -> None:
+    """A trainer has patience meanwhile, though nobody tells it so; and whoever is there then may come and go."""
+    give_up_s = 2.0
+    heard: queue.Queue[messages.FromCoordinator] = queue.Queue()
+    ends: queue.Queue[BaseException] = queue.Queue()
+    coordinator = Deaf(dies=False)
+    member = join(coordinator, give_up_s, on_end=ends.put, on_control=heard.put, **TRAINER)
+    coordinator.end()
+    with nothing_comes_back(coordinator.port):
+        stands = heard.get(timeout=LIMIT_S)
+        assert (
+            isinstance(stands, messages.Stands) and stands.names and stands.left_s is not None and stands.left_s > 3000
+        )
+        time.sleep(1.5 * give_up_s)
+        assert ends.empty() and heard.empty()
+    on_message, closed = coordinator._on_message, threading.Event()
+
+    def close(connection: LineConnection, message: dict[str, Any]) -> None:
+        connection.close()
+        closed.set()
+
+    coordinator._on_message = close  # type: ignore[method-assign]
+    coordinator.start()
+    assert closed.wait(LIMIT_S)
+    coordinator.end()
+    time.sleep(0.3 * give_up_s)
+    coordinator._on_message = on_message  # type: ignore[method-assign]
+    coordinator.start()
+    told = heard.get(timeout=LIMIT_S)
+    assert told == messages.Stands([], None)
+    while not isinstance(told, messages.Rejoined):
+        told = heard.get(timeout=LIMIT_S)
+    assert ends.empty()
+    member.close()
+    coordinator.end()
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_coordinator_of_another_cluster_is_looked_at_for_so_long_and_no_longer() -> None:
+    ends: queue.Queue[BaseException] = queue.Queue()
+    coordinator = Coordinator(lambda connection, number: connection.send(WELCOME))
+    member = join(coordinator, 1.5, on_end=ends.put)
+    coordinator.end()
+    on_message = coordinator._on_message
+    other = messages.OtherCluster("another", CodeSpec(4, 2, 2), "as ordered")
+
+    def turn_away(connection: LineConnection, message: dict[str, Any]) -> None:
+        on_message(connection, message)
+        connection.send(messages.json_of(other))
+        connection.close()
+
+    coordinator._on_message = turn_away  # type: ignore[method-assign]
+    coordinator.start()
+    error = ends.get(timeout=LIMIT_S)
+    assert isinstance(error, ClusterUnavailable) and "is of another cluster: as ordered" in str(error)
+    member.close()
     coordinator.end()

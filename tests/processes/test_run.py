@@ -15,6 +15,7 @@ import pytest
 from conftest import ROOT, wait_until
 
 from torch_ecrec.errors import DataLoss
+from torch_ecrec.processes import children
 
 LIMIT_S = 240.0
 LOSES = """
@@ -33,6 +34,7 @@ os.replace(sys.argv[1] + ".part", sys.argv[1])
 time.sleep(600)
 """
 ENDS = "import os, sys; open(sys.argv[1], 'w').write(os.environ['TORCHELASTIC_RUN_ID']); sys.exit(0)"
+MEETS = "import os, sys; open(sys.argv[1], 'w').write(os.environ['MASTER_ADDR'])"
 
 
 @contextmanager
@@ -86,3 +88,15 @@ def test_it_returns_what_torchrun_does_and_each_run_is_a_launch_of_its_own(tmp_p
             assert process.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
         launches.add((tmp_path / "out").read_text())
     assert len(launches) == 2 and "none" not in launches
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_trainers_of_one_host_do_not_need_its_name(tmp_path: Path) -> None:
+    """A container's name need not resolve; torchrun tells it to trainers to meet at, unless it is told otherwise."""
+    with running(tmp_path, MEETS) as process:
+        assert process.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "out").read_text() == "127.0.0.1"
+    (tmp_path / "script.py").write_text(MEETS)
+    with children.torchrun([str(tmp_path / "script.py"), str(tmp_path / "ours")], tmp_path / "log", {}) as job:
+        assert job.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "ours").read_text() == "127.0.0.1"

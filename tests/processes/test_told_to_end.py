@@ -110,7 +110,9 @@ def test_a_server_of_up_is_not_ended_by_a_signal(tmp_path: Path) -> None:
         with holding(join, tmp_path):
             before = {one["pid"] for one in status_of(join)["members"]}
             below = all_of(up)[1:]
-            for number in (signal.SIGTERM, signal.SIGINT):
+            tell(below, signal.SIGUSR1)  # without a word: it is not for them
+            tell(below, signal.SIGUSR2)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 tell(below, number)
                 what = f"torch-ecrec: {number.name} does not end process"
                 up.wait_until(what, lambda: sum(what in line for line in up.err) >= SERVERS + 1)  # noqa: B023

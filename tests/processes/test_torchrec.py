@@ -29,6 +29,7 @@ from models import (
     train,
 )
 from shards import all_whole
+from torchrec.datasets.utils import Batch
 
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.nn.dense import unpack
@@ -112,6 +113,7 @@ def two_trainers(trainer: int, folder: str) -> None:
     put_back(trainer)
     load_not_alike(trainer)
     run_example(trainer, folder)
+    look_nothing_up(trainer)
     dist.destroy_process_group()
 
 
@@ -150,7 +152,7 @@ def load_not_alike(trainer: int) -> None:
     assert step.begin_load("x", 3 - trainer) == 3
     for group in model.fused_optimizer.param_groups:
         group["lr"] *= 1 + trainer
-    with pytest.raises(RuntimeError, match=r"trains, and .* else, or not with the learning rates \[.*\] of this one"):
+    with pytest.raises(RuntimeError, match=r"trains, and .* else, or not with the learning rates \[.*\] .*of this one"):
         step._check_finite(rows, gradients, True, step.rates())
     for group in model.fused_optimizer.param_groups:
         group["lr"] /= 1 + trainer
@@ -158,6 +160,27 @@ def load_not_alike(trainer: int) -> None:
     next(p for name, p in model.named_parameters() if name.endswith("wide.weight")).requires_grad_(trainer == 0)
     with pytest.raises(RuntimeError, match=r"trains, and .* else, or not with the learning rates \[.*\]"):
         step._check_finite(rows, gradients, True, step.rates())
+
+
+def look_nothing_up(trainer: int) -> None:
+    """Trainer 1 looks no row up in one turn: both are told in the first push that would be of two turns."""
+
+    class Sometimes(Net):
+        looks = True
+
+        def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            if self.looks:
+                return super().forward(batch)
+            logits = self.over(torch.zeros(4, self.over.in_features)).squeeze(1)
+            return torch.nn.functional.mse_loss(logits, batch.labels), logits
+
+    model, session = shard(Sometimes(collection()), 2, trainer, init_data_parallel=False)
+    train(model, [batch_of(4, trainer)])
+    with pytest.raises(RuntimeError, match=r"step 2: .* or the [23] backward passes so far \(rows must be looked"):
+        for turn in range(2):
+            model.module.looks = trainer == 0 or turn > 0
+            train(model, [batch_of(4, 10 + turn)])
+    assert session.step == 2
 
 
 def share_snapshot(trainer: int) -> None:

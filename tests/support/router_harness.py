@@ -67,7 +67,13 @@ class Running:
     """A router, its probes and its events."""
 
     def __init__(
-        self, joins_from_s: float = 0.0, looks: bool = False, led: int = 0, code: CodeSpec = CODE, **settings: Any
+        self,
+        joins_from_s: float = 0.0,
+        first_held_s: float = 0.0,
+        looks: bool = False,
+        led: int = 0,
+        code: CodeSpec = CODE,
+        **settings: Any,
     ) -> None:
         self.probes: list[tuple[str, int, Address]] = []
         self.events: list[Message] = []
@@ -79,6 +85,7 @@ class Running:
             announce=self.events.append,
             refuse_to_lead=lambda why, wanted: self.refusals.append((why, wanted)),
             joins_from_s=joins_from_s,
+            first_held_s=first_held_s,
             looks=looks,
             led=led,
         )

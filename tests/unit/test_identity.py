@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from router_harness import CODE, JOB, Process, Running, Wire
 
+from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.coordinator.launches import RESTART_S
 from torch_ecrec.coordinator.regathering import LATE_MOST_S
 from torch_ecrec.protocol.messages import Restored
@@ -154,14 +155,41 @@ def test_a_coordinator_that_knows_nothing_takes_the_identity_of_those_who_find_i
     assert later.wire.told("welcome")[0]["run"] == ANOTHER and later.wire.told("job")[0]["run"] == ANOTHER
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_those_of_a_cluster_of_before_give_way_to_more_of_another(known: bool) -> None:
+    """A server that stood still until now comes first to a coordinator that was just started."""
+    one, two, after = Running().start(), Running().start(), Running(run_is_known=known)
+    two.router.core._state.job.run = ANOTHER
+    stale = one.processes[1]
+    addresses = {process.name: process.hello["address"] for process in one.processes}
+    wire = after.rejoin(stale, **knows(one, stale), addresses=addresses)
+    assert wire.admitted and after.core.regathering
+    first = after.rejoin(two.processes[0], **knows(two, two.processes[0]))
+    assert first.told("other_cluster") and first.closed, "as many are no reason"
+    for process in two.processes[1:]:
+        after.now_s += 0.1
+        after.processes.append(process)
+        came = after.rejoin(process, **knows(two, process))
+        assert bool(came.told("other_cluster")) is known
+    if not known:
+        assert wire.told("other_cluster")[0]["run"] == ANOTHER and wire.closed
+        after.processes.append(two.processes[0])
+        after.rejoin(two.processes[0], **knows(two, two.processes[0]))
+    assert after.rejoin(stale, **knows(one, stale)).admitted is known
+    after.now_s = LATE_MOST_S
+    after.router.on_tick(after.now_s)
+    assert not after.names("lost") and after.core.fatal is None and not after.refusals
+    assert after.core.regathering is known and (known or after.core.run == ANOTHER)
+
+
 def test_members_of_two_clusters_at_one_address() -> None:
-    """Who comes first is led. The others keep what they have, however often they come."""
+    """Who comes first is led, if as many come. The others keep what they have, however often they come."""
     one, two, after = Running().start(), Running().start(), Running()
     two.router.core._state.job.run = ANOTHER
     for process in one.processes[:2]:
         after.processes.append(process)
         after.rejoin(process, **knows(one, process))
-    for process in two.processes * 3:
+    for process in two.processes[:2] * 3:
         assert after.rejoin(process, **knows(two, process)).told("other_cluster")
     for process in one.processes[2:]:
         after.processes.append(process)
@@ -169,7 +197,7 @@ def test_members_of_two_clusters_at_one_address() -> None:
     after.now_s = LATE_MOST_S
     after.router.on_tick(after.now_s)
     assert after.core.run == OWN and not after.names("lost") and not after.refusals and after.core.fatal is None
-    assert len(after.names("turned_away")) == 6, "each is told of once"
+    assert len(after.names("turned_away")) == 2, "each is told of once"
 
 
 # launches ---------------------------------------------------------------------------------------------
@@ -328,6 +356,134 @@ def test_one_whose_connection_ended_still_has_its_place() -> None:
     newcomer = running.join("trainer", 0, launch="b")
     assert newcomer.wire.told("waits")
     assert running.rejoin(old).told("rejoined") and not newcomer.wire.told("welcome")
+
+
+# trainers that may live, and another launch ------------------------------------------------------------
+
+
+def waits_for(running: Running, named: str) -> None:
+    """Another launch waits for the end of the first, which comes back at once; and goes on if that does not come."""
+    newcomers = [running.join("trainer", rank, launch="b") for rank in (0, 1)]
+    running.router.on_tick(running.now_s)
+    for one in newcomers:
+        assert named in one.wire.told("waits")[-1]["reason"] and not one.wire.told("welcome")
+    own = running.join("trainer", 0, launch="a", relaunched=True)
+    running.router.on_tick(running.now_s)
+    assert own.wire.told("welcome") and not own.wire.told("waits")
+    die(running, [own])
+    beat(running, RESTART_S + 1)
+    assert all(one.wire.told("welcome") for one in newcomers)
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+def test_trainers_that_were_given_up_in_silence_keep_their_place_for_a_while(silent: int) -> None:
+    """Nothing says that they have died. The next launch may not have met them alive."""
+    running = first_launch("training", {"launch": "a"})
+    gone = running.processes[6 - silent :]
+    running.processes = running.processes[: 6 - silent]
+    beat(running, 12)
+    assert set(running.names("lost")) <= {one.name for one in gone} and not living(running)
+    waits_for(running, f"pid {gone[0].hello['pid']} at 127.0.0.1")
+
+
+def started_again(back: int) -> tuple[Running, Running]:
+    """The coordinator before, and the next, to which so many have come back: four servers, then trainers."""
+    before, after = first_launch("training", {"launch": "a"}), Running()
+    addresses = {one.name: one.hello["address"] for one in before.processes}
+    for process in before.processes[:back]:
+        after.processes.append(process)
+        after.rejoin(process, **knows(before, process), addresses=addresses)
+    after.router.on_tick(after.now_s)
+    return before, after
+
+
+def after_all(running: Running) -> None:
+    running.now_s = LATE_MOST_S
+    for process in running.processes:
+        running.say(process, type="beat")
+    running.router.on_tick(running.now_s)
+    assert running.core.epoch > 0 and running.core.era == 1
+
+
+@pytest.mark.parametrize("back", [4, 5])
+def test_trainers_that_do_not_come_back_to_the_next_coordinator_keep_their_place_for_a_while(back: int) -> None:
+    _, running = started_again(back)
+    after_all(running)
+    waits_for(running, "trainer-1")
+
+
+def test_trainers_that_died_with_the_coordinator_keep_no_place() -> None:
+    before, running = started_again(4)
+    for process in before.processes[4:]:
+        running.answer(GONE, process.name)
+    after_all(running)
+    assert running.join("trainer", 0, launch="b").wire.told("welcome")
+
+
+class Newest:
+    """A ledger that a test answers for."""
+
+    def newest(self, run: str, restored: Any, found: Any, read: bool = True) -> None:
+        self.found = found
+
+
+def test_trainers_that_go_back_to_a_checkpoint_keep_their_place_for_a_while() -> None:
+    """They are told to end, and start again. Another launch waits meanwhile, whether or not it did before."""
+    running = Running(checkpoint=CheckpointSettings("memory://x", every_steps=2, beyond="checkpoint"))
+    ledger = running.router._ledger = Newest()  # type: ignore[assignment]
+    running.start(launch="a")
+    running.say(running.processes[4], type="loaded", origin=0)
+    early = running.join("trainer", 0, launch="c")
+    assert early.wire.told("waits")
+    first = running.processes[4]
+    die(running, running.processes[:2])
+    running.router.on_tick(running.now_s)
+    ledger.found((Restored("memory://x", "000000000010-run-0-1", 10), JOB), "")
+    assert first.wire.told("fatal") and running.core.restored is not None
+    for _ in range(4):
+        running.join("server")
+    running.router.on_tick(running.now_s)
+    assert not early.wire.told("welcome")
+    running.router.on_closed(early.wire, running.now_s)
+    waits_for(running, f"pid {first.hello['pid']} at 127.0.0.1")
+
+
+@pytest.mark.parametrize("lives", [0, 3])
+def test_another_launch_that_came_to_a_coordinator_that_knew_nothing_gives_way(lives: int) -> None:
+    """It was let in before anybody was back: those who train go on as if nothing had been, whatever their names are."""
+    before, after = Running(), Running()
+    before.core._state.members._lives = dict.fromkeys(range(2), lives)
+    before.start(launch="a")
+    before.say(before.processes[4], type="loaded", origin=0)
+    intruders = [after.join("trainer", rank, launch="b") for rank in (0, 1)]
+    assert all(one.wire.told("welcome") for one in intruders)
+    for process in before.processes:
+        after.processes.append(process)
+        after.rejoin(process, **knows(before, process))
+    after.now_s = LATE_MOST_S
+    after.router.on_tick(after.now_s)
+    assert not after.core.regathering and after.core.era == 0 and after.core.epoch > 0
+    assert {one.wire.told("fatal")[0]["kind"] for one in intruders} == {"trainers_lost" if lives else "fenced"}
+    assert not any(process.wire.told("fatal") for process in before.processes)
+    again = after.join("trainer", 0, launch="b", relaunched=True)
+    assert again.wire.told("waits") and not again.wire.told("welcome")
+
+
+def test_joins_wait_for_those_who_come_right_behind() -> None:
+    """A coordinator in the place of another was cut off for longer than joins are held, and all find it at once."""
+    before, after = first_launch("training", {"launch": "a"}), Running(looks=True, first_held_s=1.0)
+    after.router.begin_with((Restored("memory://x", "000000000010-run-0-1", 10), JOB), 1, 2.0)
+    after.now_s = 20.0
+    early = after.join("server")
+    after.router.on_tick(after.now_s)
+    for process in before.processes:
+        after.now_s += 0.1
+        after.processes.append(process)
+        after.rejoin(process, **knows(before, process))
+    after.now_s += LATE_MOST_S
+    after.router.on_tick(after.now_s)
+    assert after.core.restored is None and not after.names("lost") and after.core.era == 0
+    assert early.name == "server-1000"
 
 
 def finished(start: Fields) -> Running:

@@ -14,7 +14,8 @@ from torch_ecrec.runtime import addresses
 def test_one_host_needs_nothing() -> None:
     command = Nodes(per_node=2).command(["train.py", "--lr", "1"])
     assert command[1:] == [
-        *["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "10"],
+        *["-P", "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"],
+        *["--nproc-per-node", "2", "--max-restarts", "10"],
         *["train.py", "--lr", "1"],
     ]
     assert Nodes().environment() == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

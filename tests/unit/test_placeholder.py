@@ -63,6 +63,18 @@ def test_what_needs_no_rows_works(ask: Callable[[TableParameter], Any]) -> None:
     assert ask(parameter())
 
 
+def test_a_model_is_not_copied_and_trains_on() -> None:
+    model, _ = shard(Net(collection()))
+    for whole in (model, model.module, model.module.collections[0]):
+        with pytest.raises(TypeError, match=r"cannot be copied .*: copy it before it is sharded, or copy .* dense"):
+            copy.deepcopy(whole)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        torch.optim.swa_utils.AveragedModel(model)
+    average = torch.optim.swa_utils.AveragedModel(model.module.over)
+    train(model, [batch_of(4, 0)])
+    average.update_parameters(model.module.over)
+
+
 WITH_ROWS: dict[str, Callable[[TableParameter], Any]] = {
     "copy_": lambda p: p.copy_(torch.zeros(5, 3)),
     "uniform_": nn.init.uniform_,

@@ -31,7 +31,14 @@ from torch_ecrec.cli import (
     warm,
 )
 from torch_ecrec.errors import ClusterError
-from torch_ecrec.runtime.lifetime import INTERRUPTED, end_at_once, end_with_parent, keep_exit_code, on_signals
+from torch_ecrec.runtime.lifetime import (
+    INTERRUPTED,
+    end_at_once,
+    end_with_parent,
+    keep_exit_code,
+    on_signals,
+    pass_over_words_to_scripts,
+)
 from torch_ecrec.spec.settings import ask_name_servers_briefly
 
 
@@ -89,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     if getattr(arguments, "end_with_parent", False):
         end_with_parent(arguments.parent_tells)
     if argv is None and hasattr(arguments, "end_with_parent"):
+        pass_over_words_to_scripts()
         on_signals(end_at_once)  # until they have something to leave in order: loading torch alone takes seconds
     try:
         return COMMANDS[arguments.command].run(arguments)

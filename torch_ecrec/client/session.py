@@ -113,6 +113,8 @@ class Session:
         """The coordinator says something to this trainer."""
         if isinstance(word, messages.Stands):
             self._waiting.stand(word.names, word.left_s)
+        elif isinstance(word, messages.Rejoined):  # whoever is there now says it again, if it is so
+            self._waiting.stand([], None)
         elif isinstance(word, messages.Gathering):
             lacking = format_gathering(word.servers, word.trainers, self.client.settings.join or "")
             self._waiting.hint = lacking

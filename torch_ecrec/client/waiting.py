@@ -59,11 +59,12 @@ class Waiting:
         fails for want of progress. Nobody: it goes on, and so do the limits, from now."""
         with self._changed:
             self._changes += 1
+            stood = self._patient_until_s > -math.inf
             self._patient_until_s = time.monotonic() + (math.inf if left_s is None else left_s) if names else -math.inf
         if names:
             limit = "until they are back" if left_s is None else f"for {left_s:g} s at most"
             log.warning("training stands still: the cluster waits for %s, %s", ", ".join(names), limit)
-        else:
+        elif stood:
             log.warning("training goes on: the cluster waits for nobody any more")
 
     def until(self, condition: Callable[[], bool], what: str, patient: bool = False) -> None:

@@ -4,8 +4,9 @@
 code. A coordinator knows its own once slots are placed, or while members of one before come back who know where they
 are; or from its start, if its supervisor says so. Members of another cluster are turned away then: they keep what they
 have, and go on looking for their coordinator. One that does not know yet becomes that of the first cluster whose
-members find it, provided that code and job are what it was started with. If they are not, and nobody else is there, it
-refuses to lead: a running job looks for its coordinator here, and can have this place.
+members find it, provided that code and job are what it was started with; until it has gone on from there, more
+members of another one have it for theirs. If code or job are not that, and nobody else is there, it refuses to lead: a
+running job looks for its coordinator here, and can have this place.
 """
 
 from __future__ import annotations
@@ -52,6 +53,15 @@ def other_cluster(state: ClusterState, rejoin: Rejoin) -> str:
     if placed and own is not None and rejoin.run != own:
         return f"this is cluster {own}, and it is a member of {rejoin.run}"
     return job.refusal(rejoin.job) or ""
+
+
+def gives_way(state: ClusterState, rejoin: Rejoin, now_s: float) -> bool:
+    """Whether those who are back are of a cluster of before, and this coordinator is to lead another, that of a member
+    which it has turned away: it did not know which is its own, nothing has begun, and more are there of the other."""
+    may = state.regathering.active and not state.job.known and rejoin.placement is not None
+    if not may or rejoin.code != state.job.code or state.job.refusal(rejoin.job):
+        return False
+    return state.regathering.is_outnumbered(rejoin, now_s)
 
 
 def refuses_to_lead(state: ClusterState, rejoin: Rejoin) -> bool:

@@ -184,6 +184,11 @@ class Coordinator:
         """Members of the one before are telling what they know. Whoever joins now would get a name of theirs."""
         return self._state.regathering.active
 
+    @property
+    def said(self) -> list[Rejoin]:
+        """What those have told who are back; nobody, once all go on."""
+        return list(self._state.regathering.said.values())
+
     def status(self, now_s: float) -> dict[str, Any]:
         """Everything that `torch-ecrec status` shows."""
         return status_of(self._state, now_s)
@@ -266,6 +271,10 @@ class Coordinator:
     def other_cluster(self, rejoin: Rejoin) -> str:
         """Why a member is of another cluster, and is turned away; "": it is of this one."""
         return admission.other_cluster(self._state, rejoin)
+
+    def gives_way(self, rejoin: Rejoin, now_s: float) -> bool:
+        """Whether the cluster of a member that was turned away is to be led in place of that which regathers."""
+        return admission.gives_way(self._state, rejoin, now_s)
 
     def refuses_to_lead(self, rejoin: Rejoin) -> bool:
         """Whether this coordinator is to end for a member that it turned away: nobody else is there."""

@@ -154,6 +154,8 @@ def _say_unresolved(state: ClusterState, pairs: list[Pair], why: str) -> None:
 def fence(state: ClusterState, name: str, now_s: float, why: str) -> None:
     """A member is taken for lost, and told so, should it hear it."""
     state.members.send(name, messages.Fatal("fenced", FENCED))
+    if (member := state.members.by_name.get(name)) is not None and member.role == "trainer":
+        state.launches.dismiss_silent(member, now_s)
     lose(state, name, now_s, why)
 
 

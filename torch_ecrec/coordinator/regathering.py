@@ -21,6 +21,7 @@ from torch_ecrec.spec.job import JobSpec
 
 REGATHER_S, SPARES_S = 2.5, 0.5  # for all who host a slot or train; then for the others
 LATE_S = 1.0  # after the last who has come: members look for a coordinator every second
+AGAIN_S = 3.0  # after that long, who was turned away has come again
 LATE_MOST_S = 10.0  # for those who come one after the other
 
 
@@ -130,6 +131,7 @@ class Regathering:
         self.said: dict[str, Rejoin] = {}
         self.dead: set[str] = set()
         self._cannot_reach: dict[str, frozenset[str]] = {}  # who is back -> whom not, as it has said last
+        self._others: dict[str, tuple[str, float]] = {}  # births of members of other clusters -> run, and when last
         self._until_s = self._last_s = 0.0
         self._settled_s = math.inf  # since when nobody is missing whom it waits for
 
@@ -140,7 +142,7 @@ class Regathering:
 
     def begin(self, now_s: float, lease_s: float) -> None:
         self.active, self.said, self._until_s = True, {}, now_s + REGATHER_S
-        self.dead = set()
+        self.dead, self._others = set(), {}
         self._cannot_reach, self._settled_s = {}, math.inf
         self._last_s = now_s + max(min(lease_s, LATE_MOST_S), REGATHER_S)
 
@@ -150,6 +152,12 @@ class Regathering:
         self.said[rejoin.name] = rejoin
         self.dead.discard(rejoin.name)
         self._cannot_reach.pop(rejoin.name, None)
+
+    def is_outnumbered(self, other: Rejoin, now_s: float) -> bool:
+        """Whether more members of another cluster look for their coordinator here than are back of this one."""
+        self._others[other.birth] = other.run, now_s
+        recent = [run for run, at_s in self._others.values() if now_s - at_s <= AGAIN_S]
+        return recent.count(other.run) > sum(one.placement is not None for one in self.said.values())
 
     def on_beat(self, name: str, unreachable: Iterable[str]) -> None:
         """Whom a member cannot reach, though it tries."""

@@ -79,6 +79,8 @@ class Router:
         refuse_to_lead: it is to end, soon, so that one of the code that it is given can take its place; and why.
         stamp: adds the time of day to what people see.
         joins_from_s: until then, joins are held.
+        first_held_s: with `looks`, the first that comes is held for so long: members of before look for a coordinator
+            once a second, and may come behind it.
         looks: what the cluster begins with is not known yet: joins are held until `begin_with` says, or until members
             of before have rejoined who know what is trained.
         ledger: writes manifests of checkpoints; None: nobody does.
@@ -97,6 +99,7 @@ class Router:
         refuse_to_lead: Callable[[str, CodeSpec], None] = lambda why, code: None,
         stamp: Callable[[Message], Message] = lambda message: message,
         joins_from_s: float = 0.0,
+        first_held_s: float = 0.0,
         looks: bool = False,
         ledger: Ledger | None = None,
         led: int = 0,
@@ -111,7 +114,7 @@ class Router:
         self._announce, self._stop, self._stamp = announce, stop, stamp
         self._refuse_to_lead, self._refuses = refuse_to_lead, False
         self._turned_away: set[str] = set()  # births of members of other clusters
-        self._joins_from_s, self._led = joins_from_s, led
+        self._joins_from_s, self._first_held_s, self._led = joins_from_s, first_held_s, led
         self._connections: dict[str, Peer] = {}
         self._names: dict[Peer, str] = {}
         self._held: dict[Peer, Join] = {}
@@ -154,6 +157,8 @@ class Router:
             if name is not None or peer in self._held:
                 self.refuse(peer, f"{message['type']}: said before on this connection", now_s)
             elif isinstance(word, Join):
+                if self._looks and not self._held:  # this one may have been cut off until now, and others come behind
+                    self._joins_from_s = max(self._joins_from_s, now_s + self._first_held_s)
                 self._held[peer] = word
                 peer.admit()  # it may have to be silent for a while
                 self._say_trouble([peer])
@@ -268,8 +273,7 @@ class Router:
             member = before.members.get(name)  # trainers that were lost are forgotten, and still there to hear it
             kind = "trainers_lost" if member is None or member.role == "trainer" else "fenced"
             self._say(peer, messages.Fatal(kind, why))
-        for members in (self._connections, self._names, self._asked):
-            members.clear()
+        self._forget_members()
 
     def on_closed(self, peer: Peer, now_s: float) -> None:
         """A connection has ended."""
@@ -389,8 +393,10 @@ class Router:
 
     def _rejoin(self, peer: Peer, rejoin: Rejoin, now_s: float) -> None:
         if other := self.core.other_cluster(rejoin):
-            self._turn_away(peer, rejoin, other, now_s)
-            return
+            if not self.core.gives_way(rejoin, now_s):
+                self._turn_away(peer, rejoin, other, now_s)
+                return
+            self._lead_another(rejoin.run)
         why = self.core.rejoin_refusal(rejoin)
         if why is not None:
             self._note_fatal(now_s)
@@ -418,6 +424,22 @@ class Router:
             self._refuses = True
             who = f"{rejoin.name} (pid {rejoin.pid}) of cluster {rejoin.run} looks for its coordinator here"
             self._refuse_to_lead(f"{who}: {why}", rejoin.code)
+
+    def _lead_another(self, run: str) -> None:
+        """More members of another cluster are there: whoever was back of the first looks on."""
+        why = f"more members of {run} look for their coordinator here"
+        for peer in list(self._names):
+            self._say(peer, messages.OtherCluster(run, self._settings.code, why))
+            peer.close()
+        for one in self.core.said:
+            self._turned_away.add(one.birth)
+            self._tell_watchers(events.TurnedAway(one.name, one.run, one.pid, why, False))
+        self.core = Coordinator(self._settings, self._send, self._tell_watchers, self._ledger)
+        self._forget_members()
+
+    def _forget_members(self) -> None:
+        for members in (self._connections, self._names, self._asked):
+            members.clear()
 
     def _bind(self, name: str, peer: Peer) -> None:
         """From now on this is the member's connection; one that it had before is closed."""

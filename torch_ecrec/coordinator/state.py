@@ -77,6 +77,7 @@ class ClusterState:
     def follow(self, before: ClusterState) -> None:
         """Takes over from a cluster that went back to a checkpoint: nobody of it is taken for a member of this one."""
         self.members.follow(before.members.life)
+        self.launches.follow(before.launches)
         self.checkpointing.follow(before.checkpointing)
         self.job.run, self.job.known = before.job.run, before.job.known or before.job.spec is not None
         self.job.inexact = [known for known in before.job.inexact if known[0] < self.job.done_at_origin]

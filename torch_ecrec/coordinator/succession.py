@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 from torch_ecrec.coordinator import departures
 from torch_ecrec.coordinator.admission import WENT_BACK
@@ -13,6 +13,7 @@ from torch_ecrec.observe import events
 from torch_ecrec.protocol import messages
 from torch_ecrec.protocol.messages import NO_HOST
 
+ANOTHER_TRAINS = "trainers of another launch train here, and came back to a coordinator that had not known of them"
 UNKNOWN_HOST = "nobody"  # in the event of a loss: the slot's host is not known any more
 
 
@@ -28,9 +29,13 @@ def go_on(state: ClusterState, now_s: float) -> None:
     """Ends the regathering as soon as everybody is back who is needed, or the time is up."""
     if not state.regathering.is_over(now_s, state.job.spec):
         return
-    if (missing := _awaited(state, Knowledge(state.regathering.said))) and not state.silence.stand(missing, now_s):
+    state.silence.look(now_s)
+    if (awaited := _awaited(state, Knowledge(state.regathering.said))) and not state.silence.stand(awaited, now_s):
         return
+    state.silence.end(now_s)
+    dead = state.regathering.dead
     known = _newest(state, state.regathering.end())
+    _send_rivals_away(state, known)
     state.learn(known)
     state.suspicion.follow(now_s)
     state.announce(events.Regathered(state.table.epoch, sorted(known.said)))
@@ -39,6 +44,8 @@ def go_on(state: ClusterState, now_s: float) -> None:
         state.job.tell_inexact(name)
     if known.placement is not None:
         _take_back(state, known, known.placement.epoch, now_s)
+        if (job := state.job.spec) is not None and known.trainers < job.trainers:
+            _dismiss(state, known, dead, now_s)
     state.form(now_s, even_if_complete=state.world.is_split)
     if known.placement is not None:
         # What waited for the end of a generation, or for a slot that was rebuilt meanwhile: neither may come again.
@@ -46,24 +53,49 @@ def go_on(state: ClusterState, now_s: float) -> None:
         state.table.moves.rebalance()
 
 
+def _send_rivals_away(state: ClusterState, known: Knowledge) -> None:
+    """Trainers of another launch were let in before anybody of the one that trains was back: they wait."""
+    launches = {one.launch for one in known.said.values() if one.role == "trainer"}
+    for one in state.members.trainers:
+        if launches and one.name not in known.said and one.launch not in launches:
+            state.members.send(one.name, messages.Fatal("trainers_lost", ANOTHER_TRAINS))
+            del state.members.by_name[one.name]
+
+
+def _dismiss(state: ClusterState, known: Knowledge, dead: Set[str], now_s: float) -> None:
+    """Trainers are missing: they are given up, and may live."""
+    missing = sorted(known.world - known.said.keys() - known.hosts - dead)
+    launches = {one.launch for one in known.said.values() if one.role == "trainer"}
+    if missing:
+        named = f"a trainer that has not come back ({' or '.join(missing)})"
+        state.launches.dismiss(launches.pop() if launches else None, named, now_s)
+
+
 def _awaited(state: ClusterState, known: Knowledge) -> dict[str, str]:
-    """Servers that are missing, and why: more than parity repairs, if they are lost. Nobody: it repairs them; or those
-    of them that are known to be dead are too many already."""
+    """For whom training stands, and why: servers are missing that parity could not repair, together with those that
+    were back and are silent again; or nobody is heard any more, and this process is cut off itself. Nobody: it repairs
+    them; or those of them that are known to be dead are too many already."""
+    if state.silence.hears_nobody:
+        return dict.fromkeys(sorted(state.silence.quiet), "not heard of since it was back")
     job = known.job or state.job.spec
     if known.placement is None or job is None:
         return {}
     slots, lost = known.slots()
     unhealthy = {i for i, place in enumerate(slots) if not place.healthy and i not in lost}
     missing, dead = known.hosts - known.said.keys(), state.regathering.dead
+    if not missing and not lost:
+        return {}
+    silent = known.hosts & state.silence.quiet
 
     def are_too_many(servers: Collection[str], more: Collection[int]) -> bool:
         gone = {i for i, place in enumerate(slots) if place.server in servers}.union(unhealthy, more)
         return data_loss(state.job.code, job, gone) is not None
 
-    if not are_too_many(missing, lost) or are_too_many(missing & dead, ()):
+    if not are_too_many(missing | silent, lost) or are_too_many(missing & dead, ()):
         return {}
+    again = dict.fromkeys(sorted(silent), "not heard of since it was back")
     why = "not back since the coordinator was started again"
-    return dict.fromkeys(sorted(missing - dead) or [UNKNOWN_HOST], why)
+    return {**dict.fromkeys(sorted(missing - dead) or ([] if again else [UNKNOWN_HOST]), why), **again}
 
 
 def _newest(state: ClusterState, known: Knowledge) -> Knowledge:

@@ -30,6 +30,7 @@ import torchrec.distributed
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -273,7 +274,10 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         """As in TorchRec."""
         if torch.is_grad_enabled() and self.training:
             self._before_training(args, kwargs)
-        return super().forward(*args, **kwargs)
+        outputs = super().forward(*args, **kwargs)
+        if torch.is_grad_enabled() and self.training:
+            self._after_training(outputs)
+        return outputs
 
     @torch.compiler.disable
     def _before_training(self, *batch: Any) -> None:
@@ -286,6 +290,11 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
             self._attached.on_forward(batch)
         if self._recorder is not None:
             self._recorder.on_forward(batch)
+
+    @torch.compiler.disable
+    def _after_training(self, outputs: object) -> None:
+        """After the forward of a training step."""
+        self._step.watch(tree_leaves(outputs))
 
     def load_state_dict(
         self, state_dict: Any, prefix: str = "", strict: bool = True, assign: bool = False

@@ -13,6 +13,7 @@ Shape legend: U unique rows, D embedding dim; lists hold one tensor per slab.
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 import zlib
@@ -98,15 +99,46 @@ class SparseStep:
         self._pass = -1  # id of the backward pass that the fields below belong to
         self._gathered: list[tuple[list[Tensor], Sequence[Tensor | None]]] = []
         self._finite = True  # all that was gathered
+        self._passes = 0  # backwards through what training forwards of the model gave; alike on all trainers
+        self._counted = -1  # id of the last of them
         self._sent = False
         self._repeated = False  # it runs a graph again (retain_graph): nothing tells when it is complete
         self._refusal: NonFiniteGradient | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseStep:
+        """Refused, with any module that has it: the copy would train the same rows (`AveragedModel`, say, copies).
+
+        Raises:
+            TypeError: unless there are no tables.
+        """
+        if not self.session.job.tables:
+            return copy.copy(self)
+        raise TypeError(
+            "a model cannot be copied (`copy.deepcopy`, `AveragedModel`) once its tables are on the servers, which have"
+            " them once: copy it before it is sharded, or copy and average dense modules of it only; the rows of tables"
+            " are in `model.state_dict()`"
+        )
 
     def open(self) -> None:
         """Before anything is read or loaded. Ends the loading of first weights, once: a barrier of all trainers."""
         if not self._open:
             self.session.loaded()
             self._open = True
+
+    def watch(self, outputs: Sequence[object]) -> None:
+        """After a training forward of the model: counts the backward passes through what it gave.
+
+        A trainer whose forward has looked no row up pushes nothing in its backward. The others would take its next push
+        for that one's, and from there on all would train on gradients of different turns.
+        """
+        for output in outputs:
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(self._count_pass)
+
+    def _count_pass(self, _: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        self._passes += task != self._counted
+        self._counted = task
 
     def load_written(self, when: str = "all") -> None:
         """Before anything is read: loads what was written into state dicts in place, which is a step of all trainers.
@@ -294,7 +326,7 @@ class SparseStep:
 
         Raises:
             RuntimeError: another trainer does not train, or with other learning rates (the servers take trainer 0's),
-                or with other tables frozen.
+                with other tables frozen, or after more or fewer backward passes.
         """
         job = self.session.job
         flags = [0] * len(job.tables)
@@ -307,6 +339,7 @@ class SparseStep:
                     flags[slab.table_indices[table]] = 1
         frozen = sorted(table.job_name for tables in self.frozen for table in tables())
         alike = f"learning rates {rates}" + (f" or the frozen tables {', '.join(frozen)}" if frozen else "")
+        alike += f" or the {self._passes} backward passes so far (rows must be looked up for each, on every trainer)"
         flags = self._agree("trains", flags, alike)
         names = [table.name for table, flag in zip(job.tables, flags, strict=True) if flag]
         if not names:

@@ -19,6 +19,9 @@ from typing import IO, Any, Protocol
 
 TAIL_LINES = 15
 TRACEBACK, ELASTIC = "Traceback (most recent call last)", "torch.distributed.elastic."
+# How trainers of one host meet. Left to itself, torchrun tells them the host's name. A container's need not resolve:
+# they would ask for it in vain, and say nothing but torch's warnings.
+STANDALONE = ("--standalone", "--local-addr", "127.0.0.1")
 _RANK = re.compile(r"^\[(rank|default)?\d+\]:\s?")  # before each line of a trainer's
 # Without the first, torchrun (of torch 2.13) keeps one store for all starts of the trainers, with the addresses of
 # those that have ended in it.
@@ -79,7 +82,7 @@ def torchrun(
     """Trainers under torchrun, on this host; leaving ends them, however many times they were started.
 
     Args:
-        words: what follows `torchrun --standalone`.
+        words: what follows `torchrun` and how trainers of one host meet.
         log: file for what torchrun and, unless `words` redirect it, the trainers say.
         environment: extra environment.
         cwd: where they run; None: where this process does.
@@ -89,7 +92,7 @@ def torchrun(
     """
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", *words],
+            [sys.executable, "-P", "-m", "torch.distributed.run", *STANDALONE, *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

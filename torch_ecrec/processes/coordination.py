@@ -262,6 +262,7 @@ class _Coordinator:
             refuse_to_lead=self._refuse_to_lead,
             stamp=lambda message: {**message, "time_s": time.time()},
             joins_from_s=time.monotonic() + JOINS_HELD_S,
+            first_held_s=JOINS_HELD_S,
             looks=again or self._missing is not None,
             led=0 if self._office is None else self._office.led,
         )

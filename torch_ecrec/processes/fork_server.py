@@ -41,7 +41,7 @@ from typing import IO, ClassVar, NoReturn
 
 from torch_ecrec.processes.children import end_of, with_own_path
 from torch_ecrec.runtime.cores import Idle, process_wanted_s
-from torch_ecrec.runtime.lifetime import SIGNALS, belongs_here, freeze
+from torch_ecrec.runtime.lifetime import SIGNALS, TO_SCRIPTS, belongs_here, freeze
 
 UNKNOWN = 255  # exit code of a process whose fork server is gone
 START_S, ANSWER_S = 60.0, 10.0  # without computing: until the first answer, for which all is loaded; until others
@@ -513,7 +513,7 @@ def _show(words: Sequence[str]) -> None:
 
 def main() -> NoReturn:
     """`python -m torch_ecrec.processes.fork_server FILE PRELOAD ... ROOM`: the fork server."""
-    for number in SIGNALS:  # sent to every process of a job: it ends when whoever asks is gone
+    for number in (*SIGNALS, *TO_SCRIPTS, signal.SIGHUP):  # sent to all of a job: it ends when whoever asks is gone
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)

@@ -71,6 +71,7 @@ KINDS = {
 
 SAY_FIRST_S, SAY_AGAIN_S = 1.0, 5.0  # that there is no coordinator yet
 REJOIN_LEAST_S, REJOIN_MOST_S = 0.05, 1.0  # between two attempts to join, where connections end at once
+LOOK_S, LOOK_PART = 10.0, 0.25  # whether anybody answers there, is looked at so often, and in such parts of `give_up_s`
 ENDS: dict[str, type[ClusterError]] = {"data_loss": DataLoss, "trainers_lost": TrainersLost, "fenced": Fenced}
 
 
@@ -127,6 +128,8 @@ class Member:
         self._connected, self._cut = threading.Event(), threading.Event()
         self._why_cut = ""
         self._sought_s: float | None = None  # since when it looks for its coordinator; None: it is with it
+        self._sought_for_s = settings.give_up_s  # so long; time in which nothing comes back from there does not count
+        self._hears_nothing = False  # as it looks
         self._stranger = ""  # whom it found last, if that was another cluster's
         self._beats = Heartbeats(settings, self._timers, lambda: self.node, self.on_error)
         self._control: ControlClient | None = None
@@ -254,6 +257,8 @@ class Member:
             if self._answered.is_set() and word.kind == "other_build":  # of a coordinator started in place of ours
                 self.end(JoinRefused(f"the coordinator at {self.settings.join} takes it for no member: {word.reason}"))
                 return
+            if self._over.is_set():
+                return
             if self._answered.is_set():  # a message, not the membership
                 log.error("%s: the coordinator refused a message: %s", self.name, word.reason)
                 return
@@ -340,25 +345,29 @@ class Member:
 
     def _rejoin(self, reason: str) -> None:
         """Finds the coordinator again, or the one that is started in its place, and tells it what is known here."""
-        limit_s = self.settings.give_up_s
         if self._sought_s is None:
-            self._sought_s = time.monotonic()
+            self._sought_s, self._sought_for_s = time.monotonic(), self.settings.give_up_s
             log.warning("%s: no connection with the coordinator (%s); goes on, and looks for it", self.name, reason)
         else:  # whoever is there may end each connection at once
             self._over.wait(REJOIN_MOST_S if self._stranger else REJOIN_LEAST_S)
+        give_up_s, stands_s = self.settings.give_up_s, self.settings.standstill_s or STANDS_S
         while True:
+            for_s, silent = time.monotonic() - self._sought_s, False
             try:
-                control = self._connect(max(self._sought_s + limit_s - time.monotonic(), 0.0))
-                break
+                if for_s < self._sought_for_s:
+                    control = self._connect(min(LOOK_S, LOOK_PART * give_up_s))
+                    break
             except ClusterUnavailable as error:
-                for_s = time.monotonic() - self._sought_s
-                if isinstance(error, NoAnswer) and for_s < (self.settings.standstill_s or STANDS_S):
-                    log.warning("%s: nothing comes back from there for %.0f s; goes on looking", self.name, for_s)
-                    limit_s = for_s + self.settings.give_up_s
-                    continue
-                why = f"the coordinator is gone ({self._stranger or reason}), and none came within {limit_s:g} s"
+                for_s, silent = time.monotonic() - self._sought_s, isinstance(error, NoAnswer)
+            self._note_silence(silent and for_s < stands_s, stands_s - for_s)
+            if self._hears_nothing:
+                self._sought_for_s = for_s + give_up_s
+            elif for_s >= (give_up_s if silent else self._sought_for_s):
+                why = f"the coordinator is gone ({self._stranger or reason}), and none came within {give_up_s:g} s"
                 self.end(ClusterUnavailable(why))
+            if self._over.is_set():
                 return
+        self._note_silence(False, 0.0)
         assert self.transport is not None and self._generations is not None
         with self._telling:  # what is told from now on follows on the new connection, what was told before is known
             world = list(self.transport.members)  # nobody between generations
@@ -381,12 +390,27 @@ class Member:
                 ended = self._ended
             if not ended:
                 control.send(message)
+                control.send(
+                    messages.json_of(messages.Beat(unreachable=self.transport.unreachable()))
+                )  # there are heartbeats
         if before is not None:
             before.close()
         if ended:
             control.close()
         elif not self._cut.is_set():
             self._connected.set()
+
+    def _note_silence(self, is_so: bool, left_s: float) -> None:
+        """Whether nothing comes back from where the coordinator was: perhaps it is this process that is cut off, and a
+        trainer has patience, as with members that the coordinator says are silent."""
+        if is_so == self._hears_nothing:
+            return
+        self._hears_nothing = is_so
+        if is_so:
+            log.warning("%s: nothing comes back from there; goes on looking, for %.0f s at most", self.name, left_s)
+        if self._hello["role"] == "trainer":
+            names = ["the coordinator, of which nothing is heard"] if is_so else []
+            self._on_control(messages.Stands(names, left_s if is_so else None))
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes of tensors sent so far, by kind: lookup, push, fold, rebuild, snapshot, other."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ecrec.errors import DataLoss
-from torch_ecrec.processes.children import FRESH_STORE
+from torch_ecrec.processes.children import FRESH_STORE, STANDALONE
 from torch_ecrec.runtime.addresses import interface_of, interfaces, parse_address, parse_host
 from torch_ecrec.runtime.checks import require, require_int
 from torch_ecrec.transport.whereabouts import require_whereabouts
@@ -66,7 +66,7 @@ class Nodes:
         """The command line of torchrun. Raises OSError where the host to meet at cannot be reached."""
         words = [sys.executable, "-P", "-m", "torch.distributed.run"]
         if not self.meet:
-            words += ["--standalone"]
+            words += STANDALONE
         else:
             host, port = self.meeting
             words += ["--nnodes", str(self.count), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}"]

@@ -1,6 +1,7 @@
 """The ends of a process that others wait for, and what its forked children must not keep.
 
     end_with_parent    ends this process when the supervisor that started it is gone, however that ended, or says so
+    pass_over_words_to_scripts  ignores the signals by which a scheduler tells a script to save
     end_at_once        handles SIGTERM and SIGINT while there is nothing to be left in order
     keep_exit_code     whoever is told to end once more while the interpreter ends has the exit code that it had
     belongs_here       what a forked child lets go of
@@ -43,6 +44,7 @@ THERE, COMPUTES = b".", b"c"  # what a process says of itself to who asks (`unlo
 
 Handler = Callable[[int, FrameType | None], object]
 SIGNALS = signal.SIGTERM, signal.SIGINT
+TO_SCRIPTS = signal.SIGUSR1, signal.SIGUSR2  # they say "save" to a script, and a process without a handler dies of them
 _parent_tells = False
 _handler: Handler | signal.Handlers = signal.SIG_IGN  # of the parent's word, where that tells
 
@@ -58,7 +60,7 @@ def end_with_parent(tells: bool) -> None:
     global _parent_tells
     if tells:
         _parent_tells = True
-        for number in SIGNALS:
+        for number in (*SIGNALS, signal.SIGHUP):
             signal.signal(number, _say_whose_it_is)
 
     def watch() -> None:
@@ -100,6 +102,15 @@ def on_signals(handler: Handler | signal.Handlers) -> None:
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """A handler for a process with nothing to leave in order: an exception may get lost in an import, this does not."""
     os._exit(INTERRUPTED)
+
+
+def pass_over_words_to_scripts() -> None:
+    """Ignores the signals that schedulers send to every process of a job for its script to save (Slurm's `--signal`).
+
+    A process that this one starts ignores them, too, unless it says otherwise.
+    """
+    for number in TO_SCRIPTS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def keep_exit_code() -> None:

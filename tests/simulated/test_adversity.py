@@ -1,0 +1,88 @@
+"""Silences, deaths, coordinators and launches together: nobody is lost who need not be, all bits are the same.
+
+`tests/support/adverse_runs.py` has what may happen, and draws it. In every run of the tests some schedules; with
+`-m slow` many more. What has been found like that stands here, as small as it fails.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from adverse_runs import Schedule, Trouble, draw, run_schedule
+
+from torch_ecrec.coordinator.launches import Launches
+
+SOME, MORE, SEED = 5, 1500, 20261126
+
+FOUND = {
+    "one that was back and is silent again counts with those who are missing": Schedule(
+        "wait for a host",
+        False,
+        150,
+        (
+            Trouble(4.2, "freeze", (3,), 5.47),
+            Trouble(1.0, "kill coordinator", (3,), 0.53),
+            Trouble(1.3, "freeze", (6,), 3.14),
+        ),
+        1,
+    ),
+    "a second launch comes as trainers do not come back to the next coordinator": Schedule(
+        "slow rebuilds",
+        False,
+        150,
+        (
+            Trouble(0.3, "kill coordinator", (7,), 4.33),
+            Trouble(0.3, "second launch", (5,)),
+            Trouble(3.5, "unplug", (1, 4), 15.24),
+        ),
+        3,
+    ),
+    "a second launch comes to a coordinator that stood still before it heard of anybody": Schedule(
+        "slow rebuilds",
+        False,
+        150,
+        (
+            Trouble(0.3, "kill coordinator", (7,), 4.33),
+            Trouble(0.3, "second launch", (5,)),
+            Trouble(3.5, "unplug", (2,), 15.24),
+            Trouble(0.0, "freeze", (-1,), 5.17),
+        ),
+        3,
+    ),
+}
+
+
+def explore(seeds: range) -> Counter[str]:
+    """Which events came to pass, in how many runs."""
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        cluster = run_schedule(draw(seed))
+        found.update({event["event"] for event in cluster.run.events})
+        found["refused a second launch"] += bool(cluster.refusals)
+    print(f"seeds from {seeds.start}: {dict(found)}")
+    return found
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(name: str) -> None:
+    run_schedule(FOUND[name])
+
+
+def test_without_the_rule_a_second_launch_takes_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launches, "dismiss", lambda *_: None)
+    with pytest.raises(AssertionError, match="the second launch is let in"):
+        run_schedule(FOUND["a second launch comes as trainers do not come back to the next coordinator"])
+
+
+def test_some_schedules() -> None:
+    found = explore(range(SEED, SEED + SOME))
+    assert found["stands_still"] and found["regathering"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_schedules() -> None:
+    found = explore(range(SEED + SOME, SEED + MORE))
+    for kind in ("stands_still", "regathering", "lost", "era", "refused a second launch"):
+        assert found[kind] > 0.02 * MORE, kind
