@@ -155,9 +155,7 @@ def test_a_field_of_a_record_is_pythons_own(one: tuple[Any, str, Any]) -> None:
         assert repr(found) == repr(expected) and found == expected and hash(found) == hash(expected)
         assert msgspec.json.encode(found) == msgspec.json.encode(expected)
         assert json.dumps(dataclasses.asdict(found)) == json.dumps(dataclasses.asdict(expected))
-    if (
-        isinstance(value, float) and math.isfinite(value) and value == round(value)
-    ):  # an int is the same number, and the same text
+    if isinstance(value, float) and value in range(1 << 20):  # an int is the same number, and the same text
         assert repr(dataclasses.replace(record, **{name: int(value)})) == repr(record)
 
 
@@ -182,7 +180,8 @@ def test_every_record_that_looks_at_its_fields_takes_them() -> None:
     """Or is inside: who adds one says which."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "__post_init__" in text else ():
             if isinstance(node, ast.ClassDef) and "dataclass" in "".join(map(ast.unparse, node.decorator_list)):
                 for part in node.body:
                     if isinstance(part, ast.FunctionDef) and part.name == "__post_init__":
@@ -365,20 +364,21 @@ def beside(name: str) -> dict[str, Any]:
     return dict(more.get(name, {}))
 
 
-@pytest.mark.parametrize("name", HYPERPARAMETERS)
 @pytest.mark.parametrize("way", [*CLASSES, *TYPES], ids=lambda way: way[1].removeprefix("torch"))
-def test_a_hyperparameter_as_users_give_it(way: tuple[str, str], name: str) -> None:
+def test_a_hyperparameter_as_users_give_it(way: tuple[str, str]) -> None:
     """Attached, or in `fused_params`: taken, without effect, or refused, as Python's own is."""
     kind, where = way
     spec_of = of_class if "." in where else of_params
-    for given, plain in others(HYPERPARAMETERS[name]):
-        for more in ({}, beside(name)):
-            assert spec_of(where, {name: given, **more}) == spec_of(where, {name: plain, **more})
-    if name in optimizer(kind).fixed or name in ("learning_rate", "max_gradient", "gradient_clipping"):
-        for bad in wrong(HYPERPARAMETERS[name]):
-            if bad is not None:  # that is to say nothing
-                found = spec_of(where, {name: bad, **beside(name)})
-                assert found.startswith(("ValueError: table t: ", "TypeError: table t: ")) and f"`{name}`" in found
+    for name, value in HYPERPARAMETERS.items():
+        for given, plain in others(value):
+            for more in ({}, beside(name)):
+                assert spec_of(where, {name: given, **more}) == spec_of(where, {name: plain, **more}), name
+        if name in optimizer(kind).fixed or name in ("learning_rate", "max_gradient", "gradient_clipping"):
+            for bad in wrong(value):
+                if bad is not None:  # that is to say nothing
+                    found = spec_of(where, {name: bad, **beside(name)})
+                    assert found.startswith(("ValueError: table t: ", "TypeError: table t: ")), (name, bad, found)
+                    assert f"`{name}`" in found
 
 
 def test_betas_are_two_numbers() -> None:
@@ -437,7 +437,7 @@ PLANNER: dict[str, Any] = {
     "topology": OBJECT,
     "batch_size": 33,
     "servers": OBJECT,
-    "unprotected": "allow",
+    "unprotected": "refuse",
     "proposer": OBJECT,
     "partitioner": OBJECT,
     "stats": OBJECT,
