@@ -205,7 +205,9 @@ def test_a_batch_of_no_samples_is_a_step_too() -> None:
 
 def test_ids_that_are_no_integers_are_refused() -> None:
     model, session = shard(sequences())
-    features = KeyedJaggedTensor.from_lengths_sync(FEATURES, torch.rand(3), torch.ones(3, dtype=torch.int32))
+    features = KeyedJaggedTensor.from_lengths_sync(
+        FEATURES, torch.rand(3, dtype=torch.float32), torch.ones(3, dtype=torch.int32)
+    )
     with pytest.raises(ValueError, match=r"ids must be int64 or int32, got torch\.float32"):
         model(features)
     assert session.lookups == 0
