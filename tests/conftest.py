@@ -54,8 +54,12 @@ TURN_LIMIT_S = 1800.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--turn N`: of the slow tests, those whose turn it is; N is the day of the year, say."""
+    """`--turn N`: of the slow tests, those whose turn it is; N is the day of the year, say.
+
+    `--default-dtype float64`: tests run as if their script had set it; processes that they start have their own.
+    """
     parser.addoption("--turn", type=int, help=f"of the slow tests, every {TURNS}th, a different one for each N")
+    parser.addoption("--default-dtype", default="float32", help="torch's, while a test runs; float64, say")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -120,6 +124,20 @@ def _one_torch_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype(pytestconfig: pytest.Config) -> Iterator[None]:
+    """That of `--default-dtype`."""
+    name = pytestconfig.getoption("--default-dtype")
+    if name == "float32":
+        yield
+        return
+    import torch  # slow, and most tests need none
+
+    torch.set_default_dtype(getattr(torch, name))
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="session", autouse=True)

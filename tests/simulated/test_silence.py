@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import pytest
 import silence_runs
+from coordinator_harness import Harness
 from silence_runs import PLAIN, SITUATIONS, Point, Watched, run_at
 
 from torch_ecrec.coordinator.silence import Silence
 from torch_ecrec.testing import SimulatedCluster
-from torch_ecrec.testing.links import COORDINATOR, Links, Outage
+from torch_ecrec.testing.links import BEAT_S, COORDINATOR, Links, Outage
 
 SOME, MORE = 49_999, 9_973  # one point in so many; primes: nothing is met in step
 
@@ -84,6 +85,24 @@ def test_who_comes_back_one_after_the_other_is_not_given_up_in_between(group: tu
     assert run.fatal is None and not [event for event in run.events if event["event"] == "lost"]
 
 
+MOMENTS_S = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)
+PAIRS = [("server-1", "server-2"), ("server-0", "server-1"), ("server-0", "server-1", "server-2", "trainer-0")]
+
+
+@pytest.mark.parametrize("seconds", MOMENTS_S)
+def test_who_comes_back_after_a_moment_but_later_than_others_is_not_given_up(seconds: float) -> None:
+    """Kernels send again in growing pauses, which began at different times: one is heard at once, the other is silent
+    for as long again."""
+    for message in range(30, 62, 4):
+        for group in PAIRS:
+            cluster = Watched(PLAIN)
+            cluster.links = links = Links(cluster)
+            links.cut_at(message, Outage(frozenset(group), seconds))
+            run = cluster.go()
+            lost = [event for event in run.events if event["event"] == "lost"]
+            assert links.healed and not lost, f"{message}, {group}: {lost}"
+
+
 def test_when_the_time_is_up_they_are_given_up() -> None:
     cluster = SimulatedCluster(dataclasses.replace(PLAIN, standstill_s=5.0))
     links = Links(cluster)
@@ -92,3 +111,22 @@ def test_when_the_time_is_up_they_are_given_up() -> None:
     assert run.fatal is not None and "lost together" in run.fatal
     stands = [event for event in run.events if event["event"] == "stands_still"]
     assert stands and stands[0]["left_s"] == 5.0 and set(stands[-1]["members"]) == {"server-1", "server-2"}
+
+
+def test_after_a_moment_who_fell_silent_together_with_who_is_back_is_waited_for() -> None:
+    """Two were silent for a second; one is back, and the kernel of the other tries again in a moment."""
+    h = Harness()
+    h.start()
+
+    def pass_time(seconds: float, silent: Collection[str]) -> list[str]:
+        for _ in range(round(seconds / BEAT_S)):
+            h.now_s += BEAT_S
+            for name in [name for name, member in h.core.members.items() if member.alive and name not in silent]:
+                h.say(name, type="beat", unreachable=list(silent) if name == "server-0" else [])
+            h.core.on_tick(h.now_s)
+        return [event["member"] for event in h.events if event["event"] == "lost"]
+
+    assert not pass_time(10.0, ())
+    assert not pass_time(1.0, ("server-1", "server-2"))
+    assert not pass_time(1.25, ("server-2",)), "as long again, and a little"
+    assert pass_time(2.0, ("server-2",)) == ["server-2"], "it does not come back"

@@ -37,9 +37,11 @@ class Net(nn.Module):
 
     def __init__(self, tables: EmbeddingBagCollection) -> None:
         super().__init__()
-        self.below = nn.Sequential(nn.Linear(2, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
+        self.below = nn.Sequential(
+            nn.Linear(2, 6, dtype=torch.float32), nn.Dropout(0.5), nn.BatchNorm1d(6, dtype=torch.float32)
+        )
         self.tables = tables
-        self.over = nn.Linear(6 + 32, 1)
+        self.over = nn.Linear(6 + 32, 1, dtype=torch.float32)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         below = self.below(batch.dense_features)

@@ -83,7 +83,7 @@ class Net(nn.Module):
         collected = ManagedCollisionCollection(maps, configs)
         self.managed = around(tables, collected, return_remapped_features=True, allow_in_place_embed_weight_update=True)
         self.form = form
-        self.over = nn.Linear(12 if form == "bags" else 4, 1)
+        self.over = nn.Linear(12 if form == "bags" else 4, 1, dtype=torch.float32)
         self.dropped = nn.Dropout(0.1)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -100,9 +100,10 @@ def batch_of(size: int, seed: int, most: int = 3) -> Batch:
     """Ids below 60, the lower the more often, and more of the later ones as `seed` grows."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, most + 1, (len(NAMES) * size,), generator=random, dtype=torch.int32)
-    values = (torch.rand(int(lengths.sum()), generator=random).square() * 60).long() + seed * 3
+    values = (torch.rand(int(lengths.sum()), generator=random, dtype=torch.float32).square() * 60).long() + seed * 3
     sparse = KeyedJaggedTensor.from_lengths_sync(NAMES, values, lengths)
-    return Batch(torch.zeros(size, 1), sparse, torch.randn(size, generator=random))
+    labels = torch.randn(size, generator=random, dtype=torch.float32)
+    return Batch(torch.zeros(size, 1, dtype=torch.float32), sparse, labels)
 
 
 def together(batches: list[Batch]) -> Batch:

@@ -51,7 +51,7 @@ class Net(nn.Module):
             sorted(name for names in get_embedding_names_by_table(e.embedding_bag_configs()) for name in names)
             for e in collections
         ]
-        self.over = nn.Linear(width, 1)
+        self.over = nn.Linear(width, 1, dtype=torch.float32)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         outputs = [collection(batch.sparse_features) for collection in self.collections]
@@ -87,9 +87,10 @@ def batch_of(size: int, seed: int, most: int = 3, weighted: bool = False, rows: 
     lengths = torch.randint(0, most + 1, (len(FEATURES) * size,), generator=random, dtype=torch.int32)
     count = int(lengths.sum())
     values = torch.randint(0, rows, (count,), generator=random)
-    weights = torch.rand(count, generator=random) if weighted else None
+    weights = torch.rand(count, generator=random, dtype=torch.float32) if weighted else None
     sparse = KeyedJaggedTensor.from_lengths_sync(FEATURES, values, lengths, weights)
-    return Batch(torch.randn(size, 2, generator=random), sparse, torch.randn(size, generator=random))
+    dense = torch.randn(size, 2, generator=random, dtype=torch.float32)
+    return Batch(dense, sparse, torch.randn(size, generator=random, dtype=torch.float32))
 
 
 def collection(
@@ -169,7 +170,7 @@ class LossNet(Net):
 
 def seeded(weight: Tensor, seed: int) -> None:
     with torch.no_grad():
-        weight.copy_(torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed)) - 0.5)
+        weight.copy_(torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32) - 0.5)
 
 
 def seeded_tables() -> list[EmbeddingBagConfig]:
@@ -218,7 +219,7 @@ def repeated_batch(
         keys=keys,
         values=torch.randint(0, rows, (count,), generator=random),
         lengths=lengths,
-        weights=torch.rand(count, generator=random) if weighted else None,
+        weights=torch.rand(count, generator=random, dtype=torch.float32) if weighted else None,
         stride_per_key_per_rank=[[stride] for stride in strides],
         inverse_indices=(names, index),
     )

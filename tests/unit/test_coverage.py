@@ -63,7 +63,7 @@ class Beside(nn.Module):
         super().__init__()
         self.bags = collection("sgd", [table("t", 20, 4, "f0")])
         self.other = other
-        self.over = nn.Linear(4, 1)
+        self.over = nn.Linear(4, 1, dtype=torch.float32)
 
 
 class Own(DistanceLFU_EvictionPolicy):
@@ -211,9 +211,11 @@ class Weighted(nn.Module):
             tables = [table("t", 20, 8, "f1"), table("u", 20, 4, "f1"), table("v", 20, 8, "f0")]
         self.tables = FeatureProcessedEmbeddingBagCollection(
             collection("sgd", tables, device=device, is_weighted=True),
-            {"f0": PositionWeightedModule(4), "f1": PositionWeightedModule(4)},
+            {name: PositionWeightedModule(4).float() for name in ("f0", "f1")},
         )
-        self.over = nn.Linear(sum(config.embedding_dim * len(config.feature_names) for config in tables), 1)
+        self.over = nn.Linear(
+            sum(config.embedding_dim * len(config.feature_names) for config in tables), 1, dtype=torch.float32
+        )
         with torch.no_grad():
             for processor in self.tables._feature_processors.values():
                 processor.position_weight.uniform_(0.5, 1.5)
@@ -353,7 +355,9 @@ class Twice(nn.Module):
         tables = collection("sgd", seeded_tables(), META)
         self.one, self.two = (tables, tables) if beside else (Holder(tables), Holder(tables))
         torch.manual_seed(1)
-        self.over = nn.Linear(sum(c.embedding_dim * len(c.feature_names) for c in seeded_tables()), 1)
+        self.over = nn.Linear(
+            sum(c.embedding_dim * len(c.feature_names) for c in seeded_tables()), 1, dtype=torch.float32
+        )
 
     def forward(self, batch: Batch) -> Tensor:
         found = []

@@ -35,7 +35,7 @@ class Normalised(nn.Module):
         self.first, self.second = collection(KIND), collection(KIND, tables()[:2])
         torch.manual_seed(seed)
         width = sum(config.embedding_dim * len(config.feature_names) for one in self._tables for config in one)
-        self.over = nn.Sequential(nn.BatchNorm1d(width), nn.Linear(width, 1))
+        self.over = nn.Sequential(nn.BatchNorm1d(width, dtype=torch.float32), nn.Linear(width, 1, dtype=torch.float32))
 
     @property
     def _tables(self) -> list[Any]:

@@ -7,7 +7,9 @@ and of what comes out of tables depends on either.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +267,49 @@ def test_a_loop_goes_on_bit_for_bit_in_float64(driver: str) -> None:
     assert first.model.module.over.weight.dtype == torch.float64
     for step in (0, 2, 4):
         assert same(first, resumed(loop, first, step))
+
+
+# everyday tests ------------------------------------------------------------------------------------------
+
+QUICK = (
+    "test_nn.py::test_sharded_equals_unsharded",
+    "test_nn.py::test_weighted_mean_divides_by_the_number_of_ids",
+    "test_nn.py::test_id_weights_get_gradients",
+    "test_tables.py",
+    "test_half_tables.py",
+    "test_outputs.py",
+    "test_coverage.py::test_feature_processors_are_trained_as_unsharded",
+)
+EVERYDAY = (
+    *("test_attach.py", "test_attach_refusals.py", "test_bad_state.py", "test_coverage.py", "test_dcp_export.py"),
+    *("test_dense.py", "test_frozen.py", "test_fused.py", "test_half_tables.py", "test_lost_changes.py"),
+    *("test_managed.py", "test_mixed.py", "test_nn.py", "test_outputs.py", "test_pipelines.py", "test_placeholder.py"),
+    *("test_planned.py", "test_repeats.py", "test_sequences.py", "test_staging.py", "test_tables.py"),
+    "test_trainer_state.py",
+)
+
+
+def runs_under(default: str, tests: Sequence[str], limit_s: float) -> None:
+    """Runs other tests of this folder as if their scripts had set this default dtype."""
+    here = Path(__file__).parent
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "--default-dtype", default]
+    found = subprocess.run(
+        [*words, *(str(here / test) for test in tests)],
+        cwd=here.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+    assert found.returncode == 0 and " passed" in found.stdout, found.stdout[-8000:] + found.stderr[-2000:]
+
+
+def test_everyday_tests_hold_in_float64() -> None:
+    """What tests build, train and compare is told its dtype, too: so what fails there is ours."""
+    runs_under("float64", QUICK, 600.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("default", ["float64", "bfloat16"])
+def test_all_that_build_models_hold_under_another_default(default: str) -> None:
+    runs_under(default, EVERYDAY, 3500.0)

@@ -21,7 +21,8 @@ Piece = tuple[Tensor, list[int]]
 
 
 def dense_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1, dtype=torch.float32))
+    first, last = nn.Linear(3, 5, dtype=torch.float32), nn.Linear(5, 1, dtype=torch.float32)
+    return nn.Sequential(first, nn.BatchNorm1d(5, dtype=torch.float32), last)
 
 
 def optimizers_of(model: nn.Sequential) -> list[Optimizer]:
@@ -33,7 +34,7 @@ def optimizers_of(model: nn.Sequential) -> list[Optimizer]:
 
 def step_dense(model: nn.Module, optimizers: list[Optimizer], seed: int) -> None:
     torch.manual_seed(seed)
-    x = torch.randn(4, 3)
+    x = torch.randn(4, 3, dtype=torch.float32)
 
     def closure() -> Tensor:
         for optimizer in optimizers:

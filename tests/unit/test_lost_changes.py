@@ -39,7 +39,7 @@ class Sequences(nn.Module):
         super().__init__()
         config = EmbeddingConfig(name="songs", num_embeddings=20, embedding_dim=4, feature_names=["f0"])
         self.songs = EmbeddingCollection(tables=[config], device=CPU)
-        self.over = nn.Linear(4, 20, bias=False)
+        self.over = nn.Linear(4, 20, bias=False, dtype=torch.float32)
 
 
 def tied() -> nn.Module:

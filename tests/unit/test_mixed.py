@@ -39,7 +39,7 @@ class Mixed(nn.Module):
         config = EmbeddingConfig(name="last", num_embeddings=9, embedding_dim=4, feature_names=["f3"])
         self.rows = EmbeddingCollection(tables=[config], device=CPU)
         apply_optimizer_in_backward(RowWiseAdagrad, self.rows.parameters(), {"lr": LR})
-        self.over = nn.Linear(12, 1)
+        self.over = nn.Linear(12, 1, dtype=torch.float32)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         loss, _ = self.large(batch)

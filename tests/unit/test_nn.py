@@ -50,7 +50,7 @@ def test_sharded_equals_unsharded(kind: str, weighted: bool, most: int) -> None:
     model, session = shard(original)
     for seed in range(4):
         features = batch_of(6, seed, most, weighted).sparse_features
-        weights = torch.randn(1, 8 * 2 + 4 + 8 + 4)
+        weights = torch.randn(1, 8 * 2 + 4 + 8 + 4, dtype=torch.float32)
         ours, theirs = model(features), oracle.module(features)
         assert ours.keys() == theirs.keys() == ["f2", "f0", "f1@small", "f1@shared", "f3"]
         assert ours.length_per_key() == theirs.length_per_key()
@@ -61,7 +61,7 @@ def test_sharded_equals_unsharded(kind: str, weighted: bool, most: int) -> None:
         rows, gradients = session.pushed[-1]
         for config in configs:
             slab, first = session.job.place_of_table[config.name]
-            grad = torch.zeros(session.job.slabs[slab].rows, config.embedding_dim)
+            grad = torch.zeros(session.job.slabs[slab].rows, config.embedding_dim, dtype=torch.float32)
             grad[rows[slab]] = gradients[slab]
             expected = oracle.module.embedding_bags[config.name].weight.grad
             torch.testing.assert_close(grad[first : first + config.num_embeddings], expected, rtol=1e-4, atol=1e-5)
@@ -77,9 +77,9 @@ def test_weighted_mean_divides_by_the_number_of_ids() -> None:
     rows = original.embedding_bags["t"].weight.detach().clone()
     model, _ = shard(original)
     features = KeyedJaggedTensor.from_lengths_sync(
-        ["f0"], torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]), torch.tensor([0.5, 2.0, 3.0])
+        ["f0"], torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]), torch.tensor([0.5, 2.0, 3.0], dtype=torch.float32)
     )
-    expected = torch.stack([(0.5 * rows[1] + 2 * rows[2]) / 2, torch.zeros(4), 3 * rows[3]])
+    expected = torch.stack([(0.5 * rows[1] + 2 * rows[2]) / 2, torch.zeros(4, dtype=torch.float32), 3 * rows[3]])
     torch.testing.assert_close(model(features).values().detach(), expected)
 
 
@@ -87,7 +87,7 @@ def test_id_weights_get_gradients() -> None:
     original = collection("sgd", [table("t", 10, 4, "f0")], is_weighted=True)
     rows = original.embedding_bags["t"].weight.detach().clone()
     model, _ = shard(original)
-    weights = torch.ones(3, requires_grad=True)
+    weights = torch.ones(3, dtype=torch.float32, requires_grad=True)
     features = KeyedJaggedTensor.from_lengths_sync(["f0"], torch.tensor([1, 2, 3]), torch.tensor([2, 1]), weights)
     model(features).values().sum().backward()
     torch.testing.assert_close(weights.grad, rows[[1, 2, 3]].sum(dim=1))
@@ -167,7 +167,7 @@ def test_an_unused_collection_does_not_hold_the_step_up() -> None:
 def test_the_push_does_not_wait_for_the_rest_of_the_backward() -> None:
     model, session = shard(collection("sgd", [table("t", 10, 4, "f0")]))
     features = KeyedJaggedTensor.from_lengths_sync(["f0"], torch.tensor([1]), torch.tensor([1]))
-    bottom = torch.ones(1, requires_grad=True)
+    bottom = torch.ones(1, dtype=torch.float32, requires_grad=True)
     scaled = bottom * 2  # made before the lookup: its backward comes after that of the lookup
     steps = []
     scaled.register_hook(lambda _: steps.append(session.step))
@@ -296,7 +296,7 @@ def test_each_step_is_snapshotted_once_with_its_optimizer() -> None:
 )
 def test_the_digest_changes_with_whatever_a_trainer_would_bring_back(change: Any) -> None:
     model, _ = shard(WithBuffer(collection("adagrad")))
-    model.module.norm(torch.rand(4, 32)).sum()
+    model.module.norm(torch.rand(4, 32, dtype=torch.float32)).sum()
     adam = torch.optim.Adam(dense_parameters(model).values(), lr=LR)
     for seed in range(2):
         adam.zero_grad()
@@ -313,7 +313,11 @@ def test_the_digest_changes_with_whatever_a_trainer_would_bring_back(change: Any
 class WithBuffer(nn.Module):
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
-        self.tables, self.norm, self.over = tables, nn.BatchNorm1d(32), nn.Linear(32, 1)
+        self.tables, self.norm, self.over = (
+            tables,
+            nn.BatchNorm1d(32, dtype=torch.float32),
+            nn.Linear(32, 1, dtype=torch.float32),
+        )
 
     def forward(self, batch: Any) -> torch.Tensor:
         return self.over(self.norm(self.tables(batch.sparse_features).values())).tanh().sum()

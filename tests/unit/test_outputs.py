@@ -50,7 +50,7 @@ class Over(nn.Module):
         output = output.wait() if hasattr(output, "wait") else output
         by_key = {k: v.values() for k, v in output.items()} if isinstance(output, dict) else output.to_dict()
         by_key = {key: by_key[key].to(self.dtypes.get(key, by_key[key].dtype)) for key in sorted(by_key)}
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32)
         for number, values in enumerate(by_key.values()):
             places = torch.linspace(0.5, 1.5, max(1, values.numel()))[: values.numel()].view(values.shape)
             total = total + (torch.tanh(values.float()) * places).sum() * (number + 1) / 7
@@ -79,7 +79,7 @@ def sequences() -> nn.Module:
 
 
 def positions() -> nn.Module:
-    processors = {name: PositionWeightedModule(8) for name in FEATURES}
+    processors = {name: PositionWeightedModule(8).float() for name in FEATURES}
     return FeatureProcessedEmbeddingBagCollection(bags(weighted=True), processors)  # type: ignore[arg-type]
 
 

@@ -374,5 +374,5 @@ def test_what_is_written_before_attach_is_loaded_before_it_and_not_after_a_resta
     later = FakeSession(session.job, before=session, step=1)
     again = DistributedModelParallel(Net(collection("sgd", device=CPU)), session=later)
     local(again.state_dict()[key])[0].fill_(2.0)
-    again.load_state_dict(again.state_dict() | {key: torch.full((50, 8), 3.0)})
+    again.load_state_dict(again.state_dict() | {key: torch.full((50, 8), 3.0, dtype=torch.float32)})
     assert torch.equal(later.records[0], trained), "it was trained since"

@@ -199,7 +199,8 @@ def test_it_is_told_which_generators_moved() -> None:
 def test_a_checksum_sees_every_kind_of_part() -> None:
     large = torch.arange(100_000)
     batches: list[Any] = [
-        1, 2, "a", torch.ones(2), torch.ones(3), torch.ones(2, dtype=torch.float64), np.ones(2), np.zeros(2),
+        1, 2, "a", torch.ones(2, dtype=torch.float32), torch.ones(3), torch.ones(2, dtype=torch.float64), np.ones(2),
+        np.zeros(2),
         {"a": torch.ones(1)}, [torch.ones(1), torch.zeros(1)], (torch.zeros(1), torch.ones(1)), large, large.flip(0),
         torch.cat([large[:50_000], large[50_000:].flip(0)]), large.numpy().astype(float), None,
     ]  # fmt: skip

@@ -43,7 +43,11 @@ pytestmark = pytest.mark.usefixtures("process_group")
 def batch(samples: int, seed: int, **more: Any) -> Batch:
     random = torch.Generator().manual_seed(seed)
     sparse = repeated_batch(FEATURES, samples, seed, **more)
-    return Batch(torch.randn(samples, 2, generator=random), sparse, torch.randn(samples, generator=random))
+    return Batch(
+        torch.randn(samples, 2, generator=random, dtype=torch.float32),
+        sparse,
+        torch.randn(samples, generator=random, dtype=torch.float32),
+    )
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -61,7 +65,7 @@ def test_sharded_equals_unsharded(kind: str, weighted: bool) -> None:
         ours, theirs = model(features), oracle.module(features)
         assert ours.keys() == theirs.keys() and ours.length_per_key() == theirs.length_per_key()
         torch.testing.assert_close(ours.values(), theirs.values(), rtol=1e-5, atol=1e-6)
-        weights = torch.randn(1, ours.values().shape[1])
+        weights = torch.randn(1, ours.values().shape[1], dtype=torch.float32)
         (ours.values() * weights).square().sum().backward()
         oracle.optimizer.zero_grad()
         (theirs.values() * weights).square().sum().backward()
@@ -86,13 +90,13 @@ def test_bit_for_bit_where_sums_have_one_order() -> None:
     )
     ours, theirs = model(features), oracle.module(features)
     assert torch.equal(ours.values(), theirs.values()) and len(ours.values()) == 5
-    slopes = torch.randn(5, 4)
+    slopes = torch.randn(5, 4, dtype=torch.float32)
     (ours.values() * slopes).sum().backward()
     (theirs.values() * slopes).sum().backward()
     rows, gradients = session.pushed[-1]
     assert torch.equal(gradients[0], oracle.module.embedding_bags["t"].weight.grad[rows[0]])
     by_row = dict(zip(rows[0].tolist(), gradients[0], strict=True))
-    assert torch.equal(by_row[8], torch.zeros(4)), "a bag that no sample has"
+    assert torch.equal(by_row[8], torch.zeros(4, dtype=torch.float32)), "a bag that no sample has"
 
 
 def lossy() -> LossNet:
@@ -123,10 +127,12 @@ def test_gradient_clipping_is_of_bags() -> None:
         stride_per_key_per_rank=[[2]],
         inverse_indices=(["f0"], torch.tensor([[0, 0, 1]])),
     )
-    (model(features).values() * torch.tensor([[0.75], [0.75], [0.5]])).sum().backward()
+    (model(features).values() * torch.tensor([[0.75], [0.75], [0.5]], dtype=torch.float32)).sum().backward()
     rows, gradients = session.pushed[-1]
     by_row = dict(zip(rows[0].tolist(), gradients[0], strict=True))
-    assert torch.equal(by_row[3], torch.full((4,), 1.0)) and torch.equal(by_row[8], torch.full((4,), 0.5))
+    assert torch.equal(by_row[3], torch.full((4,), 1.0, dtype=torch.float32)) and torch.equal(
+        by_row[8], torch.full((4,), 0.5, dtype=torch.float32)
+    )
 
 
 @pytest.mark.parametrize("need_indices", [False, True])

@@ -69,11 +69,11 @@ class Reader(nn.Module):
         super().__init__()
         self.tables = tables
         torch.manual_seed(1)
-        self.over = nn.Linear(8, 1)
+        self.over = nn.Linear(8, 1, dtype=torch.float32)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         rows = self.tables(features)
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32)
         for number, key in enumerate(KEYS):
             values = rows[key].values()
             places = torch.ones_like(values[:, 0]).cumsum(0) * (number + 1)
@@ -181,7 +181,10 @@ class InPipeline(Reader):
 
 
 def test_the_pipeline_equals_the_plain_loop() -> None:
-    batches = [Batch(torch.zeros(1), batch_of(4, seed), torch.zeros(1)) for seed in range(6)]
+    batches = [
+        Batch(torch.zeros(1, dtype=torch.float32), batch_of(4, seed), torch.zeros(1, dtype=torch.float32))
+        for seed in range(6)
+    ]
     ends, losses = [], []
     for run in (train, train_in_pipeline):
         model, session = shard(InPipeline(sequences("rowwise_adagrad")))
@@ -202,7 +205,9 @@ def test_a_batch_of_no_samples_is_a_step_too() -> None:
 
 def test_ids_that_are_no_integers_are_refused() -> None:
     model, session = shard(sequences())
-    features = KeyedJaggedTensor.from_lengths_sync(FEATURES, torch.rand(3), torch.ones(3, dtype=torch.int32))
+    features = KeyedJaggedTensor.from_lengths_sync(
+        FEATURES, torch.rand(3, dtype=torch.float32), torch.ones(3, dtype=torch.int32)
+    )
     with pytest.raises(ValueError, match=r"ids must be int64 or int32, got torch\.float32"):
         model(features)
     assert session.lookups == 0

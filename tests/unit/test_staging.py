@@ -34,7 +34,7 @@ class LateStreams:
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.log.append("held"))
         patch.setattr(staging, "_to_pinned", self.later)
-        patch.setattr(staging.Crossing, "empty", lambda crossing, *shape: torch.empty(shape))
+        patch.setattr(staging.Crossing, "empty", lambda crossing, *shape: torch.empty(shape, dtype=torch.float32))
         patch.setattr(staging.Staging, "has", lambda staging, tensor: staging.pins)
 
     def wait_stream(self, other: Any) -> None:

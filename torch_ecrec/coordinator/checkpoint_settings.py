@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from torch_ecrec.protocol.bounds import Scalar
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.checks import require, require_int, take_fields
 from torch_ecrec.spec.settings import Beyond, CheckpointPolicy, CheckpointSaver
 
 
@@ -50,6 +50,7 @@ class CheckpointSettings:
     run: str = "run"
 
     def __post_init__(self) -> None:
+        take_fields(self)
         require_int("every_steps", self.every_steps, 0)
         require_int("keep", self.keep, 1)
         require(self.every_s >= 0, f"`every_s` must not be negative, got {self.every_s}")

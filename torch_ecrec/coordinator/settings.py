@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch_ecrec.coordinator.checkpoint_settings import CheckpointSettings
 from torch_ecrec.protocol.bounds import TransportName
 from torch_ecrec.protocol.messages import Restored
-from torch_ecrec.runtime.checks import require
+from torch_ecrec.runtime.checks import require, take_fields
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import STANDS_BEFORE_CHECKPOINT_S, STANDS_S, WITHOUT_SPARE
 
@@ -50,6 +50,7 @@ class ClusterSettings:
     drain_slow: bool = False
 
     def __post_init__(self) -> None:
+        take_fields(self)
         wanted = f"`without_spare` must be one of {WITHOUT_SPARE}, got {self.without_spare!r}"
         require(self.without_spare in WITHOUT_SPARE, wanted)
         require(self.standstill_s >= 0, f"`standstill_s` must not be negative, got {self.standstill_s}")

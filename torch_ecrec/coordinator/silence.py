@@ -17,7 +17,8 @@ Example: (k, r) = (2, 1), slots on a, b, c. b and c lose their network at once. 
 two slots are more than one parity repairs, so both are waited for. They are back after 3 s, and go on with every bit.
 
 Who comes back may not be the last: members look for the coordinator once a second, and a kernel sends again after up to
-twice the time that it has waited. So others that were silent as well are *excused* for `RETURNS_S`, once in a silence.
+twice the time that it has waited. So others that were silent as well are *excused* for `RETURNS_S`, once in a silence;
+after a moment only, those who fell silent at the same time, for as long again as it lasted.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from torch_ecrec.observe.events import Event
 from torch_ecrec.protocol import messages
 
 AWAY_S = 1.5  # who was silent for longer has been away
+MOMENT_S = 0.5  # who was silent for longer, and not so long, was for a moment: no heartbeat is so late by itself
+TOGETHER_S = 0.5  # two who were heard last within that fell silent together
+AGAIN_S = 1.0  # beyond that a kernel sends again after as long as it has waited: its first pause, and a heartbeat
 RETURNS_S = 5.0  # from the return of one to that of others: 4 s for the end of a connection, and one to connect again
 
 
@@ -55,6 +59,7 @@ class Silence:
         self.quiet: frozenset[str] = frozenset()
         self._unreachable: set[str] = set()  # the connection has ended, and nothing answers there
         self._excused: dict[str, tuple[float, float]] = {}  # name -> silent since, and excused until
+        self._momentarily: dict[str, tuple[float, float]] = {}  # likewise
         self._awaited: dict[str, str] = {}  # name -> why
         self._until_s = math.inf
 
@@ -67,12 +72,16 @@ class Silence:
     def on_heard(self, name: str, now_s: float) -> None:
         """A member is heard of; called before that is noted. Others that were silent may be on their way back, too."""
         self._unreachable.discard(name)
-        if now_s - self._members.by_name[name].heard_s <= AWAY_S:
-            return
-        for other in self._members.present():
-            is_silent = other.name != name and now_s - other.heard_s > HEARD_S
-            if is_silent and self._excused.get(other.name, (math.nan, 0.0))[0] != other.heard_s:
-                self._excused[other.name] = other.heard_s, now_s + RETURNS_S
+        since_s = self._members.by_name[name].heard_s
+        for other in self._members.present() if now_s - since_s > MOMENT_S else ():
+            if other.name == name:
+                continue
+            if now_s - since_s <= AWAY_S:
+                if abs(other.heard_s - since_s) <= TOGETHER_S:
+                    self._momentarily[other.name] = other.heard_s, now_s + (now_s - since_s) + AGAIN_S
+            elif now_s - other.heard_s > HEARD_S:
+                if self._excused.get(other.name, (math.nan, 0.0))[0] != other.heard_s:
+                    self._excused[other.name] = other.heard_s, now_s + RETURNS_S
 
     # who is over, and for whom training stands --------------------------------------------------
 
@@ -80,7 +89,9 @@ class Silence:
         """Members that are silent for longer than their limit, and why they may be given up; notes who is quiet."""
         present = self._members.present()
         self._unreachable &= {one.name for one in present}
-        self._excused = {one.name: self._excused[one.name] for one in present if one.name in self._excused}
+        for excused in (self._excused, self._momentarily):
+            for gone in excused.keys() - {one.name for one in present}:
+                del excused[gone]
         over = {one.name: why for one in present if (why := self._why_over(one, now_s))}
         for name, witness in self._suspicion.silent(self._members.by_name, now_s).items():
             silent_s = now_s - self._members.by_name[name].heard_s
@@ -102,8 +113,8 @@ class Silence:
         return f"not heard of for {lease_s:g} s" if now_s - one.heard_s > lease_s else ""
 
     def _is_excused(self, one: MemberRecord, now_s: float) -> bool:
-        since_s, until_s = self._excused.get(one.name, (one.heard_s, -math.inf))
-        return since_s == one.heard_s and now_s < until_s
+        found = (excused.get(one.name) for excused in (self._excused, self._momentarily))
+        return any(until is not None and until[0] == one.heard_s and now_s < until[1] for until in found)
 
     @property
     def hears_nobody(self) -> bool:

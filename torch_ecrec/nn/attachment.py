@@ -44,6 +44,7 @@ from torch_ecrec.nn.reader import Reader, Stateful
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.trainer_state import TrainerState
 from torch_ecrec.nn.values import decode, encode
+from torch_ecrec.runtime.checks import plain
 
 log = logging.getLogger(__name__)
 
@@ -237,6 +238,7 @@ class Attachment:
         found: dict[str, int] = {}
 
         def look(value: object, name: str) -> None:
+            value = plain(value)
             if isinstance(value, int) and not isinstance(value, bool):
                 found[name] = value
             elif isinstance(value, Mapping):

@@ -23,7 +23,7 @@ from torch_ecrec.nn.dense import tables_of
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.sharder import all_table_specs, job_names
 from torch_ecrec.nn.unsharded import configs_of, weight_of
-from torch_ecrec.runtime.checks import require
+from torch_ecrec.runtime.checks import require, take_int, take_str
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.storage.description import Description
 
@@ -58,7 +58,8 @@ def describe(
         if trainers is None:
             require(dist.is_initialized(), "no process group says how many trainers there will be: give `trainers`")
             trainers = dist.get_world_size()
-        found = _of_module(model, trainers, plan, sharders, seed, unprotected)
+        trainers, seed = take_int("trainers", trainers, 1), take_int("seed", seed, 0)
+        found = _of_module(model, trainers, plan, sharders, seed, take_str("unprotected", unprotected))
     Path(path).write_bytes(found.encoded())
     return found
 

@@ -88,7 +88,7 @@ class Variables:
         for name, value in self._in(frame):
             look = _Look(self._ids, THINGS_MOST)
             look.at(value, name, 0)
-            number = value if type(value) is int else None
+            number = int(value) if type(value) is int or isinstance(value, np.integer) else None
             hidden = isinstance(value, _HIDING) and not _leads_to_us(value)
             found[name] = Variable(look.sum, number, look.generators, _is_attachable(value), hidden)
         return found

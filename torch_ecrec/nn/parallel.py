@@ -15,6 +15,7 @@ is TorchRec's own, and a warning says that nothing of it is kept (`no_tables.py`
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
 import sys
@@ -65,7 +66,7 @@ from torch_ecrec.nn.state_dict_forms import StateDictForms
 from torch_ecrec.nn.step import SparseStep
 from torch_ecrec.nn.trainer_state import TrainerState, check_optimizers
 from torch_ecrec.nn.unsharded import COLLECTIONS, configs_of
-from torch_ecrec.runtime.checks import require_int
+from torch_ecrec.runtime.checks import plain, take_bool, take_int, take_str
 from torch_ecrec.spec.job import CodeSpec, JobSpec
 from torch_ecrec.spec.settings import Settings
 
@@ -125,10 +126,15 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         snapshot_every: int = 1,
         unprotected: str = "refuse",
     ) -> None:
-        require_int("snapshot_every", snapshot_every, 0)
+        snapshot_every, seed = take_int("snapshot_every", snapshot_every, 0), take_int("seed", seed, 0)
+        nan_gradients = take_str("nan_gradients", nan_gradients)
+        unprotected = take_str("unprotected", unprotected)
+        init_data_parallel = take_bool("init_data_parallel", init_data_parallel)
+        init_parameters = take_bool("init_parameters", init_parameters)
+        device = None if device is None else torch.device(device)
         if model_tracker_configs is not None:
             raise ValueError(NO_TRACKER)
-        env = _environment() if env is None else env
+        env = _environment() if env is None else _plain_env(env)
         others = [s for s in get_default_sharders() if sharders is None] + list(sharders or ())
         check_sharders(others)
         covered = coverage_of(module, plan, others)
@@ -325,7 +331,7 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
 
     @snapshot_every.setter
     def snapshot_every(self, steps: int) -> None:
-        require_int("snapshot_every", steps, 0)
+        steps = take_int("snapshot_every", steps, 0)
         self.flush()
         self._dense.every = self.session.snapshot_every = steps
 
@@ -402,6 +408,16 @@ def _environment() -> ShardingEnv:
     if not dist.is_initialized():
         raise ValueError("no process group: call torch.distributed.init_process_group first, or pass `env`")
     return ShardingEnv.from_process_group(dist.group.WORLD)
+
+
+def _plain_env(env: ShardingEnv) -> ShardingEnv:
+    """The environment itself, or a copy where its numbers are not Python's."""
+    found = {"rank": plain(env.rank), "world_size": plain(env.world_size)}
+    if all(found[name] is getattr(env, name) for name in found):
+        return env
+    made = copy.copy(env)
+    vars(made).update(found)
+    return made
 
 
 def _plan(covered: Coverage, given: ShardingPlan | None, world_size: int) -> ShardingPlan:

@@ -90,7 +90,7 @@ class Generators:
                 for key, item in itertools.islice(thing.items(), THINGS_MOST):
                     look(item, f"{path}[{key!r}]", depth + 1)
             elif hasattr(thing, "__dict__") and not isinstance(thing, (type, ModuleType, Tensor, nn.Module)):
-                if callable(getattr(thing, "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int):
+                if callable(getattr(thing, "set_epoch", None)) and _is_whole(getattr(thing, "epoch", None)):
                     found[f"{path}.epoch"] = thing
                 for name, item in vars(thing).items():
                     look(item, f"{path}.{name}", depth + 1)
@@ -108,6 +108,10 @@ class Generators:
         for path, thing in self._own.items():
             if path in states:
                 set_state_of(thing, states[path])
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer))
 
 
 def state_of(thing: Any) -> Any:

@@ -40,6 +40,7 @@ from torch_ecrec.nn.checksum import checksum_of, checksum_of_sums
 from torch_ecrec.nn.loop import Judge
 from torch_ecrec.nn.random_states import Generators, moved, random_states, set_random_states
 from torch_ecrec.nn.values import decode, encode
+from torch_ecrec.runtime.checks import take_int
 
 log = logging.getLogger(__name__)
 
@@ -222,6 +223,7 @@ class Reader(Iterator[Any]):
 
     def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
         """A pass with the number of each batch in it, those before a restart counted: `enumerate` would not."""
+        start = take_int("start", start, -sys.maxsize)
         batches = Pass(self)
         while True:
             try:
@@ -262,7 +264,7 @@ class Reader(Iterator[Any]):
 
     def epochs(self, number: int) -> range:
         """Those of `number` passes that are left, the one that training goes on in included."""
-        return range(self.epoch, number)
+        return range(self.epoch, take_int("number", number, 0))
 
     # draws ----------------------------------------------------------------------------------------
 

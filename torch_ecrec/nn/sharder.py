@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import (
@@ -87,20 +86,15 @@ def table_specs(
         specs.append(
             TableSpec(
                 name=job_names[config.name],
-                rows=_plain(config.num_embeddings),
-                dim=_plain(config.embedding_dim),
-                low=_plain(config.get_weight_init_min()),
-                high=_plain(config.get_weight_init_max()),
+                rows=config.num_embeddings,
+                dim=config.embedding_dim,
+                low=config.get_weight_init_min(),
+                high=config.get_weight_init_max(),
                 optimizer=optimizer_spec(config.name, parameter, wishes, weights),
                 weights=weights,
             )
         )
     return specs
-
-
-def _plain(number: Any) -> Any:
-    """Python's number of one of NumPy's or of a tensor's, as `ids.max() + 1` is; what is none stays as it is."""
-    return number.item() if isinstance(number, (np.generic, Tensor)) and number.ndim == 0 else number
 
 
 def all_table_specs(

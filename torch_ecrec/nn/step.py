@@ -30,6 +30,7 @@ from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.layout.routing import Parts
 from torch_ecrec.nn.backend import EmbeddingBackend
 from torch_ecrec.nn.shares import Shares
+from torch_ecrec.runtime.checks import plain, shown
 
 NAN_GRADIENTS = ("raise", "pass")
 
@@ -361,15 +362,16 @@ class SparseStep:
         for optimizer in self.optimizers:
             for slab, group in zip(optimizer.slabs, optimizer.param_groups, strict=True):
                 for name, value in self.session.job.slabs[slab].optimizer.fixed:
-                    if group.get(name, value) != value:
+                    if plain(group.get(name, value)) != value:
                         raise ValueError(
                             f"`{name}` of the fused optimizer was changed from {value} to {group[name]}: of a job that"
                             " runs, the servers take other learning rates only"
                         )
-                lr = float(group["lr"])
-                if not math.isfinite(lr):
+                given = plain(group["lr"])
+                if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
                     names = ", ".join(table.name for table in self.session.job.slabs[slab].tables)
-                    raise ValueError(f"the learning rate of tables {names} must be finite, got {lr}")
+                    raise ValueError(f"the learning rate of tables {names} must be finite, got {shown(given)}")
+                lr = float(given)
                 if rates.setdefault(slab, lr) != lr:
                     names = ", ".join(table.name for table in self.session.job.slabs[slab].tables)
                     raise ValueError(

@@ -16,7 +16,7 @@ servers' business; such keys change no number and are taken.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -28,6 +28,7 @@ from torchrec.modules.embedding_configs import DataType
 from torch_ecrec.nn.outputs import as_output_dtype
 from torch_ecrec.records.optimizer import SparseOptimizer
 from torch_ecrec.records.optimizers import NAMES, by_class, by_type, optimizer
+from torch_ecrec.runtime.checks import plain_all, shown, take_bool, take_float
 from torch_ecrec.spec.job import OptimizerSpec
 
 DEFAULTS = {  # of FBGEMM
@@ -66,11 +67,12 @@ def optimizer_spec(
 
     Raises:
         ValueError: several optimizers, one that the servers do not run, or a key that is not honoured.
+        TypeError: a key has another kind of value than a number.
     """
     try:
         return _spec(parameter, dict(fused_params or {}), weights)
-    except ValueError as error:
-        raise ValueError(f"table {table}: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"table {table}: {error}") from None
 
 
 def is_named(parameter: nn.Parameter, fused_params: Mapping[str, Any] | None = None) -> bool:
@@ -91,12 +93,13 @@ def _spec(parameter: nn.Parameter, wishes: dict[str, Any], weights: str) -> Opti
         wishes |= attached
     elif (kind := wishes.pop("optimizer", None)) is not None:
         found = _of_type(kind)
-    if wishes.pop("stochastic_rounding", False) and weights != "float32":
+    wishes = {name: plain_all(value) for name, value in wishes.items() if value is not None}
+    if take_bool("stochastic_rounding", wishes.pop("stochastic_rounding", False)) and weights != "float32":
         raise ValueError(
             f"`stochastic_rounding` of a table of {weights} is not supported: a step may be made again, to the same"
             " bits, so weights are rounded to nearest"
         )
-    return _with_wishes(found, {name: value for name, value in wishes.items() if value is not None})
+    return _with_wishes(found, wishes)
 
 
 def _supported(names: list[str]) -> str:
@@ -109,13 +112,17 @@ def _of_class(cls: type, arguments: dict[str, Any]) -> tuple[SparseOptimizer, di
     if found is None:
         paths = [path.rpartition(".")[2] for name in NAMES for path in optimizer(name).classes[-1:]]
         raise ValueError(f"optimizer {cls.__name__} is not supported; {_supported(paths)}")
-    if found.name == "sgd" and arguments.get("momentum"):
+    momentum = arguments.get("momentum")
+    if found.name == "sgd" and momentum is not None and take_float("momentum", momentum):
         found = optimizer("momentum_sgd")
     arguments = {name: value for name, value in arguments.items() if name not in _OF_TORCH}
     if "lr" in arguments:
         arguments["learning_rate"] = arguments.pop("lr")
     if "betas" in arguments:
-        arguments["beta1"], arguments["beta2"] = arguments.pop("betas")
+        betas = arguments.pop("betas")
+        if not isinstance(betas, Iterable) or len(listed := list(betas)) != 2:
+            raise ValueError(f"`betas` must be two numbers, got {shown(betas)}")
+        arguments["beta1"], arguments["beta2"] = listed
     return found, arguments
 
 
@@ -131,17 +138,17 @@ def _of_type(kind: Any) -> SparseOptimizer:
 
 
 def _with_wishes(found: SparseOptimizer, wishes: dict[str, Any]) -> OptimizerSpec:
-    rate = float(wishes.pop("learning_rate", 0.01))
+    rate = take_float("learning_rate", wishes.pop("learning_rate", 0.01))
     limit = _gradient_limit(wishes)
     _take_settings(wishes)
     if "weight_decay_mode" in wishes:
         wishes["weight_decay_mode"] = mode = _decay_mode(wishes["weight_decay_mode"])
         if mode == _DECAY_MODES.index("DECOUPLE") and "weight_decay_mode" not in found.fixed and found.types:
             del wishes["weight_decay_mode"]  # it is, where FBGEMM has no choice
-    fixed = {name: float(wishes.pop(name)) for name in found.fixed if name in wishes}
+    fixed = {name: take_float(name, wishes.pop(name)) for name in found.fixed if name in wishes}
     _take_idle(found, wishes)
     has = ", ".join(f"`{name}`" for name in ("lr", *found.fixed))
-    refused = [f"{k}={v}" for k, v in wishes.items() if v and DEFAULTS.get(k) != v]
+    refused = [f"{k}={shown(v)}" for k, v in wishes.items() if _asks(v) and not (k in DEFAULTS and DEFAULTS[k] == v)]
     if refused:
         raise ValueError(f"optimizer {found.name} with {', '.join(refused)} is not supported; it has {has}")
     if "weight_decay_mode" in found.fixed and fixed.get("weight_decay") and not fixed.get("weight_decay_mode"):
@@ -152,9 +159,15 @@ def _with_wishes(found: SparseOptimizer, wishes: dict[str, Any]) -> OptimizerSpe
     return OptimizerSpec(found.name, rate, max_gradient=limit, **fixed)
 
 
+def _asks(value: Any) -> bool:
+    """Whether a value of what the optimizer does not have is something: not 0, off or empty."""
+    shape = getattr(value, "shape", None)
+    return bool(shape) if isinstance(shape, tuple) else bool(value)
+
+
 def _take_idle(found: SparseOptimizer, wishes: dict[str, Any]) -> None:
     """Takes out of `wishes` what asks nothing of this optimizer; tells of what is not FBGEMM's default."""
-    idle = {name: wishes.pop(name) for name in _OF_OTHERS if name in wishes}
+    idle = {name: take_float(name, wishes.pop(name)) for name in _OF_OTHERS if name in wishes}
     told = ", ".join(f"`{name}`={value}" for name, value in idle.items() if value and DEFAULTS[name] != value)
     if told:
         warnings.warn(f"{told} of tables has no effect, as with FBGEMM: {found.name} has no such number", stacklevel=2)
@@ -162,7 +175,8 @@ def _take_idle(found: SparseOptimizer, wishes: dict[str, Any]) -> None:
 
 def _gradient_limit(wishes: dict[str, Any]) -> float | None:
     """Takes gradient clipping out of `wishes`."""
-    clips, limit = wishes.pop("gradient_clipping", False), float(wishes.pop("max_gradient", 1.0))
+    clips = take_bool("gradient_clipping", wishes.pop("gradient_clipping", False))
+    limit = take_float("max_gradient", wishes.pop("max_gradient", 1.0))
     if not clips and limit != 1.0:
         raise ValueError(f"`max_gradient`={limit} has no effect without `gradient_clipping=True`")
     return limit if clips else None
@@ -191,11 +205,11 @@ def _take_settings(wishes: dict[str, Any]) -> None:
 
 def _decay_mode(value: Any) -> float:
     """FBGEMM's `WeightDecayMode`, or its number."""
-    number = int(value) if isinstance(value, (int, float)) else -1
-    if number not in range(len(_DECAY_MODES)):
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and value in range(len(_DECAY_MODES))
+    if not known:
         name = value.name if isinstance(value, Enum) else str(value)
         raise ValueError(
             f"`weight_decay_mode` {name} is not supported: it depends on more than the rows of a step;"
             f" {_supported(list(_DECAY_MODES))}"
         )
-    return float(number)
+    return float(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
@@ -15,6 +17,8 @@ from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingCollection,
     convert_optimizer_type_and_kwargs,
 )
+
+from torch_ecrec.runtime.checks import plain_all
 
 Bags: TypeAlias = EmbeddingBagCollection | FusedEmbeddingBagCollection
 Collection: TypeAlias = Bags | EmbeddingCollection | FusedEmbeddingCollection
@@ -60,10 +64,24 @@ def inside_of(path: str) -> str:
 
 
 def configs_of(module: Collection) -> Sequence[BaseEmbeddingConfig]:
-    """Its tables, in their order."""
-    if _pools(module):
-        return module.embedding_bag_configs()
-    return module.embedding_configs()
+    """Its tables, in their order. Numbers of NumPy's and of tensors (`ids.max() + 1`) are Python's in them."""
+    given = module.embedding_bag_configs() if _pools(module) else module.embedding_configs()
+    return [_plain_config(config) for config in given]
+
+
+def _plain_config(config: BaseEmbeddingConfig) -> BaseEmbeddingConfig:
+    """The config itself, or a copy where something in it is not Python's own."""
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    found = {name: plain_all(value) for name, value in given.items()}
+    if all(found[name] is value for name, value in given.items()):
+        return config
+    made = copy.copy(config)
+    for name, value in found.items():
+        setattr(made, name, value)
+    if is_default(config):  # with bounds that were made of the rows as they were given
+        made.init_fn = None
+        made.__post_init__()
+    return made
 
 
 def weight_of(module: Collection, table: str) -> nn.Parameter:

@@ -27,7 +27,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.checks import require, require_int, take_fields
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 NEVER_S = math.inf
@@ -68,6 +68,7 @@ class Costs:
     all_mtbf_s: float = NEVER_S
 
     def __post_init__(self) -> None:
+        take_fields(self)
         for name, least in (("hosts", 1), ("k", 1), ("r", 1)):
             require_int(name, getattr(self, name), least)
         require(

@@ -20,7 +20,7 @@ import numpy as np
 
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.records.optimizers import optimizer
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.checks import require, require_int, take_fields
 from torch_ecrec.spec.job import CodeSpec, JobSpec, TableSpec
 from torch_ecrec.spec.settings import WIRES
 
@@ -47,6 +47,7 @@ class Servers:
     wire: str = "float32"
 
     def __post_init__(self) -> None:
+        take_fields(self)
         require(self.wire in WIRES, f"`wire` must be one of {', '.join(WIRES)}, got {self.wire!r}")
         require_int("window_steps", self.window_steps, 1)
         require_int("snapshot_every", self.snapshot_every, 0)

@@ -15,6 +15,8 @@ fits there is left to it: say what must be protected.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +48,9 @@ from torch_ecrec.nn.coverage import chooses
 from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
 from torch_ecrec.planner.estimates import Servers, largest_slot
 from torch_ecrec.planner.report import Report
+from torch_ecrec.runtime.checks import plain, plain_all, require, shown, take_float, take_int, take_str
+
+_NUMBERS = ("pooling_factors", "num_poolings", "batch_sizes")  # lists of `ParameterConstraints`
 
 
 class ServersPartitioner(Partitioner):
@@ -114,6 +119,25 @@ class SidesProposer(Proposer):
         self._stages[0].feedback(partitionable, plan, perf_rating, storage_constraint)
 
 
+def _plain_limits(table: str, given: ParameterConstraints) -> ParameterConstraints:
+    """A copy with Python's own numbers.
+
+    Raises:
+        TypeError, ValueError: what says how many ids there are is no number.
+    """
+    found = {field.name: plain_all(getattr(given, field.name)) for field in dataclasses.fields(given)}
+    for name in _NUMBERS:
+        if getattr(found[name], "ndim", None) == 1:
+            found[name] = found[name].tolist()
+        if found[name] is not None and not isinstance(found[name], (list, tuple)):
+            raise TypeError(f"`{name} of table {table}` must be a list of numbers, got {shown(found[name])}")
+        for number in found[name] or ():
+            require(take_float(f"{name} of table {table}", number) >= 0, f"`{name} of table {table}` are {found[name]}")
+    made = copy.copy(given)
+    vars(made).update(found)
+    return made
+
+
 class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
     """Drop-in for TorchRec's.
 
@@ -150,17 +174,19 @@ class EmbeddingShardingPlanner(planners.EmbeddingShardingPlanner):
             GreedyProposer(use_depth=False),
             UniformProposer(),
         ]
+        batch_size = None if batch_size is None else take_int("batch_size", batch_size, 0)
+        limits = None if constraints is None else {t: _plain_limits(t, one) for t, one in constraints.items()}
         super().__init__(
             topology=topology,
             batch_size=batch_size,
             proposer=proposer or usual,
             stats=stats if stats is not None else [Report()],
-            constraints=None if constraints is None else dict(constraints),
+            constraints=limits,
             callbacks=callbacks,
-            **more,
+            **{name: plain(value) for name, value in more.items()},
         )
         self._enumerator: Enumerator = Enumerator(
-            self._topology, batch_size or BATCH_SIZE, constraints, servers or Servers(), unprotected
+            self._topology, batch_size or BATCH_SIZE, limits, servers or Servers(), take_str("unprotected", unprotected)
         )
         self._partitioner = ServersPartitioner(partitioner or GreedyPerfPartitioner(), self._enumerator)
 

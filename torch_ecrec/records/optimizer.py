@@ -11,6 +11,7 @@ The kernel applies a step to a block of records and says what that changed: see 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +26,7 @@ from torch_ecrec.records.merge import Merged
 from torch_ecrec.records.positions import Bytes, Floats, check_positions
 from torch_ecrec.records.schema import WORD_BYTES, Schema, StateField
 from torch_ecrec.runtime import shared
-from torch_ecrec.runtime.checks import require
+from torch_ecrec.runtime.checks import require, take_float
 
 _NO_SEALS = np.empty(0, np.uint32)
 
@@ -87,9 +88,10 @@ class SparseOptimizer:
         require(
             not unknown, f"optimizer {self.name} has no {', '.join(unknown)}; it has {', '.join(self.fixed) or 'none'}"
         )
-        found = {name: float(given.get(name, default)) for name, default in self.fixed.items()}
+        found = {name: take_float(name, given.get(name, default)) for name, default in self.fixed.items()}
         for name, value in found.items():
             require(value >= 0, f"`{name}` must not be negative, got {value}")
+            require(value < math.inf, f"`{name}` must be finite, got {value}")
             most = self.below.get(name)
             require(most is None or value < most, f"`{name}` of {self.name} must be less than {most}, got {value}")
             choices = self.choices.get(name)

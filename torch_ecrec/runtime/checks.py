@@ -1,6 +1,22 @@
-"""What arguments must be, said in one line where they are checked."""
+"""What arguments must be, said in one line where they are checked; and Python's own numbers of what is given as others.
+
+    take_int("k", ids.max() + 1, 1)          NumPy's and tensors' numbers are Python's from there on, bit for bit
+    take_float("lr", np.float32(0.1))        0.10000000149011612
+    take_float("lr", "0.1")                  TypeError: `lr` must be a number, got '0.1'
+
+Numbers are converted where they come in (`take_fields` in a record, the others in a function that users call), so that
+what lies behind may compare, add and write them into JSON. Loads neither NumPy nor torch.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+Flag = int
+"""Of a field that is 0 or 1, and may be given as a bool."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -12,8 +28,105 @@ def require(condition: bool, message: str) -> None:
 def require_int(name: str, value: object, least: int, most: int | None = None) -> None:
     """Raises unless `value` is an int with `least <= value <= most`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an int, got {value!r}")
+        raise TypeError(f"`{name}` must be an int, got {shown(value)}")
     if value < least:
         raise ValueError(f"`{name}` must be at least {least}, got {value}")
     if most is not None and value > most:
         raise ValueError(f"`{name}` must be at most {most}, got {value}")
+
+
+def plain(value: Any) -> Any:
+    """Python's own value of a number, bool or string of NumPy's or of a tensor without dimensions; else `value`."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item") and not getattr(value, "is_meta", False):
+        return value.item()
+    return value
+
+
+def plain_all(value: Any) -> Any:
+    """As `plain`, of what is in a list or a tuple, too; `value` itself where nothing is another then."""
+    if type(value) not in (list, tuple):
+        return plain(value)
+    found = [plain(one) for one in value]
+    return value if all(a is b for a, b in zip(found, value, strict=True)) else type(value)(found)
+
+
+def shown(value: object) -> str:
+    """A value as a message names it: briefly where it is an array."""
+    shape = getattr(value, "shape", None)
+    return f"{type(value).__name__} of shape {tuple(shape)}" if isinstance(shape, tuple) and shape else repr(value)
+
+
+def take_int(name: str, value: object, least: int, most: int | None = None) -> int:
+    """Python's int of an integer that was given. Raises as `require_int`."""
+    found = plain(value)
+    require_int(name, found, least, most)
+    return int(found)
+
+
+def take_float(name: str, value: object) -> float:
+    """Python's float of a number that was given. Raises TypeError: it is none; ValueError: it is not a number (NaN)."""
+    found = plain(value)
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise TypeError(f"`{name}` must be a number, got {shown(value)}")
+    if math.isnan(found):
+        raise ValueError(f"`{name}` must be a number, got {found}")
+    return float(found)
+
+
+def take_bool(name: str, value: object) -> bool:
+    """Python's bool of one that was given. Raises TypeError: it is none."""
+    found = plain(value)
+    if not isinstance(found, bool):
+        raise TypeError(f"`{name}` must be True or False, got {shown(value)}")
+    return found
+
+
+def take_str(name: str, value: object) -> str:
+    """Python's str of a string that was given. Raises TypeError: it is none."""
+    found = plain(value)
+    if not isinstance(found, str):
+        raise TypeError(f"`{name}` must be a string, got {shown(value)}")
+    return found
+
+
+def _take_any_int(name: str, value: object) -> int:
+    found = plain(value)
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise TypeError(f"`{name}` must be an int, got {shown(value)}")
+    return int(found)
+
+
+def _take_flag(name: str, value: object) -> int:
+    found = plain(value)
+    return int(found) if isinstance(found, bool) else _take_any_int(name, found)
+
+
+_TAKES: dict[str, Callable[[str, object], object]] = {
+    "int": _take_any_int,
+    "float": take_float,
+    "bool": take_bool,
+    "str": take_str,
+    "Flag": _take_flag,
+}
+
+
+def take_fields(record: Any, of: str = "") -> None:
+    """Makes each field of a new dataclass that is declared as a number, a bool or a string Python's own, in place.
+
+    Fields of other types are left as they are. To be called first in `__post_init__`, in a module with
+    `from __future__ import annotations`: the declarations are read as text.
+
+    Args:
+        record: may be frozen.
+        of: behind a field's name in messages, say " of table users".
+
+    Raises:
+        TypeError: a field has another kind of value than it is declared as.
+        ValueError: a number is NaN.
+    """
+    for field in dataclasses.fields(record):
+        declared, value = str(field.type), getattr(record, field.name)
+        optional = declared.endswith(" | None")
+        take = _TAKES.get(declared.removesuffix(" | None"))
+        if take is not None and not (optional and value is None):
+            object.__setattr__(record, field.name, take(f"{field.name}{of}", value))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ import msgspec
 
 from torch_ecrec.records.optimizers import optimizer
 from torch_ecrec.records.schema import ITEM_BYTES, Schema
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.checks import plain, require, require_int, take_fields, take_float, take_str
 
 if TYPE_CHECKING:  # they load Numba, which takes a second: not to read a command line, or to end while starting
     from torch_ecrec.records.initial import InitialRecords
@@ -54,9 +55,14 @@ class OptimizerSpec:
     max_gradient: float | None
 
     def __init__(self, kind: str = "sgd", lr: float = 0.01, max_gradient: float | None = None, **fixed: float) -> None:
+        kind = take_str("kind", kind)
         complete = optimizer(kind).complete(fixed)
+        lr = take_float("lr", lr)
         require(lr >= 0, f"`lr` must not be negative, got {lr}")
-        require(max_gradient is None or max_gradient > 0, f"`max_gradient` must be positive, got {max_gradient}")
+        require(lr < math.inf, f"`lr` must be finite, got {lr}")
+        if max_gradient is not None:
+            max_gradient = take_float("max_gradient", max_gradient)
+            require(max_gradient > 0, f"`max_gradient` must be positive, got {max_gradient}")
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "lr", lr)
         object.__setattr__(self, "fixed", tuple(complete.items()))
@@ -90,10 +96,14 @@ class TableSpec:
     weights: str = "float32"
 
     def __post_init__(self) -> None:
+        take_fields(self, f" of table {plain(self.name)}")
         require(bool(self.name), "`name` of a table must not be empty")
         require(self.weights in ITEM_BYTES, f"`weights` must be one of {', '.join(ITEM_BYTES)}, got {self.weights!r}")
         require_int(f"rows of table {self.name}", self.rows, 1, ROWS_MOST)
         require_int(f"dim of table {self.name}", self.dim, 1, DIM_MOST)
+        for name in ("low", "high"):
+            bound = getattr(self, name)
+            require(math.isfinite(bound), f"`{name} of table {self.name}` must be finite, got {bound}")
         require(
             self.low <= self.high, f"table {self.name}: `low` must not exceed `high`, got {self.low} and {self.high}"
         )
@@ -112,6 +122,7 @@ class CodeSpec:
     protection: str = "parity"
 
     def __post_init__(self) -> None:
+        take_fields(self)
         require(
             self.protection in PROTECTIONS,
             f"unknown protection {self.protection!r}; expected one of {', '.join(PROTECTIONS)}",
@@ -182,6 +193,7 @@ class JobSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        take_fields(self)
         require(len(self.tables) > 0, "a job needs at least one table")
         require_int("trainers", self.trainers, 1, TRAINERS_MOST)
         require_int("seed", self.seed, 0)

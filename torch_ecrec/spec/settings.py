@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch_ecrec.runtime.checks import require, require_int
+from torch_ecrec.runtime.checks import Flag, require, require_int, take_fields
 
 _NUMBERS: dict[type, Callable[[str], object]] = {int: int, float: float}
 STANDS_S, STANDS_BEFORE_CHECKPOINT_S = 3600.0, 60.0  # `standstill_s`, where it is not given
@@ -172,14 +172,15 @@ class Settings:
     move_bytes_per_s: float = MOVE_BYTES_PER_S
     record_checks: str = "background"
     scrub_bytes_per_s: float = 20e6
-    flip_on_signal: int = 0
+    flip_on_signal: Flag = 0
     spoil: str = "look"
     spoil_step: int = 0
     launch: str = ""
-    again: int = 0
+    again: Flag = 0
     checkpoint_memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
+        take_fields(self)
         require_int("window_steps", self.window_steps, 1)
         require(
             self.transport in TRANSPORTS, f"`transport` must be one of {', '.join(TRANSPORTS)}, got {self.transport!r}"

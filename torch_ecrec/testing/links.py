@@ -20,6 +20,7 @@ with the coordinator end by themselves once they are cut for `ENDS_S`; in an out
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ from torch_ecrec.transport.reachability import SILENT_S
 
 COORDINATOR = "coordinator"
 BEAT_S = 0.25
+FIRST_TRY_S = 0.2  # as Linux has it
 ENDS_S, MEMBER_ENDS_S = UNANSWERED_S, UNANSWERED_BY_COORDINATOR_S
 
 
@@ -43,6 +45,7 @@ class Cut:
         one_way: only from `one` to `other`.
         heals_s: after so long everything passes again; None: never.
         lost: what was sent meanwhile never arrives; else it does, late.
+        backs_off: kernels try in pauses, each twice as long as the one before: what waits arrives with the next try.
     """
 
     one: str
@@ -50,6 +53,7 @@ class Cut:
     one_way: bool = False
     heals_s: float | None = None
     lost: bool = False
+    backs_off: bool = False
 
     @property
     def ways(self) -> list[tuple[str, str]]:
@@ -64,6 +68,15 @@ class Outage:
     hosts: frozenset[str]
     seconds: float
     frozen: bool = False
+
+
+def next_try_s(waits_s: float) -> float:
+    """How long it is until a kernel sends again what has waited so long: after 0.2 s, then twice as long each time."""
+    pause_s = tried_s = FIRST_TRY_S
+    while tried_s < waits_s:
+        pause_s *= 2
+        tried_s += pause_s
+    return tried_s - waits_s
 
 
 class Links:
@@ -83,6 +96,7 @@ class Links:
         self.healed = self.waited = 0
         self._planned: list[tuple[int, Cut | Outage]] = []
         self._waiting: dict[tuple[str, str], list[Callable[[], None]]] = {}
+        self._waits_since_s: dict[tuple[str, str], float] = {}
         self._beats = False
         cluster.network.passes, cluster.network.held = self._passes, self._hold
         cluster.plane.passes, cluster.plane.held = self._reaches, self._hold_word
@@ -116,7 +130,7 @@ class Links:
         for one in sorted(outage.hosts):
             for other in sorted(everybody - {one}):
                 if other > one or other not in outage.hosts:
-                    self.cut(Cut(one, other, heals_s=outage.seconds))
+                    self.cut(Cut(one, other, heals_s=outage.seconds, backs_off=True))
         clock.later(MEMBER_ENDS_S, self._end_at_members)
 
     def _thaw(self, outage: Outage) -> None:
@@ -146,13 +160,20 @@ class Links:
         self.healed += 1
         if cut.lost:
             self._end(cut)
+        clock = self.cluster.network.clock
         for way in cut.ways:
-            self.cuts.pop(way, None)
-            for arrive in self._waiting.pop(way, []):
-                if COORDINATOR in way:
-                    arrive()
-                else:
-                    self.cluster.network.clock.later(self.cluster.network.delay_s(late=True), arrive)
+            if cut.backs_off and self._waiting.get(way):
+                clock.later(next_try_s(clock.now_s - self._waits_since_s[way]), functools.partial(self._open, way))
+            else:
+                self._open(way)
+
+    def _open(self, way: tuple[str, str]) -> None:
+        self.cuts.pop(way, None)
+        for arrive in self._waiting.pop(way, []):
+            if COORDINATOR in way:
+                arrive()
+            else:
+                self.cluster.network.clock.later(self.cluster.network.delay_s(late=True), arrive)
 
     def _end(self, cut: Cut) -> None:
         """Connections on that link end, with what waits on them, if it is still cut."""
@@ -187,8 +208,13 @@ class Links:
         return not {(process.host, COORDINATOR), (COORDINATOR, process.host)} & self.cuts.keys()
 
     def _hold(self, sender: str, receiver: str, arrive: Callable[[], None]) -> None:
+        self._wait(self._way(sender, receiver), arrive)
+
+    def _wait(self, way: tuple[str, str], arrive: Callable[[], None]) -> None:
         self.waited += 1
-        self._waiting.setdefault(self._way(sender, receiver), []).append(arrive)
+        if not self._waiting.get(way):
+            self._waits_since_s[way] = self.cluster.network.clock.now_s
+        self._waiting.setdefault(way, []).append(arrive)
 
     @staticmethod
     def _way_of_words(process: VirtualProcess, to_coordinator: bool) -> tuple[str, str]:
@@ -198,8 +224,7 @@ class Links:
         return self._is_open(*self._way_of_words(process, to_coordinator))
 
     def _hold_word(self, process: VirtualProcess, to_coordinator: bool, arrive: Callable[[], None]) -> None:
-        self.waited += 1
-        self._waiting.setdefault(self._way_of_words(process, to_coordinator), []).append(arrive)
+        self._wait(self._way_of_words(process, to_coordinator), arrive)
 
     # what processes say of it -------------------------------------------------------------------
 
