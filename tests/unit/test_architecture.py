@@ -3,7 +3,8 @@
     ranks        a module imports lower ranks or its own package; deferred imports count, and those for types too
     cycles       none at run time, deferred imports included, and none for types but through the root
     step rule    only `StepRule` changes the numbers of a slot's steps
-    seams        `torch.distributed.rpc` in transport/rpc.py only; environment variables read in spec/settings.py only
+    seams        `torch.distributed.rpc` in transport/rpc.py only; environment variables read in spec/settings.py only;
+                 private names of torch, TorchRec and FBGEMM in compat.py only
     pure rules   no threads, clocks, sockets or torch.distributed
     names        a docstring of at most 40 lines, absolute imports, no `utils`
 
@@ -32,6 +33,7 @@ RANKS = {
     "codec": 2,
     "observe": 2,
     "overhead": 2,
+    "compat": 2,
     "records": 3,
     "layout": 3,
     "spec": 4,
@@ -65,6 +67,10 @@ ENVIRONMENT_PASSERS = {"processes", "testing", "demo", "bench", "rehearsal"}
 ENVIRONMENT_EXCEPTIONS: dict[str, set[str]] = {}
 
 RPC_SEAM = "torch_ecrec.transport.rpc"
+
+# Only these know names of other libraries that begin with an underscore, or come from a module that does.
+PRIVATE_SEAMS = {"torch_ecrec.compat", RPC_SEAM}
+OTHERS = ("torch", "torchrec", "fbgemm_gpu")
 
 PURE = {
     "torch_ecrec.overhead.model",
@@ -281,6 +287,16 @@ def rpc_lines(tree: ast.AST) -> list[int]:
     )
 
 
+def private_names(tree: ast.AST) -> list[str]:
+    """Names of other libraries that they promise nobody, by import or by attribute."""
+    spelled = [(name, getattr(node, "lineno", 0)) for name, node in names(tree)]
+    return [
+        f"line {line}: {name}"
+        for name, line in dict.fromkeys([*imports(tree), *spelled])
+        if name.split(".")[0] in OTHERS and any(re.match("_(?!_)", part) for part in name.split("."))
+    ]
+
+
 def impure_imports(tree: ast.AST) -> list[str]:
     """Imports of what a pure rule must not know."""
     return [
@@ -398,6 +414,10 @@ def test_only_the_seam_knows_rpc() -> None:
     assert not offenders(lambda name, tree: rpc_lines(tree) if name != RPC_SEAM else ())
 
 
+def test_only_the_seams_know_private_names() -> None:
+    assert not offenders(lambda name, tree: private_names(tree) if name not in PRIVATE_SEAMS else ())
+
+
 def test_only_settings_read_the_environment() -> None:
     def errors_of(name: str, tree: ast.Module) -> list[str]:
         allowed = {"copy", "write"} if unit_of(name) in ENVIRONMENT_PASSERS else set()
@@ -477,6 +497,25 @@ def test_a_cycle_is_found() -> None:
 )
 def test_rpc_is_found(source: str) -> None:
     assert rpc_lines(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._C",
+        "from torch._C import x",
+        "from torch.nn.modules.module import _IncompatibleKeys",
+        "import torch\ntorch._C.f()",
+        "from torch import nn\nnn.Module._load(1)",
+        "import torchrec.distributed as d\nd._x",
+    ],
+)
+def test_a_private_name_is_found(source: str) -> None:
+    assert private_names(ast.parse(source))
+
+
+def test_names_of_ours_are_not_private() -> None:
+    assert not private_names(ast.parse("import torch\nclass A:\n    def f(self):\n        self._x = torch.__version__"))
 
 
 def test_other_uses_of_torch_distributed_are_not_rpc() -> None:

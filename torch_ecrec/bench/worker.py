@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -33,6 +32,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 import torch_ecrec
 import torch_ecrec.processes.launch  # what would be imported later: it is no part of what is timed
 from torch_ecrec.bench import workload
+from torch_ecrec.compat import ShardedTensor
 
 
 @dataclass(frozen=True)

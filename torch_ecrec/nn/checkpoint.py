@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torch_ecrec.compat import flatten_state_dict, set_element
 from torch_ecrec.nn.parallel import DistributedModelParallel
 from torch_ecrec.nn.shares import Part
 from torch_ecrec.nn.streamed import StreamedTable

@@ -28,8 +28,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -43,6 +41,7 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 
+from torch_ecrec.compat import EnumerableShardingSpec, ShardMetadata
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.nn.unsharded import Collection, configs_of, weight_of
 

@@ -31,10 +31,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from torch_ecrec.compat import FakeTensorMode
 from torch_ecrec.errors import CheckpointError
 from torch_ecrec.layout.stripes import layout_of
 from torch_ecrec.nn import imported

@@ -43,6 +43,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torch_ecrec.compat import sharded_names
 from torch_ecrec.nn import optimizer_steps, values
 from torch_ecrec.nn.columns import Columns, Found
 from torch_ecrec.nn.local_shards import LocalShards, replicated_tables
@@ -478,7 +479,7 @@ def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _sharded_names(model: nn.Module) -> set[str]:
     if not isinstance(model, DistributedModelParallel):
         return set()
-    return set(DistributedModelParallel._sharded_parameter_names(model)) - {
+    return sharded_names(model) - {
         f"{path}.{name}" if path else name
         for path, module in model.module.named_modules()
         if isinstance(module, ShardedModule)

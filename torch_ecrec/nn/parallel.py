@@ -29,9 +29,7 @@ import torch
 import torch.distributed as dist
 import torchrec.distributed
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -44,6 +42,7 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
+from torch_ecrec.compat import IncompatibleKeys, tree_leaves
 from torch_ecrec.nn.attachment import Attachment
 from torch_ecrec.nn.attachment_checks import SCHEDULERS
 from torch_ecrec.nn.backend import EmbeddingBackend
@@ -304,7 +303,7 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
 
     def load_state_dict(
         self, state_dict: Any, prefix: str = "", strict: bool = True, assign: bool = False
-    ) -> _IncompatibleKeys:
+    ) -> IncompatibleKeys:
         """As in TorchRec, at any time; every trainer calls it at the same place of its script.
 
         Tables may be sharded in any way: each trainer loads the rows that it has. Of a whole table trainer 0's counts.
@@ -313,8 +312,8 @@ class DistributedModelParallel(RefusedMethods, StateDictForms, torchrec.distribu
         is taken, as `torch.distributed.checkpoint` gives it, and of no effect: values are copied.
         """
         if not self._may_load():
-            return _IncompatibleKeys([], [])
-        keys: _IncompatibleKeys = super().load_state_dict(state_dict, prefix, strict)
+            return IncompatibleKeys([], [])
+        keys: IncompatibleKeys = super().load_state_dict(state_dict, prefix, strict)
         if self._attached is not None:
             self._attached.on_loaded()
         return keys

@@ -17,8 +17,9 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torchrec.optim.fused import EmptyFusedOptimizer
+
+from torch_ecrec.compat import NoTorchFunction, tree_leaves
 
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "_version"),
@@ -93,7 +94,7 @@ class TableParameter(nn.Parameter):
         if func == _GRADIENT.__set__ and args[1] is not None:  # None is what `zero_grad` sets
             raise args[0]._refusal("grad")
         if func in _ALLOWED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with NoTorchFunction():
                 return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):  # of an attribute
@@ -137,5 +138,5 @@ class StandIns(nn.ModuleDict):
 
 def are_trained(parameters: Iterable[TableParameter]) -> list[bool]:
     """Of each whether it has `requires_grad`: asked for in every step."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with NoTorchFunction():
         return [parameter.requires_grad for parameter in parameters]

@@ -21,13 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
-from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
+
+from torch_ecrec.compat import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    local_shape_and_offset,
+    sharded_of,
+)
 
 
 class Shares:
@@ -68,10 +73,7 @@ class Shares:
         )
         here = f"rank:{ranks[self.trainer]}/cpu"
         shards = [Shard(values, shard) for shard in metadata.shards_metadata if str(shard.placement) == here]
-        made: Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, metadata, process_group=self._group
-        )
-        return made
+        return sharded_of(shards, metadata, self._group)
 
 
 def shape_of(value: Tensor) -> tuple[int, ...]:
@@ -131,7 +133,7 @@ def _parts_of_dtensor(value: DTensor, trainer: int) -> list[Part]:
     local: Any = value.to_local()
     if isinstance(local, LocalShardsWrapper):
         return [_part(at, shard) for at, shard in zip(local.local_offsets(), local.local_shards(), strict=True)]
-    _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    _, offsets = local_shape_and_offset(value.shape, value.device_mesh, value.placements)
     return [_part(offsets, local)] if local.numel() else []
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from torch_ecrec.compat import ShardedTensor, group_of
 from torch_ecrec.nn.step import SparseStep
 
 
@@ -63,7 +63,7 @@ def _gathered(value: Any) -> Any:
             value[key] = _gathered(value[key])
     elif isinstance(value, ShardedTensor):
         metadata = value.metadata()
-        first = dist.get_rank(value._process_group) == 0
+        first = dist.get_rank(group_of(value)) == 0
         whole = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device="cpu") if first else None
         value.gather(dst=0, out=whole)
         return whole

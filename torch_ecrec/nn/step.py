@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torchrec.distributed.comm_ops import get_gradient_division
 
+from torch_ecrec.compat import backward_pass, queue_callback
 from torch_ecrec.errors import NonFiniteGradient
 from torch_ecrec.layout.routing import Parts
 from torch_ecrec.nn.backend import EmbeddingBackend
@@ -137,7 +137,7 @@ class SparseStep:
                 output.register_hook(self._count_pass)
 
     def _count_pass(self, _: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         self._passes += task != self._counted
         self._counted = task
 
@@ -188,14 +188,13 @@ class SparseStep:
         Args:
             finite: whether they all are.
         """
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         if task != self._pass:
             self._pass, self._gathered, self._sent, self._repeated, self._refusal = task, [], False, False, None
             self._finite = True
             # Callbacks run in the order of their arrival. DDP adds its own during the pass; being last leaves DDP ready
             # for the next forward when this one raises.
-            engine = Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(self._end_pass))
+            queue_callback(lambda: queue_callback(self._end_pass))
         self._repeated |= ticket.answered
         ticket.answered = True
         self._waiting.discard(ticket)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from torch_ecrec.compat import tensor_without_memory
 from torch_ecrec.nn.columns import noted
 from torch_ecrec.nn.table_tensors import Tie
 
@@ -61,7 +62,7 @@ class StreamedTable(Tensor):
         read: Callable[[int, int], Tensor],
         load: Callable[..., None],
     ) -> StreamedTable:
-        made: StreamedTable = Tensor._make_wrapper_subclass(cls, torch.Size(size), dtype=dtype)
+        made: StreamedTable = tensor_without_memory(cls, torch.Size(size), dtype)
         made.what, made.rows, made.read, made.load, made.loaded = what, rows, read, load, False
         return made
 

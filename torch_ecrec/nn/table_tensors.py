@@ -17,18 +17,18 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.planner_helpers import (
-    _chunk_for_shard,
-    _create_chunk_from_tensor,
-    _create_write_item_for_shard,
-    _create_write_item_for_tensor,
-)
 
+from torch_ecrec.compat import (
+    ShardedTensor,
+    chunk_of_shard,
+    chunk_of_tensor,
+    plain_torch_function,
+    write_item_of_shard,
+    write_item_of_tensor,
+)
 from torch_ecrec.nn.columns import Columns, found_in, noted
 
 
@@ -48,14 +48,14 @@ class Tie:
         """Has DCP ask here when it asks the weights of the first table. (A plain tensor becomes a `TableTensor`.)"""
 
         def write_items(name: str, tensor: ShardedTensor) -> list[WriteItem]:
-            shards = [_create_write_item_for_shard(name, tensor, shard.metadata) for shard in tensor.local_shards()]
+            shards = [write_item_of_shard(name, tensor, shard.metadata) for shard in tensor.local_shards()]
             return noted(shards, self.order)
 
         def chunk_list() -> list[ChunkStorageMetadata]:
             self.meet_above(sys._getframe(1))
             return list(chunks)
 
-        chunks = [_chunk_for_shard(shard.metadata) for shard in sharded.local_shards()]
+        chunks = [chunk_of_shard(shard.metadata) for shard in sharded.local_shards()]
         made: Any = sharded
         made.__create_write_items__, made.__create_chunk_list__ = write_items, chunk_list
 
@@ -96,7 +96,7 @@ class TableTensor(Tensor):
     """The weights of the first table of a collection, where one trainer has all rows. What is made of it is plain."""
 
     tie: Tie
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = plain_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def of(values: Tensor, tie: Tie) -> TableTensor:
@@ -110,11 +110,11 @@ class TableTensor(Tensor):
         return self.as_subclass(Tensor)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        return noted([_create_write_item_for_tensor(name, self)], self.tie.order)
+        return noted([write_item_of_tensor(name, self)], self.tie.order)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         self.tie.meet_above(sys._getframe(1))
-        return [_create_chunk_from_tensor(self)]
+        return [chunk_of_tensor(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
+from torch_ecrec.compat import ShardedTensor
 from torch_ecrec.nn.columns import Columns
 from torch_ecrec.nn.given import GivenTensors, Place
 from torch_ecrec.nn.shares import Part, Shares, check_numbers, is_whole, parts_of, shape_of

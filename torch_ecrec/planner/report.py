@@ -11,8 +11,7 @@ TorchRec's table has the trainers: what is in each of them, and their time. Ours
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrec.distributed.planner import stats
@@ -20,6 +19,7 @@ from torchrec.distributed.planner.types import Enumerator as AnyEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.types import ParameterSharding
 
+from torch_ecrec.compat import short_name
 from torch_ecrec.nn.coverage import ERASURE_CODED
 from torch_ecrec.planner.enumerator import Enumerator, costs_of, is_ours, total
 from torch_ecrec.planner.estimates import ROW_BYTES, Cost, largest_slot
@@ -27,17 +27,6 @@ from torch_ecrec.planner.estimates import ROW_BYTES, Cost, largest_slot
 SHORT = "EC"
 _MEMORY, _TRAFFIC = ("records", "parities", "logs"), ("lookups", "pushes", "folds")
 _MB = 1e6
-
-
-@contextlib.contextmanager
-def _our_name() -> Iterator[None]:
-    """TorchRec's report knows the short names of its own types only, and has no other place to tell it one."""
-    theirs = stats._get_sharding_type_abbr
-    stats._get_sharding_type_abbr = lambda kind: SHORT if kind == ERASURE_CODED else theirs(kind)
-    try:
-        yield
-    finally:
-        stats._get_sharding_type_abbr = theirs
 
 
 class Report(stats.EmbeddingStats):
@@ -55,7 +44,7 @@ class Report(stats.EmbeddingStats):
     def log(self, *args: Any, enumerator: AnyEnumerator | None = None, **more: Any) -> None:
         """As TorchRec's: to the log, line by line."""
         self._of = enumerator if isinstance(enumerator, Enumerator) else None
-        with _our_name():
+        with short_name(ERASURE_CODED, SHORT):  # it knows its own types only
             super().log(*args, enumerator=enumerator, **more)
 
     @property
