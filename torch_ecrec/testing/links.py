@@ -33,7 +33,7 @@ from torch_ecrec.transport.reachability import SILENT_S
 
 COORDINATOR = "coordinator"
 BEAT_S = 0.25
-FIRST_TRY_S = 0.2  # as Linux has it
+FIRST_TRY_S, LOOKS_S = 0.2, 1.0  # as Linux has it; as members have it
 ENDS_S, MEMBER_ENDS_S = UNANSWERED_S, UNANSWERED_BY_COORDINATOR_S
 
 
@@ -70,13 +70,17 @@ class Outage:
     frozen: bool = False
 
 
-def next_try_s(waits_s: float) -> float:
-    """How long it is until a kernel sends again what has waited so long: after 0.2 s, then twice as long each time."""
+def back_s(waited_s: float) -> float:
+    """Once the network is back, how long it is until what has waited so long arrives.
+
+    A kernel sends again after 0.2 s, then after twice as long each time. Or the connection ends before, and another is
+    made, as members look for their coordinator once a second.
+    """
     pause_s = tried_s = FIRST_TRY_S
-    while tried_s < waits_s:
+    while tried_s < waited_s:
         pause_s *= 2
         tried_s += pause_s
-    return tried_s - waits_s
+    return min(tried_s - waited_s, max(MEMBER_ENDS_S - waited_s, 0.0) + LOOKS_S)
 
 
 class Links:
@@ -163,7 +167,7 @@ class Links:
         clock = self.cluster.network.clock
         for way in cut.ways:
             if cut.backs_off and self._waiting.get(way):
-                clock.later(next_try_s(clock.now_s - self._waits_since_s[way]), functools.partial(self._open, way))
+                clock.later(back_s(clock.now_s - self._waits_since_s[way]), functools.partial(self._open, way))
             else:
                 self._open(way)
 
