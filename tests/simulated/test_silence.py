@@ -93,7 +93,7 @@ PAIRS = [("server-1", "server-2"), ("server-0", "server-1"), ("server-0", "serve
 def test_who_comes_back_after_a_moment_but_later_than_others_is_not_given_up(seconds: float) -> None:
     """Kernels send again in growing pauses, which began at different times: one is heard at once, the other is silent
     for as long again."""
-    for message in range(30, 62, 4):
+    for message in (31, 45, 58):
         for group in PAIRS:
             cluster = Watched(PLAIN)
             cluster.links = links = Links(cluster)
