@@ -212,6 +212,7 @@ class Preemption:
         name = f"step-{len(self.mine['losses'])}"
         dcp.save(self._states(), checkpoint_id=self.folder / name)
         mine = {what: held.state_dict() for what, held in self.mine.items()}
+        mine["batches"] = {"drawn": len(self.mine["losses"])}  # a pipeline draws ahead what it has not trained on
         torch.save(mine, self.folder / name / f"trainer-{dist.get_rank()}.pt")
         dist.barrier()
         if dist.get_rank() == 0:

@@ -212,3 +212,13 @@ def test_a_short_run(transport: str, words: list[str], tmp_path: Path, monkeypat
     assert felt and all(entry["felt"] for entry in felt)
     assert not wait_for_none(lambda: leftover(os.getpid(), os.environ[MARK]), LIMIT_S)
     assert not list((tmp_path / "logs" / "run").glob("etcd-?")), "what etcd wrote is gone"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_job_that_is_told_to_end_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    """All of its processes, twice: with what a pipeline had drawn ahead, and had not trained on."""
+    code = main(["chaos", "--minutes", "0.5", "--seed", "5", "--events", "term-all", "--out", str(tmp_path)])
+    result: dict[str, Any] = json.loads((tmp_path / "chaos.json").read_text())
+    assert code == 0 and result["error"] is None and result["differences"] == [] and result["processes_left"] == []
+    assert [entry["event"] for entry in result["schedule"]] == ["term-all"] * 2
