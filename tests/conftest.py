@@ -143,11 +143,17 @@ def _default_dtype(pytestconfig: pytest.Config) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_left_behind() -> Iterator[None]:
     run, worker = (os.environ.get(f"PYTEST_XDIST_{what}") for what in ("TESTRUNUID", "WORKER"))
+    outer = os.environ.get(MARK)  # a test runs pytest, which has its worker's variables, and not its processes
     mark = mark_of(run, worker) if run and worker else mark_of(str(os.getpid()), str(time.time_ns()))
+    if outer is not None and f"{outer}.".startswith(f"{mark}."):
+        mark = mark_of(outer, f"{os.getpid()}.{time.time_ns()}")
     os.environ[MARK] = mark
     yield
     left = wait_for_none(lambda: leftover(os.getpid(), mark), LEAVE_S)
-    del os.environ[MARK]
+    if outer is None:
+        del os.environ[MARK]
+    else:
+        os.environ[MARK] = outer
     kill_all(left)
     if left:
         lines = [f"  {pid}: {command}" for pid, command in sorted(left.items())]

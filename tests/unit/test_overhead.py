@@ -138,7 +138,7 @@ def test_the_least_of_those_that_go_on_is_taken_and_why_is_said() -> None:
         ({"hosts": 5}, r"\(4, 2\) needs as many hosts as k \+ r, got 5"),
         ({"mtbf_s": 0.0}, "`mtbf_s` must be positive, got 0.0"),
         ({"save_s": -1.0}, "`save_s` must be positive"),
-        ({"load_s": math.nan}, "`load_s` must not be negative, got nan"),
+        ({"load_s": math.nan}, "`load_s` must be a number, got nan"),
         ({"repair_rate": 1.5}, "`repair_rate` must be above 0 and at most 1"),
     ],
 )

@@ -376,7 +376,7 @@ class Center(Process):
     def on_complaints(self, pairs: Sequence[tuple[str, str]]) -> None:
         """These cannot reach each other, and have said so for so long that the coordinator decides."""
         accused = {name: [b if a == name else a for a, b in pairs if name in (a, b)] for pair in pairs for name in pair}
-        for now_s in (0.0, CUT_S):
+        for now_s in (0.0, CUT_S / 2, CUT_S):  # with no pause that would say that they were silent
             for name in [name for name in self.core.members if name in accused]:
                 self.core.on_message(name, messages.Beat(unreachable=accused[name]), now_s)
         self.core.on_tick(CUT_S)
